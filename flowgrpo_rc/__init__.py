@@ -1,0 +1,57 @@
+"""FlowGRPO for flow-matching image models, with the rollout/training log-prob gap measured and corrected.
+
+Names load on first use: importing this package loads neither torch nor diffusers.
+"""
+
+from typing import TYPE_CHECKING
+
+from flowgrpo_rc.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.actor.actor import DiffusionActor
+    from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
+    from flowgrpo_rc.batch import (
+        apply_bypass_mode_to_diffusion_batch,
+        apply_rollout_correction_to_diffusion_batch,
+    )
+    from flowgrpo_rc.correction.compute import (
+        compute_rollout_correction,
+        compute_rollout_correction_and_rejection_mask,
+    )
+    from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+    from flowgrpo_rc.loss.advantages import group_advantages
+    from flowgrpo_rc.loss.diffusion_loss import diffusion_loss
+    from flowgrpo_rc.trainer.config import FlowGRPOConfig
+    from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DiffusionActor",
+    "DiffusionActorConfig",
+    "DiffusionLossConfig",
+    "FlowGRPOConfig",
+    "FlowGRPOTrainer",
+    "RolloutCorrectionConfig",
+    "apply_bypass_mode_to_diffusion_batch",
+    "apply_rollout_correction_to_diffusion_batch",
+    "compute_rollout_correction",
+    "compute_rollout_correction_and_rejection_mask",
+    "diffusion_loss",
+    "group_advantages",
+]
+
+_HOMES = {
+    "DiffusionActor": "actor",
+    "DiffusionActorConfig": "actor",
+    "DiffusionLossConfig": "actor",
+    "FlowGRPOConfig": "trainer",
+    "FlowGRPOTrainer": "trainer",
+    "apply_bypass_mode_to_diffusion_batch": "batch",
+    "apply_rollout_correction_to_diffusion_batch": "batch",
+    "diffusion_loss": "loss.diffusion_loss",
+    "group_advantages": "loss.advantages",
+}
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: f"{__name__}.{_HOMES.get(name, 'correction')}" for name in __all__}
+)

@@ -1,0 +1,27 @@
+"""The actor: the policy that is trained.
+
+Floor 4: imports ``correction/``, ``sde/``, ``loss/``, ``batch`` and ``models/``. Names load on first use; the
+configuration classes need no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from flowgrpo_rc.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.actor.actor import DiffusionActor, NonFiniteUpdateError, UpdateResult
+    from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig, OptimizerConfig
+
+__all__ = [
+    "DiffusionActor",
+    "DiffusionActorConfig",
+    "DiffusionLossConfig",
+    "NonFiniteUpdateError",
+    "OptimizerConfig",
+    "UpdateResult",
+]
+
+_IN_CONFIG = ("DiffusionActorConfig", "DiffusionLossConfig", "OptimizerConfig")
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: f"{__name__}.{'config' if name in _IN_CONFIG else 'actor'}" for name in __all__}
+)

@@ -1,0 +1,255 @@
+"""Score trajectories and update the adapter from them.
+
+One optimizer step sees one mini-batch: the gradients of its micro-batches' loss *sums* are added, over ranks too,
+and divided once by the global denominator, so that the result does not depend on how the batch was cut.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from tensordict import TensorDict
+from torch import Tensor
+
+from flowgrpo_rc.actor.config import DiffusionActorConfig
+from flowgrpo_rc.correction import MetricAccumulator
+from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora
+from flowgrpo_rc.sde import Transition, log_prob, transition
+
+
+class NonFiniteUpdateError(RuntimeError):
+    """A loss or gradient is NaN or infinite; raised before the optimizer moves, with the samples to blame."""
+
+    def __init__(self, message: str, samples: Sequence[int]) -> None:
+        super().__init__(message)
+        self.samples = list(samples)
+        """Rows of the batch given to ``update`` on this process."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What ``DiffusionActor.update`` did."""
+
+    metrics: dict[str, float]
+    optimizer_steps: int
+    """Steps taken; a mini-batch of which rejection kept nothing takes none."""
+
+
+class DiffusionActor:
+    """The trained policy: ``model``'s transformer with a LoRA, its optimizer and its learning-rate schedule.
+
+    Args:
+        model: the loaded pipeline; the LoRA is attached to its own transformer.
+        config: objective, optimizer and rollout correction.
+        lora: rank, alpha and target modules.
+        accelerator: an ``accelerate.Accelerator``: device, precision and processes.
+        sde_type, noise_level: of the rollouts' stochastic steps.
+        total_optimizer_steps: length of the learning-rate schedule.
+        score_batch_size: images per forward of the scoring pass; ``None``: the update's micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        config: DiffusionActorConfig,
+        lora: ModelConfig,
+        accelerator: Any,
+        *,
+        sde_type: str,
+        noise_level: float,
+        total_optimizer_steps: int,
+        score_batch_size: int | None = None,
+    ) -> None:
+        from diffusers.optimization import get_scheduler
+
+        self._model, self._config, self._accelerator = model, config, accelerator
+        self._sde_type, self._noise_level = sde_type, noise_level
+        self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
+        self.transformer: Any = model.transformer
+        attach_lora(self.transformer, model, lora, dtype=torch.float32)
+        if lora.enable_gradient_checkpointing:
+            self.transformer.enable_gradient_checkpointing()
+        self.transformer.to(accelerator.device)
+        self._parameters = list(adapter_parameters(self.transformer).values())
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            self._parameters, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, weight_decay=optim.weight_decay
+        )
+        self.lr_scheduler = get_scheduler(
+            optim.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=optim.lr_warmup_steps,
+            num_training_steps=max(1, total_optimizer_steps),
+        )
+
+    @torch.no_grad()
+    def score(self, batch: TensorDict, conditioning: Conditioning) -> Float[Tensor, "B W"]:
+        """``old_log_probs``: log-probs of the recorded steps under the present policy, on the host."""
+        rows = torch.arange(len(batch)).split(self._score_batch_size)
+        return torch.cat([self._forward(batch[r], conditioning)["log_probs"].cpu() for r in rows])
+
+    def update(
+        self, batch: TensorDict, conditioning: Conditioning, mini_batches: Sequence[Int[Tensor, "M"]]
+    ) -> UpdateResult:
+        """Take ``ppo_epochs`` passes of one optimizer step per mini-batch.
+
+        Args:
+            batch: trajectories with ``old_log_probs`` and ``advantages``, this process's share; in decoupled mode
+                also ``rollout_is_weights`` and ``rollout_keep``.
+            conditioning: what ``prompt_index`` points into.
+            mini_batches: rows of ``batch`` for each optimizer step.
+
+        Raises:
+            NonFiniteUpdateError: a log-prob, loss or gradient is not finite; weights and optimizer are untouched
+                by the offending step.
+        """
+        total: LossMetrics | None = None
+        first: dict[str, float] = {}
+        gap, norms = MetricAccumulator(), []
+        for _ in range(self._config.ppo_epochs):
+            for rows in mini_batches:
+                sums, norm = self._optimizer_step(batch, conditioning, rows, gap)
+                first = first or sums.compute()
+                total = sums if total is None else total + sums
+                if norm is not None:
+                    norms.append(norm)
+        if total is None:
+            raise ValueError("update() was given no mini-batches")
+        return UpdateResult(self._metrics(total, first, norms, gap), len(norms))
+
+    def _optimizer_step(
+        self, batch: TensorDict, conditioning: Conditioning, rows: Tensor, gap: MetricAccumulator
+    ) -> tuple[LossMetrics, float | None]:
+        """Accumulate one mini-batch, reduce over ranks, divide, clip, step. The norm is ``None`` if it did not."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total: LossMetrics | None = None
+        for micro in rows.split(self._config.ppo_micro_batch_size_per_gpu):
+            metrics = self._backward(batch, conditioning, micro, gap)
+            total = metrics if total is None else total + metrics
+        assert total is not None
+        total = total.all_reduce()
+        kept, denominator = total.kept_and_denominator()
+        if kept == 0:
+            warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
+            return total, None
+        self._reduce_gradients(denominator)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
+        if not norm < float("inf"):
+            self._refuse(batch, conditioning, rows)
+        self.optimizer.step()
+        self.lr_scheduler.step()
+        return total, norm
+
+    def _backward(
+        self, batch: TensorDict, conditioning: Conditioning, rows: Tensor, gap: MetricAccumulator | None
+    ) -> LossMetrics:
+        data = batch[rows]
+        output = self._forward(data, conditioning)
+        finite = torch.isfinite(output["log_probs"]).all(1)
+        if not finite.all():
+            self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
+        sums = diffusion_loss_sums(self._config, output, _policy_data(data, self._accelerator.device))
+        self._accelerator.backward(sums.loss_sum)
+        if gap is not None and sums.correction is not None:
+            gap.add(sums.correction)
+        return sums.metrics
+
+    def _forward(self, data: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
+        """All steps of all images in one forward: log-probs ``(b, W)`` and what the KL loss needs."""
+        device = self._accelerator.device
+        b, w = data["latents"].shape[:2]
+        flat = {
+            name: data[name].flatten(0, 1).to(device)
+            for name in ("latents", "next_latents", "timesteps", "sigmas", "next_sigmas")
+        }
+        cond = conditioning.rows(data["prompt_index"].repeat_interleave(w), device)
+        law = self._law(flat, cond)
+        output = {"log_probs": log_prob(law, flat["next_latents"], sde_type=self._sde_type).view(b, w)}
+        if self._config.use_kl_loss and torch.is_grad_enabled():
+            with torch.no_grad(), adapter_disabled(self.transformer):
+                reference = self._law(flat, cond)
+            output["transition_means"] = law.mean.unflatten(0, (b, w))
+            output["ref_transition_means"] = reference.mean.unflatten(0, (b, w))
+            output["transition_stds"] = law.step_std.view(b, w)
+        return output
+
+    def _law(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
+        with self._accelerator.autocast():
+            velocity = self._model.velocity(self.transformer, flat["latents"], flat["timesteps"], cond)
+        return transition(
+            flat["latents"],
+            velocity,
+            flat["sigmas"],
+            flat["next_sigmas"],
+            noise_level=self._noise_level,
+            sde_type=self._sde_type,
+        )
+
+    def _reduce_gradients(self, denominator: float) -> None:
+        """Sum the gradients over ranks in one collective and divide them by the global denominator."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([p.grad.flatten() for p in self._parameters])  # type: ignore[union-attr]
+        if self._accelerator.num_processes > 1:
+            torch.distributed.all_reduce(flat)
+        flat /= denominator
+        for parameter, part in zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def _refuse(self, batch: TensorDict, conditioning: Conditioning, rows: Tensor) -> None:
+        """The gradient is not finite: find the samples it comes from, one backward each, and raise."""
+        bad = []
+        for row in rows.split(1):
+            self.optimizer.zero_grad(set_to_none=True)
+            self._backward(batch, conditioning, row, None)
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            if not all(bool(torch.isfinite(g).all()) for g in grads):
+                bad += row.tolist()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._raise_non_finite("gradient", bad)
+
+    def _raise_non_finite(self, what: str, samples: list[int]) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        where = f"for {len(samples)} samples of the batch (rows {samples[:8]})" if samples else (
+            "in the sum of a mini-batch (no single sample of this process is to blame)"
+        )
+        raise NonFiniteUpdateError(
+            f"non-finite {what} {where}; the optimizer was not stepped. Try a lower "
+            "actor_rollout_ref.actor.optim.lr, or float32 for actor_rollout_ref.model.dtype",
+            samples,
+        )
+
+    def _metrics(
+        self, total: LossMetrics, first: dict[str, float], norms: list[float], gap: MetricAccumulator
+    ) -> dict[str, float]:
+        metrics = total.compute()
+        metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"]
+        metrics["actor/ratio_deviation_first"] = max(
+            abs(first["actor/ratio_max"] - 1), abs(first["actor/ratio_min"] - 1)
+        )
+        if norms:
+            metrics["actor/grad_norm"] = sum(norms) / len(norms)
+        metrics["actor/lr"] = self.lr_scheduler.get_last_lr()[0]
+        if self._config.rollout_correction.bypass_mode:
+            metrics |= {f"actor/{name}": value for name, value in gap.compute().items()}
+        return metrics
+
+
+def _policy_data(data: TensorDict, device: Any) -> dict[str, Tensor]:
+    """The keys that the loss reads, on the actor's device; latents stay where they are."""
+    names = (
+        "old_log_probs",
+        "rollout_log_probs",
+        "advantages",
+        "timesteps",
+        "rollout_is_weights",
+        "rollout_keep",
+    )
+    return {name: data[name].to(device) for name in names if name in data.keys()}  # noqa: SIM118

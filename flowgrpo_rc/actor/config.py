@@ -1,0 +1,123 @@
+"""What the actor optimises and how. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowgrpo_rc.checks import choice, non_negative, positive
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+
+LOSS_MODES = ("flow_grpo", "dance_grpo")
+LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
+_HERE = "actor_rollout_ref.actor"
+
+
+@dataclass(kw_only=True, slots=True)
+class DiffusionLossConfig:
+    """The section ``actor.diffusion_loss``."""
+
+    loss_mode: str = "flow_grpo"
+    """``flow_grpo``; ``dance_grpo`` is the same objective for rollouts with ``sde_type=dance_sde``."""
+
+    clip_ratio: float = 1e-4
+    """Half width of the band around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are means over
+    the latent dimensions, so ratios move by 1e-5 to 1e-2; in bypass mode the band must be wider than the
+    rollout/training gap."""
+
+    clip_ratio_low: float | None = None
+    """Half width below 1; null takes ``clip_ratio``."""
+
+    clip_ratio_high: float | None = None
+    """Half width above 1; null takes ``clip_ratio``."""
+
+    adv_clip_max: float = 5.0
+    """Advantages are clamped to ``+-adv_clip_max``."""
+
+    def __post_init__(self) -> None:
+        here = f"{_HERE}.diffusion_loss"
+        choice(f"{here}.loss_mode", self.loss_mode, LOSS_MODES)
+        positive(f"{here}.clip_ratio", self.clip_ratio)
+        positive(f"{here}.clip_ratio_low", self.clip_ratio_low, optional=True)
+        positive(f"{here}.clip_ratio_high", self.clip_ratio_high, optional=True)
+        positive(f"{here}.adv_clip_max", self.adv_clip_max)
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """The section ``actor.optim``: AdamW on the LoRA weights."""
+
+    lr: float = 1e-4
+    """Learning rate."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay rates of the two moments."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+
+    lr_scheduler_type: str = "constant"
+    """Schedule over the run's optimizer steps; one of ``LR_SCHEDULERS``."""
+
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up (not for ``constant``)."""
+
+    def __post_init__(self) -> None:
+        here = f"{_HERE}.optim"
+        positive(f"{here}.lr", self.lr)
+        positive(f"{here}.eps", self.eps)
+        non_negative(f"{here}.weight_decay", self.weight_decay)
+        non_negative(f"{here}.lr_warmup_steps", self.lr_warmup_steps)
+        choice(f"{here}.lr_scheduler_type", self.lr_scheduler_type, LR_SCHEDULERS)
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"{here}.betas: got {list(self.betas)}; give two numbers in [0, 1)")
+
+
+@dataclass(kw_only=True, slots=True)
+class DiffusionActorConfig:
+    """The section ``actor_rollout_ref.actor``."""
+
+    ppo_mini_batch_size: int = 8
+    """Prompts per optimizer step, over all processes; each brings ``rollout.n`` images."""
+
+    ppo_micro_batch_size_per_gpu: int = 16
+    """Images per forward/backward on one process; each brings its whole SDE window."""
+
+    ppo_epochs: int = 1
+    """Passes over one batch of rollouts."""
+
+    grad_clip: float = 1.0
+    """Largest norm of the gradient of all LoRA weights."""
+
+    use_kl_loss: bool = False
+    """Add ``kl_loss_coef`` times the KL to the model with its adapter switched off."""
+
+    kl_loss_coef: float = 0.001
+    """Weight of that KL."""
+
+    diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    rollout_correction: Any = field(default_factory=dict)
+    """A ``RolloutCorrectionConfig`` or a mapping of its keys (null: off); in the trainer it is ``algorithm.rollout_correction``."""
+
+    def __post_init__(self) -> None:
+        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "grad_clip"):
+            positive(f"{_HERE}.{name}", getattr(self, name))
+        non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)
+        if isinstance(self.rollout_correction, str) and self.rollout_correction.startswith("${"):
+            return  # a reference into a configuration tree; whoever resolves it constructs this class again
+        if self.rollout_correction is None:
+            self.rollout_correction = RolloutCorrectionConfig.disabled()
+        if not isinstance(self.rollout_correction, RolloutCorrectionConfig):
+            self.rollout_correction = RolloutCorrectionConfig.from_dict(dict(self.rollout_correction))
+        rc = self.rollout_correction
+        if rc.bypass_mode and rc.loss_type == "reinforce" and rc.rollout_is_batch_normalize:
+            raise ValueError(
+                "algorithm.rollout_correction.rollout_is_batch_normalize: got true with bypass_mode and "
+                "loss_type=reinforce; there the weights are made anew in every micro-batch, so their mean would "
+                "depend on how the batch is cut. Set it to false"
+            )

@@ -1,0 +1,28 @@
+"""Small checks that configuration classes share; each error names the field, the value and the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def choice(field: str, value: object, options: Sequence[object]) -> None:
+    """``value`` is one of ``options``."""
+    if value not in options:
+        raise ValueError(f"{field}: got {value!r}; choose one of {', '.join(map(str, options))}")
+
+
+def positive(field: str, value: float | None, *, optional: bool = False) -> None:
+    """``value`` is a finite number above 0 (or ``None`` where ``optional``)."""
+    if optional and value is None:
+        return
+    if value is None or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{field}: got {value!r}; give a number above 0{' or null' if optional else ''}")
+
+
+def non_negative(field: str, value: float | None, *, optional: bool = False) -> None:
+    """``value`` is a finite number of at least 0 (or ``None`` where ``optional``)."""
+    if optional and value is None:
+        return
+    if value is None or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{field}: got {value!r}; give 0 or more{' or null' if optional else ''}")

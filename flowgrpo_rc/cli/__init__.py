@@ -1,0 +1,1 @@
+"""Command line. Floor 6: parses, builds, calls."""

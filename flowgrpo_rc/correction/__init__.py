@@ -1,0 +1,61 @@
+"""Rollout correction: importance weights, rejection and diagnostics for a rollout/training mismatch.
+
+Names resolve on first use, so that reading a configuration does not import torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.correction.compute import (
+        RolloutCorrection,
+        compute_offpolicy_metrics,
+        compute_rollout_correction,
+        compute_rollout_correction_and_rejection_mask,
+        compute_rollout_correction_weights,
+        compute_rollout_rejection_mask,
+    )
+    from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+    from flowgrpo_rc.correction.explanation import Explanation, explain
+    from flowgrpo_rc.correction.metrics import slime_metrics
+    from flowgrpo_rc.correction.moments import MetricAccumulator, Moments
+    from flowgrpo_rc.correction.thresholds import SAFETY_BOUND
+
+__all__ = [
+    "Explanation",
+    "MetricAccumulator",
+    "Moments",
+    "RolloutCorrection",
+    "RolloutCorrectionConfig",
+    "SAFETY_BOUND",
+    "compute_offpolicy_metrics",
+    "compute_rollout_correction",
+    "compute_rollout_correction_and_rejection_mask",
+    "compute_rollout_correction_weights",
+    "compute_rollout_rejection_mask",
+    "explain",
+    "slime_metrics",
+]
+
+_HOME = {
+    "RolloutCorrectionConfig": "config",
+    "Explanation": "explanation",
+    "explain": "explanation",
+    "slime_metrics": "metrics",
+    "MetricAccumulator": "moments",
+    "Moments": "moments",
+    "SAFETY_BOUND": "thresholds",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'compute')}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,232 @@
+"""Thresholds and options, parsed once: from what a user writes to a `CorrectionPlan` of plain numbers.
+
+Everything downstream (weights, rejection, metrics, `explain`) reads the plan; nothing else looks into a
+threshold string. Ratios are train over rollout, `r = exp(log_prob - rollout_log_prob)`, everywhere here.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from numbers import Real
+from typing import Literal
+
+SAFETY_BOUND = 20.0
+"""Every exponent is clamped to [-SAFETY_BOUND, SAFETY_BOUND] before `exp`."""
+
+IS_LEVELS = ("token", "sequence", "geometric")
+IS_MODES = ("truncate", "zero", "clip", "mask")
+RS_OPTIONS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
+
+ThresholdSpec = float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportanceSampling:
+    """How importance weights are made: level, mode, and the bounds on the train/rollout ratio."""
+
+    level: Literal["token", "sequence", "geometric"]
+    mode: Literal["truncate", "zero", "clip", "mask"]
+    lower: float
+    """0 means that nothing is done to small weights."""
+    upper: float
+    reported_lower: float
+    """The bound that `..._fraction_low` counts against: `lower`, or `1 / upper` when there is none."""
+    batch_normalize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """One rejection criterion. `k1` keeps `log_lower <= aggregate of l <= log_upper`; `k2`/`k3` keep `<= upper`."""
+
+    name: str
+    aggregate: Literal["token", "seq_sum", "seq_mean", "seq_max"]
+    statistic: Literal["k1", "k2", "k3"]
+    upper: float
+    """k1: log of the ratio's upper bound. k2, k3: upper bound of the statistic."""
+    lower: float = -math.inf
+    """k1: log of the ratio's lower bound. Unused otherwise."""
+    mirrored: bool = False
+    """Report the k1 fractions in verl's direction (high = small ratio); only the verl drop-in sets this."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionPlan:
+    """What one call computes. Hashable, without tensors, and valid by construction (see `make_plan`)."""
+
+    importance: ImportanceSampling | None = None
+    criteria: tuple[Criterion, ...] = ()
+    log_veto: float | None = None
+
+    @property
+    def can_reject(self) -> bool:
+        """Whether any element can leave the mask."""
+        masks = self.importance is not None and self.importance.mode == "mask"
+        return bool(self.criteria) or self.log_veto is not None or masks
+
+
+def parse_number(value: object, name: str) -> float:
+    """A positive, finite-or-infinite float from a number or numeric string.
+
+    Raises:
+        TypeError: a bool, or neither a number nor a string.
+        ValueError: not a number, NaN, zero or negative.
+    """
+    number = _to_float(value, name)
+    if not number > 0:
+        raise ValueError(f"{name} must be positive, got {value!r}.")
+    return number
+
+
+def parse_is_threshold(
+    spec: ThresholdSpec, mode: str | None = None, name: str = "rollout_is_threshold"
+) -> tuple[str, float, float]:
+    """`(mode, lower, upper)` of an importance-sampling threshold; `lower` is 0 where there is none.
+
+    A number `u` alone means `truncate`; `"lower_upper"` means `zero` (IcePop). An explicit `mode` of `zero`,
+    `clip` or `mask` reads a lone `u` as `1/u_u`. A lower bound of 0 ("none") needs `clip` or `mask`.
+    """
+    if mode is not None and mode not in IS_MODES:
+        raise ValueError(f"rollout_is_mode must be one of {IS_MODES} or null, got {mode!r}.")
+    lower_text, upper_text = _split(spec, name)
+    upper = parse_number(upper_text, name)
+    if lower_text is None:
+        if mode in (None, "truncate"):
+            return "truncate", 0.0, upper
+        _check_order(1.0 / upper, upper, spec, name)
+        return str(mode), 1.0 / upper, upper
+    if mode == "truncate":
+        raise ValueError(f"{name}={spec!r}: truncation has one bound, the upper; give a single number.")
+    lower = _lower_bound(lower_text, name, zero_allowed=mode in ("clip", "mask"))
+    _check_order(lower, upper, spec, name)
+    return mode or "zero", lower, upper
+
+
+def parse_rs_options(spec: str | None) -> tuple[str, ...]:
+    """The criteria of a comma-separated `rollout_rs`, in order, without repetitions."""
+    if spec is None:
+        return ()
+    if not isinstance(spec, str):
+        raise TypeError(f"rollout_rs must be a comma-separated string or null, got {spec!r}.")
+    options = tuple(dict.fromkeys(part.strip() for part in spec.split(",") if part.strip()))
+    if not options:
+        raise ValueError("rollout_rs is an empty list; use null for no rejection.")
+    for option in options:
+        if option not in RS_OPTIONS:
+            raise ValueError(f"Unknown rollout_rs option {option!r}; choose from {', '.join(RS_OPTIONS)}.")
+    return options
+
+
+def parse_criteria(options: tuple[str, ...], spec: ThresholdSpec) -> tuple[Criterion, ...]:
+    """One `Criterion` per option. `spec` has one entry for all of them or one for each, comma-separated."""
+    if not options:
+        return ()
+    if spec is None:
+        raise ValueError(f"rollout_rs={','.join(options)!r} needs rollout_rs_threshold.")
+    if isinstance(spec, bool) or not isinstance(spec, (Real, str)):
+        raise TypeError(f"rollout_rs_threshold must be a number or a string, got {spec!r}.")
+    entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
+    if len(entries) not in (1, len(options)):
+        raise ValueError(
+            f"rollout_rs_threshold={spec!r} has {len(entries)} entries; "
+            f"give one for all or one for each of {', '.join(options)}."
+        )
+    if len(entries) == 1:
+        entries = entries * len(options)
+    return tuple(_criterion(option, entry) for option, entry in zip(options, entries, strict=True))
+
+
+def mirror_k1(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
+    """The same thresholds read as verl's code reads them: the k1 band applied to `-l` instead of `l`."""
+    return tuple(
+        replace(c, lower=-c.upper, upper=-c.lower, mirrored=True) if c.statistic == "k1" else c for c in criteria
+    )
+
+
+@lru_cache(maxsize=256, typed=True)
+def make_plan(
+    rollout_is: str | None = None,
+    rollout_is_threshold: ThresholdSpec = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_is_mode: str | None = None,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: ThresholdSpec = None,
+    rollout_token_veto_threshold: float | str | None = None,
+) -> CorrectionPlan:
+    """Parses and validates the options of one call. Cached: a training step parses nothing.
+
+    Raises:
+        TypeError: a bool or another type where a number or string belongs.
+        ValueError: an unknown option, or a bound that is NaN, not positive, or out of order.
+    """
+    importance = None
+    if rollout_is is not None:
+        if rollout_is not in IS_LEVELS:
+            raise ValueError(f"rollout_is must be one of {IS_LEVELS} or null, got {rollout_is!r}.")
+        mode, lower, upper = parse_is_threshold(rollout_is_threshold, rollout_is_mode)
+        reported = lower if lower > 0 else 1.0 / upper
+        importance = ImportanceSampling(
+            rollout_is,  # pyright: ignore[reportArgumentType]
+            mode,  # pyright: ignore[reportArgumentType]
+            lower,
+            upper,
+            reported,
+            bool(rollout_is_batch_normalize),
+        )
+    veto = rollout_token_veto_threshold
+    log_veto = None if veto is None else math.log(parse_number(veto, "rollout_token_veto_threshold"))
+    criteria = parse_criteria(parse_rs_options(rollout_rs), rollout_rs_threshold)
+    return CorrectionPlan(importance, criteria, log_veto)
+
+
+def _criterion(option: str, entry: object) -> Criterion:
+    aggregate, _, statistic = option.rpartition("_")
+    name = f"rollout_rs_threshold for {option}"
+    lower_text, upper_text = _split(entry, name)
+    upper = parse_number(upper_text, name)
+    if statistic != "k1":
+        if lower_text is not None:
+            raise ValueError(f"{name} is one upper bound, got {entry!r}; only k1 criteria take 'lower_upper'.")
+        return Criterion(option, aggregate, statistic, upper)  # pyright: ignore[reportArgumentType]
+    lower = 1.0 / upper if lower_text is None else _lower_bound(lower_text, name, zero_allowed=True)
+    _check_order(lower, upper, entry, name)
+    log_lower = math.log(lower) if lower > 0 else -math.inf
+    return Criterion(option, aggregate, "k1", math.log(upper), log_lower)  # pyright: ignore[reportArgumentType]
+
+
+def _split(spec: object, name: str) -> tuple[str | None, object]:
+    """`(None, u)` of a lone number, `(lower, upper)` of `"lower_upper"`."""
+    if isinstance(spec, str) and "_" in spec:
+        lower, _, upper = spec.partition("_")
+        return lower.strip(), upper.strip()
+    if spec is None:
+        raise ValueError(f"{name} is missing.")
+    return None, spec
+
+
+def _to_float(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (Real, str)):
+        raise TypeError(f"{name} must be a number or a numeric string, got {value!r}.")
+    try:
+        number = float(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {value!r} is not a number.") from error
+    if math.isnan(number):
+        raise ValueError(f"{name} must not be NaN.")
+    return number
+
+
+def _lower_bound(text: object, name: str, *, zero_allowed: bool) -> float:
+    number = _to_float(text, name)
+    if number == 0 and zero_allowed:
+        return 0.0
+    return parse_number(text, f"{name} (lower bound)")
+
+
+def _check_order(lower: float, upper: float, spec: object, name: str) -> None:
+    if lower > upper:
+        raise ValueError(f"{name}={spec!r}: the lower bound {lower:g} exceeds the upper bound {upper:g}.")

@@ -1,0 +1,112 @@
+"""Known data sets turned into the parquet files that training reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc.data.prompts import PromptRecord, load_prompts
+from flowgrpo_rc.rewards.text import quoted_target
+
+SYSTEM_PROMPT = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:"
+)
+"""Qwen-Image's system prompt: rows carry it for trainers that send them through the model's chat template."""
+
+OCR_SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedFile:
+    """A file that was written."""
+
+    path: Path
+    """Where it is."""
+
+    split: str
+    """`train` or `test`."""
+
+    num_prompts: int
+    """Its number of rows."""
+
+
+def prepare_ocr(
+    input_dir: str | PathLike[str],
+    output_dir: str | PathLike[str],
+    *,
+    data_source: str = "flow_grpo/ocr",
+    negative_prompt: str = " ",
+    system_prompt: str | None = SYSTEM_PROMPT,
+) -> list[PreparedFile]:
+    """Turn flow_grpo's OCR data set into parquet, in the row layout of verl-omni.
+
+    `input_dir` holds `train.txt`, and `test.txt` if there is one: a prompt a line, the text to draw in double
+    quotes. For each, `output_dir` gets `train.parquet` or `test.parquet` with the columns `data_source`,
+    `prompt` and `negative_prompt` (chat messages), `ability`, `reward_model` (`style`, `ground_truth`) and
+    `extra_info` (`split`, `index`). All lines are checked before anything is written.
+
+    Args:
+        input_dir: folder of the text files.
+        output_dir: folder for the parquet files; created when missing, existing files are replaced.
+        data_source: value of the column of that name.
+        negative_prompt: what the negative prompt says.
+        system_prompt: system message of both prompts; None for none.
+
+    Raises:
+        ValueError: `train.txt` is missing or empty, or a line has no text in double quotes; names file and
+            line.
+    """
+    splits = {
+        split: _load_split(Path(input_dir) / f"{split}.txt")
+        for split in OCR_SPLITS
+        if split == "train" or (Path(input_dir) / f"{split}.txt").exists()
+    }
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    written = []
+    for split, records in splits.items():
+        rows = [
+            {
+                "data_source": data_source,
+                "prompt": _messages(record.prompt, system_prompt),
+                "negative_prompt": _messages(negative_prompt, system_prompt),
+                "ability": "ocr",
+                "reward_model": {"style": "model", "ground_truth": quoted_target(record.prompt)},
+                "extra_info": {"split": split, "index": index},
+            }
+            for index, record in enumerate(records)
+        ]
+        path = Path(output_dir) / f"{split}.parquet"
+        _write_parquet(path, rows)
+        written.append(PreparedFile(path=path, split=split, num_prompts=len(rows)))
+    return written
+
+
+def _load_split(path: Path) -> list[PromptRecord]:
+    records = load_prompts(path)
+    for record in records:
+        if quoted_target(record.prompt) is None:
+            raise ValueError(
+                f"{record.source}: {record.prompt!r} has no text in double quotes; write the text to draw in "
+                "quotes, or remove the line"
+            )
+    return records
+
+
+def _messages(content: str, system_prompt: str | None) -> list[dict[str, str]]:
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": content}]
+
+
+def _write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write beside `path` and rename, so that a reader never sees half a file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    temporary = path.with_name(path.name + ".tmp")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary)
+    os.replace(temporary, path)

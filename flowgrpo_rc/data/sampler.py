@@ -1,0 +1,108 @@
+"""Which prompts make the next batch: endless, reproducible, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+class PromptSampler:
+    """An endless iterator over batches of prompt indices.
+
+    Every epoch visits the prompts in an order drawn from `(seed, epoch)` alone and yields
+    `num_prompts // batch_size` batches; what is left over is dropped until the next epoch's order. No prompt
+    comes twice in one batch. An order depends on nothing else, so `(epoch, position)` is the whole state.
+
+    Args:
+        num_prompts: size of the data set.
+        batch_size: prompts per batch.
+        seed: 0 or more.
+        shuffle: False visits them in the order of the data set.
+
+    Raises:
+        ValueError: there are fewer prompts than a batch takes, or a number is out of range.
+    """
+
+    def __init__(self, num_prompts: int, batch_size: int, seed: int = 42, shuffle: bool = True) -> None:
+        if batch_size < 1:
+            raise ValueError(f"data.train_batch_size: got {batch_size}; it must be 1 or more")
+        if batch_size > num_prompts:
+            raise ValueError(
+                f"data.train_batch_size: got {batch_size}, but the data set holds {num_prompts} prompts and "
+                "no prompt may come twice in one batch; lower it or add prompts"
+            )
+        if seed < 0:
+            raise ValueError(f"data.seed: got {seed}; it must be 0 or more")
+        self.num_prompts = num_prompts
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._order = self._permutation(0)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0, that the next batch belongs to."""
+        return self._epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches in an epoch."""
+        return self.num_prompts // self.batch_size
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        """The next batch: (batch_size,) int64 indices, all different."""
+        start = self._position * self.batch_size
+        batch = self._order[start : start + self.batch_size].copy()
+        self._position += 1
+        if self._position == self.batches_per_epoch:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._permutation(self._epoch)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to continue, as JSON-compatible values."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "num_prompts": self.num_prompts,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            ValueError: `state` comes from a sampler of another data set or other settings; continuing would
+                repeat or skip prompts.
+        """
+        own = self.state_dict()
+        for name in ("num_prompts", "batch_size", "seed", "shuffle"):
+            if state[name] != own[name]:
+                raise ValueError(
+                    f"the saved data position belongs to {name}={state[name]}, this run has {own[name]}; "
+                    "resume with the same data settings or start a new run"
+                )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < self.batches_per_epoch:
+            raise ValueError(
+                f"the saved data position, epoch {epoch} and batch {position}, does not exist: an epoch has "
+                f"{self.batches_per_epoch} batches; the checkpoint is damaged"
+            )
+        self._epoch, self._position = epoch, position
+        self._order = self._permutation(epoch)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        """(num_prompts,) int64: the order of one epoch."""
+        if not self.shuffle:
+            return np.arange(self.num_prompts, dtype=np.int64)
+        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        return generator.permutation(self.num_prompts).astype(np.int64)

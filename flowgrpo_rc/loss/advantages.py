@@ -1,0 +1,73 @@
+"""Group-relative advantages (GRPO, arXiv 2402.03300) for images of the same prompt."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class GroupAdvantages(NamedTuple):
+    """Advantages and what the groups looked like."""
+
+    advantages: Float[Tensor, "B"]
+    group_std_mean: float
+    """Mean over groups of the reward's (population) standard deviation."""
+    zero_std_fraction: float
+    """Share of groups whose rewards are all the same: they teach nothing."""
+
+
+def group_advantages(
+    rewards: Float[Tensor, "B"],
+    group: Int[Tensor, "B"],
+    *,
+    norm_by_std: bool = True,
+    global_std: bool = False,
+    eps: float = 1e-4,
+) -> GroupAdvantages:
+    """``(reward - mean of its group) / (std + eps)``.
+
+    Args:
+        rewards: one finite number an image.
+        group: images of one prompt share a number; the numbers need not be consecutive.
+        norm_by_std: ``False`` leaves the division out (Dr.GRPO, arXiv 2503.20783).
+        global_std: divide by the standard deviation of *all* rewards instead of the group's (Flow-GRPO's
+            choice: it keeps an easy group's small differences from being blown up).
+        eps: added to the standard deviation.
+
+    The standard deviations are population ones (``correction=0``). A group of identical rewards gets
+    advantages of exactly 0.
+
+    Raises:
+        ValueError: empty or non-finite rewards, shapes that differ, or a group with a single image (its
+            advantage is always 0, so it cannot be trained on).
+    """
+    if rewards.shape != group.shape or rewards.dim() != 1 or rewards.numel() == 0:
+        raise ValueError(
+            f"rewards and group must both be (B,) with B >= 1, got {tuple(rewards.shape)} and {tuple(group.shape)}"
+        )
+    if not torch.isfinite(rewards).all():
+        bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
+        raise ValueError(f"rewards holds {len(bad)} non-finite values, first at index {bad[0]}")
+    _, member, counts = torch.unique(group, return_inverse=True, return_counts=True)
+    if (counts == 1).any():
+        raise ValueError(
+            f"{int((counts == 1).sum())} of {len(counts)} groups hold a single image; GRPO compares images of one "
+            "prompt, so actor_rollout_ref.rollout.n must be at least 2"
+        )
+    values = rewards.double()
+    mean = torch.zeros(len(counts), dtype=torch.float64, device=rewards.device).index_add_(0, member, values)
+    centred = values - (mean / counts)[member]
+    variance = torch.zeros_like(mean).index_add_(0, member, centred**2) / counts
+    low = torch.full_like(mean, torch.inf).scatter_reduce_(0, member, values, "amin")
+    high = torch.full_like(mean, -torch.inf).scatter_reduce_(0, member, values, "amax")
+    centred = torch.where((low == high)[member], torch.zeros_like(centred), centred)
+    advantages = centred
+    if norm_by_std:
+        std = values.std(correction=0) if global_std else variance.sqrt()[member]
+        advantages = centred / (std + eps)
+    return GroupAdvantages(
+        advantages.to(rewards.dtype),
+        group_std_mean=float(variance.sqrt().mean()),
+        zero_std_fraction=float((low == high).double().mean()),
+    )

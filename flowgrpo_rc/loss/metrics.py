@@ -1,0 +1,99 @@
+"""Loss metrics as sums on the device: added over micro-batches and ranks, sent to the host once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SUMS = ("loss", "denominator", "elements", "kept", "ppo_kl", "ratio", "clipped_high", "clipped_low", "inert", "kl_loss")
+
+
+@dataclass
+class LossMetrics:
+    """Sums and extremes of one or many micro-batches; ``+`` merges them exactly."""
+
+    sums: Tensor
+    """``(10,)`` float64, in the order of ``_SUMS``."""
+    ratio_min: Tensor
+    ratio_max: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        *,
+        loss_sum: Tensor,
+        denominator: Tensor,
+        keep: Tensor | None,
+        log_ratio: Tensor,
+        advantages: Tensor,
+        clip_low: float,
+        clip_high: float,
+        kl_sum: Tensor,
+    ) -> "LossMetrics":
+        """From one micro-batch's tensors; ``advantages`` broadcasts over ``log_ratio``."""
+        ratio = torch.exp(log_ratio)
+        high, low = ratio > 1 + clip_high, ratio < 1 - clip_low
+        inert = (high & (advantages > 0)) | (low & (advantages < 0))
+        columns = [
+            loss_sum,
+            denominator,
+            torch.tensor(log_ratio.numel(), device=log_ratio.device),
+            torch.tensor(log_ratio.numel(), device=log_ratio.device) if keep is None else keep.sum(),
+            -log_ratio.sum(),
+            ratio.sum(),
+            high.sum(),
+            low.sum(),
+            inert.sum(),
+            kl_sum,
+        ]
+        return cls(torch.stack([c.detach().double() for c in columns]), ratio.min(), ratio.max())
+
+    def __add__(self, other: "LossMetrics") -> "LossMetrics":
+        return LossMetrics(
+            self.sums + other.sums,
+            torch.minimum(self.ratio_min, other.ratio_min),
+            torch.maximum(self.ratio_max, other.ratio_max),
+        )
+
+    def all_reduce(self, group: object | None = None) -> "LossMetrics":
+        """Merged over the ranks of ``group`` (the default group when ``None``); itself without one."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return self
+        ops, dist = torch.distributed.ReduceOp, torch.distributed
+        sums = self.sums.clone()
+        extremes = torch.stack([-self.ratio_min, self.ratio_max])
+        dist.all_reduce(sums, ops.SUM, group=group)  # type: ignore[arg-type]
+        dist.all_reduce(extremes, ops.MAX, group=group)  # type: ignore[arg-type]
+        return LossMetrics(sums, -extremes[0], extremes[1])
+
+    def kept_and_denominator(self) -> tuple[float, float]:
+        """How many elements rejection kept, and what the loss sum is to be divided by."""
+        _, denominator, _, kept = self.sums[:4].tolist()
+        return kept, denominator
+
+    def compute(self) -> dict[str, float]:
+        """``actor/...`` metrics as floats, with one device-to-host transfer.
+
+        ``pg_loss`` is the policy loss over its denominator; ``kept_fraction`` the share of elements that
+        rejection kept (all other means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of ``log pi_old - log pi_theta``;
+        ``pg_clipfrac`` the share of ratios outside the clip band (``_higher``, ``_lower``: on which side);
+        ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` are of ``pi_theta/pi_old``.
+        """
+        host = torch.cat([self.sums, torch.stack([self.ratio_min, self.ratio_max]).double()]).tolist()
+        total = dict(zip(_SUMS, host, strict=False))
+        n = max(total["elements"], 1.0)
+        denominator = total["denominator"] if total["denominator"] > 0 else 1.0
+        return {
+            "actor/pg_loss": total["loss"] / denominator,
+            "actor/kept_fraction": total["kept"] / n,
+            "actor/ppo_kl": total["ppo_kl"] / n,
+            "actor/pg_clipfrac": (total["clipped_high"] + total["clipped_low"]) / n,
+            "actor/pg_clipfrac_higher": total["clipped_high"] / n,
+            "actor/pg_clipfrac_lower": total["clipped_low"] / n,
+            "actor/pg_clipfrac_inert": total["inert"] / n,
+            "actor/ratio_mean": total["ratio"] / n,
+            "actor/ratio_min": host[-2],
+            "actor/ratio_max": host[-1],
+            "actor/kl_loss": total["kl_loss"] / denominator,
+        }

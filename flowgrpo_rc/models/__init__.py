@@ -1,0 +1,33 @@
+"""One adapter per model family: prompts in, velocities and images out.
+
+Floor 3. Names load on first use; only ``load_model`` loads diffusers.
+"""
+
+from typing import TYPE_CHECKING
+
+from flowgrpo_rc.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts, Schedule
+    from flowgrpo_rc.models.config import ModelConfig
+    from flowgrpo_rc.models.load import SUPPORTED_PIPELINES, UnsupportedModelError, load_model, read_pipeline_class
+    from flowgrpo_rc.models.lora import AdapterMismatchError
+    from flowgrpo_rc.models.prompts import PromptEncoder
+
+__all__ = [
+    "SUPPORTED_PIPELINES",
+    "AdapterMismatchError",
+    "Conditioning",
+    "DiffusionModel",
+    "ModelConfig",
+    "PromptEncoder",
+    "Prompts",
+    "Schedule",
+    "UnsupportedModelError",
+    "load_model",
+    "read_pipeline_class",
+]
+
+_HOMES = {"ModelConfig": "config", "AdapterMismatchError": "lora", "PromptEncoder": "prompts"}
+_HOMES |= dict.fromkeys(("Conditioning", "DiffusionModel", "Prompts", "Schedule"), "base")
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'load')}" for name in __all__})

@@ -1,0 +1,104 @@
+"""What a model family must offer to rollout engines and to the actor."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Float, UInt8
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Embeddings of ``P`` distinct prompts, padded to one length; images refer to rows by index."""
+
+    embeds: Float[Tensor, "P T D"]
+    mask: Bool[Tensor, "P T"] | None
+    """Which embeddings are real; ``None`` when all are."""
+
+    def rows(self, index: Tensor, device: torch.device) -> "Prompts":
+        """The prompts of some images, on ``device``."""
+        index = index.to(self.embeds.device)
+        mask = None if self.mask is None else self.mask[index].to(device)
+        return Prompts(self.embeds[index].to(device), mask)
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Everything besides latents and noise level that a velocity depends on."""
+
+    prompts: Prompts
+    negative: Prompts | None
+    """Prompts to steer away from; ``None`` without classifier-free guidance."""
+    true_cfg_scale: float
+    guidance_scale: float | None
+    height: int
+    width: int
+
+    def rows(self, index: Tensor, device: torch.device) -> "Conditioning":
+        """The conditioning of some images, on ``device``."""
+        negative = None if self.negative is None else self.negative.rows(index, device)
+        return Conditioning(
+            self.prompts.rows(index, device),
+            negative,
+            self.true_cfg_scale,
+            self.guidance_scale,
+            self.height,
+            self.width,
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A sampling schedule of ``N`` steps."""
+
+    timesteps: Float[Tensor, "N"]
+    """As the scheduler names them (0 to 1000)."""
+    sigmas: Float[Tensor, "N+1"]
+    """Noise levels, from at most 1 down to 0."""
+
+
+class DiffusionModel(Protocol):
+    """A loaded pipeline of one family. ``transformer`` arguments are any copy of its transformer."""
+
+    pipe: Any
+    default_lora_targets: tuple[str, ...]
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The transformer that the pipeline was loaded with."""
+        ...
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise ``ValueError`` when the model cannot draw this size."""
+        ...
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one image's latents, without the batch dimension."""
+        ...
+
+    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Float[Tensor, "*L"]:
+        """One image's starting latents, the same as the diffusers pipeline draws from this generator."""
+        ...
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
+        """The diffusers pipeline's schedule for this many steps and this size."""
+        ...
+
+    def encode(self, prompts: list[str], max_sequence_length: int) -> list[Float[Tensor, "_ D"]]:
+        """Unpadded prompt embeddings, one tensor a prompt, on the host."""
+        ...
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Float[Tensor, "B *L"],
+        timesteps: Float[Tensor, "B"],
+        conditioning: Conditioning,
+    ) -> Float[Tensor, "B *L"]:
+        """The flow's velocity with guidance, float32, computed in the transformer's own precision."""
+        ...
+
+    def decode(self, latents: Float[Tensor, "B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
+        """Images of clean latents, on the host."""
+        ...

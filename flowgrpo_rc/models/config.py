@@ -1,0 +1,60 @@
+"""Which model is trained and where its LoRA goes. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo_rc.checks import choice, non_negative, positive
+
+ALGORITHMS = ("flow_grpo",)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The section ``actor_rollout_ref.model``."""
+
+    path: str = ""
+    """Folder or hub name of a diffusers pipeline. ``asset:tiny_qwen_image`` is the tiny model of this package."""
+
+    algorithm: str = "flow_grpo"
+    """The RL algorithm; one of ``ALGORITHMS``."""
+
+    dtype: str = "float32"
+    """Precision of the frozen weights in the actor. LoRA weights are always float32."""
+
+    lora_rank: int = 16
+    """Rank of the LoRA matrices."""
+
+    lora_alpha: int = 32
+    """LoRA scale numerator: the update is multiplied by ``lora_alpha / lora_rank``."""
+
+    lora_init_weights: str = "gaussian"
+    """``gaussian`` or ``default`` (Kaiming); the second matrix starts at 0 in both."""
+
+    target_modules: Any = None
+    """Module names that get a LoRA, ``all-linear``, or null for the model family's attention layers."""
+
+    lora_adapter_path: str | None = None
+    """A LoRA in diffusers' format to start from; its rank, alpha and targets must be the ones given here."""
+
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+
+    prompt_cache_size: int = 1024
+    """How many distinct prompts' embeddings are kept on the host."""
+
+    def __post_init__(self) -> None:
+        here = "actor_rollout_ref.model"
+        choice(f"{here}.algorithm", self.algorithm, ALGORITHMS)
+        choice(f"{here}.dtype", self.dtype, DTYPES)
+        choice(f"{here}.lora_init_weights", self.lora_init_weights, ("gaussian", "default"))
+        positive(f"{here}.lora_rank", self.lora_rank)
+        positive(f"{here}.lora_alpha", self.lora_alpha)
+        non_negative(f"{here}.prompt_cache_size", self.prompt_cache_size)
+        targets = self.target_modules
+        if not (targets is None or isinstance(targets, str) or (isinstance(targets, list) and targets)):
+            raise ValueError(
+                f"{here}.target_modules: got {targets!r}; give a non-empty list of module names, 'all-linear' or null"
+            )

@@ -1,0 +1,141 @@
+"""The adapter: attach it, copy it from the actor to an engine, save it so that diffusers reloads it exactly."""
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo_rc.models.base import DiffusionModel
+from flowgrpo_rc.models.config import ModelConfig
+
+
+class AdapterMismatchError(ValueError):
+    """An adapter's tensors do not fit the module they are meant for."""
+
+
+def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    """Add a trainable LoRA named ``default``; its weights are in ``dtype`` whatever the base is in.
+
+    The initial values come from torch's global generator: seed it for a reproducible start.
+
+    Raises:
+        ValueError: a target module name matches nothing in the transformer.
+    """
+    from peft import LoraConfig
+
+    targets = config.target_modules
+    if targets is None:
+        targets = list(model.default_lora_targets)
+    names = [targets] if isinstance(targets, str) else list(targets)
+    modules = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    unmatched = [t for t in names if t != "all-linear" and not any(m == t or m.endswith(f".{t}") for m in modules)]
+    if unmatched:
+        endings = sorted({_ending(name) for name in modules})
+        raise ValueError(
+            f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer; its layers end in: "
+            f"{', '.join(endings)}"
+        )
+    init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
+    transformer.add_adapter(
+        LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            init_lora_weights=init,
+            target_modules=modules if names == ["all-linear"] else names,
+        )
+    )
+    for parameter in adapter_parameters(transformer).values():
+        parameter.data = parameter.data.to(dtype)
+
+
+def adapter_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """The LoRA parameters by name."""
+    return {name: p for name, p in transformer.named_parameters() if ".lora_" in name}
+
+
+def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
+    """Detached copies of the LoRA weights by name."""
+    return {name: p.detach().clone() for name, p in adapter_parameters(transformer).items()}
+
+
+@torch.no_grad()
+def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy ``state`` into the LoRA weights, casting to their dtype; every tensor must bind.
+
+    Raises:
+        AdapterMismatchError: missing or unexpected names, or shapes that differ; nothing is changed then.
+    """
+    own = adapter_parameters(transformer)
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or unexpected:
+        raise AdapterMismatchError(
+            f"the adapter does not bind: {len(missing)} of {len(own)} weights missing (first: "
+            f"{missing[0] if missing else '-'}), {len(unexpected)} unexpected (first: "
+            f"{unexpected[0] if unexpected else '-'})"
+        )
+    for name, parameter in own.items():
+        if parameter.shape != state[name].shape:
+            raise AdapterMismatchError(
+                f"the adapter does not bind: {name} is {tuple(state[name].shape)}, expected {tuple(parameter.shape)}; "
+                "lora_rank or target_modules differ"
+            )
+    for name, parameter in own.items():
+        parameter.copy_(state[name])
+
+
+@contextmanager
+def adapter_disabled(transformer: Any):
+    """Inside, the transformer is the reference policy: the base model without its adapter."""
+    transformer.disable_adapters()
+    try:
+        yield
+    finally:
+        transformer.enable_adapters()
+
+
+def save_lora(model: DiffusionModel, transformer: nn.Module, folder: Path) -> None:
+    """Write the adapter in diffusers' LoRA format, ``lora_alpha`` included.
+
+    ``pipe.load_lora_weights(folder)`` on the same base model then draws the identical image.
+    """
+    from diffusers.training_utils import _collate_lora_metadata
+    from peft.utils import get_peft_model_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(transformer).items()}
+    type(model.pipe).save_lora_weights(
+        str(folder), transformer_lora_layers=layers, **_collate_lora_metadata({"transformer": transformer})
+    )
+
+
+def load_lora(transformer: nn.Module, folder: Path) -> None:
+    """Read what ``save_lora`` wrote into an adapter that is already attached.
+
+    Raises:
+        AdapterMismatchError: the file's adapter is not of this shape.
+    """
+    from peft.utils import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    file = folder / "pytorch_lora_weights.safetensors"
+    if not file.is_file():
+        raise AdapterMismatchError(f"{folder} holds no {file.name}; give a folder with a LoRA in diffusers' format")
+    saved = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    expected = get_peft_model_state_dict(transformer)
+    if saved.keys() != expected.keys():
+        raise AdapterMismatchError(
+            f"{file} holds {len(saved)} tensors, this adapter has {len(expected)}; {len(saved.keys() & expected.keys())} "
+            "names agree. lora_rank or target_modules differ, or it was trained on another model"
+        )
+    load_adapter_state(
+        transformer, {k.replace(".weight", ".default.weight"): v for k, v in saved.items()}
+    )
+
+
+def _ending(name: str) -> str:
+    """``blocks.0.attn.to_out.0`` -> ``to_out.0``: the part of a layer name that repeats over blocks."""
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]

@@ -1,0 +1,42 @@
+"""Prompt embeddings: computed once per distinct prompt, kept in a bounded cache, padded per batch."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import DiffusionModel, Prompts
+
+
+class PromptEncoder:
+    """Encodes prompts through a least-recently-used cache on the host."""
+
+    def __init__(self, model: DiffusionModel, max_sequence_length: int, cache_size: int) -> None:
+        self._model = model
+        self._max_length = max_sequence_length
+        self._cache_size = cache_size
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self.encoded = 0
+        """How many prompts have gone through the text encoder."""
+
+    def __call__(self, prompts: Sequence[str]) -> Prompts:
+        """Embeddings of ``prompts`` in their order, padded with zeros to the longest."""
+        missing = [p for p in dict.fromkeys(prompts) if p not in self._cache]
+        fresh = dict(zip(missing, self._model.encode(missing, self._max_length), strict=True)) if missing else {}
+        self.encoded += len(missing)
+        rows = [fresh[p] if p in fresh else self._cache[p] for p in prompts]
+        for prompt in dict.fromkeys(prompts):
+            self._cache[prompt] = fresh.get(prompt, self._cache.get(prompt))  # type: ignore[assignment]
+            self._cache.move_to_end(prompt)
+        while len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
+        return pad(rows)
+
+
+def pad(rows: Sequence[Tensor]) -> Prompts:
+    """Stack ``(T_i, D)`` embeddings into ``(P, max T, D)``; no mask when all lengths agree."""
+    lengths = torch.tensor([len(row) for row in rows])
+    embeds = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    mask = torch.arange(embeds.shape[1])[None] < lengths[:, None]
+    return Prompts(embeds, None if bool(mask.all()) else mask)

@@ -1,0 +1,36 @@
+"""Where the files shipped with the package lie: beside it in a checkout, inside it in an installed wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+ASSET_PREFIX = "asset:"
+
+
+def shipped(folder: str) -> Path:
+    """The shipped folder ``configs`` or ``assets``.
+
+    Raises:
+        FileNotFoundError: the installation lacks it.
+    """
+    for parent in (_PACKAGE, _PACKAGE.parent):
+        if (parent / folder).is_dir():
+            return parent / folder
+    raise FileNotFoundError(f"this installation of flowgrpo_rc lacks its folder {folder!r}; reinstall it")
+
+
+def resolve_asset(path: str) -> str:
+    """``asset:NAME`` becomes the shipped file or folder of that name; any other path stays as it is.
+
+    Raises:
+        FileNotFoundError: no such asset; lists the shipped ones.
+    """
+    if not path.startswith(ASSET_PREFIX):
+        return path
+    assets = shipped("assets")
+    target = assets / path.removeprefix(ASSET_PREFIX)
+    if not target.exists():
+        names = ", ".join(f"{ASSET_PREFIX}{p.name}" for p in sorted(assets.iterdir()))
+        raise FileNotFoundError(f"{path} is not shipped with flowgrpo_rc; shipped: {names}")
+    return str(target)

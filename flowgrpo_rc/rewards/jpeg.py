@@ -1,0 +1,44 @@
+"""Reward `jpeg_compressibility`: how small an image becomes as a JPEG. Reads no prompt, needs no model."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+QUALITY = 95
+REFERENCE_PIXELS = 512 * 512
+KILOBYTES_PER_UNIT = 500.0
+
+
+def jpeg_compressibility(
+    images: np.ndarray, prompts: Sequence[str] = (), metadata: Sequence[dict[str, Any]] | None = None
+) -> tuple[np.ndarray, dict[str, list[float]]]:
+    """Minus the JPEG size at quality 95, in units of 500 kB, scaled to 512 x 512 pixels.
+
+        score = -(bytes / 1000) * (512 * 512 / (H * W)) / 500
+
+    At 512 x 512 this is flow_grpo's `jpeg_compressibility`; the factor for the area gives images of other
+    sizes scores of the same magnitude.
+
+    Args:
+        images: (N, H, W, 3) uint8, RGB.
+        prompts: not used.
+        metadata: not used.
+
+    Returns:
+        (N,) float32, negative, larger is better compressible; and `{"jpeg_kilobytes": unscaled sizes}`.
+    """
+    kilobytes = np.asarray([_jpeg_bytes(image) / 1000.0 for image in images], dtype=np.float64)
+    area = REFERENCE_PIXELS / (images.shape[1] * images.shape[2])
+    scores = -kilobytes * area / KILOBYTES_PER_UNIT
+    return scores.astype(np.float32), {"jpeg_kilobytes": kilobytes.tolist()}
+
+
+def _jpeg_bytes(image: np.ndarray) -> int:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
+    return buffer.tell()

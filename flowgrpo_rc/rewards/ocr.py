@@ -1,0 +1,175 @@
+"""Reward `ocr`: does the image show the text that the prompt puts in double quotes?
+
+The engine is RapidOCR (PP-OCR models on onnxruntime). Its models lie inside its wheel, nothing is downloaded,
+and with opencv-python-headless it needs no system library beyond the C and C++ runtimes.
+
+Two ways of reading:
+
+* `recognition` feeds each image to the line recogniser as it is. That is right when the image holds one short
+  line and little else, as the 32-pixel images of the tiny model do. It is wrong for a photo with a sign in
+  it: the whole picture is squeezed to 48 pixels of height and taken for one line.
+* `full` finds the lines first, reads each and joins them in reading order. For images of real size, about 256
+  pixels and up: the finder misses text in very small images. It costs some 25 times as much per image.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from flowgrpo_rc.rewards.config import OCRConfig
+from flowgrpo_rc.rewards.text import normalise, quoted_target, text_similarity
+
+PIXELS_PER_CHARACTER = 8
+"""The recogniser emits at most one character per 8 columns of its input."""
+
+CHUNK = 6
+"""Images that share one call of the recogniser. Larger calls are not faster."""
+
+
+class OCRReward:
+    """`1 - min(lev, len) / len` between the text read in an image and the quoted text of its prompt.
+
+    Example:
+        >>> reward = OCRReward()
+        >>> scores, info = reward(images, ['the text "42"'])  # images: (1, H, W, 3) uint8 RGB
+        >>> scores, info["text"]
+        (array([1.], dtype=float32), ['42'])
+
+    Raises:
+        ImportError: RapidOCR, onnxruntime or rapidfuzz is missing.
+    """
+
+    def __init__(self, config: OCRConfig | None = None) -> None:
+        self.config = OCRConfig() if config is None else config
+        self._num_threads = self.config.num_threads or _usable_cores()
+        self._engine = _load_engine(self.config)
+        self._load_models()
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[np.ndarray, dict[str, list[str]]]:
+        """Score images against the quoted text of their prompts.
+
+        Args:
+            images: (N, H, W, 3) uint8, RGB.
+            prompts: N prompts, each with its target in double quotes.
+            metadata: not used.
+
+        Returns:
+            (N,) float32 in [0, 1], and `{"text": what was read in each image}`.
+
+        Raises:
+            ValueError: a prompt has no target, or one that the recogniser cannot emit at this image size.
+        """
+        self.check_prompts(prompts, image_size=(images.shape[1], images.shape[2]))
+        texts = self.read(images)
+        contained = self.config.contained_is_match
+        scores = [
+            text_similarity(text, quoted_target(prompt) or "", contained_is_match=contained)
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
+        return np.asarray(scores, dtype=np.float32), {"text": texts}
+
+    def read(self, images: np.ndarray) -> list[str]:
+        """The text in each of `images`, (N, H, W, 3) uint8 RGB; an empty string where nothing is found."""
+        if len(images) == 0:
+            return []
+        bgr = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
+        size = CHUNK if self.config.mode == "recognition" else 1
+        chunks = [bgr[start : start + size] for start in range(0, len(bgr), size)]
+        with ThreadPoolExecutor(min(self._num_threads, len(chunks))) as pool:
+            return [text for texts in pool.map(self._read_chunk, chunks) for text in texts]
+
+    def _read_chunk(self, bgr: list[np.ndarray]) -> list[str]:
+        if self.config.mode == "recognition":
+            return [text.strip() for text in self._engine.recognize_txt(bgr).txts]
+        lines = [self._engine(image, use_cls=False).txts or () for image in bgr]
+        return [" ".join(line.strip() for line in found) for found in lines]
+
+    def check_prompts(
+        self,
+        prompts: Sequence[str],
+        *,
+        image_size: tuple[int, int] | None = None,
+        sources: Sequence[str] | None = None,
+    ) -> None:
+        """Refuse prompts that this reward cannot score. Needs no image, so it can run before training.
+
+        Args:
+            prompts: any number of prompts.
+            image_size: (height, width) in pixels of the images to come, if known.
+            sources: where each prompt comes from, e.g. `train.txt:3`; by default its index is named.
+
+        Raises:
+            ValueError: names the prompt, where it stands, and what to do.
+        """
+        room = None if image_size is None else self._characters_that_fit(*image_size)
+        for index, prompt in enumerate(prompts):
+            where = f"prompt {index}" if sources is None else sources[index]
+            target = quoted_target(prompt)
+            if target is None:
+                raise ValueError(
+                    f"{where}: {prompt!r} has no text in double quotes, which the reward 'ocr' compares "
+                    'with; write the wanted text in quotes, as in: a sign that says "42", or turn the reward '
+                    "off with reward.functions.ocr=0"
+                )
+            if room is not None and len(normalise(target)) > room:
+                raise ValueError(
+                    f"{where}: the target {target!r} has {len(normalise(target))} characters, but at image "
+                    f"size {image_size} the recogniser's input is wide enough for {room}; widen "
+                    "reward.ocr.rec_image_shape or set reward.ocr.mode=full"
+                )
+
+    def _load_models(self) -> None:
+        """Use each model once: the engine loads them lazily, and a broken one should show before training."""
+        blank = np.zeros((48, 64, 3), dtype=np.uint8)
+        self._engine.recognize_txt([blank])
+        if self.config.mode == "full":
+            self._engine(blank, use_cls=False)
+
+    def _characters_that_fit(self, height: int, width: int) -> int | None:
+        """Most characters that one reading can hold, None for no limit."""
+        if self.config.mode == "full":
+            return None
+        _, input_height, input_width = self.config.rec_image_shape
+        return max(input_width, int(input_height * width / height)) // PIXELS_PER_CHARACTER
+
+
+def _load_engine(config: OCRConfig) -> Any:
+    """A RapidOCR engine that logs errors only and reads without detection unless the mode asks for it."""
+    try:
+        import onnxruntime
+        import rapidfuzz
+        from rapidocr import RapidOCR
+    except ImportError as error:
+        raise ImportError(
+            f"the reward 'ocr' cannot be loaded ({error}); install its extra: pip install 'flowgrpo_rc[ocr]'"
+        ) from error
+    del onnxruntime, rapidfuzz
+    shape = list(config.rec_image_shape) if config.mode == "recognition" else [3, 48, 320]
+    return RapidOCR(
+        params={
+            "Global.log_level": "error",
+            # Keep every line that was read, however unsure: the comparison judges it.
+            "Global.text_score": 0.0,
+            # One thread per call, several calls at a time: threads that share one small image wait for each
+            # other at every layer, which on a busy machine takes longer than the work itself.
+            "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+            "Rec.rec_batch_num": CHUNK,
+            "Rec.rec_img_shape": shape,
+            # PaddleOCR's sizes: shrink above 960 pixels, never enlarge. RapidOCR's own enlarge 512 to 736.
+            "Det.limit_type": "max",
+            "Det.limit_side_len": 960,
+        }
+    )
+
+
+def _usable_cores() -> int:
+    """Cores this process may run on, at most 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 8)

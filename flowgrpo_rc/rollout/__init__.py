@@ -1,0 +1,19 @@
+"""Rollout engines: they sample images and record what the actor trains on.
+
+Floor 4: imports ``correction/``, ``sde/``, ``loss/``, ``batch`` and ``models/``. Names load on first use; the
+configuration needs no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from flowgrpo_rc.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.rollout.base import RolloutEngine, RolloutRequest, Trajectories
+    from flowgrpo_rc.rollout.config import RolloutConfig
+    from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+
+__all__ = ["DiffusersEngine", "RolloutConfig", "RolloutEngine", "RolloutRequest", "Trajectories"]
+
+_HOMES = {"RolloutConfig": "config", "DiffusersEngine": "diffusers_engine"}
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'base')}" for name in __all__})

@@ -1,0 +1,176 @@
+"""How images are sampled: engine, schedule, SDE window, validation. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowgrpo_rc.checks import choice, non_negative, positive
+
+ENGINES = ("diffusers",)
+SDE_TYPES = ("sde", "cps", "dance_sde")
+DTYPES = ("float32", "bfloat16", "float16")
+_HERE = "actor_rollout_ref.rollout"
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutAlgoConfig:
+    """The section ``rollout.algo``: the stochastic steps."""
+
+    noise_level: float = 0.7
+    """``eta`` of the SDE step; 0 would leave nothing to learn from."""
+
+    sde_type: str = "sde"
+    """``sde`` (Flow-GRPO), ``cps`` or ``dance_sde``."""
+
+    sde_window_size: int | None = None
+    """How many contiguous steps are stochastic and trained; null: every step of the range."""
+
+    sde_window_range: list[int] | None = None
+    """``[first, stop)`` of the steps the window may lie in, drawn once per prompt; null: the whole schedule."""
+
+    def __post_init__(self) -> None:
+        non_negative(f"{_HERE}.algo.noise_level", self.noise_level)
+        choice(f"{_HERE}.algo.sde_type", self.sde_type, SDE_TYPES)
+        positive(f"{_HERE}.algo.sde_window_size", self.sde_window_size, optional=True)
+        if self.sde_window_range is not None and len(self.sde_window_range) != 2:
+            raise ValueError(
+                f"{_HERE}.algo.sde_window_range: got {list(self.sde_window_range)}; give two numbers, [first, stop]"
+            )
+        if self.sde_type == "cps" and self.noise_level > 1:
+            raise ValueError(
+                f"{_HERE}.algo.noise_level: got {self.noise_level}; sde_type=cps takes a level between 0 and 1"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class PipelineConfig:
+    """The section ``rollout.pipeline``: what a plain diffusers call would be given."""
+
+    height: int = 512
+    """Pixels."""
+
+    width: int = 512
+    """Pixels."""
+
+    num_inference_steps: int = 10
+    """Denoising steps."""
+
+    true_cfg_scale: float = 1.0
+    """Classifier-free guidance; above 1 every step runs the model twice."""
+
+    guidance_scale: float | None = None
+    """Guidance embedding of guidance-distilled models; null for all others."""
+
+    max_sequence_length: int = 512
+    """Prompts are cut to this many embeddings."""
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", "num_inference_steps", "max_sequence_length", "true_cfg_scale"):
+            positive(f"{_HERE}.pipeline.{name}", getattr(self, name))
+
+
+@dataclass(kw_only=True, slots=True)
+class ValPipelineConfig:
+    """The section ``rollout.val_kwargs.pipeline``; null takes the training value."""
+
+    num_inference_steps: int | None = None
+    """Denoising steps in validation."""
+
+    true_cfg_scale: float | None = None
+    """Classifier-free guidance in validation."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_inference_steps", "true_cfg_scale"):
+            positive(f"{_HERE}.val_kwargs.pipeline.{name}", getattr(self, name), optional=True)
+
+
+@dataclass(kw_only=True, slots=True)
+class ValAlgoConfig:
+    """The section ``rollout.val_kwargs.algo``."""
+
+    noise_level: float = 0.0
+    """0: deterministic ODE sampling."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ValConfig:
+    """The section ``rollout.val_kwargs``."""
+
+    n: int = 1
+    """Images per validation prompt."""
+
+    seed: int = 42
+    """Seed of the validation noise, the same at every validation."""
+
+    pipeline: ValPipelineConfig = field(default_factory=ValPipelineConfig)
+    algo: ValAlgoConfig = field(default_factory=ValAlgoConfig)
+
+    def __post_init__(self) -> None:
+        positive(f"{_HERE}.val_kwargs.n", self.n)
+        if self.algo.noise_level != 0:
+            raise ValueError(
+                f"{_HERE}.val_kwargs.algo.noise_level: got {self.algo.noise_level}; validation samples the "
+                "deterministic ODE, so it must be 0"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """The section ``actor_rollout_ref.rollout``."""
+
+    name: str = "diffusers"
+    """The engine: ``diffusers`` samples in this process."""
+
+    n: int = 16
+    """Images per prompt: the group that advantages compare."""
+
+    dtype: str = "bfloat16"
+    """Precision of the engine's transformer and adapter. Latents and log-probs are float32 all the same."""
+
+    micro_batch_size: int = 32
+    """Images per engine forward."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Images per forward of the scoring pass; null takes the actor's ``ppo_micro_batch_size_per_gpu``."""
+
+    calculate_log_probs: bool = True
+    """Record the engine's log-probs. Rollout correction and bypass mode need them."""
+
+    algo: RolloutAlgoConfig = field(default_factory=RolloutAlgoConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    val_kwargs: ValConfig = field(default_factory=ValConfig)
+
+    def __post_init__(self) -> None:
+        choice(f"{_HERE}.name", self.name, ENGINES)
+        choice(f"{_HERE}.dtype", self.dtype, DTYPES)
+        positive(f"{_HERE}.micro_batch_size", self.micro_batch_size)
+        positive(
+            f"{_HERE}.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu, optional=True
+        )
+        if self.n < 2:
+            raise ValueError(f"{_HERE}.n: got {self.n}; GRPO compares images of one prompt, so give at least 2")
+        if self.algo.noise_level == 0:
+            raise ValueError(
+                f"{_HERE}.algo.noise_level: got 0; a deterministic rollout has no log-prob to train on, give e.g. 0.7"
+            )
+        if not self.calculate_log_probs:
+            raise ValueError(
+                f"{_HERE}.calculate_log_probs: got False; the rollout/training gap is measured from these log-probs, "
+                "so leave it true"
+            )
+        self._check_window()
+
+    def _check_window(self) -> None:
+        steps, algo = self.pipeline.num_inference_steps, self.algo
+        usable = steps - 1 if algo.sde_type == "cps" else steps
+        first, stop = algo.sde_window_range or (0, usable)
+        if not 0 <= first < stop <= usable:
+            raise ValueError(
+                f"{_HERE}.algo.sde_window_range: got [{first}, {stop}]; with num_inference_steps={steps} and "
+                f"sde_type={algo.sde_type} it must lie in [0, {usable}]"
+            )
+        if (algo.sde_window_size or 1) > stop - first:
+            raise ValueError(
+                f"{_HERE}.algo.sde_window_size: got {algo.sde_window_size}; the range [{first}, {stop}] holds "
+                f"{stop - first} steps"
+            )

@@ -1,0 +1,160 @@
+"""The in-process engine: a copy of the transformer, in a precision of its own, sampled step by step."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from flowgrpo_rc.models.base import DiffusionModel, Schedule
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.lora import attach_lora, load_adapter_state
+from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories
+from flowgrpo_rc.sde import draw, log_prob, transition
+
+
+class DiffusersEngine:
+    """Samples with ``model``'s transformer in ``dtype``, its adapter following the actor's through ``sync``.
+
+    The transformer's frozen weights are shared with ``model`` when they already have this ``dtype`` and copied
+    otherwise; the adapter is always the engine's own, in ``dtype``. Create the engine before the actor attaches
+    its adapter.
+    """
+
+    def __init__(
+        self, model: DiffusionModel, lora: ModelConfig, *, dtype: torch.dtype, micro_batch_size: int, device: Any
+    ) -> None:
+        self._model = model
+        self._device = torch.device(device)
+        self._micro_batch_size = micro_batch_size
+        self.transformer = _copy_transformer(model.transformer, dtype).to(self._device)
+        attach_lora(self.transformer, model, lora, dtype=dtype)
+        self.transformer.requires_grad_(False).eval()
+        self.adapter_version = -1
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Copy the actor's adapter into the engine's, rounding to its dtype.
+
+        Raises:
+            AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
+        """
+        load_adapter_state(self.transformer, state)
+        self.adapter_version = version
+
+    def close(self) -> None:
+        """Drop the engine's transformer."""
+        self.transformer = nn.Identity()
+
+    @torch.no_grad()
+    def generate(self, request: RolloutRequest) -> Trajectories:
+        """Sample every image of the request.
+
+        Raises:
+            RuntimeError: no adapter has been synchronised yet, or an image's latents are not finite.
+        """
+        if self.adapter_version < 0:
+            raise RuntimeError("the rollout engine has no adapter yet: call sync() before generate()")
+        cond = request.conditioning
+        schedule = self._model.schedule(request.num_inference_steps, cond.height, cond.width)
+        images, records = [], []
+        for rows in torch.arange(len(request.prompt_index)).split(self._micro_batch_size):
+            latents, record = self._sample(request, schedule, rows)
+            images.append(self._model.decode(latents, cond.height, cond.width))
+            records.append(record)
+        batch = None
+        if request.window_starts is not None:
+            batch = TensorDict(
+                {k: torch.cat([r[k] for r in records]) for k in records[0]}, batch_size=[len(request.prompt_index)]
+            )
+            batch["prompt_index"] = request.prompt_index.clone()
+        return Trajectories(torch.cat(images), batch, self.adapter_version)
+
+    def _sample(
+        self, request: RolloutRequest, schedule: Schedule, rows: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One micro-batch through the whole schedule; returns clean latents and the recorded window."""
+        device, size = self._device, len(rows)
+        cond = request.conditioning.rows(request.prompt_index[rows], device)
+        generators = [request.generators[int(i)] for i in rows]
+        latents = torch.stack([self._model.initial_noise(g, cond.height, cond.width) for g in generators]).to(device)
+        starts = None if request.window_starts is None else request.window_starts[rows]
+        record = _Record(size, request.window_size, latents.shape[1:]) if starts is not None else None
+        for step, (t, sigma, next_sigma) in enumerate(_steps(schedule, device)):
+            t, sigma, next_sigma = t.expand(size), sigma.expand(size), next_sigma.expand(size)
+            velocity = self._model.velocity(self.transformer, latents, t, cond)
+            stochastic = _in_window(starts, step, request.window_size, size)
+            law = transition(
+                latents,
+                velocity,
+                sigma,
+                next_sigma,
+                noise_level=torch.where(stochastic, request.noise_level, 0.0).to(device),
+                sde_type=request.sde_type,
+            )
+            next_latents = law.mean
+            if record is not None and starts is not None and stochastic.any():
+                noise = [
+                    torch.randn(law.mean.shape[1:], generator=g) if on else torch.zeros(law.mean.shape[1:])
+                    for g, on in zip(generators, stochastic.tolist(), strict=True)
+                ]
+                next_latents = draw(law, torch.stack(noise).to(device))
+                log_probs = log_prob(law, next_latents, sde_type=request.sde_type)
+                where = stochastic.nonzero().flatten()
+                record.write(
+                    where,
+                    step - starts[where],
+                    latents=latents,
+                    next_latents=next_latents,
+                    timesteps=t,
+                    sigmas=sigma,
+                    next_sigmas=next_sigma,
+                    rollout_log_probs=log_probs,
+                )
+            latents = next_latents
+        _check_finite(latents, rows)
+        return latents, {} if record is None else record.tensors
+
+
+class _Record:
+    """Host tensors ``(b, W, ...)`` that the stochastic steps of a micro-batch are written into."""
+
+    def __init__(self, size: int, window: int, latent_shape: tuple[int, ...]) -> None:
+        shapes = {"latents": latent_shape, "next_latents": latent_shape}
+        scalars = ("timesteps", "sigmas", "next_sigmas", "rollout_log_probs")
+        shapes |= dict.fromkeys(scalars, ())
+        self.tensors = {k: torch.full((size, window, *shape), torch.nan) for k, shape in shapes.items()}
+
+    def write(self, where: Tensor, column: Tensor, **values: Tensor) -> None:
+        """Row ``where[i]``, window column ``column[i]``."""
+        for name, value in values.items():
+            self.tensors[name][where, column] = value.float().cpu()[where]
+
+
+def _steps(schedule: Schedule, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    sigmas = schedule.sigmas.to(device)
+    return zip(schedule.timesteps.to(device), sigmas[:-1], sigmas[1:], strict=True)
+
+
+def _in_window(starts: Tensor | None, step: int, window: int, size: int) -> Tensor:
+    if starts is None:
+        return torch.zeros(size, dtype=torch.bool)
+    return (starts <= step) & (step < starts + window)
+
+
+def _check_finite(latents: Tensor, rows: Tensor) -> None:
+    finite = torch.isfinite(latents.flatten(1)).all(1).cpu()
+    if not finite.all():
+        bad = rows[~finite].tolist()
+        raise RuntimeError(
+            f"the rollout engine produced non-finite latents for {len(bad)} images (rows {bad[:8]}); its precision "
+            "may be too low for this model: try actor_rollout_ref.rollout.dtype=float32"
+        )
+
+
+def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A second transformer in ``dtype``; storage is shared where nothing has to be converted."""
+    tensors = [*transformer.parameters(), *transformer.buffers()]
+    memo = {id(t): t for t in tensors} if all(t.dtype == dtype for t in transformer.parameters()) else {}
+    return copy.deepcopy(transformer, memo).to(dtype)

@@ -1,0 +1,132 @@
+r"""The stochastic step of a flow-matching sampler: mean and std, then draw, then score.
+
+Notation (one step; every tensor float32):
+
+=============== =================================================================================
+``x``           latents at noise level ``s``; 1 is pure noise, 0 is the image
+``v``           the model's velocity at ``(x, s)``; the flow is ``dx/ds = v``
+``s``, ``s'``   ``sigma`` and ``next_sigma`` with ``s' < s``; ``dt = s' - s`` is negative
+``eta``         ``noise_level``; 0 makes the step the deterministic Euler step ``x + v*dt``
+``step_std``    the standard deviation of the *whole* step, not a rate
+=============== =================================================================================
+
+The same three functions serve the rollout engines (``transition``, ``draw``, ``log_prob``) and the actor
+(``transition``, ``log_prob``), so that the two cannot disagree about anything but the velocity.
+
+Sources: ``sde`` Flow-GRPO (arXiv 2505.05470), ``dance_sde`` DanceGRPO (arXiv 2505.07818),
+``cps`` coefficients-preserving sampling (arXiv 2509.05952).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SDE_TYPES = ("sde", "cps", "dance_sde")
+
+
+class Transition(NamedTuple):
+    """The law of the next latents: a Gaussian with a mean per element and one std per sample."""
+
+    mean: Float[Tensor, "B *L"]
+    step_std: Float[Tensor, "B"]
+
+
+def transition(
+    latents: Float[Tensor, "B *L"],
+    velocity: Float[Tensor, "B *L"],
+    sigma: Float[Tensor, "B"],
+    next_sigma: Float[Tensor, "B"],
+    *,
+    noise_level: float | Float[Tensor, "B"],
+    sde_type: str,
+) -> Transition:
+    """Mean and standard deviation of one reverse step from ``sigma`` to ``next_sigma``.
+
+    ============= ============================ ========================================================
+    ``sde_type``  ``step_std``                 mean
+    ============= ============================ ========================================================
+    ``sde``       ``g*sqrt(-dt)``              ``x*(1 + g^2*dt/(2s)) + v*(1 + g^2*(1-s)/(2s))*dt``
+    ``cps``       ``s'*sin(eta*pi/2)``         ``(1-s')*(x - s*v) + sqrt(s'^2 - std^2)*(x + (1-s)*v)``
+    ``dance_sde`` ``eta*sqrt(-dt)``            ``x + v*dt + (eta^2/2)*(-dt)*score``
+    ============= ============================ ========================================================
+
+    with ``g = eta*sqrt(s/(1-s))`` and ``score = -(x - (1-s)*(x - s*v))/s^2``. At ``s = 1`` the ``1-s`` under
+    ``g`` would be 0; the first step's ``next_sigma`` (``sigmas[1]``) takes the place of ``s`` there.
+
+    Gradients flow through ``latents`` and ``velocity``. Velocities of a lower precision are promoted to
+    float32 (float64 stays float64) before any arithmetic.
+
+    Raises:
+        ValueError: ``sde_type`` is not one of ``SDE_TYPES``.
+    """
+    if sde_type not in SDE_TYPES:
+        raise ValueError(f"sde_type={sde_type!r} is unknown; choose one of {', '.join(SDE_TYPES)}")
+    x = _promote(latents)
+    v = _promote(velocity).to(x.dtype)
+    s, s_next = _per_sample(sigma, x), _per_sample(next_sigma, x)
+    eta = _per_sample(torch.as_tensor(noise_level, dtype=x.dtype, device=x.device).expand(x.shape[0]), x)
+    dt = s_next - s
+    if sde_type == "sde":
+        denominator = 1 - torch.where(s == 1, s_next, s)
+        g2 = eta**2 * s / denominator
+        step_std = torch.sqrt(g2 * -dt)
+        mean = x * (1 + g2 * dt / (2 * s)) + v * (1 + g2 * (1 - s) / (2 * s)) * dt
+    elif sde_type == "cps":
+        step_std = s_next * torch.sin(eta * (math.pi / 2))
+        noise_coefficient = torch.sqrt(torch.clamp(s_next**2 - step_std**2, min=0))
+        mean = (1 - s_next) * (x - s * v) + noise_coefficient * (x + (1 - s) * v)
+    else:
+        step_std = eta * torch.sqrt(-dt)
+        score = -(x - (1 - s) * (x - s * v)) / s**2
+        mean = x + v * dt + eta**2 / 2 * -dt * score
+    return Transition(mean, step_std.flatten())
+
+
+def draw(step: Transition, noise: Float[Tensor, "B *L"]) -> Float[Tensor, "B *L"]:
+    """Next latents ``mean + step_std * noise``; ``noise`` is standard normal and is the only randomness."""
+    return step.mean + _per_sample(step.step_std, step.mean) * noise
+
+
+def log_prob(step: Transition, next_latents: Float[Tensor, "B *L"], *, sde_type: str) -> Float[Tensor, "B"]:
+    """Log-density of ``next_latents`` under the step, **averaged over the latent dimensions**.
+
+    ``sde`` and ``dance_sde``: the Gaussian log-density. ``cps``: ``-(x' - mean)^2``, without ``1/(2 std^2)``
+    and without the normaliser, as its authors define it; log ratios of ``cps`` therefore have another scale.
+    """
+    if sde_type == "cps":
+        squared = (_promote(next_latents) - step.mean) ** 2
+        return -squared.flatten(1).mean(1)
+    return gaussian_log_prob(next_latents, step)
+
+
+def gaussian_log_prob(next_latents: Float[Tensor, "B *L"], step: Transition) -> Float[Tensor, "B"]:
+    """``mean over dims of -(x' - mean)^2 / (2 std^2) - log(std) - log(2 pi)/2``.
+
+    A sample whose ``step_std`` is 0 (an ODE step) has no density: its log-prob is not finite, and every
+    consumer of log-probs refuses non-finite values.
+    """
+    squared = ((_promote(next_latents) - step.mean) ** 2).flatten(1).mean(1)
+    return -squared / (2 * step.step_std**2) - torch.log(step.step_std) - 0.5 * math.log(2 * math.pi)
+
+
+def transition_kl(
+    mean: Float[Tensor, "B *L"], other_mean: Float[Tensor, "B *L"], step_std: Float[Tensor, "B"]
+) -> Float[Tensor, "B"]:
+    """``KL(N(mean, std^2) || N(other_mean, std^2))``, averaged over the latent dimensions.
+
+    Both steps share ``step_std``, so this is ``mean((mean - other_mean)^2) / (2 std^2)`` and symmetric.
+    Multiply by the number of latent dimensions for nats.
+    """
+    return ((mean - other_mean) ** 2).flatten(1).mean(1) / (2 * step_std**2)
+
+
+def _promote(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """``(B,)`` -> ``(B, 1, ..., 1)`` in the dtype of ``like``, so that it broadcasts over the latents."""
+    return values.to(like.dtype).reshape(-1, *([1] * (like.dim() - 1)))

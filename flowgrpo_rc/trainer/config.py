@@ -1,0 +1,165 @@
+"""The whole configuration tree. The dataclasses are the schema and hold every default; YAML sits on top."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flowgrpo_rc.actor.config import DiffusionActorConfig
+from flowgrpo_rc.checks import choice, positive
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.data.config import DataConfig
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.rewards.config import RewardConfig
+from flowgrpo_rc.rollout.config import RolloutConfig
+
+LOGGERS = ("console", "tensorboard", "wandb")
+SHARED_CORRECTION = "${algorithm.rollout_correction}"
+RESUME_MODES = ("auto", "disable", "resume_path")
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    """The section ``algorithm``."""
+
+    adv_estimator: str = "flow_grpo"
+    """Advantages within the images of one prompt."""
+
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the rewards' standard deviation; false is Dr.GRPO."""
+
+    global_std: bool = True
+    """Take that standard deviation over the whole batch instead of the prompt's group."""
+
+    rollout_correction: Any = field(default_factory=dict)
+    """Keys of ``RolloutCorrectionConfig``, or a ``preset`` and what differs from it; null switches it off."""
+
+    def __post_init__(self) -> None:
+        choice("algorithm.adv_estimator", self.adv_estimator, ("flow_grpo", "grpo"))
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorRolloutRefConfig:
+    """The section ``actor_rollout_ref``."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: DiffusionActorConfig = field(
+        default_factory=lambda: DiffusionActorConfig(rollout_correction=SHARED_CORRECTION)
+    )
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """The section ``trainer``."""
+
+    total_epochs: int = 1
+    """Passes over the training prompts, when ``total_training_steps`` is null."""
+
+    total_training_steps: int | None = None
+    """Batches of rollouts to train on."""
+
+    save_freq: int = -1
+    """Save a checkpoint every so many steps; -1: at the end only."""
+
+    test_freq: int = -1
+    """Validate every so many steps; -1: before and after training only."""
+
+    val_before_train: bool = True
+    """Validate before the first step."""
+
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Where metrics go besides ``metrics.jsonl``; any of ``LOGGERS``."""
+
+    project_name: str = "flowgrpo_rc"
+    """First folder under ``outputs/`` and project of the trackers."""
+
+    experiment_name: str = "run"
+    """Second folder under ``outputs/`` and run name of the trackers."""
+
+    default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    """The run folder."""
+
+    resume_mode: str = "auto"
+    """``auto``: from the run folder's latest checkpoint if there is one; ``disable``: start afresh in a folder of
+    its own; ``resume_path``: from ``resume_from_path``."""
+
+    resume_from_path: str | None = None
+    """A ``checkpoints/step_N`` folder, for ``resume_mode=resume_path``."""
+
+    max_actor_ckpt_to_keep: int | None = None
+    """Keep this many checkpoints, the newest; null: all."""
+
+    log_val_generations: int = 16
+    """Validation images in the sample grids."""
+
+    seed: int = 42
+    """Seed of the adapter's start and of all rollout noise."""
+
+    mixed_precision: str = "no"
+    """``bf16`` runs the actor's forwards under autocast; log-prob arithmetic stays float32."""
+
+    device: str = "auto"
+    """``auto`` (an accelerator if there is one) or ``cpu``."""
+
+    def __post_init__(self) -> None:
+        positive("trainer.total_epochs", self.total_epochs)
+        positive("trainer.total_training_steps", self.total_training_steps, optional=True)
+        positive("trainer.max_actor_ckpt_to_keep", self.max_actor_ckpt_to_keep, optional=True)
+        choice("trainer.resume_mode", self.resume_mode, RESUME_MODES)
+        choice("trainer.device", self.device, ("auto", "cpu"))
+        choice("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))
+        for name in self.logger:
+            choice("trainer.logger", name, LOGGERS)
+        for name in ("save_freq", "test_freq"):
+            if getattr(self, name) == 0 or getattr(self, name) < -1:
+                raise ValueError(f"trainer.{name}: got {getattr(self, name)}; give -1 or a number above 0")
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            raise ValueError("trainer.resume_from_path: is empty; resume_mode=resume_path needs a checkpoint folder")
+
+
+@dataclass(kw_only=True, slots=True)
+class FlowGRPOConfig:
+    """Everything a training run is configured by."""
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        actor = self.actor_rollout_ref.actor
+        if actor.rollout_correction == SHARED_CORRECTION:
+            actor.rollout_correction = self.algorithm.rollout_correction
+            actor.__post_init__()
+        prompts, mini = self.data.train_batch_size, actor.ppo_mini_batch_size
+        if prompts % mini:
+            raise ValueError(
+                f"actor_rollout_ref.actor.ppo_mini_batch_size: got {mini}; it counts prompts and must divide "
+                f"data.train_batch_size={prompts}"
+            )
+        sde_type, mode = self.actor_rollout_ref.rollout.algo.sde_type, actor.diffusion_loss.loss_mode
+        if mode == "dance_grpo" and sde_type != "dance_sde":
+            raise ValueError(
+                f"actor_rollout_ref.actor.diffusion_loss.loss_mode: got dance_grpo with sde_type={sde_type}; set "
+                "actor_rollout_ref.rollout.algo.sde_type=dance_sde or loss_mode=flow_grpo"
+            )
+
+    @property
+    def rollout_correction(self) -> RolloutCorrectionConfig:
+        """The run's rollout correction, validated."""
+        return self.actor_rollout_ref.actor.rollout_correction
+
+    def check_processes(self, num_processes: int) -> None:
+        """Raise ``ValueError`` unless every process gets whole prompt groups of every mini-batch."""
+        mini = self.actor_rollout_ref.actor.ppo_mini_batch_size
+        if mini % num_processes:
+            raise ValueError(
+                f"actor_rollout_ref.actor.ppo_mini_batch_size: got {mini} prompts for {num_processes} processes; it "
+                "must be a multiple of the number of processes"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries."""
+        return asdict(self)

@@ -1,0 +1,59 @@
+"""The run folder: where everything a run leaves behind lies."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+TIMING_PREFIXES = ("timing_s/", "perf/")
+"""Metrics that depend on the machine's speed; all others repeat exactly with the same seed and machine."""
+
+
+class RunFolder:
+    """``config.yaml``, ``metrics.jsonl``, ``samples/``, ``plots/``, ``checkpoints/`` and ``lora/`` of one run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.metrics = root / "metrics.jsonl"
+        self.samples, self.plots = root / "samples", root / "plots"
+        self.checkpoints, self.lora = root / "checkpoints", root / "lora"
+
+    @classmethod
+    def open(cls, root: str, *, fresh: bool) -> "RunFolder":
+        """The folder at ``root``; with ``fresh`` a new one beside it (``root-2``, ``root-3``...) if it is in use."""
+        path, number = Path(root), 1
+        while fresh and (path / "metrics.jsonl").exists():
+            number += 1
+            path = Path(f"{root}-{number}")
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Write the resolved configuration."""
+        from omegaconf import OmegaConf
+
+        (self.root / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one line to ``metrics.jsonl``."""
+        with self.metrics.open("a") as handle:
+            handle.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All complete lines of ``metrics.jsonl``; a line cut off by a kill is left out."""
+        rows: list[dict[str, Any]] = []
+        if not self.metrics.is_file():
+            return rows
+        for line in self.metrics.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return rows
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of later steps: a run resumed at ``step`` writes them again."""
+        kept = [row for row in self.rows() if row["step"] <= step]
+        temporary = self.metrics.with_suffix(".writing")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, self.metrics)

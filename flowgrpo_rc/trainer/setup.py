@@ -1,0 +1,155 @@
+"""Build a run from its configuration: everything cheap is checked before anything expensive is loaded."""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flowgrpo_rc.actor import DiffusionActor
+from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
+from flowgrpo_rc.models import DiffusionModel, PromptEncoder, load_model, read_pipeline_class
+from flowgrpo_rc.models.lora import load_lora
+from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.rewards import RewardMix, build_reward
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutEngine
+from flowgrpo_rc.trainer.checkpoint import Fingerprint
+from flowgrpo_rc.trainer.config import FlowGRPOConfig
+
+
+@dataclass
+class Run:
+    """The parts of a run, checked and loaded."""
+
+    config: FlowGRPOConfig
+    accelerator: Any
+    train_prompts: list[PromptRecord]
+    val_prompts: list[PromptRecord]
+    sampler: PromptSampler
+    reward: RewardMix
+    model: DiffusionModel
+    encoder: PromptEncoder
+    engine: RolloutEngine
+    actor: DiffusionActor
+    total_steps: int
+    fingerprint: Fingerprint
+
+
+def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
+    """Check data, rewards, processes and the model's index; then load the model.
+
+    Raises:
+        ValueError: the configuration does not fit the data, the processes or the model; names the field.
+        FileNotFoundError, ImportError: a file or an extra is missing.
+    """
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    _check_trackers(config.trainer.logger)
+    read_pipeline_class(config.actor_rollout_ref.model.path)
+    train = _prompts(config, "data.train_files", data.train_files, data.train_max_samples)
+    if not train:
+        raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
+    val = _prompts(config, "data.val_files", data.val_files, data.val_max_samples)
+    sampler = PromptSampler(len(train), data.train_batch_size, seed=data.seed, shuffle=data.shuffle)
+    reward = build_reward(config.reward)
+    size = (rollout.pipeline.height, rollout.pipeline.width)
+    for records in filter(None, (train, val)):
+        reward.check_prompts(
+            [r.prompt for r in records], image_size=size, sources=[r.source or str(i) for i, r in enumerate(records)]
+        )
+    accelerator = _accelerator(config, project_dir)
+    config.check_processes(accelerator.num_processes)
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
+    model, encoder, engine, actor = _load(config, accelerator, total_steps)
+    return Run(
+        config=config,
+        accelerator=accelerator,
+        train_prompts=train,
+        val_prompts=val,
+        sampler=sampler,
+        reward=reward,
+        model=model,
+        encoder=encoder,
+        engine=engine,
+        actor=actor,
+        total_steps=total_steps,
+        fingerprint=_fingerprint(config, model),
+    )
+
+
+def _load(
+    config: FlowGRPOConfig, accelerator: Any, total_steps: int
+) -> tuple[DiffusionModel, PromptEncoder, RolloutEngine, DiffusionActor]:
+    parts = config.actor_rollout_ref
+    pipeline, algo = parts.rollout.pipeline, parts.rollout.algo
+    torch.manual_seed(config.trainer.seed)
+    model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
+    model.check_size(pipeline.height, pipeline.width)
+    encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
+    engine = DiffusersEngine(
+        model,
+        parts.model,
+        dtype=getattr(torch, parts.rollout.dtype),
+        micro_batch_size=parts.rollout.micro_batch_size,
+        device=accelerator.device,
+    )
+    torch.manual_seed(config.trainer.seed)
+    mini_batches = config.data.train_batch_size // parts.actor.ppo_mini_batch_size
+    actor = DiffusionActor(
+        model,
+        parts.actor,
+        parts.model,
+        accelerator,
+        sde_type=algo.sde_type,
+        noise_level=algo.noise_level,
+        total_optimizer_steps=total_steps * mini_batches * parts.actor.ppo_epochs,
+        score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
+    )
+    if parts.model.lora_adapter_path:
+        from pathlib import Path
+
+        load_lora(actor.transformer, Path(parts.model.lora_adapter_path))
+    return model, encoder, engine, actor
+
+
+def _accelerator(config: FlowGRPOConfig, project_dir: str) -> Any:
+    from accelerate import Accelerator
+
+    trackers: list[Any] = [t for t in config.trainer.logger if t != "console"]
+    return Accelerator(
+        cpu=config.trainer.device == "cpu",
+        mixed_precision=config.trainer.mixed_precision,
+        log_with=trackers or None,
+        project_dir=project_dir,
+    )
+
+
+def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) -> list[PromptRecord]:
+    paths = [resolve_asset(path) for path in file_list(field, files)]
+    return load_prompts(paths, prompt_key=config.data.prompt_key, max_samples=limit) if paths else []
+
+
+def _check_trackers(names: list[str]) -> None:
+    missing = [n for n in names if n != "console" and importlib.util.find_spec(n) is None]
+    if missing:
+        raise ImportError(
+            f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or leave it out"
+        )
+
+
+def _fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
+    lora = config.actor_rollout_ref.model
+    transformer = {k: v for k, v in dict(model.pipe.transformer.config).items() if not k.startswith("_")}
+    return Fingerprint(
+        pipeline=type(model.pipe).__name__,
+        transformer=_plain(transformer),
+        lora=_plain(
+            {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": lora.target_modules or "default"}
+        ),
+    )
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back: tuples become lists."""
+    import json
+
+    return json.loads(json.dumps(values, default=str))

@@ -1,0 +1,33 @@
+"""Wall time per stage of a step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class StageTimer:
+    """``with timer("rollout"): ...``; times of equal names add up until ``take``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + self._now() - start
+
+    def take(self) -> dict[str, float]:
+        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``."""
+        times, self._seconds = self._seconds, {}
+        return {**{f"timing_s/{k}": v for k, v in times.items()}, "timing_s/step": sum(times.values())}
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()

@@ -1,0 +1,343 @@
+"""The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, apply_rollout_correction_to_diffusion_batch
+from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.models.lora import adapter_state, load_lora, save_lora
+from flowgrpo_rc.rollout import RolloutRequest
+from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for
+from flowgrpo_rc.sde import SDEWindow, draw_window_start
+from flowgrpo_rc.trainer.checkpoint import CheckpointStore, random_states, restore_random_states
+from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.logging import RunLogger
+from flowgrpo_rc.trainer.plots import write_plots
+from flowgrpo_rc.trainer.run_folder import RunFolder
+from flowgrpo_rc.trainer.samples import save_grid, stack_pictures
+from flowgrpo_rc.trainer.setup import Run, build_run
+from flowgrpo_rc.trainer.timer import StageTimer
+from flowgrpo_rc.trainer.validation import Validation, validate
+
+
+class FlowGRPOTrainer:
+    """One run: ``fit()`` trains, ``train_step()`` is one batch of it.
+
+    Args:
+        config: the validated configuration.
+
+    Raises:
+        ValueError, FileNotFoundError, ImportError: see ``build_run``; raised before the model is loaded where
+            that is possible.
+    """
+
+    def __init__(self, config: FlowGRPOConfig) -> None:
+        trainer = config.trainer
+        self.config = config
+        self.folder = RunFolder.open(trainer.default_local_dir, fresh=trainer.resume_mode == "disable")
+        self.run: Run = build_run(config, str(self.folder.root))
+        self.accelerator = self.run.accelerator
+        algo = config.actor_rollout_ref.rollout.algo
+        self._window = SDEWindow.for_schedule(
+            config.actor_rollout_ref.rollout.pipeline.num_inference_steps,
+            algo.sde_window_size,
+            None if algo.sde_window_range is None else (algo.sde_window_range[0], algo.sde_window_range[1]),
+            sde_type=algo.sde_type,
+        )
+        self.step = 0
+        self.timer = StageTimer(self.accelerator.device)
+        self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
+        self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
+        self._stop = False
+        self._resume()
+        self.run.engine.sync(adapter_state(self.run.actor.transformer), self.step)
+
+    # ------------------------------------------------------------------ one step
+
+    def train_step(self) -> dict[str, float]:
+        """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
+        prompts, rows = self._next_prompts()
+        with self.timer("rollout"):
+            batch, images, cond = self._rollout(prompts, rows)
+        with self.timer("reward"):
+            rewards, metrics = self._reward(images, prompts, batch)
+        with self.timer("advantage"):
+            batch["advantages"], adv_metrics = self._advantages(rewards, batch["group"])
+        with self.timer("score"):
+            self._score(batch, cond)
+        with self.timer("correct"):
+            batch, correction_metrics = self._correct(batch)
+        with self.timer("update"):
+            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch)))
+        self.step += 1
+        with self.timer("sync"):
+            self.run.engine.sync(adapter_state(self.run.actor.transformer), self.step)
+        return {**metrics, **adv_metrics, **correction_metrics, **update.metrics}
+
+    def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
+        """This process's prompts of the next batch and their positions in it.
+
+        Every mini-batch is dealt out over the processes, so that each optimizer step sees the same images
+        whatever their number.
+        """
+        positions = torch.arange(self.config.data.train_batch_size)
+        mini = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        own = positions.view(-1, self.accelerator.num_processes, mini // self.accelerator.num_processes)
+        rows = own[:, self.accelerator.process_index].flatten()
+        chosen = next(self.run.sampler)
+        return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
+
+    def _rollout(self, prompts: list[PromptRecord], rows: Tensor) -> tuple[TensorDict, np.ndarray, Conditioning]:
+        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
+        cond = self.conditioning(prompts, rollout.pipeline.true_cfg_scale)
+        group = rows.repeat_interleave(rollout.n)
+        image = group * rollout.n + torch.arange(rollout.n).repeat(len(rows))
+        starts = [draw_window_start(self._window, generator_for(seed, WINDOW, self.step, g)) for g in rows.tolist()]
+        trajectories = self.run.engine.generate(
+            RolloutRequest(
+                conditioning=cond,
+                prompt_index=torch.arange(len(rows)).repeat_interleave(rollout.n),
+                num_inference_steps=rollout.pipeline.num_inference_steps,
+                generators=[generator_for(seed, IMAGE, self.step, i) for i in image.tolist()],
+                window_starts=torch.tensor(starts).repeat_interleave(rollout.n),
+                window_size=self._window.size,
+                noise_level=rollout.algo.noise_level,
+                sde_type=rollout.algo.sde_type,
+            )
+        )
+        if trajectories.batch is None or trajectories.adapter_version != self.step:
+            raise RuntimeError(
+                f"the rollout engine sampled with adapter version {trajectories.adapter_version}, expected {self.step}"
+            )
+        trajectories.batch["group"] = group
+        return trajectories.batch, trajectories.images.numpy(), cond
+
+    def _reward(
+        self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict
+    ) -> tuple[Tensor, dict[str, float]]:
+        """This process's rewards and, over all processes, their statistics."""
+        records = [prompts[i] for i in batch["prompt_index"].tolist()]
+        result = self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
+        parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
+        gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
+        metrics = {f"reward/{name}": float(v) for name, v in zip(parts, gathered.mean(0), strict=True)}
+        total = gathered[:, 0]
+        metrics |= {"reward/std": float(total.std(correction=0)), "reward/max": float(total.max())}
+        return torch.from_numpy(result.total), metrics | {"reward/min": float(total.min())}
+
+    def _advantages(self, rewards: Tensor, group: Tensor) -> tuple[Tensor, dict[str, float]]:
+        algorithm = self.config.algorithm
+        result = group_advantages(
+            self._gather(rewards),
+            self._gather(group),
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+            global_std=algorithm.global_std,
+        )
+        own = slice(self.accelerator.process_index * len(rewards), (self.accelerator.process_index + 1) * len(rewards))
+        return result.advantages[own].float(), {
+            "reward/group_std_mean": result.group_std_mean,
+            "reward/zero_std_fraction": result.zero_std_fraction,
+        }
+
+    def _score(self, batch: TensorDict, cond: Conditioning) -> None:
+        """The old policy's log-probs: the rollout's in bypass mode, else a pass of the actor."""
+        if self.config.rollout_correction.bypass_mode:
+            apply_bypass_mode_to_diffusion_batch(batch)
+        else:
+            batch["old_log_probs"] = self.run.actor.score(batch, cond)
+
+    def _correct(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
+        """Decoupled mode: weights and rejection for the whole batch. In bypass mode the loss makes its own."""
+        if self.config.rollout_correction.bypass_mode:
+            return batch, {}
+        return apply_rollout_correction_to_diffusion_batch(batch, self.config.rollout_correction)
+
+    def _mini_batches(self, size: int) -> list[Tensor]:
+        count = self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        return list(torch.arange(size).chunk(count))
+
+    # ------------------------------------------------------------------ the run
+
+    def fit(self) -> RunFolder:
+        """Train to the last step; validate, save, log and draw on the way. Returns the run folder.
+
+        An interrupt (Ctrl-C, SIGTERM) ends the run after the step in flight, with a checkpoint.
+        """
+        trainer = self.config.trainer
+        if self._main:
+            self.folder.write_config(self.config.to_dict())
+        self._announce()
+        self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
+        previous = self._catch_signals()
+        try:
+            if self.step == 0 and trainer.val_before_train and self.run.val_prompts:
+                self.logger.log(0, {**self._validate().metrics, **self.timer.take()})
+            while self.step < self.run.total_steps and not self._stopped():
+                metrics = self.train_step()
+                last = self.step == self.run.total_steps
+                if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
+                    metrics |= self._validate().metrics
+                if last or _due(self.step, trainer.save_freq) or self._stopped():
+                    with self.timer("save"):
+                        self.save()
+                with self.timer("log"):
+                    self.logger.log(self.step, metrics | self.timer.take())
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self.logger.close()
+        self._finish()
+        return self.folder
+
+    def conditioning(self, prompts: list[PromptRecord], true_cfg_scale: float) -> Conditioning:
+        """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
+        pipeline = self.config.actor_rollout_ref.rollout.pipeline
+        negative = None
+        if true_cfg_scale > 1:
+            negative = self.run.encoder([p.negative_prompt or " " for p in prompts])
+        return Conditioning(
+            self.run.encoder([p.prompt for p in prompts]),
+            negative,
+            true_cfg_scale,
+            pipeline.guidance_scale,
+            pipeline.height,
+            pipeline.width,
+        )
+
+    def save(self) -> None:
+        """Write ``checkpoints/step_N``; on several processes the main one writes."""
+        if self._main:
+            actor = self.run.actor
+            self.checkpoints.save(
+                self.step,
+                {
+                    "step": self.step,
+                    "sampler": self.run.sampler.state_dict(),
+                    "fingerprint": vars(self.run.fingerprint),
+                },
+                {
+                    "optimizer": actor.optimizer.state_dict(),
+                    "lr_scheduler": actor.lr_scheduler.state_dict(),
+                    "random": random_states(),
+                },
+                lambda folder: save_lora(self.run.model, actor.transformer, folder),
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> None:
+        trainer = self.config.trainer
+        source: Path | None = None
+        if trainer.resume_mode == "auto":
+            source = self.checkpoints.latest()
+        elif trainer.resume_mode == "resume_path":
+            source = Path(str(trainer.resume_from_path))
+        if source is not None:
+            state, tensors = self.checkpoints.load(source, self.run.fingerprint)
+            actor = self.run.actor
+            load_lora(actor.transformer, source)
+            actor.optimizer.load_state_dict(tensors["optimizer"])
+            actor.lr_scheduler.load_state_dict(tensors["lr_scheduler"])
+            restore_random_states(tensors["random"])
+            self.run.sampler.load_state_dict(state["sampler"])
+            self.step = int(state["step"])
+            self.logger.say(f"Resumed from {source} at step {self.step}")
+        if self._main:
+            self.folder.forget_after(self.step if source is not None else -1)
+        self.accelerator.wait_for_everyone()
+
+    def _validate(self) -> Validation:
+        with self.timer("validate"):
+            result = validate(self.run, self.conditioning)
+        if self._main and result.samples:
+            save_grid(self.folder.samples / f"step_{self.step:05d}.png", [(f"step {self.step}", result.samples)])
+        return result
+
+    # ------------------------------------------------------------------ begin and end
+
+    def _announce(self) -> None:
+        """Say what the numbers of the configuration come to."""
+        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
+        prompts, world = self.config.data.train_batch_size, self.accelerator.num_processes
+        mini = actor.ppo_mini_batch_size
+        rc = self.config.rollout_correction
+        say = self.logger.say
+        say(f"Run folder: {self.folder.root}")
+        say(
+            f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
+            f"{rollout.pipeline.width}x{rollout.pipeline.height} on {world} process(es); "
+            f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, micro-batches of "
+            f"{min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // world)} images x {self._window.size} SDE steps"
+        )
+        say(
+            f"Rollouts: {rollout.name}, {rollout.dtype}, {rollout.algo.sde_type}, window {self._window.size} in "
+            f"[{self._window.first}, {self._window.stop}) of {rollout.pipeline.num_inference_steps} steps. "
+            f"Rollout correction: {'bypass, ' + rc.loss_type if rc.bypass_mode else 'decoupled'}, "
+            f"IS {rc.rollout_is or 'off'}, rejection {rc.rollout_rs or 'off'}"
+        )
+        if self.step >= self.run.total_steps:
+            say(
+                f"This run is already at step {self.step} of {self.run.total_steps}; raise trainer.total_training_steps "
+                "to go on, or start afresh with trainer.resume_mode=disable"
+            )
+
+    def _finish(self) -> None:
+        """The final adapter, the plots, the before/after picture and the closing table."""
+        if self._main:
+            save_lora(self.run.model, self.run.actor.transformer, self.folder.lora)
+            files = [str(self.folder.lora / "pytorch_lora_weights.safetensors"), str(self.folder.metrics)]
+            rows = self.folder.rows()
+            if any("reward/mean" in row for row in rows):
+                loss = self.config.actor_rollout_ref.actor.diffusion_loss
+                plots = write_plots(self.folder, loss.clip_ratio)
+                files.insert(0, str(plots[-1]))
+            grids = sorted(self.folder.samples.glob("step_*.png"))
+            if len(grids) > 1:
+                picture = self.folder.samples / "before_after.png"
+                stack_pictures(picture, [grids[0], grids[-1]])
+                files.insert(0, str(picture))
+            self.logger.summary(rows, files)
+        self.run.engine.close()
+        self.accelerator.wait_for_everyone()
+
+    def _catch_signals(self) -> dict[int, Any]:
+        """Let Ctrl-C and SIGTERM end the run after the step in flight; a second Ctrl-C ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._stop:
+                raise KeyboardInterrupt
+            self._stop = True
+            self.logger.say("Stopping after this step; a checkpoint will be saved")
+
+        return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _stopped(self) -> bool:
+        """Whether any process was asked to stop; all processes agree."""
+        if self.accelerator.num_processes == 1:
+            return self._stop
+        return bool(self._gather(torch.tensor([self._stop])).any())
+
+    def _gather(self, values: Tensor) -> Tensor:
+        """``values`` of all processes in rank order, on the host."""
+        if self.accelerator.num_processes == 1:
+            return values.cpu()
+        return self.accelerator.gather(values.to(self.accelerator.device)).cpu()
+
+    @property
+    def _main(self) -> bool:
+        return self.accelerator.is_main_process
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,172 @@
+"""Reading prompt files: the three formats, and every refusal with its message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from flowgrpo_rc.data import PromptRecord, load_prompts
+
+CHAT = [
+    {"role": "system", "content": "describe"},
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": 'a sign "42"'},
+]
+
+
+def write_lines(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def write_jsonl(path: Path, *rows: Any) -> Path:
+    return write_lines(path, *(json.dumps(row) for row in rows))
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_txt_skips_blank_lines_and_keeps_line_numbers(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "train.txt", 'the text "1"', "", "   ", '  the text "2"\t', "über\u2028uns")
+    assert load_prompts(path) == [
+        PromptRecord(prompt='the text "1"', source=f"{path}:1"),
+        PromptRecord(prompt='the text "2"', source=f"{path}:4"),
+        PromptRecord(prompt="über\u2028uns", source=f"{path}:5"),
+    ]
+
+
+def test_txt_with_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert [record.prompt for record in load_prompts(path)] == ["one", "two"]
+
+
+def test_jsonl_strings_chat_and_metadata(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "train.jsonl",
+        {"prompt": "plain", "negative_prompt": "blurry", "id": 7, "tags": ["a"]},
+        {"prompt": CHAT, "negative_prompt": [{"role": "user", "content": " "}]},
+        {"prompt": "last", "negative_prompt": None},
+    )
+    first, second, third = load_prompts(path)
+    assert first == PromptRecord(
+        prompt="plain", negative_prompt="blurry", metadata={"id": 7, "tags": ["a"]}, source=f"{path}:1"
+    )
+    assert (second.prompt, second.negative_prompt, second.metadata) == ('a sign "42"', " ", {})
+    assert (third.prompt, third.negative_prompt) == ("last", None)
+
+
+def test_parquet_strings_chat_and_metadata(tmp_path: Path) -> None:
+    strings = write_parquet(tmp_path / "a.parquet", [{"prompt": "x", "k": 1}, {"prompt": "y", "k": 2}])
+    chats = write_parquet(tmp_path / "b.parquet", [{"prompt": CHAT, "reward_model": {"ground_truth": "42"}}])
+    records = load_prompts([strings, chats])
+    assert [r.prompt for r in records] == ["x", "y", 'a sign "42"']
+    assert [r.metadata for r in records] == [{"k": 1}, {"k": 2}, {"reward_model": {"ground_truth": "42"}}]
+    assert [r.source for r in records] == [f"{strings}:1", f"{strings}:2", f"{chats}:1"]
+
+
+def test_other_prompt_key(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", {"caption": "x", "prompt": "y"})
+    (record,) = load_prompts(path, prompt_key="caption")
+    assert (record.prompt, record.metadata) == ("x", {"prompt": "y"})
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 4), (1, 1), (3, 3), (9, 4)])
+def test_max_samples_counts_over_files(tmp_path: Path, limit: int | None, expected: int) -> None:
+    files = [write_lines(tmp_path / f"{n}.txt", f"{n}a", f"{n}b") for n in range(2)]
+    prompts = [record.prompt for record in load_prompts(files, max_samples=limit)]
+    assert prompts == ["0a", "0b", "1a", "1b"][:expected]
+
+
+def refuses(path: Path | list[Path], message: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_prompts(path, **options)
+
+
+def test_no_file() -> None:
+    refuses([], r"no prompt file given")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    refuses(tmp_path / "gone.txt", r"gone\.txt does not exist or is not a file")
+
+
+def test_unknown_suffix(tmp_path: Path) -> None:
+    refuses(
+        write_lines(tmp_path / "a.csv", "x"), r"a\.csv: unknown format '\.csv'; .* \.txt, \.jsonl, \.parquet"
+    )
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_empty_text_file(tmp_path: Path, name: str) -> None:
+    refuses(write_lines(tmp_path / name, "", "  "), rf"{name} holds no prompts")
+
+
+def test_empty_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
+    refuses(path, r"a\.parquet holds no prompts")
+
+
+def test_an_empty_file_among_others(tmp_path: Path) -> None:
+    good = write_lines(tmp_path / "good.txt", "x")
+    refuses([good, write_lines(tmp_path / "bad.txt", "")], r"bad\.txt holds no prompts")
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9\n")
+    refuses(tmp_path / "a.txt", r"a\.txt is not UTF-8")
+
+
+def test_not_parquet(tmp_path: Path) -> None:
+    refuses(write_lines(tmp_path / "a.parquet", "this is text"), r"a\.parquet is not a parquet file")
+
+
+def test_not_json(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", '{"prompt": "x"}', "", "{oops")
+    refuses(path, r"a\.jsonl:3 is not JSON")
+
+
+def test_json_but_no_object(tmp_path: Path) -> None:
+    refuses(write_jsonl(tmp_path / "a.jsonl", "x"), r"a\.jsonl:1 is a JSON str; write one object a line")
+
+
+def test_missing_column_lists_the_columns(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"text": "y", "id": 1})
+    refuses(path, r"a\.jsonl:2 has no column 'prompt'; it has text, id\. Set data\.prompt_key")
+    path = write_parquet(tmp_path / "a.parquet", [{"text": "y", "id": 1}])
+    refuses(path, r"a\.parquet has no column 'prompt'; it has text, id\.")
+
+
+@pytest.mark.parametrize(("value", "kind"), [(3, "int"), (None, "NoneType"), ({"role": "user"}, "dict")])
+def test_prompt_that_is_no_text(tmp_path: Path, value: Any, kind: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": value})
+    refuses(path, rf"a\.jsonl:2: 'prompt' is a {kind}; it must be a string or a list of chat messages")
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [[], ["x"], [{"role": "system", "content": "x"}], [{"role": "user", "content": [{"type": "text"}]}]],
+)
+def test_chat_without_user_text(tmp_path: Path, chat: list[Any]) -> None:
+    refuses(
+        write_jsonl(tmp_path / "a.jsonl", {"prompt": chat}),
+        r"a\.jsonl:1: 'prompt' is a list without a user's text",
+    )
+
+
+def test_blank_prompt(tmp_path: Path) -> None:
+    refuses(write_jsonl(tmp_path / "a.jsonl", {"prompt": " "}), r"a\.jsonl:1: 'prompt' is blank")
+
+
+def test_bad_negative_prompt(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x", "negative_prompt": 3})
+    refuses(path, r"a\.jsonl:1: 'negative_prompt' is a int")

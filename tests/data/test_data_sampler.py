@@ -1,0 +1,114 @@
+"""The sampler: coverage, order from the seed alone, exact resume."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowgrpo_rc.data import PromptSampler
+
+
+def take(sampler: PromptSampler, count: int) -> list[list[int]]:
+    return [next(sampler).tolist() for _ in range(count)]
+
+
+def test_unshuffled_order_drops_the_rest() -> None:
+    sampler = PromptSampler(7, 3, shuffle=False)
+    assert sampler.batches_per_epoch == 2
+    assert take(sampler, 4) == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]
+
+
+def test_orders_are_those_of_pcg64_of_seed_and_epoch() -> None:
+    sampler = PromptSampler(6, 3, seed=11)
+    for epoch in range(3):
+        expected = np.random.Generator(np.random.PCG64([11, epoch])).permutation(6)
+        assert np.concatenate(take(sampler, 2)).tolist() == expected.tolist()
+
+
+def test_every_epoch_visits_every_prompt_once() -> None:
+    sampler = PromptSampler(12, 4, seed=0)
+    orders = [np.concatenate(take(sampler, 3)).tolist() for _ in range(4)]
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_no_prompt_twice_in_a_batch_even_over_the_epoch_boundary() -> None:
+    for batch in take(PromptSampler(7, 5, seed=1), 50):
+        assert len(set(batch)) == 5
+
+
+def test_what_is_left_over_differs_between_epochs() -> None:
+    sampler = PromptSampler(5, 4, seed=3)
+    left = [set(range(5)) - set(batch) for batch in take(sampler, 30)]
+    assert set().union(*left) == set(range(5))
+
+
+def test_epoch_counts_the_next_batch() -> None:
+    sampler = PromptSampler(4, 2)
+    epochs = []
+    for _ in range(5):
+        epochs.append(sampler.epoch)
+        next(sampler)
+    assert epochs == [0, 0, 1, 1, 2]
+
+
+def test_seeds_differ_and_repeat() -> None:
+    assert take(PromptSampler(20, 5, seed=1), 8) == take(PromptSampler(20, 5, seed=1), 8)
+    assert take(PromptSampler(20, 5, seed=1), 8) != take(PromptSampler(20, 5, seed=2), 8)
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 5, 11])
+def test_resume_is_exact(done: int) -> None:
+    """Batches per epoch: 3, so 3 sits on an epoch boundary."""
+    whole = take(PromptSampler(10, 3, seed=5), 20)
+    sampler = PromptSampler(10, 3, seed=5)
+    take(sampler, done)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    resumed = PromptSampler(10, 3, seed=5)
+    resumed.load_state_dict(state)
+    assert resumed.epoch == done // 3
+    assert take(resumed, 20 - done) == whole[done:]
+
+
+def test_batches_do_not_alias_the_order() -> None:
+    sampler = PromptSampler(4, 2, shuffle=False)
+    next(sampler)[:] = -1
+    state = sampler.state_dict() | {"position": 0}
+    sampler.load_state_dict(state)
+    batch = next(sampler)
+    assert batch.tolist() == [0, 1]
+    assert batch.dtype == np.int64
+
+
+def test_batch_larger_than_the_data_set_names_both() -> None:
+    with pytest.raises(ValueError, match=r"data\.train_batch_size: got 9, but the data set holds 4 prompts"):
+        PromptSampler(4, 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((4, 0), r"train_batch_size: got 0; it must be 1"), ((4, 2, -1), r"data\.seed: got -1; it must be 0")],
+)
+def test_numbers_out_of_range(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptSampler(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"num_prompts": 11}, r"num_prompts=11, this run has 10"),
+        ({"batch_size": 2}, r"batch_size=2, this run has 3"),
+        ({"seed": 6}, r"seed=6, this run has 5"),
+        ({"shuffle": False}, r"shuffle=False, this run has True"),
+        ({"position": 3}, r"epoch 0 and batch 3, does not exist: an epoch has 3 batches"),
+        ({"epoch": -1}, r"epoch -1 and batch 0, does not exist"),
+    ],
+)
+def test_state_of_another_run_is_refused(other: dict[str, Any], message: str) -> None:
+    sampler = PromptSampler(10, 3, seed=5)
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict(sampler.state_dict() | other)
