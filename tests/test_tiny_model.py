@@ -1,6 +1,5 @@
 """The shipped tiny model: what tests and the demo take for granted about it, that its script works."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,13 +51,12 @@ def test_loads_with_plain_diffusers(pipeline):
     assert type(pipeline.tokenizer).__name__ == "Qwen2Tokenizer"
 
 
-def test_files_are_small_and_name_no_local_path():
+def test_files_are_small_and_name_no_absolute_path():
     files = [file for file in MODEL.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 8e6
     for file in files:
-        if file.suffix in (".json", ".md"):
-            text = file.read_text(encoding="utf-8")
-            assert not re.search(r"/(tmp|home|root|work)/|_name_or_path", text), file
+        if "config" in file.name or file.name == "model_index.json":
+            assert '"/' not in file.read_text(encoding="utf-8"), file
 
 
 def test_template_prefix_is_as_long_as_the_pipeline_drops(pipeline):
@@ -124,7 +122,7 @@ def test_build_script_runs_and_repeats(tmp_path):
         subprocess.Popen(
             [
                 *(sys.executable, EXAMPLE / "build_tiny_qwen_image.py"),
-                *("--output", tmp_path / name / "model", "--prompts", tmp_path / name / "prompts"),
+                *("--output", tmp_path / name / "model"),
                 *("--images", "200", "--vae-steps", "3", "--flow-steps", "3", "--eval-seeds", "0"),
             ],
             stdout=subprocess.PIPE,
@@ -142,6 +140,6 @@ def test_build_script_runs_and_repeats(tmp_path):
     for file in weights:
         assert (first / file).read_bytes() == (second / file).read_bytes(), file
     for name in ("train.txt", "test.txt"):
-        assert (first / "prompts" / name).read_bytes() == (PROMPTS / name).read_bytes()
+        assert (first / "tiny_ocr" / name).read_bytes() == (PROMPTS / name).read_bytes()
     assert "Not measured." in (first / "model" / "README.md").read_text(encoding="utf-8")
     assert draw(load(first / "model"), ALL_PROMPTS[:1]).shape == (1, 32, 32, 3)

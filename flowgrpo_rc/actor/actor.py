@@ -231,6 +231,7 @@ class DiffusionActor:
     ) -> dict[str, float]:
         metrics = total.compute()
         metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"]
+        metrics["actor/log_ratio_abs_mean_first"] = first["actor/log_ratio_abs_mean"]
         metrics["actor/ratio_deviation_first"] = max(
             abs(first["actor/ratio_max"] - 1), abs(first["actor/ratio_min"] - 1)
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.kernel import Block
 from flowgrpo_rc.correction.metrics import PREFIX, metrics_from_moments
-from flowgrpo_rc.correction.moments import Moments, reduce_rows
+from flowgrpo_rc.correction.moments import Moments, moments_of_rows
 from flowgrpo_rc.correction.thresholds import CorrectionPlan, ImportanceSampling, ThresholdSpec, make_plan
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ def compute_rollout_correction(
     dp_group: Any = None,
 ) -> RolloutCorrection:
     """`compute_rollout_correction_and_rejection_mask` with the options of a configuration."""
-    return run_plan(log_prob, rollout_log_prob, mask, plan=config.plan(), timesteps=timesteps, dp_group=dp_group)
+    return run_plan(
+        log_prob, rollout_log_prob, mask, plan=config.plan(), timesteps=timesteps, dp_group=dp_group
+    )
 
 
 def compute_rollout_correction_weights(
@@ -165,20 +167,145 @@ def run_plan(
     """Executes a plan. `count_empty_rows` averages rows without a valid element as zeros, as verl does."""
     _check(log_prob, rollout_log_prob, mask, timesteps)
     shape = log_prob.shape
-    columns = 1 if log_prob.dim() == 1 else shape[1]
-    grid = (shape[0], columns)
-    p, q = log_prob.detach().view(grid) if log_prob.is_contiguous() else log_prob.detach().reshape(grid), (
-        rollout_log_prob.detach().reshape(grid)
-    )
-    m = None if mask is None else mask.reshape(grid)
+    grid = (shape[0], 1) if log_prob.dim() == 1 else (shape[0], shape[1])
+    p, q = log_prob.detach().reshape(grid), rollout_log_prob.detach().reshape(grid)
+    m = None if mask is None else mask.detach().reshape(grid)
     weights, kept, names, table = _run_blocks(p, q, m, plan)
-    normaliser = _normalise(weights, table, names, plan.importance, dp_group)
-    transfer = [table]
-    moments = reduce_rows(
-        names, table, plan, masked=m is not None, count_empty_rows=count_empty_rows, normaliser=normaliser,
-        timestep_parts=None if timesteps is None else (p, q, m, timesteps.reshape(grid)),
+    parts = [table.flatten()]
+    if weights is not None and plan.importance is not None and plan.importance.batch_normalize:
+        parts.append(_normalise(weights, names, table, plan.importance, dp_group))
+    if timesteps is not None:
+        parts.extend(_timestep_parts(p, q, m, timesteps))
+    moments = moments_of_rows(
+        names,
+        _to_host(parts),
+        rows=shape[0],
+        plan=plan,
+        masked=m is not None,
+        count_empty_rows=count_empty_rows,
     )
-    moments.check(log_prob, rollout_log_prob, mask)
-    return RolloutCorrection(
-        None if weights is None else weights.view(shape), kept.view(shape), metrics_from_moments(moments), moments
+    if not moments.finite:
+        raise ValueError(_describe_non_finite(p, q, m))
+    if moments.count == 0:
+        raise ValueError("The mask has no valid element: there is nothing to correct.")
+    weights = None if weights is None else weights.view(shape)
+    return RolloutCorrection(weights, kept.view(shape), metrics_from_moments(moments), moments)
+
+
+def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, timesteps: Tensor | None) -> None:
+    if not (log_prob.is_floating_point() and rollout_log_prob.is_floating_point()):
+        raise TypeError(
+            f"log-probs must be floating point, got log_prob {log_prob.dtype} and "
+            f"rollout_log_prob {rollout_log_prob.dtype}."
+        )
+    shape = log_prob.shape
+    if len(shape) not in (1, 2):
+        raise ValueError(f"log_prob must be (B,) or (B, T), got shape {tuple(shape)}.")
+    for name, other in (("rollout_log_prob", rollout_log_prob), ("mask", mask), ("timesteps", timesteps)):
+        if other is not None and other.shape != shape:
+            raise ValueError(f"log_prob has shape {tuple(shape)}, but {name} has shape {tuple(other.shape)}.")
+    if log_prob.numel() == 0:
+        raise ValueError(f"The batch is empty: log_prob has shape {tuple(shape)}.")
+
+
+def _run_blocks(
+    p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], m: Shaped[Tensor, "B T"] | None, plan: CorrectionPlan
+) -> tuple[Float[Tensor, "B T"] | None, Shaped[Tensor, "B T"], tuple[str, ...], Float[Tensor, "K B"]]:
+    """Runs the kernel over blocks of rows: `(weights, mask * keep, names, table)`."""
+    rows, columns = p.shape
+    dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
+    step = max(1, _BLOCK_ELEMENTS.get(p.device.type, 1 << 20) // columns)
+    weights = None if plan.importance is None else torch.empty((rows, columns), dtype=dtype, device=p.device)
+    if m is None:
+        kept = torch.ones((rows, columns), dtype=torch.bool, device=p.device)
+    else:
+        kept = m.clone(memory_format=torch.contiguous_format)
+    tables: list[Tensor] = []
+    names: tuple[str, ...] = ()
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        names, table = _run_block(
+            p[part], q[part], m if m is None else m[part], plan, dtype, weights, kept, part
+        )
+        tables.append(table)
+    return weights, kept, names, tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
+
+
+def _run_block(
+    p: Tensor,
+    q: Tensor,
+    m: Tensor | None,
+    plan: CorrectionPlan,
+    dtype: torch.dtype,
+    weights: Tensor | None,
+    kept: Tensor,
+    part: slice,
+) -> tuple[tuple[str, ...], Float[Tensor, "K rows"]]:
+    """One block; writes its weights and mask into `weights[part]` and `kept[part]`."""
+    valid = None if m is None else m != 0
+    p, q = p.to(dtype), q.to(dtype)
+    transposed = p.shape[1] <= _TRANSPOSED_COLUMNS
+    if transposed:
+        p, q, valid = p.t(), q.t(), None if valid is None else valid.t().contiguous()
+    block = Block(p.contiguous(), q.contiguous(), valid, plan, dim=0 if transposed else 1)
+    if weights is not None and block.weights is not None:
+        weights[part] = block.weights.t() if transposed else block.weights
+    if block.keep is not None:
+        kept[part].mul_(block.keep.t() if transposed else block.keep)
+    return tuple(block.table), torch.stack(tuple(block.table.values()))
+
+
+def _normalise(
+    weights: Tensor,
+    names: tuple[str, ...],
+    table: Float[Tensor, "K B"],
+    spec: ImportanceSampling,
+    dp_group: Any,
+) -> Float[Tensor, "1"]:
+    """Divides `weights` by their mean over all ranks, in place, and returns the divisor.
+
+    The mean is over valid elements ("token") or over rows with one ("sequence", "geometric"); at 1e-8 or less the
+    weights stay as they are and the divisor is 1.
+    """
+    n = table[names.index("n")].double()
+    if spec.level == "token":
+        total = torch.stack((n.sum() + table[names.index("d")].double().sum(), n.sum()))
+    else:
+        rows = (n > 0).double()
+        total = torch.stack(((table[names.index("is_row_weight")] * rows).sum(), rows.sum()))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total, group=dp_group)
+    mean = total[0] / total[1].clamp(min=1.0)
+    divisor = torch.where(mean > 1e-8, mean, torch.ones_like(mean))
+    weights.div_(divisor)
+    return divisor.reshape(1)
+
+
+def _timestep_parts(p: Tensor, q: Tensor, m: Tensor | None, timesteps: Tensor) -> list[Tensor]:
+    """`|l|`, validity and timestep of every element, flat, for grouping on the host."""
+    gap = p.double() - q.double()
+    valid = torch.ones_like(gap) if m is None else (m != 0).double()
+    gap = torch.where(valid > 0, gap.abs(), 0.0)
+    return [gap.flatten(), valid.flatten(), timesteps.detach().double().flatten()]
+
+
+def _to_host(parts: list[Tensor]) -> Float[Tensor, " figures"]:
+    """The one transfer: everything the host needs, as one float64 vector."""
+    flat = parts[0] if len(parts) == 1 else torch.cat([part.double() for part in parts])
+    return flat.to(device="cpu", dtype=torch.float64)
+
+
+def _describe_non_finite(p: Tensor, q: Tensor, m: Tensor | None) -> str:
+    """Which log-probs are NaN or infinite; only reached when the figures already said that some are."""
+    bad = ~(torch.isfinite(p) & torch.isfinite(q) & torch.isfinite(p.double() - q.double()))
+    if m is not None:
+        bad &= m != 0
+    positions = bad.nonzero()
+    if len(positions) == 0:
+        return "Log-probs are too large: the sum of their differences overflows."
+    row, column = positions[0].tolist()
+    return (
+        f"{len(positions)} of {p.numel()} positions have a NaN or infinite log-prob where the mask is valid; "
+        f"the first is ({row}, {column}): log_prob={p[row, column].item()}, "
+        f"rollout_log_prob={q[row, column].item()}."
     )

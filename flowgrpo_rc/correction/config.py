@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.correction import dialects
 from flowgrpo_rc.correction.presets import PRESET_NAMES, Presets
-from flowgrpo_rc.correction.thresholds import IS_LEVELS, CorrectionPlan, make_plan, parse_is_threshold
+from flowgrpo_rc.correction.thresholds import (
+    IS_LEVELS,
+    CorrectionPlan,
+    make_plan,
+    parse_is_threshold,
+    parse_number,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,9 +65,14 @@ class RolloutCorrectionConfig(Presets):
                 f"got {self.rejection_normalization!r}."
             )
         if self.loss_type == "reinforce" and not self.bypass_mode:
-            raise ValueError("loss_type='reinforce' needs bypass_mode=True: it has no proximal policy pi_old.")
+            raise ValueError(
+                "loss_type='reinforce' needs bypass_mode=True: it has no proximal policy pi_old."
+            )
         if self.rollout_is is None:
             parse_is_threshold(self.rollout_is_threshold, self.rollout_is_mode)
+        if self.rollout_token_veto_threshold is not None:
+            veto = parse_number(self.rollout_token_veto_threshold, "rollout_token_veto_threshold")
+            self.rollout_token_veto_threshold = veto
         self.plan()
 
     def plan(self) -> CorrectionPlan:

@@ -41,7 +41,9 @@ def to_canonical(values: Mapping[str, Any], known: Iterable[str]) -> dict[str, A
     if values.get("rollout_rs") in _LEGACY_RS:
         legacy.append("rollout_rs")
     if slime and legacy:
-        raise ValueError(f"Keys of two dialects: {', '.join(slime)} (slime) and {', '.join(legacy)} (legacy verl).")
+        raise ValueError(
+            f"Keys of two dialects: {', '.join(slime)} (slime) and {', '.join(legacy)} (legacy verl)."
+        )
     if slime:
         canonical = _from_slime(values)
         _warn("slime", slime, canonical)
@@ -62,7 +64,9 @@ def nearest(key: str, known: Iterable[str]) -> str:
 def slime_file_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """The rollout-correction keys of a slime YAML file: dashes become underscores, a `mis_` prefix goes."""
     keys = {str(k).replace("-", "_"): v for k, v in content.items()}
-    return {(k.removeprefix("mis_") if k.removeprefix("mis_") in _SLIME_KEYS else k): v for k, v in keys.items()}
+    return {
+        (k.removeprefix("mis_") if k.removeprefix("mis_") in _SLIME_KEYS else k): v for k, v in keys.items()
+    }
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -148,7 +152,10 @@ def _slime_rejection(values: Mapping[str, Any], tis_lower: Any, tis_upper: Any) 
     lower, upper = values.get("rs_lower_bound"), values.get("rs_upper_bound")
     upper = tis_upper if upper is None else upper
     lower = tis_lower if lower is None else lower
-    return {"rollout_rs": _LEGACY_RS[level], "rollout_rs_threshold": _band(lower, 2.0 if upper is None else upper)}
+    return {
+        "rollout_rs": _LEGACY_RS[level],
+        "rollout_rs_threshold": _band(lower, 2.0 if upper is None else upper),
+    }
 
 
 def _band(lower: float | str | None, upper: float | str) -> str:

@@ -33,8 +33,8 @@ class _RowSums:
         self._planes: Tensor | None = None
         self._free: Iterator[Tensor] = iter(())
         if like.numel() <= STACKED_ELEMENTS:
-            self._planes = like.new_empty((planes, *like.shape))
-            self._free = iter(self._planes.unbind(0))
+            stacked = like.new_empty((planes, *like.shape))
+            self._planes, self._free = stacked, iter(stacked.unbind(0))
         else:
             self._scratch = torch.empty_like(like)
 
@@ -130,14 +130,13 @@ class Block:
         weights = torch.exp(self._lc)
         high = self._count("is_high", self._lc, above=math.log(spec.upper)).clone()
         low = self._count("is_low", self._lc, below=math.log(spec.reported_lower))
-        d = sums.buffer(lasting=True) if spec.mode != "zero" else None
+        d = sums.buffer(lasting=True)
         if spec.mode == "zero":
             outside = high.add_(low) > 0
             weights.masked_fill_(outside, 0.0)
-            d = torch.masked_fill(self._e, outside, -1.0)
-            fill = d if self._valid is None else d.masked_fill(self._invalid, -1.0)
-            self._extremes["is_d_max"] = fill.amax(self._dim)
-            d = sums.buffer(lasting=True).copy_(d)
+            d.copy_(self._e).masked_fill_(outside, -1.0)
+            largest = d if self._valid is None else d.masked_fill(self._invalid, -1.0)
+            self._extremes["is_d_max"] = largest.amax(self._dim)
         elif spec.mode == "mask":
             self._reject(high.add_(low) if spec.lower > 0 else high)
             d.copy_(self._e)
@@ -176,7 +175,9 @@ class Block:
         self._sums.add(f"{c.name}/in", inside)
         self._sums.add(f"{c.name}/in2", torch.mul(inside, inside, out=self._sums.buffer()))
 
-    def _count(self, name: str, values: Tensor, *, above: float = math.inf, below: float = -math.inf) -> Tensor:
+    def _count(
+        self, name: str, values: Tensor, *, above: float = math.inf, below: float = -math.inf
+    ) -> Tensor:
         """Counts valid elements with `values > above` or `values < below`; returns the indicator (a buffer)."""
         if above < math.inf or below == -math.inf:
             found = torch.gt(values, above, out=self._sums.buffer())
@@ -218,16 +219,14 @@ class Block:
         clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
         high = torch.gt(log_ratio, math.log(spec.upper)).to(clamped.dtype)
         low = torch.lt(log_ratio, math.log(spec.reported_lower)).to(clamped.dtype)
-        weights, d = torch.exp(clamped), torch.expm1(clamped)
+        weights = torch.exp(clamped)
         if spec.mode == "zero":
-            outside = (high + low) > 0
-            weights, d = weights.masked_fill_(outside, 0.0), d.masked_fill_(outside, -1.0)
+            weights.masked_fill_((high + low) > 0, 0.0)
         elif spec.mode == "mask":
             self._reject_rows(high + low if spec.lower > 0 else high)
         else:
-            lower = spec.lower if spec.mode == "clip" else 0.0
-            weights, d = weights.clamp_(lower, spec.upper), d.clamp_(lower - 1.0, spec.upper - 1.0)
-        self.table.update(is_log_ratio=log_ratio, is_high=high, is_low=low, d=d)
+            weights.clamp_(spec.lower if spec.mode == "clip" else 0.0, spec.upper)
+        self.table.update(is_log_ratio=log_ratio, is_high=high, is_low=low, is_row_weight=weights)
         spread = weights.unsqueeze(self._dim)
         self.weights = spread.expand_as(self._l).clone() if self._valid is None else spread * self._ones
 

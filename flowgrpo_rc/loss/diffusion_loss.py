@@ -14,7 +14,7 @@ the batch (``apply_rollout_correction_to_diffusion_batch``).
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,6 +25,7 @@ from flowgrpo_rc.loss.metrics import LossMetrics
 from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, ppo_clip, reinforce
 
 
+@runtime_checkable
 class LossOptions(Protocol):
     """What ``diffusion_loss`` reads of ``DiffusionLossConfig``."""
 
@@ -34,6 +35,7 @@ class LossOptions(Protocol):
     adv_clip_max: float
 
 
+@runtime_checkable
 class ActorLossConfig(Protocol):
     """What ``diffusion_loss`` reads of ``DiffusionActorConfig``."""
 

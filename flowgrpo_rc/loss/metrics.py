@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_SUMS = ("loss", "denominator", "elements", "kept", "ppo_kl", "ratio", "clipped_high", "clipped_low", "inert", "kl_loss")
+_SUMS = ("loss", "denominator", "elements", "kept", "ppo_kl", "abs_log_ratio", "ratio", "clipped_high", "clipped_low", "inert", "kl_loss")
 
 
 @dataclass
@@ -13,7 +13,7 @@ class LossMetrics:
     """Sums and extremes of one or many micro-batches; ``+`` merges them exactly."""
 
     sums: Tensor
-    """``(10,)`` float64, in the order of ``_SUMS``."""
+    """``(11,)`` float64, in the order of ``_SUMS``."""
     ratio_min: Tensor
     ratio_max: Tensor
 
@@ -41,6 +41,7 @@ class LossMetrics:
             torch.tensor(log_ratio.numel(), device=log_ratio.device),
             torch.tensor(log_ratio.numel(), device=log_ratio.device) if keep is None else keep.sum(),
             -log_ratio.sum(),
+            log_ratio.abs().sum(),
             ratio.sum(),
             high.sum(),
             low.sum(),
@@ -78,7 +79,8 @@ class LossMetrics:
         ``pg_loss`` is the policy loss over its denominator; ``kept_fraction`` the share of elements that
         rejection kept (all other means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of ``log pi_old - log pi_theta``;
         ``pg_clipfrac`` the share of ratios outside the clip band (``_higher``, ``_lower``: on which side);
-        ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` are of ``pi_theta/pi_old``.
+        ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` and ``log_ratio_abs_mean`` are of
+        ``pi_theta/pi_old``.
         """
         host = torch.cat([self.sums, torch.stack([self.ratio_min, self.ratio_max]).double()]).tolist()
         total = dict(zip(_SUMS, host, strict=False))
@@ -92,6 +94,7 @@ class LossMetrics:
             "actor/pg_clipfrac_higher": total["clipped_high"] / n,
             "actor/pg_clipfrac_lower": total["clipped_low"] / n,
             "actor/pg_clipfrac_inert": total["inert"] / n,
+            "actor/log_ratio_abs_mean": total["abs_log_ratio"] / n,
             "actor/ratio_mean": total["ratio"] / n,
             "actor/ratio_min": host[-2],
             "actor/ratio_max": host[-1],

@@ -1,7 +1,7 @@
 """What a model family must offer to rollout engines and to the actor."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, UInt8
@@ -58,6 +58,7 @@ class Schedule:
     """Noise levels, from at most 1 down to 0."""
 
 
+@runtime_checkable
 class DiffusionModel(Protocol):
     """A loaded pipeline of one family. ``transformer`` arguments are any copy of its transformer."""
 

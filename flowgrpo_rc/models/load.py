@@ -1,6 +1,8 @@
 """Load a diffusers pipeline after checking, from its index alone, that we can train it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,27 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     from flowgrpo_rc.models.qwen_image import QwenImage
 
     class_name = read_pipeline_class(path)
-    pipe = getattr(diffusers, class_name).from_pretrained(resolve_asset(path), torch_dtype=getattr(torch, dtype))
+    with _without_progress_bars():
+        pipe = getattr(diffusers, class_name).from_pretrained(resolve_asset(path), dtype=getattr(torch, dtype))
     pipe.to(device)
     for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
         part.requires_grad_(False).eval()
     return QwenImage(pipe)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """diffusers and transformers each draw a bar per component; a run shows one bar, its own."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        diffusers_logging.enable_progress_bar()
+        transformers_logging.enable_progress_bar()
 
 
 def _index(path: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int, UInt8
@@ -41,6 +41,7 @@ class Trajectories:
     """The version of the adapter that drew them."""
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """An engine holds a model and an adapter of a known version, and samples with them."""
 

@@ -29,7 +29,7 @@ class DiffusersEngine:
         self._model = model
         self._device = torch.device(device)
         self._micro_batch_size = micro_batch_size
-        self.transformer = _copy_transformer(model.transformer, dtype).to(self._device)
+        self.transformer = _copy_transformer(model.transformer, dtype)
         attach_lora(self.transformer, model, lora, dtype=dtype)
         self.transformer.requires_grad_(False).eval()
         self.adapter_version = -1
@@ -155,6 +155,6 @@ def _check_finite(latents: Tensor, rows: Tensor) -> None:
 
 def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A second transformer in ``dtype``; storage is shared where nothing has to be converted."""
-    tensors = [*transformer.parameters(), *transformer.buffers()]
-    memo = {id(t): t for t in tensors} if all(t.dtype == dtype for t in transformer.parameters()) else {}
-    return copy.deepcopy(transformer, memo).to(dtype)
+    if all(p.dtype == dtype for p in transformer.parameters()):
+        return copy.deepcopy(transformer, {id(p): p for p in transformer.parameters()})
+    return nn.Module.to(copy.deepcopy(transformer), dtype)

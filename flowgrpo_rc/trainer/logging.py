@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from flowgrpo_rc.trainer.plots import GAP
+from flowgrpo_rc.trainer.plots import GAP, GAP_MAX
 from flowgrpo_rc.trainer.run_folder import RunFolder
 
 
@@ -73,7 +73,7 @@ class RunLogger:
             ("held-out reward (fixed noise)", ("val/reward/mean",), ".3f"),
             ("training reward", ("reward/mean",), ".3f"),
             ("mean |log-prob gap|, rollout vs training", GAP, ".2e"),
-            ("largest |log-prob gap|", tuple(n.replace("_mean", "_max") for n in GAP), ".2e"),
+            ("largest |log-prob gap|", GAP_MAX, ".2e"),
             ("share of ratios outside the clip band", ("actor/pg_clipfrac",), ".1%"),
             ("rejected", tuple(f"{p}rollout_corr/rollout_rs_masked_fraction" for p in ("actor/", "")), ".1%"),
             ("KL from the previous policy (ppo_kl)", ("actor/ppo_kl",), ".1e"),

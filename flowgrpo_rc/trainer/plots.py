@@ -7,7 +7,10 @@ from typing import Any
 from flowgrpo_rc.trainer.run_folder import RunFolder
 
 Row = dict[str, Any]
-GAP = ("actor/rollout_corr/logprob_abs_diff_mean", "rollout_corr/logprob_abs_diff_mean")
+GAP = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
+"""Rollout against training with the same adapter: decoupled mode compares ``pi_old``; in bypass mode the first
+mini-step does, before the adapter has moved."""
+GAP_MAX = ("rollout_corr/logprob_abs_diff_max", "actor/ratio_deviation_first")
 REJECTED = ("actor/rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs_masked_fraction")
 
 
@@ -71,7 +74,7 @@ def _clip(axes: Any, rows: Sequence[Row]) -> None:
 def _gap(axes: Any, rows: Sequence[Row], clip_ratio: float) -> None:
     steps, values = series(rows, *GAP)
     axes.plot(steps, values, label="mean |log pi_train - log pi_rollout|")
-    axes.plot(*series(rows, *[n.replace("_mean", "_max") for n in GAP]), label="largest")
+    axes.plot(*series(rows, *GAP_MAX), label="largest")
     axes.axhline(clip_ratio, color="black", linestyle="--", linewidth=1, label=f"clip_ratio = {clip_ratio:g}")
     if any(v > 0 for v in values):
         axes.set_yscale("log")

@@ -1,0 +1,1 @@
+"""Drop-ins for other projects. Importing this package imports none of them."""

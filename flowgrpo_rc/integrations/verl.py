@@ -1,0 +1,239 @@
+"""Drop-in for verl 0.9.1's `verl.trainer.ppo.rollout_corr_helper`.
+
+The same names, signatures and return types, and the same weights, masks and metrics, from one pass and one
+transfer instead of some seventy. What is verl's and not this library's is reproduced here only: the k1 band
+acts on `-l` (so "lower_upper" keeps `1/upper <= r <= 1/lower`) and a `*_k1_fraction_high` counts small ratios;
+rows without a valid element enter the averages over rows as zeros.
+
+Where verl overflows to inf or passes a NaN on, these functions stay finite or raise. verl itself is imported only
+when a `DataProto` has to be built and by `install`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from flowgrpo_rc.correction.compute import RolloutCorrection, run_plan
+from flowgrpo_rc.correction.metrics import PREFIX
+from flowgrpo_rc.correction.thresholds import (
+    RS_OPTIONS,
+    SAFETY_BOUND,
+    CorrectionPlan,
+    ThresholdSpec,
+    make_plan,
+    mirror_k1,
+)
+from flowgrpo_rc.integrations._replace import Replacement
+
+__all__ = [
+    "SAFETY_BOUND",
+    "SUPPORTED_ROLLOUT_RS_OPTIONS",
+    "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS",
+    "apply_bypass_mode",
+    "compute_offpolicy_metrics",
+    "compute_rollout_corr_metrics_from_logprobs",
+    "compute_rollout_correction_and_add_to_batch",
+    "compute_rollout_correction_and_rejection_mask",
+    "compute_rollout_correction_weights",
+    "compute_rollout_rejection_mask",
+    "install",
+]
+
+SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(RS_OPTIONS)
+TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {option for option in RS_OPTIONS if option.startswith("token")}
+
+Metrics = dict[str, float]
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Float[Tensor, "B T"],
+    rollout_log_prob: Float[Tensor, "B T"],
+    response_mask: Shaped[Tensor, "B T"],
+    rollout_is: str | None = None,
+    rollout_is_threshold: ThresholdSpec = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: ThresholdSpec = None,
+) -> tuple[Any, Shaped[Tensor, "B T"], Metrics]:
+    """`(DataProto with "rollout_is_weights" or None, response mask times keep, metrics)`, as verl.
+
+    Raises:
+        ValueError: shapes differ, no element is valid, a valid log-prob is NaN or infinite, a bad option.
+        ImportError: weights were asked for and verl is not installed.
+    """
+    plan = _plan(rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)
+    result = _run(old_log_prob, rollout_log_prob, response_mask, plan)
+    weights = None if result.weights is None else _data_proto({"rollout_is_weights": result.weights})
+    return weights, result.mask, result.metrics
+
+
+def compute_rollout_correction_weights(
+    log_ratio: Float[Tensor, "B T"],
+    response_mask: Shaped[Tensor, "B T"],
+    rollout_is: str = "token",
+    rollout_is_threshold: ThresholdSpec = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Float[Tensor, "B T"], Metrics]:
+    """Importance weights of log ratios (train over rollout), and their metrics without a prefix."""
+    plan = _plan(rollout_is, rollout_is_threshold, rollout_is_batch_normalize, None, None)
+    result = _run(log_ratio, torch.zeros_like(log_ratio), response_mask, plan)
+    if result.weights is None:
+        raise ValueError("rollout_is and rollout_is_threshold must be given.")
+    return result.weights, _select(result, "rollout_is_")
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: Float[Tensor, "B T"],
+    response_mask: Shaped[Tensor, "B T"],
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: ThresholdSpec = None,
+) -> tuple[Shaped[Tensor, "B T"], Metrics]:
+    """Mask times keep for log ratios (train over rollout), and the criteria's metrics without a prefix."""
+    if not isinstance(rollout_rs, str):
+        raise ValueError("rollout_rs must be a string of comma-separated options.")
+    plan = _plan(None, None, False, rollout_rs, rollout_rs_threshold)
+    if log_ratio.shape[0] == 0:
+        return response_mask, {}
+    result = _run(log_ratio, torch.zeros_like(log_ratio), response_mask, plan)
+    return result.mask, _select(result, "rollout_rs_")
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: Float[Tensor, "B T"],
+    rollout_log_prob: Float[Tensor, "B T"] | None,
+    response_mask: Shaped[Tensor, "B T"],
+) -> dict[str, Any]:
+    """Diagnostics without a prefix; the training policy's perplexity alone when there are no rollout log-probs."""
+    known = old_log_prob if rollout_log_prob is None else rollout_log_prob
+    metrics = _select(_run(old_log_prob, known, response_mask, CorrectionPlan()), "")
+    if rollout_log_prob is not None:
+        return metrics
+    return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
+
+
+def compute_rollout_corr_metrics_from_logprobs(
+    log_prob: Float[Tensor, "B T"],
+    rollout_log_prob: Float[Tensor, "B T"],
+    response_mask: Shaped[Tensor, "B T"],
+) -> Metrics:
+    """Diagnostics of the current policy against the rollout policy, prefixed `rollout_corr/`."""
+    return _run(log_prob, rollout_log_prob, response_mask, CorrectionPlan()).metrics
+
+
+def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, Metrics]:
+    """Replaces `response_mask` in a `DataProto`, adds `rollout_is_weights` if there are weights."""
+    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        batch.batch["old_log_probs"],
+        batch.batch["rollout_log_probs"],
+        batch.batch["response_mask"],
+        **_options(rollout_corr_config),
+    )
+    batch.batch["response_mask"] = mask
+    return (batch if weights is None else batch.union(weights)), metrics
+
+
+def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+    """Sets `old_log_probs` to `rollout_log_probs`, and the policy loss to verl's bypass loss.
+
+    Raises:
+        ValueError: the batch has no `rollout_log_probs`.
+    """
+    from omegaconf import open_dict
+
+    if "rollout_log_probs" not in batch.batch:
+        raise ValueError(
+            "bypass_mode needs rollout_log_probs in the batch: "
+            "set actor_rollout_ref.rollout.calculate_log_probs=true."
+        )
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    with open_dict(policy_loss_config):
+        policy_loss_config["rollout_correction"] = rollout_corr_config
+        policy_loss_config["loss_mode"] = "bypass_mode"
+
+
+_FUNCTIONS = (
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+    compute_offpolicy_metrics,
+    compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_and_add_to_batch,
+    apply_bypass_mode,
+)
+
+
+def install() -> Replacement:
+    """Puts these functions in the place of verl's, also where verl imported them by name before.
+
+    Returns:
+        What was replaced; its `undo()` restores verl's functions.
+
+    Raises:
+        ImportError: verl is not installed.
+    """
+    try:
+        from verl.trainer.ppo import rollout_corr_helper
+    except ImportError as error:
+        raise ImportError(f"install() replaces functions of verl 0.9.1, which cannot be imported: {error}") from error
+    replacement = Replacement()
+    replacement.apply(rollout_corr_helper, {f.__name__: f for f in _FUNCTIONS}, package="verl")
+    return replacement
+
+
+def _plan(
+    rollout_is: str | None,
+    rollout_is_threshold: ThresholdSpec,
+    rollout_is_batch_normalize: bool,
+    rollout_rs: str | None,
+    rollout_rs_threshold: ThresholdSpec,
+) -> CorrectionPlan:
+    """verl's reading of the options: no weights without a threshold, no `geometric`, mirrored k1 bands."""
+    if rollout_is_threshold is None:
+        rollout_is, rollout_is_threshold = None, 2.0
+    if rollout_is == "geometric":
+        raise ValueError("verl has the levels 'token' and 'sequence' for rollout_is, got 'geometric'.")
+    plan = make_plan(
+        rollout_is,
+        rollout_is_threshold,
+        rollout_is_batch_normalize,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+    )
+    return replace(plan, criteria=mirror_k1(plan.criteria))
+
+
+def _run(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, plan: CorrectionPlan) -> RolloutCorrection:
+    """Runs a plan in verl's conventions; its effective sample size has 1e-8 added to the mean weight."""
+    result = run_plan(log_prob, rollout_log_prob, mask, plan=plan, count_empty_rows=True)
+    mean = result.metrics.get(f"{PREFIX}rollout_is_mean", 0.0)
+    if mean > 0.0:
+        result.metrics[f"{PREFIX}rollout_is_eff_sample_size"] *= (1.0 + 1e-8 / mean) ** 2
+    return result
+
+
+def _select(result: RolloutCorrection, start: str) -> Metrics:
+    metrics = {name.removeprefix(PREFIX): value for name, value in result.metrics.items()}
+    return {name: value for name, value in metrics.items() if name.startswith(start)}
+
+
+def _options(config: Mapping[str, Any] | Any) -> dict[str, Any]:
+    defaults = {
+        "rollout_is": None,
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+    }
+    return {name: config.get(name, default) for name, default in defaults.items()}
+
+
+def _data_proto(tensors: dict[str, Tensor]) -> Any:
+    try:
+        from verl.protocol import DataProto
+    except ImportError as error:
+        raise ImportError(f"The weights are returned in verl's DataProto, and verl is missing: {error}") from error
+    return DataProto.from_dict(tensors=tensors)

@@ -1,0 +1,232 @@
+"""The actor: exact first ratios, splits that do not matter, NaN that stops, and no pass too many."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.testing import assert_close
+
+from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, NonFiniteUpdateError
+from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, apply_rollout_correction_to_diffusion_batch
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
+from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout.seeds import generator_for
+
+LORA = ModelConfig(lora_rank=4, lora_alpha=8)
+
+
+class Setup:
+    """A tiny model, an engine and an actor with the same random adapter, and a rollout of 8 images."""
+
+    def __init__(self, model, dtype=torch.float32, sde_type="sde", cfg=1.0, **config):
+        self.engine = DiffusersEngine(model, LORA, dtype=dtype, micro_batch_size=8, device="cpu")
+        settings = {
+            "ppo_micro_batch_size_per_gpu": 8,
+            "optim": {"lr": 1e-3},
+            "rollout_correction": {"bypass_mode": True, "rollout_is": None},
+        } | config
+        settings["optim"] = DiffusionActorConfig().optim.__class__(**settings["optim"])
+        self.config = DiffusionActorConfig(**settings)
+        torch.manual_seed(0)
+        self.actor = DiffusionActor(
+            model,
+            self.config,
+            LORA,
+            Accelerator(cpu=True),
+            sde_type=sde_type,
+            noise_level=0.7,
+            total_optimizer_steps=10,
+        )
+        generator = torch.Generator().manual_seed(1)
+        for parameter in adapter_parameters(self.actor.transformer).values():
+            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+        self.engine.sync(adapter_state(self.actor.transformer), 0)
+        encoder = PromptEncoder(model, 512, 8)
+        negative = encoder([" "] * 2) if cfg > 1 else None
+        self.cond = Conditioning(encoder(['the text "12"', 'the text "34"']), negative, cfg, None, 32, 32)
+        request = RolloutRequest(
+            conditioning=self.cond,
+            prompt_index=torch.tensor([0] * 4 + [1] * 4),
+            num_inference_steps=5,
+            generators=[generator_for(0, 0, 0, i) for i in range(8)],
+            window_starts=torch.tensor([0] * 4 + [1] * 4),
+            window_size=2,
+            noise_level=0.7,
+            sde_type=sde_type,
+        )
+        self.batch = self.engine.generate(request).batch
+        self.batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1])
+        if self.config.rollout_correction.bypass_mode:
+            apply_bypass_mode_to_diffusion_batch(self.batch)
+        else:
+            self.batch["old_log_probs"] = self.actor.score(self.batch, self.cond)
+            apply_rollout_correction_to_diffusion_batch(self.batch, self.config.rollout_correction)
+
+    def gradient(self, rows=None, micro=None):
+        """Gradient of one mini-batch, without stepping."""
+        config = copy.deepcopy(self.config)
+        config.ppo_micro_batch_size_per_gpu = micro or 8
+        config.grad_clip = 1e9
+        self.actor._config = config
+        taken = {}
+
+        def capture():
+            taken.update({n: p.grad.clone() for n, p in adapter_parameters(self.actor.transformer).items()})
+
+        self.actor.optimizer.step, step = capture, self.actor.optimizer.step
+        try:
+            rows = torch.arange(8) if rows is None else rows
+            metrics = self.actor.update(self.batch, self.cond, [rows]).metrics
+        finally:
+            self.actor.optimizer.step = step
+        return taken, metrics
+
+
+@pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
+def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cfg):
+    setup = Setup(tiny_model, sde_type=sde_type, cfg=cfg)
+    scored = setup.actor.score(setup.batch, setup.cond)
+    assert_close(scored, setup.batch["rollout_log_probs"], atol=1e-6, rtol=0)
+    _, metrics = setup.gradient()
+    assert metrics["actor/ratio_deviation_first"] <= 1e-6
+    assert metrics["actor/pg_clipfrac_first"] == 0.0
+
+
+def test_bfloat16_rollouts_leave_a_gap(tiny_model):
+    setup = Setup(tiny_model, dtype=torch.bfloat16)
+    gap = (setup.actor.score(setup.batch, setup.cond) - setup.batch["rollout_log_probs"]).abs()
+    assert 1e-5 < gap.mean() < 5e-3
+    _, metrics = setup.gradient()
+    assert_close(metrics["actor/log_ratio_abs_mean_first"], gap.mean().item(), atol=1e-7, rtol=1e-3)
+    assert_close(metrics["actor/rollout_corr/logprob_abs_diff_mean"], gap.mean().item(), atol=1e-7, rtol=1e-3)
+
+
+@pytest.mark.parametrize("normalization", ["all", "kept"])
+@pytest.mark.parametrize("bypass", [True, False])
+def test_micro_batches_do_not_change_the_gradient(tiny_model, normalization, bypass):
+    """One micro-batch of 8 equals 8 of 1, also when rejection hits some of them."""
+    rc = {
+        "bypass_mode": bypass,
+        "rollout_is": "sequence",
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.99985_1.0002",
+        "rejection_normalization": normalization,
+    }
+    setup = Setup(tiny_model, dtype=torch.bfloat16, rollout_correction=rc)
+    whole, metrics = setup.gradient(micro=8)
+    assert 0.1 < metrics["actor/kept_fraction"] < 0.9
+    for micro in (1, 3):
+        split, split_metrics = setup.gradient(micro=micro)
+        for name in whole:
+            scale = whole[name].abs().max().item()
+            assert_close(split[name], whole[name], atol=1e-6 * max(scale, 1e-3) * 10, rtol=1e-4)
+        for name in metrics:
+            assert_close(split_metrics[name], metrics[name], atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_order_of_samples_does_not_matter(tiny_model):
+    setup = Setup(tiny_model)
+    straight, _ = setup.gradient()
+    shuffled, _ = setup.gradient(rows=torch.tensor([5, 2, 7, 0, 3, 6, 1, 4]), micro=3)
+    for name in straight:
+        assert_close(shuffled[name], straight[name], atol=1e-7, rtol=1e-4)
+
+
+def test_rejected_samples_leave_the_gradient(tiny_model):
+    """With ``kept``, rejecting is the same as never having had the samples; with ``all`` it is scaled by kept/total."""
+    rc = {"bypass_mode": False, "rollout_is": None}
+    kept = Setup(tiny_model, rollout_correction=rc | {"rejection_normalization": "kept"})
+    keep = torch.tensor([True, False, True, True, False, True, True, True])[:, None].expand(8, 2)
+    kept.batch["rollout_keep"] = keep.clone()
+    kept.batch["rollout_is_weights"] = keep.float()
+    rejected, metrics = kept.gradient()
+    assert metrics["actor/kept_fraction"] == 0.75
+    kept.batch["rollout_keep"] = torch.ones(8, 2, dtype=torch.bool)
+    kept.batch["rollout_is_weights"] = torch.ones(8, 2)
+    without, _ = kept.gradient(rows=torch.tensor([0, 2, 3, 5, 6, 7]))
+    kept.config.rollout_correction.rejection_normalization = "all"
+    kept.batch["rollout_keep"], kept.batch["rollout_is_weights"] = keep.clone(), keep.float()
+    diluted, _ = kept.gradient()
+    for name in without:
+        assert_close(rejected[name], without[name], atol=1e-7, rtol=1e-4)
+        assert_close(diluted[name], 0.75 * without[name], atol=1e-7, rtol=1e-4)
+
+
+def test_everything_rejected_skips_the_step(tiny_model):
+    rc = {"bypass_mode": True, "rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "2.0_3.0"}
+    setup = Setup(tiny_model, rollout_correction=rc, optim={"lr": 1e-3, "weight_decay": 0.5})
+    before = adapter_state(setup.actor.transformer)
+    with pytest.warns(UserWarning, match="rejected a whole mini-batch: its optimizer step is skipped"):
+        result = setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+    after = adapter_state(setup.actor.transformer)
+    assert result.optimizer_steps == 0
+    assert result.metrics["actor/kept_fraction"] == 0.0
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_update_moves_log_probs_with_the_advantages(tiny_model):
+    setup = Setup(tiny_model, optim={"lr": 1e-4}, diffusion_loss=type(DiffusionActorConfig().diffusion_loss)(clip_ratio=1.0))
+    result = setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+    change = (setup.actor.score(setup.batch, setup.cond) - setup.batch["rollout_log_probs"]).mean(1)
+    assert result.optimizer_steps == 1
+    assert (change * setup.batch["advantages"]).sum() > 0
+
+
+def test_epochs_and_mini_batches_make_their_steps(tiny_model):
+    setup = Setup(tiny_model, ppo_epochs=3)
+    result = setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(4)))
+    assert result.optimizer_steps == 6
+    assert result.metrics["actor/ratio_deviation_first"] <= 1e-6
+    assert result.metrics["actor/log_ratio_abs_mean"] > 1e-6
+
+
+def test_kl_to_the_base_model(tiny_model):
+    """The adapter is random, so the KL is positive; it enters the gradient with its coefficient."""
+    plain, _ = Setup(tiny_model).gradient()
+    from flowgrpo_rc.models import load_model
+
+    with_kl = Setup(load_model("asset:tiny_qwen_image"), use_kl_loss=True, kl_loss_coef=0.5)
+    gradient, metrics = with_kl.gradient()
+    assert metrics["actor/kl_loss"] > 1e-6
+    assert any((gradient[n] - plain[n]).abs().max() > 1e-6 for n in plain)
+    for parameter in adapter_parameters(with_kl.actor.transformer).values():
+        parameter.data.zero_()
+    assert with_kl.gradient()[1]["actor/kl_loss"] == 0.0
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_non_finite_log_prob_names_the_samples(tiny_model, bypass):
+    setup = Setup(tiny_model, rollout_correction={"bypass_mode": bypass, "rollout_is": None})
+    setup.batch["next_latents"][5, 1, 3] = torch.nan
+    before = adapter_state(setup.actor.transformer)
+    with pytest.raises(NonFiniteUpdateError, match=r"non-finite log-prob for 1 samples of the batch \(rows \[5\]\)") as error:
+        setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(8)))
+    assert error.value.samples == [5]
+    after = adapter_state(setup.actor.transformer)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_non_finite_gradient_names_the_samples(tiny_model):
+    """A finite loss whose gradient overflows: found one sample at a time, before the optimizer."""
+    setup = Setup(tiny_model)
+    setup.batch["advantages"][2] = torch.nan
+    before = adapter_state(setup.actor.transformer)
+    with pytest.raises(NonFiniteUpdateError, match=r"non-finite gradient for 1 samples of the batch \(rows \[2\]\)"):
+        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+    assert not setup.actor.optimizer.state
+    after = adapter_state(setup.actor.transformer)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(tiny_model):
+    plain, _ = Setup(tiny_model).gradient()
+    from flowgrpo_rc.models import load_model
+
+    setup = Setup(load_model("asset:tiny_qwen_image"))
+    setup.actor.transformer.enable_gradient_checkpointing()
+    setup.actor.transformer.train()
+    checkpointed, _ = setup.gradient()
+    for name in plain:
+        assert_close(checkpointed[name], plain[name], atol=1e-7, rtol=1e-4)

@@ -1,0 +1,59 @@
+"""Fixtures: the tiny model, small runs of it, and a reward that needs no engine."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+BRIGHTNESS = Path(__file__).parent / "brightness_reward.py"
+
+SMALL_RUN = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.pipeline.num_inference_steps=4",
+    "actor_rollout_ref.rollout.algo.sde_window_range=[0,3]",
+    "actor_rollout_ref.rollout.val_kwargs.n=1",
+    "data.val_max_samples=4",
+    "reward.functions.ocr=0",
+    f"reward.custom_reward_function.path={BRIGHTNESS}",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+)
+"""Overrides that make the demo a run of a second or two."""
+
+
+@pytest.fixture(autouse=True)
+def _few_threads():
+    """Two workers on two cores; more threads only get in each other's way."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny_model():
+    """The shipped tiny Qwen-Image model, freshly loaded in float32."""
+    from flowgrpo_rc.models import load_model
+
+    return load_model("asset:tiny_qwen_image")
+
+
+@pytest.fixture
+def small_config(tmp_path):
+    """``make(*overrides)``: the demo's configuration cut down to a second or two, its run folder in ``tmp_path``."""
+    from flowgrpo_rc.cli.compose import compose
+
+    def make(*overrides, folder="run"):
+        where = f"trainer.default_local_dir={tmp_path / folder}"
+        return compose("tiny_qwen_image_ocr", [*SMALL_RUN, where, *overrides])
+
+    return make
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

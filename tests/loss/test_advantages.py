@@ -1,0 +1,54 @@
+"""Group advantages: hand-worked tables and limits."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowgrpo_rc.loss import group_advantages
+
+# Two prompts, interleaved. Group 7: 0, 1, 2 (mean 1, population variance 2/3); group 3: 4, 4, 10 (mean 6, variance 8).
+REWARDS = torch.tensor([0.0, 4.0, 1.0, 4.0, 2.0, 10.0], dtype=torch.float64)
+GROUP = torch.tensor([7, 3, 7, 3, 7, 3])
+CENTRED = torch.tensor([-1.0, -2.0, 0.0, -2.0, 1.0, 4.0], dtype=torch.float64)
+
+
+def test_group_std():
+    std = torch.tensor([(2 / 3) ** 0.5, 8**0.5] * 3, dtype=torch.float64)
+    result = group_advantages(REWARDS, GROUP, eps=0.5)
+    assert_close(result.advantages, CENTRED / (std + 0.5))
+    assert_close(result.group_std_mean, ((2 / 3) ** 0.5 + 8**0.5) / 2)
+    assert result.zero_std_fraction == 0.0
+
+
+def test_global_std():
+    # all six: mean 3.5, squares 12.25 + .25 + 6.25 + .25 + 2.25 + 42.25 = 63.5, variance 63.5/6
+    result = group_advantages(REWARDS, GROUP, global_std=True, eps=0.0)
+    assert_close(result.advantages, CENTRED / (63.5 / 6) ** 0.5)
+
+
+def test_dr_grpo_leaves_the_division_out():
+    assert_close(group_advantages(REWARDS, GROUP, norm_by_std=False).advantages, CENTRED)
+
+
+def test_identical_rewards_give_zero_and_are_counted():
+    # 0.1 * 3 does not sum exactly; the advantage must be exactly 0 all the same
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0])
+    result = group_advantages(rewards, torch.tensor([0, 0, 0, 1, 1]), eps=1e-8)
+    assert result.advantages[:3].tolist() == [0.0, 0.0, 0.0]
+    assert result.zero_std_fraction == 0.5
+
+
+def test_order_and_group_names_do_not_matter():
+    permutation = torch.tensor([5, 2, 0, 4, 1, 3])
+    straight = group_advantages(REWARDS, GROUP).advantages
+    shuffled = group_advantages(REWARDS[permutation], GROUP[permutation] * 10 + 1).advantages
+    assert_close(shuffled, straight[permutation])
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="1 of 2 groups hold a single image.*rollout.n must be at least 2"):
+        group_advantages(torch.zeros(3), torch.tensor([0, 0, 1]))
+    with pytest.raises(ValueError, match="2 non-finite values, first at index 1"):
+        group_advantages(torch.tensor([0.0, torch.nan, torch.inf]), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"must both be \(B,\) with B >= 1"):
+        group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64))

@@ -1,0 +1,128 @@
+"""The adapter: strict binding, and a save that plain diffusers reloads to the identical image."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, load_model
+from flowgrpo_rc.models.lora import (
+    adapter_disabled,
+    adapter_parameters,
+    adapter_state,
+    attach_lora,
+    load_adapter_state,
+    load_lora,
+    save_lora,
+)
+
+LORA = ModelConfig(lora_rank=4, lora_alpha=12)
+
+
+def randomise(transformer, seed=0):
+    """Give both LoRA matrices values, so that the adapter does something."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter_parameters(transformer).values():
+        parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+
+
+def draw(pipe):
+    return pipe(
+        prompt='the text "42"',
+        height=32,
+        width=32,
+        num_inference_steps=4,
+        true_cfg_scale=1.0,
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+    ).images
+
+
+def test_diffusers_reloads_the_identical_image(tiny_model, tmp_path):
+    """``lora_alpha`` differs from the rank, so a save that loses it draws another image."""
+    base = draw(tiny_model.pipe)
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    randomise(tiny_model.transformer)
+    trained = draw(tiny_model.pipe)
+    save_lora(tiny_model, tiny_model.transformer, tmp_path)
+    fresh = load_model("asset:tiny_qwen_image")
+    fresh.pipe.load_lora_weights(str(tmp_path))
+    assert np.abs(trained - base).max() > 0.1
+    assert np.array_equal(draw(fresh.pipe), trained)
+
+
+def test_save_and_load_are_exact(tiny_model, tmp_path):
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    randomise(tiny_model.transformer)
+    before = adapter_state(tiny_model.transformer)
+    save_lora(tiny_model, tiny_model.transformer, tmp_path)
+    randomise(tiny_model.transformer, seed=1)
+    load_lora(tiny_model.transformer, tmp_path)
+    after = adapter_state(tiny_model.transformer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_load_refuses_another_adapter(tiny_model, tmp_path):
+    with pytest.raises(AdapterMismatchError, match=r"holds no pytorch_lora_weights.safetensors"):
+        load_lora(tiny_model.transformer, tmp_path)
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    save_lora(tiny_model, tiny_model.transformer, tmp_path)
+    other = load_model("asset:tiny_qwen_image")
+    attach_lora(other.transformer, other, ModelConfig(lora_rank=2, lora_alpha=12), dtype=torch.float32)
+    with pytest.raises(AdapterMismatchError, match="lora_rank or target_modules differ"):
+        load_lora(other.transformer, tmp_path)
+
+
+def test_every_tensor_must_bind(tiny_model):
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    state = adapter_state(tiny_model.transformer)
+    dropped = next(name for name in state if "to_out.0" in name)
+    partial = {name: torch.ones_like(value) for name, value in state.items() if name != dropped}
+    with pytest.raises(AdapterMismatchError, match=rf"1 of {len(state)} weights missing \(first: {dropped}"):
+        load_adapter_state(tiny_model.transformer, partial)
+    with pytest.raises(AdapterMismatchError, match="1 unexpected"):
+        load_adapter_state(tiny_model.transformer, {**state, "stranger": torch.ones(1)})
+    # a refused state changes nothing
+    assert all(torch.equal(state[n], p) for n, p in adapter_parameters(tiny_model.transformer).items())
+
+
+def test_default_targets_are_the_attention_layers(tiny_model):
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    layers = {name.split(".lora_")[0] for name in adapter_state(tiny_model.transformer)}
+    blocks = tiny_model.transformer.config.num_layers
+    assert len(layers) == blocks * len(tiny_model.default_lora_targets)
+    assert all(".attn." in name for name in layers)
+
+
+def test_all_linear_reaches_every_linear_layer(tiny_model):
+    linear = sum(isinstance(m, torch.nn.Linear) for m in tiny_model.transformer.modules())
+    config = ModelConfig(lora_rank=2, lora_alpha=2, target_modules="all-linear")
+    attach_lora(tiny_model.transformer, tiny_model, config, dtype=torch.float32)
+    assert len(adapter_state(tiny_model.transformer)) == 2 * linear
+
+
+def test_unknown_target_lists_the_layers(tiny_model):
+    config = ModelConfig(lora_rank=2, lora_alpha=2, target_modules=["to_q", "query"])
+    with pytest.raises(ValueError, match=r"target_modules: query match no linear layer; its layers end in: .*to_q"):
+        attach_lora(tiny_model.transformer, tiny_model, config, dtype=torch.float32)
+
+
+def test_disabled_adapter_is_the_base_model(tiny_model):
+    latents = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0))
+    from flowgrpo_rc.models import Conditioning, PromptEncoder
+
+    prompts = PromptEncoder(tiny_model, 512, 2)(['the text "42"'])
+    cond = Conditioning(prompts, None, 1.0, None, 32, 32)
+
+    def velocity():
+        with torch.no_grad():
+            return tiny_model.velocity(tiny_model.transformer, latents, torch.tensor([500.0]), cond)
+
+    base = velocity()
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    randomise(tiny_model.transformer)
+    adapted = velocity()
+    with adapter_disabled(tiny_model.transformer):
+        assert_close(velocity(), base, rtol=0, atol=0)
+    assert_close(velocity(), adapted, rtol=0, atol=0)
+    assert (adapted - base).abs().max() > 1e-3

@@ -1,0 +1,116 @@
+"""The Qwen-Image adapter against diffusers' own pipeline."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
+from flowgrpo_rc.models.load import read_pipeline_class
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout.seeds import generator_for
+
+PROMPTS = ['the text "42"', 'the text "07"', 'the text "93"']
+
+
+def generators():
+    return [generator_for(0, 0, 0, i) for i in range(3)]
+
+
+def sample(model, cfg_scale, steps):
+    """Deterministic images through our engine, float32, with a fresh (zero) adapter."""
+    engine = DiffusersEngine(
+        model, ModelConfig(lora_rank=4, lora_alpha=4), dtype=torch.float32, micro_batch_size=2, device="cpu"
+    )
+    engine.sync(adapter_state(engine.transformer), 0)
+    encoder = PromptEncoder(model, 512, 16)
+    negative = encoder([" "] * 3) if cfg_scale > 1 else None
+    conditioning = Conditioning(encoder(PROMPTS), negative, cfg_scale, None, 32, 32)
+    request = RolloutRequest(conditioning, torch.arange(3), steps, generators(), None)
+    return engine.generate(request)
+
+
+@pytest.mark.parametrize("cfg_scale", [1.0, 4.0])
+def test_images_equal_the_diffusers_pipeline(tiny_model, cfg_scale):
+    negative = {"negative_prompt": [" "] * 3} if cfg_scale > 1 else {}
+    expected = tiny_model.pipe(
+        prompt=PROMPTS,
+        height=32,
+        width=32,
+        num_inference_steps=6,
+        true_cfg_scale=cfg_scale,
+        generator=generators(),
+        output_type="np",
+        **negative,
+    ).images
+    ours = sample(tiny_model, cfg_scale, 6).images.numpy()
+    # decoding in two dimensions may round one grey level differently
+    assert np.abs((expected * 255).round() - ours).max() <= 1
+    assert ours.std() > 20
+
+
+def test_single_frame_decoding_equals_the_vae_own(tiny_model):
+    vae, latents = tiny_model.pipe.vae, torch.randn(2, 8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        short = vae.decode(latents).sample
+        for module in vae.modules():
+            module.__dict__.pop("forward", None)
+        assert_close(short, vae.decode(latents).sample, atol=2e-5, rtol=0)
+
+
+def test_schedule_is_the_pipelines(tiny_model):
+    schedule = tiny_model.schedule(6, 32, 32)
+    tiny_model.pipe(prompt=PROMPTS[0], height=32, width=32, num_inference_steps=6, true_cfg_scale=1.0)
+    assert_close(schedule.sigmas, tiny_model.pipe.scheduler.sigmas, rtol=0, atol=0)
+    assert_close(schedule.timesteps, tiny_model.pipe.scheduler.timesteps, rtol=0, atol=0)
+    assert schedule.sigmas[0] == 1
+    assert schedule.sigmas[-1] == 0
+
+
+def test_each_distinct_prompt_is_encoded_once(tiny_model):
+    encoder = PromptEncoder(tiny_model, 512, cache_size=2)
+    first = encoder([PROMPTS[0], PROMPTS[1], PROMPTS[0]])
+    assert encoder.encoded == 2
+    assert_close(first.embeds[0], first.embeds[2], rtol=0, atol=0)
+    encoder([PROMPTS[1], PROMPTS[0]])
+    assert encoder.encoded == 2
+    encoder([PROMPTS[2]])  # pushes the least recently used one out
+    encoder([PROMPTS[1]])
+    assert encoder.encoded == 4
+
+
+def test_longer_prompts_pad_with_a_mask(tiny_model):
+    """A padded short prompt gives the velocity that it gives alone."""
+    encoder = PromptEncoder(tiny_model, 512, 8)
+    alone, padded = encoder([PROMPTS[0]]), encoder([PROMPTS[0], 'the text "42" and the text "43"'])
+    assert alone.mask is None
+    assert padded.mask is not None
+    assert padded.mask.sum(1).tolist() == [len(alone.embeds[0]), padded.embeds.shape[1]]
+    latents = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0))
+    velocities = []
+    for prompts in (alone, padded):
+        cond = Conditioning(prompts, None, 1.0, None, 32, 32).rows(torch.tensor([0]), torch.device("cpu"))
+        with torch.no_grad():
+            velocities.append(tiny_model.velocity(tiny_model.transformer, latents, torch.tensor([500.0]), cond))
+    assert_close(velocities[0], velocities[1], atol=2e-5, rtol=1e-4)
+
+
+def test_size_must_fit_the_patches(tiny_model):
+    tiny_model.check_size(32, 40)
+    with pytest.raises(ValueError, match="height=36, width=32: this model draws multiples of 8 pixels"):
+        tiny_model.check_size(36, 32)
+
+
+def test_refuses_what_is_not_a_supported_pipeline(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="holds no model_index.json"):
+        read_pipeline_class(str(tmp_path))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    with pytest.raises(UnsupportedModelError, match="is a StableDiffusionPipeline; supported: QwenImagePipeline"):
+        load_model(str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match="neither an existing folder nor a pipeline on the hub"):
+        read_pipeline_class("nobody/no-such-model")
+    with pytest.raises(UnsupportedModelError, match="model.path: is empty"):
+        read_pipeline_class("")
+    with pytest.raises(FileNotFoundError, match="asset:nothing is not shipped.*asset:tiny_qwen_image"):
+        read_pipeline_class("asset:nothing")

@@ -1,0 +1,151 @@
+"""The in-process engine: what it records, that it is reproducible, and that its gap to the actor is real."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout.seeds import generator_for
+from flowgrpo_rc.sde import log_prob, transition
+
+LORA = ModelConfig(lora_rank=4, lora_alpha=4)
+STEPS, WINDOW = 5, 2
+STARTS = torch.tensor([0, 0, 2, 2, 1, 1])
+
+
+@pytest.fixture
+def make_engine(tiny_model):
+    def make(dtype=torch.float32, micro_batch_size=6):
+        engine = DiffusersEngine(tiny_model, LORA, dtype=dtype, micro_batch_size=micro_batch_size, device="cpu")
+        engine.sync(adapter_state(engine.transformer), 0)
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def make_request(tiny_model):
+    encoder = PromptEncoder(tiny_model, 512, 8)
+
+    def make(sde_type="sde", cfg=1.0, seed=0):
+        prompts = encoder(['the text "12"', 'the text "34"', 'the text "56"'])
+        negative = encoder([" "] * 3) if cfg > 1 else None
+        return RolloutRequest(
+            conditioning=Conditioning(prompts, negative, cfg, None, 32, 32),
+            prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
+            num_inference_steps=STEPS,
+            generators=[generator_for(seed, 0, 0, i) for i in range(6)],
+            window_starts=STARTS,
+            window_size=WINDOW,
+            noise_level=0.7,
+            sde_type=sde_type,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
+def test_records_the_window_of_every_group(tiny_model, make_engine, make_request, sde_type):
+    result = make_engine().generate(make_request(sde_type))
+    schedule = tiny_model.schedule(STEPS, 32, 32)
+    columns = STARTS[:, None] + torch.arange(WINDOW)
+    batch = result.batch
+    assert batch["latents"].shape == (6, WINDOW, 16, 32)
+    assert_close(batch["sigmas"], schedule.sigmas[columns], rtol=0, atol=0)
+    assert_close(batch["next_sigmas"], schedule.sigmas[columns + 1], rtol=0, atol=0)
+    assert_close(batch["timesteps"], schedule.timesteps[columns], rtol=0, atol=0)
+    # consecutive steps hand their latents on, unrounded
+    assert_close(batch["next_latents"][:, 0], batch["latents"][:, 1], rtol=0, atol=0)
+    assert {str(v.dtype) for k, v in batch.items() if k != "prompt_index"} == {"torch.float32"}
+    assert torch.isfinite(batch["rollout_log_probs"]).all()
+    assert batch["prompt_index"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert result.images.shape == (6, 32, 32, 3)
+
+
+@pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
+def test_recorded_log_probs_are_the_transitions(tiny_model, make_engine, make_request, sde_type, cfg):
+    """Rescored one by one, with another batch size, by the engine's own float32 transformer."""
+    engine, request = make_engine(), make_request(sde_type, cfg)
+    batch = engine.generate(request).batch
+    for i in range(6):
+        cond = request.conditioning.rows(request.prompt_index[i : i + 1], torch.device("cpu"))
+        for w in range(WINDOW):
+            x, t = batch["latents"][i : i + 1, w], batch["timesteps"][i, w : w + 1]
+            with torch.no_grad():
+                velocity = tiny_model.velocity(engine.transformer, x, t, cond)
+            step = transition(
+                x,
+                velocity,
+                batch["sigmas"][i, w : w + 1],
+                batch["next_sigmas"][i, w : w + 1],
+                noise_level=0.7,
+                sde_type=sde_type,
+            )
+            score = log_prob(step, batch["next_latents"][i : i + 1, w], sde_type=sde_type)
+            assert_close(score[0], batch["rollout_log_probs"][i, w], atol=1e-6, rtol=0)
+
+
+def test_gaussian_log_probs_have_the_entropy_of_their_noise(make_engine, make_request):
+    """Standard normal noise over 512 dimensions: log-prob + log(std) + log(2 pi)/2 is -1/2 +- 1/sqrt(1024)."""
+    batch = make_engine().generate(make_request()).batch
+    sigma, following = batch["sigmas"].double(), batch["next_sigmas"].double()
+    g = 0.7 * torch.sqrt(sigma / (1 - torch.where(sigma == 1, following, sigma)))
+    std = g * torch.sqrt(sigma - following)
+    squares = -2 * (batch["rollout_log_probs"] + torch.log(std) + 0.5 * torch.log(torch.tensor(2 * torch.pi)))
+    assert (squares - 1).abs().max() < 5 * (2 / 512) ** 0.5
+
+
+def test_images_do_not_depend_on_the_micro_batch(make_engine, make_request):
+    together, split = make_engine().generate(make_request()), make_engine(micro_batch_size=4).generate(make_request())
+    assert_close(together.batch["rollout_log_probs"], split.batch["rollout_log_probs"], atol=1e-6, rtol=0)
+    assert_close(together.batch["next_latents"], split.batch["next_latents"], atol=1e-5, rtol=0)
+
+
+def test_same_seeds_same_bits_other_seeds_other_images(make_engine, make_request):
+    engine = make_engine()
+    first, again, other = (engine.generate(make_request(seed=s)) for s in (0, 0, 1))
+    assert torch.equal(first.images, again.images)
+    assert torch.equal(first.batch["rollout_log_probs"], again.batch["rollout_log_probs"])
+    assert not torch.equal(first.images, other.images)
+
+
+def test_low_precision_engine_leaves_a_small_real_gap(make_engine, make_request):
+    exact = make_engine().generate(make_request()).batch
+    rounded = make_engine(torch.bfloat16).generate(make_request()).batch
+    assert rounded["latents"].dtype == torch.float32
+    drift = (exact["latents"][:, 1] - rounded["latents"][:, 1]).abs().max()
+    assert 1e-5 < drift < 0.2
+
+
+def test_weights_are_shared_only_in_the_same_precision(tiny_model, make_engine):
+    own = dict(tiny_model.transformer.named_parameters())
+    for dtype, shared in ((torch.float32, True), (torch.bfloat16, False)):
+        engine = make_engine(dtype)
+        copies = {n.replace(".base_layer", ""): p for n, p in engine.transformer.named_parameters() if "lora_" not in n}
+        assert copies.keys() == own.keys()
+        assert all((copies[n].data_ptr() == own[n].data_ptr()) is shared for n in own)
+    assert all(p.dtype == torch.float32 for p in own.values())
+
+
+def test_sync_rounds_and_versions(make_engine):
+    engine = make_engine(torch.bfloat16)
+    state = {n: torch.full_like(v, 0.1234567, dtype=torch.float32) for n, v in adapter_state(engine.transformer).items()}
+    engine.sync(state, 7)
+    assert engine.adapter_version == 7
+    held = adapter_state(engine.transformer)
+    assert all(torch.equal(held[n], state[n].bfloat16()) for n in state)
+
+
+def test_unsynchronised_engine_refuses(tiny_model, make_request):
+    engine = DiffusersEngine(tiny_model, LORA, dtype=torch.float32, micro_batch_size=6, device="cpu")
+    with pytest.raises(RuntimeError, match="call sync\\(\\) before generate"):
+        engine.generate(make_request())
+
+
+def test_non_finite_latents_are_refused(make_engine, make_request):
+    engine = make_engine()
+    next(p for n, p in engine.transformer.named_parameters() if "lora_B" in n).data.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="non-finite latents for 6 images"):
+        engine.generate(make_request())
