@@ -1,0 +1,261 @@
+"""Whole runs of the tiny model: reproducible, resumable, with everything a run folder promises."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from flowgrpo_rc.models import load_model
+from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
+from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
+
+
+def rows_of(folder):
+    """``metrics.jsonl`` without what depends on the machine's speed."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMING_PREFIXES)} for x in lines]
+
+
+def adapter_of(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+
+
+def test_same_seed_same_run(small_config):
+    first = FlowGRPOTrainer(small_config(folder="a")).fit()
+    again = FlowGRPOTrainer(small_config(folder="b")).fit()
+    other = FlowGRPOTrainer(small_config("trainer.seed=7", folder="c")).fit()
+    assert rows_of(first.root) == rows_of(again.root)
+    assert all(torch.equal(v, adapter_of(again.root)[k]) for k, v in adapter_of(first.root).items())
+    assert rows_of(first.root) != rows_of(other.root)
+
+
+def test_run_folder_holds_what_it_promises(small_config):
+    folder = FlowGRPOTrainer(small_config("trainer.save_freq=1", "trainer.test_freq=1")).fit().root
+    rows = rows_of(folder)
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert {"val/reward/mean", "val/reward/custom"} <= rows[0].keys() or "val/reward/mean" in rows[0]
+    for name in ("reward/mean", "actor/pg_loss", "actor/rollout_corr/kl", "actor/grad_norm", "val/reward/mean"):
+        assert name in rows[2]
+    timings = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
+    stages = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
+    assert all(timings[f"timing_s/{stage}"] >= 0 for stage in stages)
+    expected = (
+        "config.yaml",
+        "checkpoints/latest",
+        "checkpoints/step_1/trainer_state.json",
+        "checkpoints/step_2/pytorch_lora_weights.safetensors",
+        "lora/pytorch_lora_weights.safetensors",
+        "samples/step_00000.png",
+        "samples/before_after.png",
+        "plots/reward.png",
+        "plots/clip_fraction.png",
+        "plots/log_prob_gap.png",
+        "plots/rejected_fraction.png",
+    )
+    assert [name for name in expected if not (folder / name).is_file()] == []
+    assert (folder / "checkpoints" / "latest").read_text() == "step_2"
+
+
+def test_final_lora_draws_the_actors_image_in_plain_diffusers(small_config):
+    trainer = FlowGRPOTrainer(small_config("actor_rollout_ref.actor.optim.lr=0.01"))
+    folder = trainer.fit().root
+
+    def draw(pipe):
+        generator = torch.Generator().manual_seed(0)
+        call = {"height": 32, "width": 32, "num_inference_steps": 4, "true_cfg_scale": 1.0, "output_type": "np"}
+        return pipe(prompt='the text "42"', generator=generator, **call).images
+
+    trained = draw(trainer.run.model.pipe)
+    fresh = load_model("asset:tiny_qwen_image").pipe
+    base = draw(fresh)
+    fresh.load_lora_weights(str(folder / "lora"))
+    assert np.array_equal(draw(fresh), trained)
+    assert not np.array_equal(base, trained)
+
+
+def test_resumed_run_equals_an_uninterrupted_one(small_config):
+    """Six steps in one go, and three, stop, three."""
+    whole = FlowGRPOTrainer(small_config("trainer.total_training_steps=6", folder="whole")).fit().root
+    auto = ("trainer.resume_mode=auto", "trainer.save_freq=3")
+    first = FlowGRPOTrainer(small_config("trainer.total_training_steps=6", *auto, folder="parts"))
+    original = first.train_step
+
+    def stop_after_four():
+        if first.step == 4:
+            raise ConnectionError("power cut")
+        return original()
+
+    first.train_step = stop_after_four
+    with pytest.raises(ConnectionError):
+        first.fit()
+    assert [r["step"] for r in rows_of(first.folder.root)] == [0, 1, 2, 3, 4]
+    second = FlowGRPOTrainer(small_config("trainer.total_training_steps=6", *auto, folder="parts"))
+    assert second.step == 3
+    resumed = second.fit().root
+    strip = [{k: v for k, v in r.items() if not k.startswith("val/")} for r in rows_of(whole)]
+    assert [{k: v for k, v in r.items() if not k.startswith("val/")} for r in rows_of(resumed)] == strip
+    assert all(torch.equal(v, adapter_of(resumed)[k]) for k, v in adapter_of(whole).items())
+
+
+KILLED = """
+import os, signal, sys
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+import flowgrpo_rc.trainer.trainer as module
+import torch
+torch.set_num_threads(1)
+config = compose("tiny_qwen_image_ocr", sys.argv[2:])
+trainer = FlowGRPOTrainer(config)
+original = module.save_lora
+def save_and_die(model, transformer, folder):
+    original(model, transformer, folder)
+    if trainer.step == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+module.save_lora = save_and_die
+trainer.fit()
+"""
+
+
+@pytest.mark.slow
+def test_twenty_steps_survive_a_kill_in_the_middle_of_a_checkpoint(small_config, tmp_path):
+    """``kill -9`` while step 15's checkpoint is being written: step 10's is intact, and the run ends the same."""
+    from tests_support import overrides_of
+
+    whole = FlowGRPOTrainer(small_config("trainer.total_training_steps=20", folder="whole")).fit().root
+    settings = ("trainer.total_training_steps=20", "trainer.save_freq=5", "trainer.resume_mode=auto")
+    command = [sys.executable, "-c", KILLED, "15", *overrides_of(tmp_path / "killed", *settings)]
+    killed = subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    root = tmp_path / "killed"
+    assert (root / "checkpoints" / "latest").read_text() == "step_10"
+    assert (root / "checkpoints" / ".step_15.writing").is_dir()
+    trainer = FlowGRPOTrainer(small_config(*settings, folder="killed"))
+    assert trainer.step == 10
+    trainer.fit()
+    assert rows_of(root) == rows_of(whole)
+    assert all(torch.equal(v, adapter_of(root)[k]) for k, v in adapter_of(whole).items())
+    assert not (root / "checkpoints" / ".step_15.writing").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_update_of_one(small_config, tmp_path):
+    """The same images, the same optimizer steps, dealt out over two gloo processes."""
+    from tests_support import overrides_of
+
+    settings = ("trainer.resume_mode=disable", "actor_rollout_ref.rollout.dtype=float32")
+    one = FlowGRPOTrainer(small_config(*settings, folder="one")).fit().root
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "-m", "flowgrpo_rc.cli.main", "demo"),
+        *overrides_of(tmp_path / "two", *settings),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, timeout=300, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    single, double = rows_of(one), rows_of(tmp_path / "two")
+    assert [r["step"] for r in single] == [r["step"] for r in double]
+    for a, b in zip(single, double, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert b[name] == pytest.approx(a[name], rel=2e-3, abs=1e-5), name
+    learned = adapter_of(one)
+    for name, value in adapter_of(tmp_path / "two").items():
+        # two Adam steps of lr 1e-3: an update of its own would be 2e-3 away
+        assert (value - learned[name]).abs().max() < 2e-5, name
+
+
+def test_stopping_signal_ends_after_the_step_with_a_checkpoint(small_config):
+    trainer = FlowGRPOTrainer(small_config("trainer.total_training_steps=50"))
+    original = trainer.train_step
+
+    def interrupted():
+        if trainer.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original()
+
+    trainer.train_step = interrupted
+    before = signal.getsignal(signal.SIGTERM)
+    folder = trainer.fit().root
+    assert [r["step"] for r in rows_of(folder)] == [0, 1, 2]
+    assert (folder / "checkpoints" / "latest").read_text() == "step_2"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_checkpoint_of_another_model_is_refused(small_config):
+    first = FlowGRPOTrainer(small_config("trainer.save_freq=1", "trainer.total_training_steps=1")).fit().root
+    path = f"trainer.resume_from_path={first / 'checkpoints' / 'step_1'}"
+    other = small_config("actor_rollout_ref.model.lora_rank=4", "trainer.resume_mode=resume_path", path, folder="other")
+    with pytest.raises(CheckpointError, match="checkpoint of another model: lora rank is 8 there and 4 here"):
+        FlowGRPOTrainer(other)
+    state = first / "checkpoints" / "step_1" / "trainer_state.json"
+    edited = json.loads(state.read_text())
+    edited["fingerprint"]["transformer"]["num_layers"] = 60
+    state.write_text(json.dumps(edited))
+    with pytest.raises(CheckpointError, match="another model: transformer num_layers is 60 there and 4 here"):
+        FlowGRPOTrainer(small_config("trainer.resume_mode=resume_path", path, folder="third"))
+    state.unlink()
+    with pytest.raises(CheckpointError, match="holds no trainer_state.json, so it is not a complete checkpoint"):
+        FlowGRPOTrainer(small_config("trainer.resume_mode=resume_path", path, folder="fourth"))
+
+
+def test_finished_run_says_so_and_does_nothing(small_config, capsys):
+    settings = ("trainer.resume_mode=auto", "trainer.save_freq=1")
+    folder = FlowGRPOTrainer(small_config(*settings)).fit().root
+    before = rows_of(folder)
+    FlowGRPOTrainer(small_config(*settings)).fit()
+    assert rows_of(folder) == before
+    assert "already at step 2 of 2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_fresh_runs_do_not_overwrite_each_other(small_config):
+    first = FlowGRPOTrainer(small_config()).fit().root
+    second = FlowGRPOTrainer(small_config()).fit().root
+    assert second.name == f"{first.name}-2"
+    assert rows_of(first) == rows_of(second)
+
+
+def test_bypass_skips_the_scoring_pass(small_config):
+    calls = {}
+    for mode in ("true", "false"):
+        trainer = FlowGRPOTrainer(small_config(f"algorithm.rollout_correction.bypass_mode={mode}", folder=mode))
+        original, calls[mode] = trainer.run.actor.score, 0
+
+        def counted(*args, _original=original, _mode=mode):
+            calls[_mode] += 1
+            return _original(*args)
+
+        trainer.run.actor.score = counted
+        folder = trainer.fit().root
+        prefix = "actor/rollout_corr/" if mode == "true" else "rollout_corr/"
+        assert rows_of(folder)[-1][f"{prefix}logprob_abs_diff_mean"] > 0
+    assert calls == {"true": 0, "false": 2}
+
+
+def test_trackers_receive_the_metrics(small_config, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = FlowGRPOTrainer(small_config("trainer.logger=[tensorboard,wandb]")).fit().root
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = next(folder.rglob("events.out.tfevents.*"))
+    accumulator = EventAccumulator(str(events.parent)).Reload()
+    rewards = [e.value for e in accumulator.Scalars("reward/mean")]
+    assert rewards == pytest.approx([r["reward/mean"] for r in rows_of(folder) if "reward/mean" in r])
+    assert list((folder / "wandb").glob("offline-run-*"))
+
+
+def test_time_of_a_step_is_the_sum_of_its_stages(small_config):
+    folder = FlowGRPOTrainer(small_config("trainer.total_training_steps=1")).fit()
+    start = time.perf_counter()
+    row = folder.rows()[1]
+    stages = [v for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step"]
+    assert row["timing_s/step"] == pytest.approx(sum(stages))
+    assert time.perf_counter() - start < 5
