@@ -52,6 +52,4 @@ _HOMES = {
     "diffusion_loss": "loss.diffusion_loss",
     "group_advantages": "loss.advantages",
 }
-__getattr__, __dir__ = lazy_names(
-    __name__, {name: f"{__name__}.{_HOMES.get(name, 'correction')}" for name in __all__}
-)
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'correction')}" for name in __all__})

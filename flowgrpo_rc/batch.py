@@ -84,9 +84,7 @@ def apply_rollout_correction_to_diffusion_batch(
     data[ROLLOUT_IS_WEIGHTS] = keep.float() if result.weights is None else result.weights.float() * keep
     data[ROLLOUT_KEEP] = keep
     moments = merge_over_ranks(result.moments, dp_group)
-    return batch, result.metrics if moments is result.moments or moments is None else metrics_from_moments(
-        moments
-    )
+    return batch, result.metrics if moments is result.moments or moments is None else metrics_from_moments(moments)
 
 
 def _mapping(batch: object) -> MutableMapping[str, Tensor]:
@@ -95,9 +93,7 @@ def _mapping(batch: object) -> MutableMapping[str, Tensor]:
     if data is None and hasattr(batch, "keys") and hasattr(batch, "__setitem__"):
         data = batch
     if data is None:
-        raise ValueError(
-            f"A {type(batch).__name__} is no batch: give a TensorDict, a dict, or an object with .batch."
-        )
+        raise ValueError(f"A {type(batch).__name__} is no batch: give a TensorDict, a dict, or an object with .batch.")
     return cast("MutableMapping[str, Tensor]", data)
 
 
@@ -111,9 +107,7 @@ def _require(data: MutableMapping[str, Tensor], keys: tuple[str, ...], purpose: 
         OLD_LOG_PROBS: "the actor must score the batch first (or use bypass_mode)",
     }
     hints = "; ".join(f"{key}: {remedy[key]}" for key in missing if key in remedy)
-    raise ValueError(
-        f"{purpose} needs {', '.join(missing)} in the batch, which has {sorted(present)}. {hints}."
-    )
+    raise ValueError(f"{purpose} needs {', '.join(missing)} in the batch, which has {sorted(present)}. {hints}.")
 
 
 def _check_shapes(old: Tensor, rollout: Tensor) -> None:
@@ -122,9 +116,7 @@ def _check_shapes(old: Tensor, rollout: Tensor) -> None:
             f"{OLD_LOG_PROBS} has shape {tuple(old.shape)}, but {ROLLOUT_LOG_PROBS} has {tuple(rollout.shape)}."
         )
     if old.dim() != 2:
-        raise ValueError(
-            f"log-probs of a diffusion batch are (B, W): images by SDE steps; got {tuple(old.shape)}."
-        )
+        raise ValueError(f"log-probs of a diffusion batch are (B, W): images by SDE steps; got {tuple(old.shape)}.")
 
 
 def _timesteps(data: MutableMapping[str, Tensor], like: Tensor) -> Tensor | None:
@@ -133,7 +125,5 @@ def _timesteps(data: MutableMapping[str, Tensor], like: Tensor) -> Tensor | None
         return None
     timesteps = data[TIMESTEPS]
     if timesteps.shape != like.shape:
-        raise ValueError(
-            f"{TIMESTEPS} has shape {tuple(timesteps.shape)}, but log-probs have {tuple(like.shape)}."
-        )
+        raise ValueError(f"{TIMESTEPS} has shape {tuple(timesteps.shape)}, but log-probs have {tuple(like.shape)}.")
     return timesteps

@@ -34,9 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument(
-        "--output", type=Path, default=ASSETS / "tiny_qwen_image", help="folder of the pipeline"
-    )
+    parser.add_argument("--output", type=Path, default=ASSETS / "tiny_qwen_image", help="folder of the pipeline")
     parser.add_argument(
         "--prompts", type=Path, help="folder of the prompt lists; not given: tiny_ocr beside the output"
     )
@@ -54,9 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     output = arguments.output
     if output.exists() and not (output / "model_index.json").is_file():
-        parser.error(
-            f"--output: {output} exists and is not a pipeline; it would be replaced, so name another folder"
-        )
+        parser.error(f"--output: {output} exists and is not a pipeline; it would be replaced, so name another folder")
     return arguments
 
 

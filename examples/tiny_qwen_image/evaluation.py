@@ -37,7 +37,5 @@ def draw(pipeline: QwenImagePipeline, prompts: Sequence[str], steps: int, seed: 
 def evaluate(pipeline: QwenImagePipeline, reward: OCRReward, *, steps: int, seeds: int) -> Score:
     """Score all hundred numbers, `seeds` pictures each."""
     prompts = [prompt_for(number) for number in NUMBERS]
-    scores = np.concatenate(
-        [reward(draw(pipeline, prompts, steps, seed), prompts)[0] for seed in range(seeds)]
-    )
+    scores = np.concatenate([reward(draw(pipeline, prompts, steps, seed), prompts)[0] for seed in range(seeds)])
     return Score(reward=float(scores.mean()), exact=float((scores == 1).mean()), images=len(scores))

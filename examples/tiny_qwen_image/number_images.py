@@ -56,9 +56,7 @@ def load_fonts() -> list[ImageFont.FreeTypeFont]:
     fonts = []
     for name in FONTS:
         for size in FONT_SIZES:
-            fonts.append(
-                ImageFont.load_default(size) if name == AILERON else ImageFont.truetype(folder / name, size)
-            )
+            fonts.append(ImageFont.load_default(size) if name == AILERON else ImageFont.truetype(folder / name, size))
     return fonts
 
 

@@ -136,9 +136,7 @@ def encode_all(vae: AutoencoderKLQwenImage, images: Float[Tensor, "N 3 H W"]) ->
         return torch.cat([encode(vae, batch).mode()[:, :, 0] for batch in images.split(256)])
 
 
-def normalised_tokens(
-    vae: AutoencoderKLQwenImage, images: Float[Tensor, "N 3 H W"]
-) -> Float[Tensor, "N L D"]:
+def normalised_tokens(vae: AutoencoderKLQwenImage, images: Float[Tensor, "N 3 H W"]) -> Float[Tensor, "N L D"]:
     """Latents as the transformer sees them: normalised and packed into 2x2 patches."""
     latents = encode_all(vae, images)
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1)

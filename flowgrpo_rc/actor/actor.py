@@ -79,7 +79,11 @@ class DiffusionActor:
         self._parameters = list(adapter_parameters(self.transformer).values())
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
-            self._parameters, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, weight_decay=optim.weight_decay
+            self._parameters,
+            lr=optim.lr,
+            betas=tuple(optim.betas),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
         )
         self.lr_scheduler = get_scheduler(
             optim.lr_scheduler_type,
@@ -95,7 +99,7 @@ class DiffusionActor:
         return torch.cat([self._forward(batch[r], conditioning)["log_probs"].cpu() for r in rows])
 
     def update(
-        self, batch: TensorDict, conditioning: Conditioning, mini_batches: Sequence[Int[Tensor, "M"]]
+        self, batch: TensorDict, conditioning: Conditioning, mini_batches: Sequence[Int[Tensor, " M"]]
     ) -> UpdateResult:
         """Take ``ppo_epochs`` passes of one optimizer step per mini-batch.
 
@@ -217,8 +221,10 @@ class DiffusionActor:
 
     def _raise_non_finite(self, what: str, samples: list[int]) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        where = f"for {len(samples)} samples of the batch (rows {samples[:8]})" if samples else (
-            "in the sum of a mini-batch (no single sample of this process is to blame)"
+        where = (
+            f"for {len(samples)} samples of the batch (rows {samples[:8]})"
+            if samples
+            else ("in the sum of a mini-batch (no single sample of this process is to blame)")
         )
         raise NonFiniteUpdateError(
             f"non-finite {what} {where}; the optimizer was not stepped. Try a lower "

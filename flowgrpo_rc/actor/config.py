@@ -102,7 +102,8 @@ class DiffusionActorConfig:
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     rollout_correction: Any = field(default_factory=dict)
-    """A ``RolloutCorrectionConfig`` or a mapping of its keys (null: off); in the trainer it is ``algorithm.rollout_correction``."""
+    """A ``RolloutCorrectionConfig``, a mapping of its keys, or null (metrics only). In the trainer it is
+    ``algorithm.rollout_correction``."""
 
     def __post_init__(self) -> None:
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "grad_clip"):
@@ -110,11 +111,7 @@ class DiffusionActorConfig:
         non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)
         if isinstance(self.rollout_correction, str) and self.rollout_correction.startswith("${"):
             return  # a reference into a configuration tree; whoever resolves it constructs this class again
-        if self.rollout_correction is None:
-            self.rollout_correction = RolloutCorrectionConfig.disabled()
-        if not isinstance(self.rollout_correction, RolloutCorrectionConfig):
-            self.rollout_correction = RolloutCorrectionConfig.from_dict(dict(self.rollout_correction))
-        rc = self.rollout_correction
+        rc = self.rollout_correction = RolloutCorrectionConfig.from_dict(self.rollout_correction)
         if rc.bypass_mode and rc.loss_type == "reinforce" and rc.rollout_is_batch_normalize:
             raise ValueError(
                 "algorithm.rollout_correction.rollout_is_batch_normalize: got true with bypass_mode and "

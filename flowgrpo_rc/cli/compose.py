@@ -16,7 +16,7 @@ OPEN_SECTIONS = ("algorithm.rollout_correction", "reward.functions")
 ELSEWHERE = {
     "actor_rollout_ref.actor.fsdp_config": "this trainer shards nothing; every process holds the frozen model",
     "actor_rollout_ref.actor.strategy": "there is one: accelerate data parallelism; remove it",
-    "actor_rollout_ref.actor.shuffle": "mini-batches are whole prompt groups in the (already random) order of the batch",
+    "actor_rollout_ref.actor.shuffle": "mini-batches are whole prompt groups in the batch's (already random) order",
     "actor_rollout_ref.ref": "the reference is the actor with its adapter switched off; see actor.use_kl_loss",
     "actor_rollout_ref.rollout.agent": "there are no agent workers; remove it",
     "actor_rollout_ref.rollout.load_format": "the engine copies the actor's weights; remove it",
@@ -87,11 +87,11 @@ def known_keys() -> list[str]:
 def _admit(override: str) -> str:
     """Refuse unknown keys; let the open sections take keys that their YAML does not list."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     try:
         parsed = OverridesParser.create().parse_override(override)
-    except OverrideParseException as error:
+    except HydraException as error:
         raise ConfigError(f"cannot read the override {override!r}; write key=value ({error})") from error
     key = parsed.key_or_group
     section = next((s for s in OPEN_SECTIONS if key.startswith(f"{s}.")), None)
@@ -117,7 +117,9 @@ def _nearest(key: str, known: Sequence[str]) -> list[str]:
     last = key.rsplit(".", 1)[-1]
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
     close_name = [
-        k for k in known if k.rsplit(".", 1)[-1] in difflib.get_close_matches(last, [n.rsplit(".", 1)[-1] for n in known])
+        k
+        for k in known
+        if k.rsplit(".", 1)[-1] in difflib.get_close_matches(last, [n.rsplit(".", 1)[-1] for n in known])
     ]
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
     return list(dict.fromkeys([*same_name, *close, *close_name]))[:4] or ["none; see configs/flowgrpo_trainer.yaml"]
@@ -135,8 +137,9 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 def _explain(error: Exception, config_name: str, folder: str) -> str:
     cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    # Hydra wraps OmegaConf's error, which knows the key; OmegaConf's own inner error knows neither key nor value.
+    while not getattr(cause, "full_key", None) and (inner := cause.__cause__ or cause.__context__) is not None:
+        cause = inner
     full_key = getattr(cause, "full_key", None)
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     if type(error).__name__ == "MissingConfigException":

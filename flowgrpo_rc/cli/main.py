@@ -17,14 +17,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="flowgrpo-rc", description="FlowGRPO training of flow-matching image models with rollout correction."
+        prog="flowgrpo-rc",
+        description="FlowGRPO training of flow-matching image models with rollout correction.",
     )
     parser.add_argument("--version", action="version", version=f"flowgrpo_rc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     for name, default, text in (
         ("train", "flowgrpo_trainer", "train a LoRA with FlowGRPO"),
-        ("demo", DEMO_CONFIG, "train the tiny model that comes with the package (a few minutes on two cores)"),
+        (
+            "demo",
+            DEMO_CONFIG,
+            "train the tiny model that comes with the package (a few minutes on two cores)",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         command.add_argument("--config-name", default=default, help="YAML file, without its ending (%(default)s)")

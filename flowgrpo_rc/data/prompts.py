@@ -112,9 +112,7 @@ def _read_parquet(path: Path, prompt_key: str) -> list[PromptRecord]:
         raise ValueError(f"{path} is not a parquet file ({error})") from error
     if prompt_key not in table.column_names:
         raise _missing(str(path), prompt_key, table.column_names)
-    return [
-        _record(row, prompt_key, f"{path}:{number}") for number, row in enumerate(table.to_pylist(), start=1)
-    ]
+    return [_record(row, prompt_key, f"{path}:{number}") for number, row in enumerate(table.to_pylist(), start=1)]
 
 
 def _record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecord:

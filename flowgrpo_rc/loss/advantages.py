@@ -10,7 +10,7 @@ from torch import Tensor
 class GroupAdvantages(NamedTuple):
     """Advantages and what the groups looked like."""
 
-    advantages: Float[Tensor, "B"]
+    advantages: Float[Tensor, " B"]
     group_std_mean: float
     """Mean over groups of the reward's (population) standard deviation."""
     zero_std_fraction: float
@@ -18,8 +18,8 @@ class GroupAdvantages(NamedTuple):
 
 
 def group_advantages(
-    rewards: Float[Tensor, "B"],
-    group: Int[Tensor, "B"],
+    rewards: Float[Tensor, " B"],
+    group: Int[Tensor, " B"],
     *,
     norm_by_std: bool = True,
     global_std: bool = False,

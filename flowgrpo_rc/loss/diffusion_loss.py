@@ -126,9 +126,7 @@ def diffusion_loss_sums(
     if rc.bypass_mode and rc.loss_type == "reinforce":
         terms: PolicyTerms = reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep)
     else:
-        terms = ppo_clip(
-            log_prob, old_log_prob, advantages, clip_low=low, clip_high=high, weights=weights, keep=keep
-        )
+        terms = ppo_clip(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high, weights=weights, keep=keep)
 
     denominator = _denominator(rc, keep, log_prob)
     policy_sum = terms.loss.sum()
@@ -152,9 +150,7 @@ def _bypass_correction(
 ) -> RolloutCorrection:
     rollout = _optional(data, "rollout_log_probs")
     rollout = old_log_prob if rollout is None else rollout
-    return compute_rollout_correction(
-        log_prob.detach(), rollout, config=rc, timesteps=_optional(data, "timesteps")
-    )
+    return compute_rollout_correction(log_prob.detach(), rollout, config=rc, timesteps=_optional(data, "timesteps"))
 
 
 def _decoupled_correction(

@@ -5,7 +5,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_SUMS = ("loss", "denominator", "elements", "kept", "ppo_kl", "abs_log_ratio", "ratio", "clipped_high", "clipped_low", "inert", "kl_loss")
+_SUMS = (
+    "loss",
+    "denominator",
+    "elements",
+    "kept",
+    "ppo_kl",
+    "abs_log_ratio",
+    "ratio",
+    "clipped_high",
+    "clipped_low",
+    "inert",
+    "kl_loss",
+)
 
 
 @dataclass
@@ -76,8 +88,9 @@ class LossMetrics:
     def compute(self) -> dict[str, float]:
         """``actor/...`` metrics as floats, with one device-to-host transfer.
 
-        ``pg_loss`` is the policy loss over its denominator; ``kept_fraction`` the share of elements that
-        rejection kept (all other means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of ``log pi_old - log pi_theta``;
+        ``pg_loss`` is the policy loss over its denominator; ``kept_fraction`` the share of elements that rejection
+        kept (all other means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of
+        ``log pi_old - log pi_theta``;
         ``pg_clipfrac`` the share of ratios outside the clip band (``_higher``, ``_lower``: on which side);
         ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` and ``log_ratio_abs_mean`` are of
         ``pi_theta/pi_old``.

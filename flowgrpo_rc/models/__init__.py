@@ -10,7 +10,12 @@ from flowgrpo_rc.lazy import lazy_names
 if TYPE_CHECKING:
     from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts, Schedule
     from flowgrpo_rc.models.config import ModelConfig
-    from flowgrpo_rc.models.load import SUPPORTED_PIPELINES, UnsupportedModelError, load_model, read_pipeline_class
+    from flowgrpo_rc.models.load import (
+        SUPPORTED_PIPELINES,
+        UnsupportedModelError,
+        load_model,
+        read_pipeline_class,
+    )
     from flowgrpo_rc.models.lora import AdapterMismatchError
     from flowgrpo_rc.models.prompts import PromptEncoder
 

@@ -52,9 +52,9 @@ class Conditioning:
 class Schedule:
     """A sampling schedule of ``N`` steps."""
 
-    timesteps: Float[Tensor, "N"]
+    timesteps: Float[Tensor, " N"]
     """As the scheduler names them (0 to 1000)."""
-    sigmas: Float[Tensor, "N+1"]
+    sigmas: Float[Tensor, " N+1"]
     """Noise levels, from at most 1 down to 0."""
 
 
@@ -93,13 +93,13 @@ class DiffusionModel(Protocol):
     def velocity(
         self,
         transformer: nn.Module,
-        latents: Float[Tensor, "B *L"],
-        timesteps: Float[Tensor, "B"],
+        latents: Float[Tensor, " B *L"],
+        timesteps: Float[Tensor, " B"],
         conditioning: Conditioning,
-    ) -> Float[Tensor, "B *L"]:
+    ) -> Float[Tensor, " B *L"]:
         """The flow's velocity with guidance, float32, computed in the transformer's own precision."""
         ...
 
-    def decode(self, latents: Float[Tensor, "B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
+    def decode(self, latents: Float[Tensor, " B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
         """Images of clean latents, on the host."""
         ...

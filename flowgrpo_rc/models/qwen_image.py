@@ -13,7 +13,7 @@ from flowgrpo_rc.models.single_frame import decode_single_frames_in_2d
 class QwenImage:
     """Adapter of ``diffusers.QwenImagePipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``."""
 
-    default_lora_targets = (
+    default_lora_targets: tuple[str, ...] = (
         "to_q",
         "to_k",
         "to_v",
@@ -29,7 +29,7 @@ class QwenImage:
         decode_single_frames_in_2d(pipe.vae)
 
     @property
-    def transformer(self) -> nn.Module:
+    def transformer(self) -> Any:
         return self.pipe.transformer
 
     def check_size(self, height: int, width: int) -> None:
@@ -70,9 +70,7 @@ class QwenImage:
     @torch.no_grad()
     def encode(self, prompts: list[str], max_sequence_length: int) -> list[Tensor]:
         encoder = self.pipe.text_encoder
-        embeds, mask = self.pipe.encode_prompt(
-            prompts, device=encoder.device, max_sequence_length=max_sequence_length
-        )
+        embeds, mask = self.pipe.encode_prompt(prompts, device=encoder.device, max_sequence_length=max_sequence_length)
         lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
         return [row[: int(n)].cpu() for row, n in zip(embeds, lengths, strict=True)]
 
@@ -88,7 +86,12 @@ class QwenImage:
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     def _forward(
-        self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        prompts: Prompts,
+        conditioning: Conditioning,
     ) -> Tensor:
         dtype = transformer.dtype
         multiple = self.pipe.vae_scale_factor * 2

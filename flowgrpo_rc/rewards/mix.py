@@ -136,8 +136,7 @@ def _check_batch(images: np.ndarray, prompts: list[str], metadata: list[dict[str
         raise ValueError(f"images must have the shape (N, H, W, 3), got {images.shape}")
     if not len(images) == len(prompts) == len(metadata):
         raise ValueError(
-            "images, prompts and metadata must be equally many, got "
-            f"{len(images)}, {len(prompts)} and {len(metadata)}"
+            f"images, prompts and metadata must be equally many, got {len(images)}, {len(prompts)} and {len(metadata)}"
         )
 
 

@@ -52,7 +52,6 @@ def _levenshtein(a: str, b: str) -> int:
         from rapidfuzz.distance import Levenshtein
     except ImportError as error:
         raise ImportError(
-            "comparing texts needs rapidfuzz, which is not installed; install the extra: "
-            "pip install 'flowgrpo_rc[ocr]'"
+            "comparing texts needs rapidfuzz, which is not installed; install the extra: pip install 'flowgrpo_rc[ocr]'"
         ) from error
     return Levenshtein.distance(a, b)

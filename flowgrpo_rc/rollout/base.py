@@ -18,11 +18,11 @@ class RolloutRequest:
 
     conditioning: Conditioning
     """Embeddings of the distinct prompts, guidance and size."""
-    prompt_index: Int[Tensor, "B"]
+    prompt_index: Int[Tensor, " B"]
     num_inference_steps: int
     generators: Sequence[torch.Generator]
     """One an image: starting noise first, then one draw per stochastic step."""
-    window_starts: Int[Tensor, "B"] | None
+    window_starts: Int[Tensor, " B"] | None
     """First stochastic step of each image; ``None`` samples the deterministic ODE and records nothing."""
     window_size: int = 0
     noise_level: float = 0.0

@@ -145,7 +145,9 @@ class RolloutConfig:
         choice(f"{_HERE}.dtype", self.dtype, DTYPES)
         positive(f"{_HERE}.micro_batch_size", self.micro_batch_size)
         positive(
-            f"{_HERE}.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu, optional=True
+            f"{_HERE}.log_prob_micro_batch_size_per_gpu",
+            self.log_prob_micro_batch_size_per_gpu,
+            optional=True,
         )
         if self.n < 2:
             raise ValueError(f"{_HERE}.n: got {self.n}; GRPO compares images of one prompt, so give at least 2")

@@ -24,7 +24,13 @@ class DiffusersEngine:
     """
 
     def __init__(
-        self, model: DiffusionModel, lora: ModelConfig, *, dtype: torch.dtype, micro_batch_size: int, device: Any
+        self,
+        model: DiffusionModel,
+        lora: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        micro_batch_size: int,
+        device: Any,
     ) -> None:
         self._model = model
         self._device = torch.device(device)
@@ -66,14 +72,13 @@ class DiffusersEngine:
         batch = None
         if request.window_starts is not None:
             batch = TensorDict(
-                {k: torch.cat([r[k] for r in records]) for k in records[0]}, batch_size=[len(request.prompt_index)]
+                {k: torch.cat([r[k] for r in records]) for k in records[0]},
+                batch_size=[len(request.prompt_index)],
             )
             batch["prompt_index"] = request.prompt_index.clone()
         return Trajectories(torch.cat(images), batch, self.adapter_version)
 
-    def _sample(
-        self, request: RolloutRequest, schedule: Schedule, rows: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _sample(self, request: RolloutRequest, schedule: Schedule, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """One micro-batch through the whole schedule; returns clean latents and the recorded window."""
         device, size = self._device, len(rows)
         cond = request.conditioning.rows(request.prompt_index[rows], device)

@@ -30,17 +30,17 @@ SDE_TYPES = ("sde", "cps", "dance_sde")
 class Transition(NamedTuple):
     """The law of the next latents: a Gaussian with a mean per element and one std per sample."""
 
-    mean: Float[Tensor, "B *L"]
-    step_std: Float[Tensor, "B"]
+    mean: Float[Tensor, " B *L"]
+    step_std: Float[Tensor, " B"]
 
 
 def transition(
-    latents: Float[Tensor, "B *L"],
-    velocity: Float[Tensor, "B *L"],
-    sigma: Float[Tensor, "B"],
-    next_sigma: Float[Tensor, "B"],
+    latents: Float[Tensor, " B *L"],
+    velocity: Float[Tensor, " B *L"],
+    sigma: Float[Tensor, " B"],
+    next_sigma: Float[Tensor, " B"],
     *,
-    noise_level: float | Float[Tensor, "B"],
+    noise_level: float | Float[Tensor, " B"],
     sde_type: str,
 ) -> Transition:
     """Mean and standard deviation of one reverse step from ``sigma`` to ``next_sigma``.
@@ -85,12 +85,12 @@ def transition(
     return Transition(mean, step_std.flatten())
 
 
-def draw(step: Transition, noise: Float[Tensor, "B *L"]) -> Float[Tensor, "B *L"]:
+def draw(step: Transition, noise: Float[Tensor, " B *L"]) -> Float[Tensor, " B *L"]:
     """Next latents ``mean + step_std * noise``; ``noise`` is standard normal and is the only randomness."""
     return step.mean + _per_sample(step.step_std, step.mean) * noise
 
 
-def log_prob(step: Transition, next_latents: Float[Tensor, "B *L"], *, sde_type: str) -> Float[Tensor, "B"]:
+def log_prob(step: Transition, next_latents: Float[Tensor, " B *L"], *, sde_type: str) -> Float[Tensor, " B"]:
     """Log-density of ``next_latents`` under the step, **averaged over the latent dimensions**.
 
     ``sde`` and ``dance_sde``: the Gaussian log-density. ``cps``: ``-(x' - mean)^2``, without ``1/(2 std^2)``
@@ -102,7 +102,7 @@ def log_prob(step: Transition, next_latents: Float[Tensor, "B *L"], *, sde_type:
     return gaussian_log_prob(next_latents, step)
 
 
-def gaussian_log_prob(next_latents: Float[Tensor, "B *L"], step: Transition) -> Float[Tensor, "B"]:
+def gaussian_log_prob(next_latents: Float[Tensor, " B *L"], step: Transition) -> Float[Tensor, " B"]:
     """``mean over dims of -(x' - mean)^2 / (2 std^2) - log(std) - log(2 pi)/2``.
 
     A sample whose ``step_std`` is 0 (an ODE step) has no density: its log-prob is not finite, and every
@@ -113,8 +113,8 @@ def gaussian_log_prob(next_latents: Float[Tensor, "B *L"], step: Transition) -> 
 
 
 def transition_kl(
-    mean: Float[Tensor, "B *L"], other_mean: Float[Tensor, "B *L"], step_std: Float[Tensor, "B"]
-) -> Float[Tensor, "B"]:
+    mean: Float[Tensor, " B *L"], other_mean: Float[Tensor, " B *L"], step_std: Float[Tensor, " B"]
+) -> Float[Tensor, " B"]:
     """``KL(N(mean, std^2) || N(other_mean, std^2))``, averaged over the latent dimensions.
 
     Both steps share ``step_std``, so this is ``mean((mean - other_mean)^2) / (2 std^2)`` and symmetric.

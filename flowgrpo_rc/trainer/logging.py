@@ -23,7 +23,9 @@ class RunLogger:
         """Open trackers and the progress bar."""
         if any(t != "console" for t in self._trackers):
             self._accelerator.init_trackers(
-                project, config=_flat(config), init_kwargs={"wandb": {"name": experiment, "dir": str(self._folder.root)}}
+                project,
+                config=_flat(config),
+                init_kwargs={"wandb": {"name": experiment, "dir": str(self._folder.root)}},
             )
         if self._console.is_terminal and not self._console.quiet:
             self._progress = _progress_bar(self._console)
@@ -105,7 +107,11 @@ def _progress_bar(console: Any) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        MofNCompleteColumn(), BarColumn(24), TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console
+        MofNCompleteColumn(),
+        BarColumn(24),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
     )
 
 

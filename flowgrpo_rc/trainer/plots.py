@@ -65,7 +65,10 @@ def _reward(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _clip(axes: Any, rows: Sequence[Row]) -> None:
-    for name, label in (("actor/pg_clipfrac", "all mini-steps"), ("actor/pg_clipfrac_first", "first mini-step")):
+    for name, label in (
+        ("actor/pg_clipfrac", "all mini-steps"),
+        ("actor/pg_clipfrac_first", "first mini-step"),
+    ):
         axes.plot(*series(rows, name), label=label)
     axes.set_ylim(-0.02, 1.02)
     _finish(axes, "Share of ratios outside the clip band", "fraction")

@@ -54,7 +54,9 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
     size = (rollout.pipeline.height, rollout.pipeline.width)
     for records in filter(None, (train, val)):
         reward.check_prompts(
-            [r.prompt for r in records], image_size=size, sources=[r.source or str(i) for i, r in enumerate(records)]
+            [r.prompt for r in records],
+            image_size=size,
+            sources=[r.source or str(i) for i, r in enumerate(records)],
         )
     accelerator = _accelerator(config, project_dir)
     config.check_processes(accelerator.num_processes)
@@ -132,7 +134,8 @@ def _check_trackers(names: list[str]) -> None:
     missing = [n for n in names if n != "console" and importlib.util.find_spec(n) is None]
     if missing:
         raise ImportError(
-            f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or leave it out"
+            f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "
+            "leave it out"
         )
 
 
@@ -143,7 +146,11 @@ def _fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
         pipeline=type(model.pipe).__name__,
         transformer=_plain(transformer),
         lora=_plain(
-            {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": lora.target_modules or "default"}
+            {
+                "rank": lora.lora_rank,
+                "alpha": lora.lora_alpha,
+                "target_modules": lora.target_modules or "default",
+            }
         ),
     )
 

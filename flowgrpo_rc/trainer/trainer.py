@@ -11,7 +11,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, apply_rollout_correction_to_diffusion_batch
+from flowgrpo_rc.batch import (
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+)
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
@@ -275,8 +278,8 @@ class FlowGRPOTrainer:
         say(
             f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
             f"{rollout.pipeline.width}x{rollout.pipeline.height} on {world} process(es); "
-            f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, micro-batches of "
-            f"{min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // world)} images x {self._window.size} SDE steps"
+            f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
+            f"micro-batches of {min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // world)} images x {self._window.size} SDE steps"
         )
         say(
             f"Rollouts: {rollout.name}, {rollout.dtype}, {rollout.algo.sde_type}, window {self._window.size} in "
@@ -286,8 +289,8 @@ class FlowGRPOTrainer:
         )
         if self.step >= self.run.total_steps:
             say(
-                f"This run is already at step {self.step} of {self.run.total_steps}; raise trainer.total_training_steps "
-                "to go on, or start afresh with trainer.resume_mode=disable"
+                f"This run is already at step {self.step} of {self.run.total_steps}; raise "
+                "trainer.total_training_steps to go on, or start afresh with trainer.resume_mode=disable"
             )
 
     def _finish(self) -> None:

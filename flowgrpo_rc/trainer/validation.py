@@ -42,7 +42,12 @@ def validate(run: Run, conditioning: Callable[[list[PromptRecord], float], Condi
     names = results[0]["rewards"]
     metrics = {f"val/reward/{n}": float(np.mean([r["rewards"][n] for r in results])) for n in names}
     samples = [
-        Sample(r["image"], run.val_prompts[r["index"] % len(run.val_prompts)].prompt, r["rewards"]["mean"], r["text"])
+        Sample(
+            r["image"],
+            run.val_prompts[r["index"] % len(run.val_prompts)].prompt,
+            r["rewards"]["mean"],
+            r["text"],
+        )
         for r in results
         if r["image"] is not None
     ]

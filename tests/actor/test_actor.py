@@ -8,7 +8,10 @@ from accelerate import Accelerator
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, NonFiniteUpdateError
-from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, apply_rollout_correction_to_diffusion_batch
+from flowgrpo_rc.batch import (
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+)
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
@@ -155,7 +158,12 @@ def test_rejected_samples_leave_the_gradient(tiny_model):
 
 
 def test_everything_rejected_skips_the_step(tiny_model):
-    rc = {"bypass_mode": True, "rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "2.0_3.0"}
+    rc = {
+        "bypass_mode": True,
+        "rollout_is": None,
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "2.0_3.0",
+    }
     setup = Setup(tiny_model, rollout_correction=rc, optim={"lr": 1e-3, "weight_decay": 0.5})
     before = adapter_state(setup.actor.transformer)
     with pytest.warns(UserWarning, match="rejected a whole mini-batch: its optimizer step is skipped"):
@@ -167,7 +175,11 @@ def test_everything_rejected_skips_the_step(tiny_model):
 
 
 def test_update_moves_log_probs_with_the_advantages(tiny_model):
-    setup = Setup(tiny_model, optim={"lr": 1e-4}, diffusion_loss=type(DiffusionActorConfig().diffusion_loss)(clip_ratio=1.0))
+    setup = Setup(
+        tiny_model,
+        optim={"lr": 1e-4},
+        diffusion_loss=type(DiffusionActorConfig().diffusion_loss)(clip_ratio=1.0),
+    )
     result = setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
     change = (setup.actor.score(setup.batch, setup.cond) - setup.batch["rollout_log_probs"]).mean(1)
     assert result.optimizer_steps == 1
@@ -201,7 +213,9 @@ def test_non_finite_log_prob_names_the_samples(tiny_model, bypass):
     setup = Setup(tiny_model, rollout_correction={"bypass_mode": bypass, "rollout_is": None})
     setup.batch["next_latents"][5, 1, 3] = torch.nan
     before = adapter_state(setup.actor.transformer)
-    with pytest.raises(NonFiniteUpdateError, match=r"non-finite log-prob for 1 samples of the batch \(rows \[5\]\)") as error:
+    with pytest.raises(
+        NonFiniteUpdateError, match=r"non-finite log-prob for 1 samples of the batch \(rows \[5\]\)"
+    ) as error:
         setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(8)))
     assert error.value.samples == [5]
     after = adapter_state(setup.actor.transformer)

@@ -46,9 +46,7 @@ def test_row_layout(folder: Path) -> None:
 
 
 def test_round_trip_through_load_prompts(folder: Path) -> None:
-    written = prepare_ocr(
-        folder / "in", folder, system_prompt=None, negative_prompt="blurry", data_source="mine"
-    )
+    written = prepare_ocr(folder / "in", folder, system_prompt=None, negative_prompt="blurry", data_source="mine")
     text, parquet = load_prompts(folder / "in" / "train.txt"), load_prompts(written[0].path)
     assert [r.prompt for r in text] == [r.prompt for r in parquet]
     assert [r.negative_prompt for r in parquet] == ["blurry", "blurry"]

@@ -100,9 +100,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_unknown_suffix(tmp_path: Path) -> None:
-    refuses(
-        write_lines(tmp_path / "a.csv", "x"), r"a\.csv: unknown format '\.csv'; .* \.txt, \.jsonl, \.parquet"
-    )
+    refuses(write_lines(tmp_path / "a.csv", "x"), r"a\.csv: unknown format '\.csv'; .* \.txt, \.jsonl, \.parquet")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

@@ -132,9 +132,7 @@ def test_build_reward_builds_only_what_is_on(tmp_path: Path) -> None:
     mix.check_prompts(["no quotes are needed here"])
 
 
-def test_broken_custom_function_stops_before_the_engine_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_custom_function_stops_before_the_engine_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.py"
     path.write_text("x = 1\n")
     monkeypatch.setattr(OCRReward, "__init__", lambda *a: pytest.fail("the engine was loaded"))

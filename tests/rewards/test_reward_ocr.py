@@ -12,9 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from flowgrpo_rc.rewards import OCRConfig, OCRReward
 
 
-def render(
-    text: str, size: int = 32, font_size: int = 20, colour: tuple[int, int, int] = (20, 20, 120)
-) -> np.ndarray:
+def render(text: str, size: int = 32, font_size: int = 20, colour: tuple[int, int, int] = (20, 20, 120)) -> np.ndarray:
     """`text` centred on white; (size, size, 3) uint8 RGB."""
     image = Image.new("RGB", (size, size), "white")
     font = ImageFont.load_default(font_size)
@@ -97,9 +95,7 @@ def test_target_longer_than_the_input_can_hold(reward: OCRReward, full_reward: O
     prompts = ['"42"', 'a sign "hello wide world"']
     reward.check_prompts(prompts)
     reward.check_prompts(prompts, image_size=(32, 96))  # 48 * 3 = 144 columns hold 18
-    with pytest.raises(
-        ValueError, match=r"x:2: the target 'hello wide world' has 14 characters.*for 8; widen"
-    ):
+    with pytest.raises(ValueError, match=r"x:2: the target 'hello wide world' has 14 characters.*for 8; widen"):
         reward.check_prompts(prompts, image_size=(32, 32), sources=["x:1", "x:2"])
     full_reward.check_prompts(prompts, image_size=(32, 32))
 
@@ -143,8 +139,6 @@ def test_engine_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("module", ["rapidocr", "onnxruntime", "rapidfuzz"])
 def test_missing_package_names_the_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(
-        ImportError, match=rf"'ocr' cannot be loaded .*{module}.*flowgrpo_rc\[ocr\]"
-    ) as caught:
+    with pytest.raises(ImportError, match=rf"'ocr' cannot be loaded .*{module}.*flowgrpo_rc\[ocr\]") as caught:
         OCRReward()
     assert isinstance(caught.value.__cause__, ImportError)

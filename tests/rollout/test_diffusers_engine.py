@@ -98,7 +98,10 @@ def test_gaussian_log_probs_have_the_entropy_of_their_noise(make_engine, make_re
 
 
 def test_images_do_not_depend_on_the_micro_batch(make_engine, make_request):
-    together, split = make_engine().generate(make_request()), make_engine(micro_batch_size=4).generate(make_request())
+    together, split = (
+        make_engine().generate(make_request()),
+        make_engine(micro_batch_size=4).generate(make_request()),
+    )
     assert_close(together.batch["rollout_log_probs"], split.batch["rollout_log_probs"], atol=1e-6, rtol=0)
     assert_close(together.batch["next_latents"], split.batch["next_latents"], atol=1e-5, rtol=0)
 
@@ -131,7 +134,9 @@ def test_weights_are_shared_only_in_the_same_precision(tiny_model, make_engine):
 
 def test_sync_rounds_and_versions(make_engine):
     engine = make_engine(torch.bfloat16)
-    state = {n: torch.full_like(v, 0.1234567, dtype=torch.float32) for n, v in adapter_state(engine.transformer).items()}
+    state = {
+        n: torch.full_like(v, 0.1234567, dtype=torch.float32) for n, v in adapter_state(engine.transformer).items()
+    }
     engine.sync(state, 7)
     assert engine.adapter_version == 7
     held = adapter_state(engine.transformer)

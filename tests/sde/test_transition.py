@@ -70,7 +70,11 @@ def test_zero_noise_is_the_euler_step(kind, s):
 def test_samples_of_a_batch_do_not_mix():
     """Every sample has its own sigma and noise level."""
     x, v = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
-    sigma, following, eta = torch.tensor([0.9, 0.5, 0.2]), torch.tensor([0.7, 0.3, 0.1]), torch.tensor([0.7, 0.0, 1.2])
+    sigma, following, eta = (
+        torch.tensor([0.9, 0.5, 0.2]),
+        torch.tensor([0.7, 0.3, 0.1]),
+        torch.tensor([0.7, 0.0, 1.2]),
+    )
     together = transition(x, v, sigma, following, noise_level=eta, sde_type="sde")
     for i in range(3):
         row = slice(i, i + 1)
@@ -113,7 +117,10 @@ def test_kl_is_torch_distributions_averaged():
 @pytest.mark.parametrize("kind", SDE_TYPES)
 def test_gradient_reaches_the_velocity(kind):
     x, v, following = torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    sigma, after = torch.tensor([1.0, 0.6], dtype=torch.float64), torch.tensor([0.8, 0.3], dtype=torch.float64)
+    sigma, after = (
+        torch.tensor([1.0, 0.6], dtype=torch.float64),
+        torch.tensor([0.8, 0.3], dtype=torch.float64),
+    )
 
     def score(velocity):
         step = transition(x, velocity, sigma, after, noise_level=0.7, sde_type=kind)
@@ -129,7 +136,9 @@ def test_low_precision_velocity_is_promoted_and_inputs_stay():
     step = transition(x, low, torch.tensor([0.8, 0.5]), torch.tensor([0.6, 0.4]), noise_level=0.5, sde_type="sde")
     assert step.mean.dtype == torch.float32
     assert_close(low, before, rtol=0, atol=0)
-    same = transition(x, low.float(), torch.tensor([0.8, 0.5]), torch.tensor([0.6, 0.4]), noise_level=0.5, sde_type="sde")
+    same = transition(
+        x, low.float(), torch.tensor([0.8, 0.5]), torch.tensor([0.6, 0.4]), noise_level=0.5, sde_type="sde"
+    )
     assert_close(step.mean, same.mean, rtol=0, atol=0)
 
 

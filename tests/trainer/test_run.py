@@ -42,7 +42,13 @@ def test_run_folder_holds_what_it_promises(small_config):
     rows = rows_of(folder)
     assert [r["step"] for r in rows] == [0, 1, 2]
     assert {"val/reward/mean", "val/reward/custom"} <= rows[0].keys() or "val/reward/mean" in rows[0]
-    for name in ("reward/mean", "actor/pg_loss", "actor/rollout_corr/kl", "actor/grad_norm", "val/reward/mean"):
+    for name in (
+        "reward/mean",
+        "actor/pg_loss",
+        "actor/rollout_corr/kl",
+        "actor/grad_norm",
+        "val/reward/mean",
+    ):
         assert name in rows[2]
     timings = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
     stages = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
@@ -70,7 +76,13 @@ def test_final_lora_draws_the_actors_image_in_plain_diffusers(small_config):
 
     def draw(pipe):
         generator = torch.Generator().manual_seed(0)
-        call = {"height": 32, "width": 32, "num_inference_steps": 4, "true_cfg_scale": 1.0, "output_type": "np"}
+        call = {
+            "height": 32,
+            "width": 32,
+            "num_inference_steps": 4,
+            "true_cfg_scale": 1.0,
+            "output_type": "np",
+        }
         return pipe(prompt='the text "42"', generator=generator, **call).images
 
     trained = draw(trainer.run.model.pipe)
@@ -153,7 +165,16 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path):
     settings = ("trainer.resume_mode=disable", "actor_rollout_ref.rollout.dtype=float32")
     one = FlowGRPOTrainer(small_config(*settings, folder="one")).fit().root
     command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
+        *(
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+        ),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "-m", "flowgrpo_rc.cli.main", "demo"),
         *overrides_of(tmp_path / "two", *settings),
     ]

@@ -1,0 +1,112 @@
+"""Composition: every shipped file parses, unknown keys are refused with a remedy, open sections are open."""
+
+import pytest
+
+from flowgrpo_rc.cli.compose import ELSEWHERE, ConfigError, compose, known_keys
+from flowgrpo_rc.paths import shipped
+
+TINY = "tiny_qwen_image_ocr"
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in shipped("configs").glob("*.yaml")))
+def test_every_shipped_config_composes(name):
+    config = compose(name)
+    assert config.trainer.project_name == "flowgrpo_rc"
+    assert config.rollout_correction is config.actor_rollout_ref.actor.rollout_correction
+
+
+def test_demo_is_the_documented_algorithm():
+    config = compose(TINY)
+    rc = config.rollout_correction
+    assert (rc.bypass_mode, rc.rollout_is, rc.rollout_rs, rc.rollout_rs_threshold) == (
+        True,
+        "sequence",
+        "seq_mean_k1",
+        "0.5_2.0",
+    )
+    assert config.actor_rollout_ref.rollout.dtype == "bfloat16"
+
+
+def test_correction_reaches_the_actor_from_either_place():
+    through_algorithm = compose(TINY, ["algorithm.rollout_correction.rollout_is=token"])
+    assert through_algorithm.rollout_correction.rollout_is == "token"
+    preset = compose("flowgrpo_trainer", ["algorithm.rollout_correction.preset=decoupled_token_is"])
+    assert (preset.rollout_correction.bypass_mode, preset.rollout_correction.rollout_is) == (False, "token")
+    off = compose("flowgrpo_trainer", ["algorithm.rollout_correction=null"])
+    assert off.rollout_correction.rollout_is is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "trainer.total_traning_steps=3",
+            "unknown configuration key trainer.total_traning_steps; nearest: .*trainer.total_training_steps",
+        ),
+        ("+trainer.foo=3", "unknown configuration key trainer.foo"),
+        ("actor_rollout_ref.rollout.noise_level=1", "nearest: .*actor_rollout_ref.rollout.algo.noise_level"),
+        ("algorithm.rollout_correction.rollout_iss=token", "rollout_iss.*rollout_is"),
+        ("trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node has no meaning here: .*accelerate launch"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+            "has no meaning here: this trainer shards nothing",
+        ),
+        (
+            "trainer.total_training_steps=many",
+            "trainer.total_training_steps: .*many.*could not be converted to Integer",
+        ),
+        ("nonsense", "cannot read the override 'nonsense'; write key=value"),
+        ("actor_rollout_ref.rollout.n=1", r"actor_rollout_ref.rollout.n: got 1; .* give at least 2"),
+        (
+            "actor_rollout_ref.rollout.algo.noise_level=0",
+            "a deterministic rollout has no log-prob to train on",
+        ),
+        (
+            "actor_rollout_ref.rollout.algo.sde_window_range=[0,7]",
+            r"sde_window_range: got \[0, 7\]; .*\[0, 6\]",
+        ),
+        (
+            "actor_rollout_ref.rollout.algo.sde_window_size=5",
+            r"sde_window_size: got 5; the range \[0, 4\] holds 4 steps",
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            "ppo_mini_batch_size: got 3; it counts prompts and must divide data.train_batch_size=8",
+        ),
+        ("actor_rollout_ref.actor.diffusion_loss.loss_mode=dance_grpo", "dance_grpo with sde_type=sde"),
+        (
+            "actor_rollout_ref.model.dtype=int8",
+            "actor_rollout_ref.model.dtype: got 'int8'; choose one of float32",
+        ),
+        (
+            "trainer.logger=[mlflow]",
+            "trainer.logger: got 'mlflow'; choose one of console, tensorboard, wandb",
+        ),
+        ("reward.functions.beauty=1.0", "beauty"),
+        ("reward.custom_reward_function.path=/no/such.py", "reward.custom_reward_function.path"),
+        ("actor_rollout_ref.rollout.calculate_log_probs=false", "leave it true"),
+    ],
+)
+def test_bad_settings_name_key_value_and_remedy(override, message):
+    with pytest.raises(ValueError, match=message):
+        compose(TINY, [override])
+
+
+def test_missing_files_list_what_there_is(tmp_path):
+    with pytest.raises(ConfigError, match=r"no file qwen.yaml; there are: .*flowgrpo_trainer.*tiny_qwen_image_ocr"):
+        compose("qwen")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        compose(TINY, config_dir=str(tmp_path / "none"))
+
+
+def test_users_own_yaml_builds_on_the_shipped_ones(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny_qwen_image_ocr, _self_]\ntrainer: {seed: 5}\n")
+    config = compose("mine", ["data.seed=6"], config_dir=str(tmp_path))
+    assert (config.trainer.seed, config.data.seed, config.actor_rollout_ref.rollout.n) == (5, 6, 12)
+    (tmp_path / "typo.yaml").write_text("defaults: [tiny_qwen_image_ocr, _self_]\ntrainer: {sead: 5}\n")
+    with pytest.raises(ConfigError, match=r"unknown configuration key trainer.sead; nearest: .*trainer.seed"):
+        compose("typo", config_dir=str(tmp_path))
+
+
+def test_keys_with_a_reason_are_not_our_own():
+    assert [key for key in ELSEWHERE if key in known_keys()] == []

@@ -1,0 +1,167 @@
+"""The command line in processes of its own: what it imports, what it refuses, what the scripts do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "flowgrpo_trainer"
+
+
+def run(*command, cwd, timeout=280, **environment):
+    bin_folder = str(Path(sys.executable).parent)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}:{os.environ['PATH']}"} | environment
+    return subprocess.run(
+        [str(c) for c in command],
+        cwd=cwd,
+        env=env,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import flowgrpo_rc",
+        "from flowgrpo_rc.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "from flowgrpo_rc.cli.compose import compose; compose('tiny_qwen_image_ocr')",
+        "from flowgrpo_rc import diffusion_loss, RolloutCorrectionConfig, DiffusionActorConfig, group_advantages",
+    ],
+)
+def test_imports_stay_light(code, tmp_path):
+    heavy = ("diffusers", "transformers", "vllm", "peft", "accelerate", "rapidocr", "cv2")
+    check = f"\nimport sys; bad = [m for m in {heavy!r} if m in sys.modules]; assert not bad, bad"
+    done = run(sys.executable, "-c", code + check, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_config_and_help_need_no_torch(tmp_path):
+    code = "from flowgrpo_rc.cli.compose import compose; compose('tiny_qwen_image_ocr'); import sys; "
+    done = run(sys.executable, "-c", code + "assert 'torch' not in sys.modules", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_the_commands(tmp_path):
+    done = run("flowgrpo-rc", "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for command in ("train", "demo", "prepare-data", "explain-config"):
+        assert command in done.stdout
+
+
+def refused(tmp_path, *overrides):
+    """A run that must stop with exit code 2, one line of error, and no model loaded."""
+    done = run("flowgrpo-rc", "demo", f"trainer.default_local_dir={tmp_path / 'run'}", *overrides, cwd=tmp_path)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert "Run folder" not in done.stdout
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_bad_data_is_refused_before_the_model(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "unquoted.txt").write_text('the text "42"\na cat on a mat\n' + 'the text "7"\n' * 8)
+    (tmp_path / "few.txt").write_text('the text "42"\nthe text "43"\n')
+    (tmp_path / "wrong").mkdir()
+    # the model folder is wrong too: were it looked at first, that would be the error
+    assert "missing.txt" in refused(tmp_path, f"data.train_files={tmp_path}/missing.txt")
+    assert "empty.txt" in refused(tmp_path, f"data.train_files={tmp_path}/empty.txt")
+    unquoted = refused(tmp_path, f"data.train_files={tmp_path}/unquoted.txt")
+    assert "unquoted.txt:2" in unquoted
+    assert "a cat on a mat" in unquoted
+    assert "train_batch_size: got 8, but the data set holds 2 prompts" in refused(
+        tmp_path, f"data.train_files={tmp_path}/few.txt"
+    )
+    assert "holds no model_index.json" in refused(tmp_path, f"actor_rollout_ref.model.path={tmp_path}/wrong")
+
+
+def test_a_failing_reward_stops_the_run_with_its_name(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "def raises(images, prompts, metadata):\n    raise KeyError('colour')\n"
+        "def nan(images, prompts, metadata):\n    return [1.0] * (len(prompts) - 1) + [float('nan')]\n"
+        "def short(images, prompts, metadata):\n    return [1.0]\n"
+    )
+    small = ("trainer.val_before_train=false", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2")
+    for name, message in (
+        ("raises", "KeyError"),
+        ("nan", "1 non-finite of 8 scores"),
+        ("short", "expected (8,)"),
+    ):
+        path = (
+            f"reward.custom_reward_function.path={tmp_path}/bad.py",
+            f"reward.custom_reward_function.name={name}",
+        )
+        done = run("flowgrpo-rc", "demo", *small, *path, f"trainer.default_local_dir={tmp_path / name}", cwd=tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_prepare_data_and_explain_config(tmp_path):
+    (tmp_path / "train.txt").write_text('a sign that says "stop"\n')
+    (tmp_path / "test.txt").write_text('a sign that says "go"\n')
+    done = run("flowgrpo-rc", "prepare-data", "ocr", "--input", tmp_path, "--output", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "train.parquet").is_file()
+    done = run("flowgrpo-rc", "explain-config", "bypass_mode=true", "rollout_is=sequence", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "bypass" in done.stdout.lower()
+    done = run("flowgrpo-rc", "explain-config", "bypas_mode=true", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "bypass_mode" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_script(tmp_path):
+    script = EXAMPLES / "run_tiny_qwen_image_ocr_lora_rollout_corr.sh"
+    done = run(
+        "bash",
+        script,
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.rollout.val_kwargs.n=1",
+        cwd=tmp_path,
+        OUTPUTS=str(tmp_path / "out"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    root = tmp_path / "out" / "flowgrpo_rc" / "tiny_qwen_image_ocr"
+    assert (root / "samples" / "before_after.png").is_file()
+    assert "before_after.png" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_full_size_script_with_the_tiny_model(tmp_path):
+    """Every override of the real script stays; the model, sizes and two steps are substituted on top."""
+    lines = "".join(f'a sign that says "{n:02d}"\n' for n in range(8))
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text(lines)
+    done = run("flowgrpo-rc", "prepare-data", "ocr", "--input", tmp_path, "--output", tmp_path / "data", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    substitutes = (
+        "data.train_batch_size=4",
+        "data.val_max_samples=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.pipeline.height=32",
+        "actor_rollout_ref.rollout.pipeline.width=32",
+        "actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps=10",
+        "trainer.total_training_steps=2",
+        "trainer.device=cpu",
+    )
+    script = EXAMPLES / "run_qwen_image_ocr_lora_rollout_corr.sh"
+    done = run(
+        *("bash", script, *substitutes),
+        cwd=tmp_path,
+        MODEL="asset:tiny_qwen_image",
+        DATA=str(tmp_path / "data"),
+        OUTPUTS=str(tmp_path / "out"),
+        NUM_GPUS="1",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    root = tmp_path / "out" / "flow_grpo" / "qwen_image_ocr_lora_rollout_corr"
+    assert len((root / "metrics.jsonl").read_text().splitlines()) == 3
+    assert list(root.rglob("events.out.tfevents.*"))
