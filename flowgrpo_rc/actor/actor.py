@@ -81,7 +81,7 @@ class DiffusionActor:
         self.optimizer = torch.optim.AdamW(
             self._parameters,
             lr=optim.lr,
-            betas=tuple(optim.betas),
+            betas=(optim.betas[0], optim.betas[1]),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
@@ -243,7 +243,7 @@ class DiffusionActor:
         )
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        metrics["actor/lr"] = self.lr_scheduler.get_last_lr()[0]
+        metrics["actor/lr"] = float(self.lr_scheduler.get_last_lr()[0])
         if self._config.rollout_correction.bypass_mode:
             metrics |= {f"actor/{name}": value for name, value in gap.compute().items()}
         return metrics

@@ -111,7 +111,8 @@ class DiffusionActorConfig:
         non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)
         if isinstance(self.rollout_correction, str) and self.rollout_correction.startswith("${"):
             return  # a reference into a configuration tree; whoever resolves it constructs this class again
-        rc = self.rollout_correction = RolloutCorrectionConfig.from_dict(self.rollout_correction)
+        correction: Any = self.rollout_correction
+        rc = self.rollout_correction = RolloutCorrectionConfig.from_dict(correction)
         if rc.bypass_mode and rc.loss_type == "reinforce" and rc.rollout_is_batch_normalize:
             raise ValueError(
                 "algorithm.rollout_correction.rollout_is_batch_normalize: got true with bypass_mode and "

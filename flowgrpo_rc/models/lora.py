@@ -128,7 +128,8 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
     if saved.keys() != expected.keys():
         raise AdapterMismatchError(
             f"{file} holds {len(saved)} tensors, this adapter has {len(expected)}; "
-            f"{len(saved.keys() & expected.keys())} names agree. lora_rank or target_modules differ, or it was trained on another model"
+            f"{len(saved.keys() & expected.keys())} names agree. lora_rank or target_modules differ, or it was "
+            "trained on another model"
         )
     load_adapter_state(transformer, {k.replace(".weight", ".default.weight"): v for k, v in saved.items()})
 

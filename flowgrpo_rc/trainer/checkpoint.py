@@ -119,7 +119,7 @@ class CheckpointStore:
 
 def random_states() -> dict[str, Any]:
     """States of the global generators (Python, NumPy, torch), for reward functions that draw from them."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
@@ -135,7 +135,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -272,6 +272,7 @@ class FlowGRPOTrainer:
         rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
         prompts, world = self.config.data.train_batch_size, self.accelerator.num_processes
         mini = actor.ppo_mini_batch_size
+        micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // world)
         rc = self.config.rollout_correction
         say = self.logger.say
         say(f"Run folder: {self.folder.root}")
@@ -279,7 +280,7 @@ class FlowGRPOTrainer:
             f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
             f"{rollout.pipeline.width}x{rollout.pipeline.height} on {world} process(es); "
             f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
-            f"micro-batches of {min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // world)} images x {self._window.size} SDE steps"
+            f"micro-batches of {micro} images x {self._window.size} SDE steps"
         )
         say(
             f"Rollouts: {rollout.name}, {rollout.dtype}, {rollout.algo.sde_type}, window {self._window.size} in "
