@@ -103,9 +103,7 @@ def main() -> None:
 
 def report(result: dict) -> None:
     """The table on the terminal."""
-    runs = {f"seed {s}": r for s, r in result["seeds"].items()} | {
-        k: result[k] for k in ("control",) if k in result
-    }
+    runs = {f"seed {s}": r for s, r in result["seeds"].items()} | {k: result[k] for k in ("control",) if k in result}
     for name, run in runs.items():
         steps = list(run["held_out"].values())
         curve = " ".join(f"{v:.2f}" for v in steps)

@@ -70,7 +70,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return _refuse(error)
     try:
         trainer.fit()
-    except (CheckpointError, NonFiniteUpdateError, RewardError) as error:
+    except (CheckpointError, NonFiniteUpdateError, RewardError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

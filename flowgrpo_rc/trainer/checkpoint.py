@@ -88,10 +88,10 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             if not _is_write_failure(error):
                 raise
-            full = "the disk is full" if _is_full(error) else str(error)
+            reason = "the disk is full" if _is_full(self.root, error) else f"writing failed ({error})"
             raise CheckpointError(
-                f"cannot save {final}: {full}. The newest complete checkpoint is {self.latest() or 'none'}; free some "
-                "space (trainer.max_actor_ckpt_to_keep limits what is kept) and start again to resume from it"
+                f"cannot save {final}: {reason}. The newest complete checkpoint is {self.latest() or 'none'}; free "
+                "some space (trainer.max_actor_ckpt_to_keep limits what is kept) and start again to resume from it"
             ) from error
         self._prune()
         return final
@@ -155,10 +155,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _is_write_failure(error: BaseException) -> bool:
-    return isinstance(error, OSError) or _is_full(error)
+    """torch and safetensors wrap the system's write error in types of their own; only its text survives."""
+    text = f"{error} {error.__context__}"
+    return isinstance(error, OSError) or "os error" in text or "iostream error" in text
 
 
-def _is_full(error: BaseException) -> bool:
-    """torch and safetensors wrap the system's error in their own; its text survives."""
-    text = str(error)
-    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "os error 28" in text
+def _is_full(folder: Path, error: BaseException) -> bool:
+    return (
+        getattr(error, "errno", None) == errno.ENOSPC
+        or "No space left" in str(error)
+        or shutil.disk_usage(folder).free < 1 << 20
+    )

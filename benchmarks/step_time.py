@@ -1,0 +1,132 @@
+"""Where a step's time goes, and what bypass mode saves: ratios between runs of the same process.
+
+    python benchmarks/step_time.py --out benchmarks/results/step_time.json
+
+Bypass and decoupled steps of the demo alternate in one process; the figure is the median of pairwise ratios. The
+share of a step that is model compute (transformer, VAE, text encoder) is measured with hooks around those modules.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from machine import describe
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+STAGES = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
+MODES = {
+    "bypass": "algorithm.rollout_correction.bypass_mode=true",
+    "decoupled": "algorithm.rollout_correction.bypass_mode=false",
+}
+
+
+class ModelClock:
+    """Seconds spent inside the forwards of some modules and in backward passes."""
+
+    def __init__(self, trainer: FlowGRPOTrainer) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        run = trainer.run
+        self._wrap(run.engine.transformer, "forward", "transformer")
+        self._wrap(run.actor.transformer, "forward", "transformer")
+        self._wrap(run.model.pipe.vae, "decode", "vae")
+        self._wrap(run.model.pipe.text_encoder, "forward", "text_encoder")
+        self._wrap(run.accelerator, "backward", "backward")
+
+    def _wrap(self, owner: object, name: str, label: str) -> None:
+        original = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            start = self._now()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds[label] += self._now() - start
+
+        setattr(owner, name, timed)
+
+    @staticmethod
+    def _now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+def measure(steps: int, overrides: list[str]) -> dict[str, list[dict[str, float]]]:
+    """``steps`` alternating pairs of steps; seconds per stage and per module of each."""
+    samples: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = {
+            mode: FlowGRPOTrainer(
+                compose("tiny_qwen_image_ocr", [setting, f"trainer.default_local_dir={folder}/{mode}", *overrides])
+            )
+            for mode, setting in MODES.items()
+        }
+        clocks = {mode: ModelClock(trainer) for mode, trainer in trainers.items()}
+        for index in range(steps + 1):
+            for mode, trainer in trainers.items():
+                trainer.train_step()
+                taken = {**trainer.timer.take(), **{f"model/{k}": v for k, v in clocks[mode].take().items()}}
+                if index > 0:  # the first step warms up
+                    samples[mode].append(taken)
+    return samples
+
+
+def summarise(samples: dict[str, list[dict[str, float]]]) -> dict:
+    """Medians per stage, and the ratios."""
+    stages = {
+        mode: {s: statistics.median(row[f"timing_s/{s}"] for row in rows) for s in (*STAGES, "step")}
+        for mode, rows in samples.items()
+    }
+    shares = {
+        mode: statistics.median(
+            sum(v for k, v in row.items() if k.startswith("model/")) / row["timing_s/step"] for row in rows
+        )
+        for mode, rows in samples.items()
+    }
+    pairs = list(zip(samples["bypass"], samples["decoupled"], strict=True))
+    return {
+        "median_seconds": stages,
+        "model_compute_share": shares,
+        "bypass_over_decoupled": statistics.median(b["timing_s/step"] / d["timing_s/step"] for b, d in pairs),
+        "score_share_of_decoupled_step": statistics.median(d["timing_s/score"] / d["timing_s/step"] for _, d in pairs),
+        "correct_share_of_decoupled_step": statistics.median(
+            d["timing_s/correct"] / d["timing_s/step"] for _, d in pairs
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=15, help="pairs of steps")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for both modes")
+    arguments = parser.parse_args()
+    result = {"machine": describe(), **summarise(measure(arguments.steps, arguments.overrides))}
+    print(f"{'stage':10} {'bypass':>10} {'decoupled':>10}   seconds, median of {arguments.steps} steps")
+    for stage in (*STAGES, "step"):
+        values = (result["median_seconds"][mode][stage] for mode in MODES)
+        print(f"{stage:10} " + " ".join(f"{v:10.4f}" for v in values))
+    print(
+        "model compute, share of the step: "
+        + ", ".join(f"{m} {s:.1%}" for m, s in result["model_compute_share"].items())
+    )
+    print(f"step time, bypass over decoupled: {result['bypass_over_decoupled']:.3f}")
+    print(f"scoring pass, share of a decoupled step: {result['score_share_of_decoupled_step']:.1%}")
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The house: which package may import which. An arrow that runs up the floors fails here."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
+BASE = {"lazy", "paths", "checks"}
+
+ALLOWED = {
+    "correction": set(),
+    "sde": set(),
+    "loss": {"correction", "sde"},
+    "batch": {"correction", "sde"},
+    "models": BASE,
+    "actor": {"correction", "sde", "loss", "batch", "models", *BASE},
+    "rollout": {"correction", "sde", "loss", "batch", "models", *BASE},
+    "rewards": set(),
+    "data": {"rewards"},
+    "integrations": {"correction", "sde", "loss", "batch"},
+}
+ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
+ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
+
+TORCH_ONLY = {"torch", "jaxtyping", "yaml", "typing_extensions"}
+
+
+def imports_of(path):
+    """Full names of everything a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield str(node.module)
+            if node.module == "flowgrpo_rc":
+                yield from (f"flowgrpo_rc.{alias.name}" for alias in node.names)
+
+
+def files_of(floor):
+    single = PACKAGE / f"{floor}.py"
+    return [single] if single.is_file() else sorted((PACKAGE / floor).glob("*.py"))
+
+
+@pytest.mark.parametrize("floor", sorted(ALLOWED))
+def test_imports_run_down_the_floors(floor):
+    assert files_of(floor)
+    own = {floor, "__version__"}
+    for path in files_of(floor):
+        rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("flowgrpo_rc.")}
+        assert rooms <= ALLOWED[floor] | own, f"{path.name} imports {sorted(rooms - ALLOWED[floor] - own)}"
+
+
+@pytest.mark.parametrize("floor", ["correction", "sde"])
+def test_first_floor_needs_torch_alone(floor):
+    for path in files_of(floor):
+        foreign = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"flowgrpo_rc"}
+        assert foreign <= TORCH_ONLY, f"{path.name} imports {sorted(foreign - TORCH_ONLY)}"
+
+
+def test_nothing_imports_the_integrations():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "integrations":
+            assert not any(name.startswith("flowgrpo_rc.integrations") for name in imports_of(path)), path

@@ -1,0 +1,112 @@
+"""What people look at: metrics lines, plots, grids, the closing table."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowgrpo_rc.trainer.logging import RunLogger
+from flowgrpo_rc.trainer.plots import series, write_plots
+from flowgrpo_rc.trainer.run_folder import RunFolder
+from flowgrpo_rc.trainer.samples import Sample, save_grid, stack_pictures
+
+ROW = {
+    "reward/mean": 0.5,
+    "actor/pg_clipfrac": 0.1,
+    "actor/pg_clipfrac_first": 0.0,
+    "actor/ppo_kl": 1e-5,
+    "actor/log_ratio_abs_mean_first": 2e-4,
+    "actor/ratio_deviation_first": 1e-3,
+}
+
+
+class OneProcess:
+    """As much of an accelerator as the logger talks to."""
+
+    is_main_process = True
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, metrics, step):
+        self.logged.append((step, metrics))
+
+    def end_training(self):
+        pass
+
+
+def test_lines_after_a_resume_point_are_forgotten(tmp_path):
+    folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
+    for step in range(4):
+        folder.append({"step": step, "x": step / 2})
+    with folder.metrics.open("a") as handle:
+        handle.write('{"step": 4, "x"')  # cut off by a kill
+    assert [r["step"] for r in folder.rows()] == [0, 1, 2, 3]
+    folder.forget_after(2)
+    folder.append({"step": 3, "x": 7})
+    assert [json.loads(line)["x"] for line in folder.metrics.read_text().splitlines()] == [0.0, 0.5, 1.0, 7]
+
+
+def test_fresh_folders_number_on(tmp_path):
+    for expected in ("run", "run-2", "run-3"):
+        folder = RunFolder.open(str(tmp_path / "run"), fresh=True)
+        folder.append({"step": 0})
+        assert folder.root.name == expected
+
+
+def test_non_finite_metrics_stop_the_run_and_are_not_written(tmp_path):
+    folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
+    logger = RunLogger(folder, OneProcess(), [], total_steps=2)
+    with pytest.raises(ValueError, match="step 1: non-finite metrics: actor/loss, reward/mean"):
+        logger.log(1, {"reward/mean": float("nan"), "actor/loss": float("inf"), "x": 1.0})
+    assert folder.rows() == []
+
+
+def test_terminal_shows_reward_kl_and_gap(tmp_path, capsys):
+    folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
+    logger = RunLogger(folder, OneProcess(), ["console"], total_steps=2)
+    logger.log(1, {**ROW, "val/reward/mean": 0.625})
+    logger.log(2, ROW)
+    logger.summary(folder.rows(), ["a.png"])
+    shown = capsys.readouterr().out
+    assert "step 1/2  reward 0.500  held-out 0.625  kl +1.0e-05  clipped 10%  gap 2.0e-04" in shown
+    assert "held-out reward" in shown
+    assert "a.png" in shown
+
+
+def test_series_takes_the_first_name_a_row_has():
+    rows = [{"step": 1, "a": 1.0}, {"step": 2, "b": 2.0}, {"step": 3}]
+    assert series(rows, "a", "b") == ([1, 2], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+def test_plots_are_pictures_with_something_in_them(tmp_path, rows):
+    folder = RunFolder.open(str(tmp_path), fresh=False)
+    for step in range(1, rows + 1):
+        folder.append({"step": step, **ROW, "reward/mean": step / 30})
+    written = write_plots(folder, clip_ratio=1e-3)
+    assert [p.name for p in written] == [
+        "reward.png",
+        "clip_fraction.png",
+        "log_prob_gap.png",
+        "rejected_fraction.png",
+        "overview.png",
+    ]
+    for path in written:
+        pixels = np.asarray(Image.open(path).convert("L"))
+        assert pixels.min() < 100
+        assert pixels.max() == 255
+
+
+def test_grid_shows_every_image_in_its_place(tmp_path):
+    colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+    samples = [Sample(np.full((32, 32, 3), c, np.uint8), f"prompt {i}", 1.0, "42") for i, c in enumerate(colours)]
+    save_grid(tmp_path / "grid.png", [("step 0", samples)], columns=2)
+    picture = np.asarray(Image.open(tmp_path / "grid.png"))
+    cell, step = 96, 104
+    for i, colour in enumerate(colours):
+        y, x = 8 + 26 + (i // 2) * (cell + 34 + 8) + 48, 8 + (i % 2) * step + 48
+        assert tuple(picture[y, x]) == colour
+    stack_pictures(tmp_path / "both.png", [tmp_path / "grid.png"] * 2)
+    assert Image.open(tmp_path / "both.png").size == (picture.shape[1], 2 * picture.shape[0])
