@@ -99,23 +99,6 @@ def test_prompt_lists_split_the_hundred_numbers():
     assert sorted(train + test) == ALL_PROMPTS
 
 
-def test_single_frame_convolutions_change_nothing(pipeline, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    from training import single_frame_convolutions
-
-    image = torch.rand(2, 3, 1, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    with torch.no_grad():
-        latents = pipeline.vae.encode(image).latent_dist.mode()
-        decoded = pipeline.vae.decode(latents).sample
-        with single_frame_convolutions():
-            fast_latents = pipeline.vae.encode(image).latent_dist.mode()
-            fast_decoded = pipeline.vae.decode(latents).sample
-        after = pipeline.vae.decode(latents).sample
-    torch.testing.assert_close(fast_latents, latents, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(fast_decoded, decoded, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(after, decoded, rtol=0, atol=0)
-
-
 @pytest.mark.slow
 def test_build_script_runs_and_repeats(tmp_path):
     builds = [

@@ -1,19 +1,18 @@
 """Training of the two parts that learn: the VAE on pictures, then the transformer on the VAE's latents."""
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from flowgrpo_rc.models.single_frame import use_2d_convolutions_for_one_frame
 
 LOG_EVERY = 100
 
@@ -32,28 +31,6 @@ class Settings:
     flow_batch_size: int
     flow_learning_rate: float
     flow_ema_decay: float
-
-
-@contextlib.contextmanager
-def single_frame_convolutions() -> Iterator[None]:
-    """Let causal 3-D convolutions over a single frame run as 2-D ones, inside this context only.
-
-    A causal convolution pads the past with zeros, so for one frame only the kernel's last time slice acts.
-    The result is the same to rounding and about ten times faster on a CPU.
-    """
-    original = QwenImageCausalConv3d.forward
-
-    def forward(self: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-        if x.shape[2] != 1 or cache_x is not None or self.stride != (1, 1, 1):
-            return original(self, x, cache_x)
-        padding = (self._padding[2], self._padding[0])
-        return F.conv2d(x[:, :, 0], self.weight[:, :, -1], self.bias, padding=padding).unsqueeze(2)
-
-    QwenImageCausalConv3d.forward = forward
-    try:
-        yield
-    finally:
-        QwenImageCausalConv3d.forward = original
 
 
 def round_to_half(module: nn.Module) -> None:
@@ -105,22 +82,22 @@ def train_vae(
     optimizer = torch.optim.Adam(vae.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
     progress = Progress("vae", steps)
+    use_2d_convolutions_for_one_frame(vae)
     vae.train()
-    with single_frame_convolutions():
-        for _ in range(steps):
-            batch = images[torch.randint(len(images), (batch_size,), generator=generator)]
-            posterior = encode(vae, batch)
-            noise = torch.randn(posterior.mean.shape, generator=generator)
-            latents = posterior.mean + posterior.std * noise
-            decoded = vae.decoder(vae.post_quant_conv(latents))[:, :, 0]
-            kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
-            loss = F.mse_loss(decoded, batch) + 0.1 * F.l1_loss(decoded, batch) + 1e-3 * kl
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            progress.update(loss.item())
+    for _ in range(steps):
+        batch = images[torch.randint(len(images), (batch_size,), generator=generator)]
+        posterior = encode(vae, batch)
+        noise = torch.randn(posterior.mean.shape, generator=generator)
+        latents = posterior.mean + posterior.std * noise
+        decoded = vae.decoder(vae.post_quant_conv(latents))[:, :, 0]
+        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
+        loss = F.mse_loss(decoded, batch) + 0.1 * F.l1_loss(decoded, batch) + 1e-3 * kl
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress.update(loss.item())
     vae.eval().requires_grad_(False)
     round_to_half(vae)
     latents = encode_all(vae, images)
@@ -132,8 +109,7 @@ def train_vae(
 @torch.no_grad()
 def encode_all(vae: AutoencoderKLQwenImage, images: Float[Tensor, "N 3 H W"]) -> Float[Tensor, "N C h w"]:
     """The posterior means of all pictures, not normalised."""
-    with single_frame_convolutions():
-        return torch.cat([encode(vae, batch).mode()[:, :, 0] for batch in images.split(256)])
+    return torch.cat([encode(vae, batch).mode()[:, :, 0] for batch in images.split(256)])
 
 
 def normalised_tokens(vae: AutoencoderKLQwenImage, images: Float[Tensor, "N 3 H W"]) -> Float[Tensor, "N L D"]:

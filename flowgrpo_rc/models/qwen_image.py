@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.base import Conditioning, Prompts, Schedule
-from flowgrpo_rc.models.single_frame import decode_single_frames_in_2d
+from flowgrpo_rc.models.single_frame import use_2d_convolutions_for_one_frame
 
 
 class QwenImage:
@@ -26,7 +26,7 @@ class QwenImage:
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
-        decode_single_frames_in_2d(pipe.vae)
+        use_2d_convolutions_for_one_frame(pipe.vae)
 
     @property
     def transformer(self) -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def decode_single_frames_in_2d(vae: nn.Module) -> int:
+def use_2d_convolutions_for_one_frame(vae: nn.Module) -> int:
     """Let this VAE's causal convolutions take the short way for one frame; returns how many do.
 
     Parameters stay where they are, so saving and loading are unaffected; several frames, or a cache of earlier
