@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint unit install clean
+.PHONY: demo test lint unit gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
@@ -18,6 +18,11 @@ lint: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# On a machine with a CUDA device: the tests that need one, and the benchmarks, with their figures.
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	$(BIN)/python benchmarks/step_time.py --out benchmarks/results/step_time_gpu.json trainer.device=auto
 
 install: $(STAMP)
 

@@ -52,22 +52,26 @@ class RunLogger:
 
     def close(self) -> None:
         """Close the progress bar and the trackers."""
+        self._stop_progress()
+        self._accelerator.end_training()
+
+    def _stop_progress(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        self._accelerator.end_training()
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
-        note = _note(metrics)
+        note, validated = _note(metrics), "val/reward/mean" in metrics
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
-        elif step == self._total or step % max(1, self._total // 20) == 0 or "val/reward/mean" in metrics:
+        if validated or (self._progress is None and step % max(1, self._total // 20) == 0):
             self._console.print(f"step {step}/{self._total}  {note}")
 
     def summary(self, rows: list[dict[str, Any]], files: list[str]) -> None:
         """The closing table: what changed, what to worry about, what to open next."""
         from rich.table import Table
 
+        self._stop_progress()
         table = Table(title=f"Run {self._folder.root}", show_header=True)
         for column in ("", "first", "last"):
             table.add_column(column, justify="left" if not column else "right")

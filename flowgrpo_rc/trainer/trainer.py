@@ -195,11 +195,11 @@ class FlowGRPOTrainer:
                         self.save()
                 with self.timer("log"):
                     self.logger.log(self.step, metrics | self.timer.take())
+            self._finish()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self.logger.close()
-        self._finish()
         return self.folder
 
     def conditioning(self, prompts: list[PromptRecord], true_cfg_scale: float) -> Conditioning:

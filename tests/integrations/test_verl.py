@@ -60,7 +60,9 @@ def test_agrees_with_verl_on_random_configurations(block: int) -> None:
         _check_metrics(actual[2], exact[2], 2e-6, about, exact=True)
 
 
-def _check_metrics(actual: dict[str, float], expected: dict[str, float], absolute: float, about: str, *, exact: bool) -> None:
+def _check_metrics(
+    actual: dict[str, float], expected: dict[str, float], absolute: float, about: str, *, exact: bool
+) -> None:
     for name, value in expected.items():
         assert math.isfinite(actual[name])
         if name.endswith("eff_sample_size") and value > 1.0 or not math.isfinite(value):
