@@ -22,7 +22,7 @@ class RunFolder:
     def open(cls, root: str, *, fresh: bool) -> "RunFolder":
         """The folder at ``root``; with ``fresh`` a new one beside it (``root-2``, ``root-3``...) if it is in use."""
         path, number = Path(root), 1
-        while fresh and (path / "metrics.jsonl").exists():
+        while fresh and (path / "metrics.jsonl").is_file() and (path / "metrics.jsonl").stat().st_size > 0:
             number += 1
             path = Path(f"{root}-{number}")
         path.mkdir(parents=True, exist_ok=True)
@@ -53,6 +53,8 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop the lines of later steps: a run resumed at ``step`` writes them again."""
+        if not self.metrics.is_file():
+            return
         kept = [row for row in self.rows() if row["step"] <= step]
         temporary = self.metrics.with_suffix(".writing")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
