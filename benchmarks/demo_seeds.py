@@ -68,7 +68,7 @@ def tesseract(image) -> str:
     grey = image.convert("L")
     large = grey.resize((grey.width * 4, grey.height * 4), Image.Resampling.LANCZOS)
     with tempfile.NamedTemporaryFile(suffix=".png") as file:
-        ImageOps.expand(large, 40, fill=max(large.getdata())).save(file.name)
+        ImageOps.expand(large, 40, fill=large.getextrema()[1]).save(file.name)
         command = ["tesseract", file.name, "-", "--psm", "7", "-c", "tessedit_char_whitelist=0123456789"]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 

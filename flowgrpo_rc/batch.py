@@ -113,7 +113,8 @@ def _require(data: MutableMapping[str, Tensor], keys: tuple[str, ...], purpose: 
 def _check_shapes(old: Tensor, rollout: Tensor) -> None:
     if old.shape != rollout.shape:
         raise ValueError(
-            f"{OLD_LOG_PROBS} has shape {tuple(old.shape)}, but {ROLLOUT_LOG_PROBS} has {tuple(rollout.shape)}."
+            f"{OLD_LOG_PROBS} and {ROLLOUT_LOG_PROBS} must have identical shapes, got {tuple(old.shape)} and "
+            f"{tuple(rollout.shape)}."
         )
     if old.dim() != 2:
         raise ValueError(f"log-probs of a diffusion batch are (B, W): images by SDE steps; got {tuple(old.shape)}.")

@@ -13,7 +13,6 @@ the batch (``apply_rollout_correction_to_diffusion_batch``).
 """
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +22,14 @@ from torch import Tensor
 from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.loss.metrics import LossMetrics
 from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, ppo_clip, reinforce
+
+
+@runtime_checkable
+class TensorMapping(Protocol):
+    """A dict of tensors, a ``TensorDict``, or anything else with keys."""
+
+    def keys(self) -> Any: ...
+    def __getitem__(self, name: str, /) -> Any: ...
 
 
 @runtime_checkable
@@ -64,8 +71,8 @@ class LossSums(NamedTuple):
 
 def diffusion_loss(
     config: ActorLossConfig,
-    model_output: Mapping[str, Tensor],
-    data: Mapping[str, Any],
+    model_output: TensorMapping,
+    data: TensorMapping,
     dp_group: object | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
     """Mean loss of one batch and its metrics.
@@ -75,7 +82,7 @@ def diffusion_loss(
         model_output: ``log_probs`` ``(B,)`` (one SDE step) or ``(B, W)`` (the window), with gradient. With
             ``use_kl_loss`` also ``transition_means`` and ``ref_transition_means`` (log-prob shape + latents)
             and ``transition_stds`` (log-prob shape).
-        data: ``old_log_probs`` (bypass mode falls back to ``rollout_log_probs`` and needs one of them),
+        data: ``old_log_probs`` (bypass mode: ``rollout_log_probs``, or what was put into ``old_log_probs`` for it),
             ``advantages`` ``(B,)`` or the shape of the log-probs; decoupled correction adds
             ``rollout_is_weights`` and ``rollout_keep``; ``timesteps`` gives the per-timestep gap metrics.
             Not modified.
@@ -103,9 +110,7 @@ def diffusion_loss(
     return loss, metrics
 
 
-def diffusion_loss_sums(
-    config: ActorLossConfig, model_output: Mapping[str, Tensor], data: Mapping[str, Any]
-) -> LossSums:
+def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossSums:
     """The loss of ``diffusion_loss`` before its division: see ``LossSums``."""
     log_prob = _get(model_output, "log_probs", "model_output")
     rc = config.rollout_correction
@@ -146,15 +151,15 @@ def diffusion_loss_sums(
 
 
 def _bypass_correction(
-    rc: RolloutCorrectionConfig, log_prob: Tensor, data: Mapping[str, Any], old_log_prob: Tensor
+    rc: RolloutCorrectionConfig, log_prob: Tensor, data: TensorMapping, old_log_prob: Tensor
 ) -> RolloutCorrection:
-    rollout = _optional(data, "rollout_log_probs")
-    rollout = old_log_prob if rollout is None else rollout
-    return compute_rollout_correction(log_prob.detach(), rollout, config=rc, timesteps=_optional(data, "timesteps"))
+    return compute_rollout_correction(
+        log_prob.detach(), old_log_prob, config=rc, timesteps=_optional(data, "timesteps")
+    )
 
 
 def _decoupled_correction(
-    data: Mapping[str, Any], log_prob: Tensor
+    data: TensorMapping, log_prob: Tensor
 ) -> tuple[Float[Tensor, "..."] | None, Bool[Tensor, "..."] | None]:
     weights, keep = _optional(data, "rollout_is_weights"), _optional(data, "rollout_keep")
     for name, value in (("rollout_is_weights", weights), ("rollout_keep", keep)):
@@ -174,7 +179,7 @@ def _denominator(rc: RolloutCorrectionConfig, keep: Tensor | None, log_prob: Ten
     return torch.full((), log_prob.numel(), dtype=log_prob.dtype, device=log_prob.device)
 
 
-def _kl_sum(model_output: Mapping[str, Tensor], keep: Tensor | None, log_prob: Tensor) -> Float[Tensor, ""]:
+def _kl_sum(model_output: TensorMapping, keep: Tensor | None, log_prob: Tensor) -> Float[Tensor, ""]:
     names = ("transition_means", "ref_transition_means", "transition_stds")
     mean, ref_mean, std = (_get(model_output, name, "model_output (use_kl_loss=true)") for name in names)
     if log_prob.dim() == 1:
@@ -183,11 +188,11 @@ def _kl_sum(model_output: Mapping[str, Tensor], keep: Tensor | None, log_prob: T
     return (kl if keep is None else torch.where(keep, kl, 0.0)).sum()
 
 
-def _old_log_prob(data: Mapping[str, Any], log_prob: Tensor, *, bypass: bool) -> Tensor:
-    names = ("old_log_probs", "rollout_log_probs") if bypass else ("old_log_probs",)
+def _old_log_prob(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
+    names = ("rollout_log_probs", "old_log_probs") if bypass else ("old_log_probs",)
     name = next((n for n in names if _optional(data, n) is not None), None)
     if name is None:
-        raise ValueError(f"data lacks {' and '.join(names)}; it holds: {', '.join(sorted(map(str, data.keys())))}")
+        raise ValueError(f"data lacks {' or '.join(names)}; it holds: {', '.join(sorted(map(str, data.keys())))}")
     if data[name].shape != log_prob.shape:
         raise ValueError(
             f"{name} has shape {tuple(data[name].shape)} but log_probs has {tuple(log_prob.shape)}; they must agree"
@@ -195,7 +200,7 @@ def _old_log_prob(data: Mapping[str, Any], log_prob: Tensor, *, bypass: bool) ->
     return data[name]
 
 
-def _advantages(data: Mapping[str, Any], log_prob: Tensor, clip: float) -> Tensor:
+def _advantages(data: TensorMapping, log_prob: Tensor, clip: float) -> Tensor:
     """Clamped to ``+-clip`` and broadcast from one an image to one a step."""
     advantages = _get(data, "advantages", "data")
     if advantages.shape != log_prob.shape:
@@ -208,11 +213,11 @@ def _advantages(data: Mapping[str, Any], log_prob: Tensor, clip: float) -> Tenso
     return torch.clamp(advantages.detach(), -clip, clip)
 
 
-def _optional(mapping: Mapping[str, Any], name: str) -> Tensor | None:
+def _optional(mapping: TensorMapping, name: str) -> Tensor | None:
     return mapping[name] if name in mapping.keys() else None  # noqa: SIM118  (a TensorDict refuses plain ``in``)
 
 
-def _get(mapping: Mapping[str, Any], name: str, where: str) -> Tensor:
+def _get(mapping: TensorMapping, name: str, where: str) -> Tensor:
     value = _optional(mapping, name)
     if value is None:
         raise ValueError(f"{where} lacks {name!r}; it holds: {', '.join(sorted(map(str, mapping.keys())))}")

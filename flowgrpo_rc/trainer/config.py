@@ -90,7 +90,7 @@ class TrainerConfig:
     max_actor_ckpt_to_keep: int | None = None
     """Keep this many checkpoints, the newest; null: all."""
 
-    log_val_generations: int = 16
+    log_val_generations: int = 12
     """Validation images in the sample grids."""
 
     seed: int = 42

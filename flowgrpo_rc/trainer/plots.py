@@ -40,7 +40,7 @@ def write_plots(folder: RunFolder, clip_ratio: float) -> list[Path]:
         figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
         draw(axes)
         written.append(_save(figure, folder.plots / f"{name}.png"))
-    figure, grid = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(10.5, 6.6), layout="constrained")
     for axes, draw in zip(grid.flat, panels.values(), strict=True):
         draw(axes)
     written.append(_save(figure, folder.plots / "overview.png"))

@@ -10,11 +10,11 @@ TIMING_PREFIXES = ("timing_s/", "perf/")
 
 
 class RunFolder:
-    """``config.yaml``, ``metrics.jsonl``, ``samples/``, ``plots/``, ``checkpoints/`` and ``lora/`` of one run."""
+    """Of one run: ``summary.png``, ``config.yaml``, ``metrics.jsonl``, ``samples/``, ``plots/``, ``checkpoints/``, ``lora/``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.metrics = root / "metrics.jsonl"
+        self.metrics, self.summary = root / "metrics.jsonl", root / "summary.png"
         self.samples, self.plots = root / "samples", root / "plots"
         self.checkpoints, self.lora = root / "checkpoints", root / "lora"
 

@@ -19,7 +19,7 @@ class Sample:
     """What an OCR reward read."""
 
 
-def save_grid(path: Path, rows: Sequence[tuple[str, Sequence[Sample]]], columns: int = 8) -> None:
+def save_grid(path: Path, rows: Sequence[tuple[str, Sequence[Sample]]], columns: int = 12) -> None:
     """Write one PNG with a titled block of captioned images per entry of ``rows``."""
     from PIL import Image, ImageDraw, ImageFont
 
@@ -50,14 +50,14 @@ def save_grid(path: Path, rows: Sequence[tuple[str, Sequence[Sample]]], columns:
 
 
 def stack_pictures(path: Path, pictures: Sequence[Path]) -> None:
-    """Write one PNG with ``pictures`` below each other."""
+    """Write one PNG with ``pictures`` below each other, centred."""
     from PIL import Image
 
     images = [Image.open(p).convert("RGB") for p in pictures]
     canvas = Image.new("RGB", (max(i.width for i in images), sum(i.height for i in images)), "white")
     top = 0
     for image in images:
-        canvas.paste(image, (0, top))
+        canvas.paste(image, ((canvas.width - image.width) // 2, top))
         top += image.height
     canvas.save(path)
 

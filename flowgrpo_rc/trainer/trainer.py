@@ -298,18 +298,19 @@ class FlowGRPOTrainer:
         """The final adapter, the plots, the before/after picture and the closing table."""
         if self._main:
             save_lora(self.run.model, self.run.actor.transformer, self.folder.lora)
-            files = [str(self.folder.lora / "pytorch_lora_weights.safetensors"), str(self.folder.metrics)]
-            rows = self.folder.rows()
+            rows, pictures = self.folder.rows(), []
             if any("reward/mean" in row for row in rows):
-                loss = self.config.actor_rollout_ref.actor.diffusion_loss
-                plots = write_plots(self.folder, loss.clip_ratio)
-                files.insert(0, str(plots[-1]))
+                clip_ratio = self.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
+                pictures.append(write_plots(self.folder, clip_ratio)[-1])
             grids = sorted(self.folder.samples.glob("step_*.png"))
             if len(grids) > 1:
-                picture = self.folder.samples / "before_after.png"
-                stack_pictures(picture, [grids[0], grids[-1]])
-                files.insert(0, str(picture))
-            self.logger.summary(rows, files)
+                pictures.append(self.folder.samples / "before_after.png")
+                stack_pictures(pictures[-1], [grids[0], grids[-1]])
+            if pictures:
+                stack_pictures(self.folder.summary, pictures)
+                pictures.insert(0, self.folder.summary)
+            adapter = self.folder.lora / "pytorch_lora_weights.safetensors"
+            self.logger.summary(rows, [str(p) for p in (*pictures, self.folder.metrics, adapter)])
         self.run.engine.close()
         self.accelerator.wait_for_everyone()
 

@@ -54,6 +54,7 @@ def test_run_folder_holds_what_it_promises(small_config):
     stages = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
     assert all(timings[f"timing_s/{stage}"] >= 0 for stage in stages)
     expected = (
+        "summary.png",
         "config.yaml",
         "checkpoints/latest",
         "checkpoints/step_1/trainer_state.json",
