@@ -10,7 +10,7 @@ TIMING_PREFIXES = ("timing_s/", "perf/")
 
 
 class RunFolder:
-    """Of one run: ``summary.png``, ``config.yaml``, ``metrics.jsonl``, ``samples/``, ``plots/``, ``checkpoints/``, ``lora/``."""
+    """One run: ``summary.png``, ``config.yaml``, ``metrics.jsonl``, samples, plots, checkpoints and the final LoRA."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
