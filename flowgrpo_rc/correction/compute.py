@@ -13,7 +13,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.kernel import Block
-from flowgrpo_rc.correction.metrics import PREFIX, metrics_from_moments
+from flowgrpo_rc.correction.metrics import metrics_from_moments
 from flowgrpo_rc.correction.moments import Moments, moments_of_rows
 from flowgrpo_rc.correction.thresholds import CorrectionPlan, ImportanceSampling, ThresholdSpec, make_plan
 
@@ -103,9 +103,7 @@ def compute_rollout_correction(
     dp_group: Any = None,
 ) -> RolloutCorrection:
     """`compute_rollout_correction_and_rejection_mask` with the options of a configuration."""
-    return run_plan(
-        log_prob, rollout_log_prob, mask, plan=config.plan(), timesteps=timesteps, dp_group=dp_group
-    )
+    return run_plan(log_prob, rollout_log_prob, mask, plan=config.plan(), timesteps=timesteps, dp_group=dp_group)
 
 
 def compute_rollout_correction_weights(
@@ -224,9 +222,7 @@ def _run_blocks(
     names: tuple[str, ...] = ()
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        names, table = _run_block(
-            p[part], q[part], m if m is None else m[part], plan, dtype, weights, kept, part
-        )
+        names, table = _run_block(p[part], q[part], m if m is None else m[part], plan, dtype, weights, kept, part)
         tables.append(table)
     return weights, kept, names, tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
 

@@ -65,9 +65,7 @@ class RolloutCorrectionConfig(Presets):
                 f"got {self.rejection_normalization!r}."
             )
         if self.loss_type == "reinforce" and not self.bypass_mode:
-            raise ValueError(
-                "loss_type='reinforce' needs bypass_mode=True: it has no proximal policy pi_old."
-            )
+            raise ValueError("loss_type='reinforce' needs bypass_mode=True: it has no proximal policy pi_old.")
         if self.rollout_is is None:
             parse_is_threshold(self.rollout_is_threshold, self.rollout_is_mode)
         if self.rollout_token_veto_threshold is not None:

@@ -41,9 +41,7 @@ def to_canonical(values: Mapping[str, Any], known: Iterable[str]) -> dict[str, A
     if values.get("rollout_rs") in _LEGACY_RS:
         legacy.append("rollout_rs")
     if slime and legacy:
-        raise ValueError(
-            f"Keys of two dialects: {', '.join(slime)} (slime) and {', '.join(legacy)} (legacy verl)."
-        )
+        raise ValueError(f"Keys of two dialects: {', '.join(slime)} (slime) and {', '.join(legacy)} (legacy verl).")
     if slime:
         canonical = _from_slime(values)
         _warn("slime", slime, canonical)
@@ -64,9 +62,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
 def slime_file_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """The rollout-correction keys of a slime YAML file: dashes become underscores, a `mis_` prefix goes."""
     keys = {str(k).replace("-", "_"): v for k, v in content.items()}
-    return {
-        (k.removeprefix("mis_") if k.removeprefix("mis_") in _SLIME_KEYS else k): v for k, v in keys.items()
-    }
+    return {(k.removeprefix("mis_") if k.removeprefix("mis_") in _SLIME_KEYS else k): v for k, v in keys.items()}
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -78,9 +74,7 @@ def _refuse_unknown(values: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 def _warn(dialect: str, keys: list[str], canonical: Mapping[str, Any]) -> None:
     form = ", ".join(f"{k}={'null' if v is None else v}" for k, v in canonical.items())
-    warnings.warn(
-        f"{dialect} keys ({', '.join(keys)}) were translated; the canonical form is: {form}", stacklevel=4
-    )
+    warnings.warn(f"{dialect} keys ({', '.join(keys)}) were translated; the canonical form is: {form}", stacklevel=4)
 
 
 def _from_legacy(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,14 +60,8 @@ def _algorithm(config: RolloutCorrectionConfig) -> str:
         parts.append("rejection sampling")
     extras = " with " + " and ".join(parts) if parts else ""
     if not config.bypass_mode:
-        return (
-            f"decoupled PPO{extras}"
-            if extras
-            else "PPO against pi_old; the rollout gap is measured, not corrected"
-        )
-    return (
-        f"off-policy REINFORCE{extras}" if config.loss_type == "reinforce" else f"PPO in bypass mode{extras}"
-    )
+        return f"decoupled PPO{extras}" if extras else "PPO against pi_old; the rollout gap is measured, not corrected"
+    return f"off-policy REINFORCE{extras}" if config.loss_type == "reinforce" else f"PPO in bypass mode{extras}"
 
 
 def _policies(config: RolloutCorrectionConfig) -> str:
@@ -117,11 +111,7 @@ def _rejected(config: RolloutCorrectionConfig) -> str:
         parts.append(f"rows with one ratio {_ratio(config)} below {math.exp(plan.log_veto):g} (veto)")
     if not parts:
         return "nothing"
-    share = (
-        "they stay in the denominator"
-        if config.rejection_normalization == "all"
-        else "they leave the denominator"
-    )
+    share = "they stay in the denominator" if config.rejection_normalization == "all" else "they leave the denominator"
     return "; ".join(parts) + f"; on the diffusion path {share} of the mean"
 
 
@@ -130,9 +120,7 @@ def _criterion(c: Criterion, ratio: str) -> str:
     if c.statistic == "k1":
         low, high = math.exp(c.lower), math.exp(c.upper)
         return f"{unit} whose {_ROW_RATIOS[c.aggregate]} {ratio} is outside [{low:g}, {high:g}] ({c.name})"
-    return (
-        f"{unit} where {_STATISTICS[c.statistic]}, {_AGGREGATES[c.aggregate]}, exceeds {c.upper:g} ({c.name})"
-    )
+    return f"{unit} where {_STATISTICS[c.statistic]}, {_AGGREGATES[c.aggregate]}, exceeds {c.upper:g} ({c.name})"
 
 
 def _cost(config: RolloutCorrectionConfig) -> str:
@@ -187,20 +175,14 @@ def _never_binding(config: RolloutCorrectionConfig) -> list[str]:
     found = []
     spec = plan.importance
     if spec is not None and math.log(spec.upper) >= SAFETY_BOUND:
-        found.append(
-            f"rollout_is_threshold: the upper bound {spec.upper:g} can never bind; ratios end at exp(20)."
-        )
+        found.append(f"rollout_is_threshold: the upper bound {spec.upper:g} can never bind; ratios end at exp(20).")
     if plan.log_veto is not None and plan.log_veto >= 0:
-        found.append(
-            "rollout_token_veto_threshold of 1 or more rejects rows with any ratio below it: usually all."
-        )
+        found.append("rollout_token_veto_threshold of 1 or more rejects rows with any ratio below it: usually all.")
     for c in plan.criteria:
         if _out_of_reach(c):
             found.append(f"the threshold of {c.name} can never bind: log ratios are clamped to +-20.")
         elif c.statistic == "k1" and not c.lower <= 0.0 <= c.upper:
-            found.append(
-                f"the band of {c.name} excludes a ratio of 1: it rejects samples without any mismatch."
-            )
+            found.append(f"the band of {c.name} excludes a ratio of 1: it rejects samples without any mismatch.")
         elif c.aggregate in ("token", "seq_mean") and _wide(c):
             found.append(
                 f"the threshold of {c.name} is wide for SDE steps, whose log-probs are means over latent dimensions "

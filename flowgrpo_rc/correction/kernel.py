@@ -175,15 +175,13 @@ class Block:
         self._sums.add(f"{c.name}/in", inside)
         self._sums.add(f"{c.name}/in2", torch.mul(inside, inside, out=self._sums.buffer()))
 
-    def _count(
-        self, name: str, values: Tensor, *, above: float = math.inf, below: float = -math.inf
-    ) -> Tensor:
+    def _count(self, name: str, values: Tensor, *, above: float = math.inf, below: float = -math.inf) -> Tensor:
         """Counts valid elements with `values > above` or `values < below`; returns the indicator (a buffer)."""
         if above < math.inf or below == -math.inf:
             found = torch.gt(values, above, out=self._sums.buffer())
         else:
             found = torch.lt(values, below, out=self._sums.buffer())
-        if self._valid is not None and (0.0 > above or 0.0 < below):  # invalid elements hold 0
+        if self._valid is not None and (above < 0.0 or below > 0.0):  # invalid elements hold 0
             found.mul_(self._ones)
         return self._sums.add(name, found)
 

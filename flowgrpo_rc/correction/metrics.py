@@ -84,9 +84,7 @@ def _importance(
     return out
 
 
-def _extreme_weights(
-    spec: ImportanceSampling, total: Figures, low: Figures, high: Figures
-) -> tuple[float, float]:
+def _extreme_weights(spec: ImportanceSampling, total: Figures, low: Figures, high: Figures) -> tuple[float, float]:
     """Smallest and largest weight: as applied ("token"), before the bounds ("sequence", "geometric")."""
     if spec.level != "token":
         return _safe_exp(low["is_log_ratio"]), _safe_exp(high["is_log_ratio"])
@@ -102,19 +100,13 @@ def _extreme_weights(
 
 def _divisor(spec: ImportanceSampling, total: Figures) -> float:
     """Mean applied weight: over elements ("token") or rows with a valid element."""
-    if spec.level == "token":
-        mean = 1.0 + total["d"] / total["n"]
-    else:
-        mean = 1.0 + total["row_d"] / total["rows"]
+    mean = 1.0 + total["d"] / total["n"] if spec.level == "token" else 1.0 + total["row_d"] / total["rows"]
     return mean if mean > 1e-8 else 1.0
 
 
 def _criterion(c: Criterion, total: Figures, low: Figures, high: Figures) -> Figures:
     n, rows, name = total["n"], total["valid_rows"], c.name
-    of = {
-        key: total.get(f"{name}/{key}", 0.0)
-        for key in ("total", "in", "in2", "row", "row2", "bad", "row_bad")
-    }
+    of = {key: total.get(f"{name}/{key}", 0.0) for key in ("total", "in", "in2", "row", "row2", "bad", "row_bad")}
     row_low, row_high = low[f"{name}/row"], high[f"{name}/row"]
     fraction_high = total[f"{name}/row_high"] / rows
     fraction_low = total.get(f"{name}/row_low", 0.0) / rows

@@ -84,9 +84,7 @@ class MetricAccumulator:
         """Forgets what was added."""
         self._moments = None
 
-    def compute(
-        self, dp_group: Any = None, *, prefix: str = "rollout_corr/", slime: bool = False
-    ) -> dict[str, float]:
+    def compute(self, dp_group: Any = None, *, prefix: str = "rollout_corr/", slime: bool = False) -> dict[str, float]:
         """Metrics of everything added, on all ranks; empty when nothing was added anywhere.
 
         With `torch.distributed` initialised this is a collective over `dp_group` (None: all ranks), so every rank

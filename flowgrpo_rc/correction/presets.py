@@ -186,9 +186,7 @@ class Presets:
 
 _REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 
-PRESET_NAMES = tuple(
-    sorted(n for n, v in vars(Presets).items() if isinstance(v, classmethod) and n[0] != "_")
-)
+PRESET_NAMES = tuple(sorted(n for n, v in vars(Presets).items() if isinstance(v, classmethod) and n[0] != "_"))
 
 
 def _seq_sum(threshold: Band) -> dict[str, Any]:

@@ -143,8 +143,7 @@ def parse_criteria(options: tuple[str, ...], spec: ThresholdSpec) -> tuple[Crite
 def mirror_k1(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
     """The same thresholds read as verl's code reads them: the k1 band applied to `-l` instead of `l`."""
     return tuple(
-        replace(c, lower=-c.upper, upper=-c.lower, mirrored=True) if c.statistic == "k1" else c
-        for c in criteria
+        replace(c, lower=-c.upper, upper=-c.lower, mirrored=True) if c.statistic == "k1" else c for c in criteria
     )
 
 
@@ -191,9 +190,7 @@ def _criterion(option: str, entry: object) -> Criterion:
     upper = parse_number(upper_text, name)
     if statistic != "k1":
         if lower_text is not None:
-            raise ValueError(
-                f"{name} is one upper bound, got {entry!r}; only k1 criteria take 'lower_upper'."
-            )
+            raise ValueError(f"{name} is one upper bound, got {entry!r}; only k1 criteria take 'lower_upper'.")
         return Criterion(option, aggregate, statistic, upper)  # pyright: ignore[reportArgumentType]
     lower = 1.0 / upper if lower_text is None else _lower_bound(lower_text, name, zero_allowed=True)
     _check_order(lower, upper, entry, name)

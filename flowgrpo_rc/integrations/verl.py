@@ -146,8 +146,7 @@ def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_c
 
     if "rollout_log_probs" not in batch.batch:
         raise ValueError(
-            "bypass_mode needs rollout_log_probs in the batch: "
-            "set actor_rollout_ref.rollout.calculate_log_probs=true."
+            "bypass_mode needs rollout_log_probs in the batch: set actor_rollout_ref.rollout.calculate_log_probs=true."
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     with open_dict(policy_loss_config):

@@ -39,7 +39,7 @@ def ppo_clip(
     (arXiv 2505.05470). Elements with ``keep=False`` have a loss of 0.
     """
     log_ratio = _select(log_prob - old_log_prob.detach(), keep)
-    ratio = torch.exp(log_ratio)
+    ratio, advantages = torch.exp(log_ratio), advantages.detach()
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
     return PolicyTerms(_weigh(loss, weights, keep), log_ratio)
@@ -58,7 +58,7 @@ def reinforce(
     ``old_log_prob`` does not enter the loss; the log ratio is returned for the metrics.
     """
     log_ratio = _select(log_prob - old_log_prob.detach(), keep)
-    loss = -advantages * (log_prob if keep is None else torch.where(keep, log_prob, 0.0))
+    loss = -advantages.detach() * (log_prob if keep is None else torch.where(keep, log_prob, 0.0))
     return PolicyTerms(_weigh(loss, weights, keep), log_ratio.detach())
 
 

@@ -70,8 +70,8 @@ class DiffusionModel(Protocol):
         """The transformer that the pipeline was loaded with."""
         ...
 
-    def check_size(self, height: int, width: int) -> None:
-        """Raise ``ValueError`` when the model cannot draw this size."""
+    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
+        """Raise ``ValueError`` when the model cannot draw this size, or with this guidance embedding."""
         ...
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:

@@ -32,12 +32,18 @@ class QwenImage:
     def transformer(self) -> Any:
         return self.pipe.transformer
 
-    def check_size(self, height: int, width: int) -> None:
+    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
         multiple = self.pipe.vae_scale_factor * 2
         if height % multiple or width % multiple:
             raise ValueError(
                 f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model draws multiples of "
                 f"{multiple} pixels"
+            )
+        distilled = bool(self.transformer.config.guidance_embeds)
+        if distilled != (guidance_scale is not None):
+            remedy = "it is guidance-distilled and needs one" if distilled else "it takes none; set it to null"
+            raise ValueError(
+                f"actor_rollout_ref.rollout.pipeline.guidance_scale: got {guidance_scale} for this model; {remedy}"
             )
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -97,8 +103,8 @@ class QwenImage:
         multiple = self.pipe.vae_scale_factor * 2
         grid = (1, conditioning.height // multiple, conditioning.width // multiple)
         guidance = None
-        if transformer.config.guidance_embeds:
-            guidance = torch.full_like(timesteps, float(conditioning.guidance_scale or 0.0))
+        if conditioning.guidance_scale is not None:
+            guidance = torch.full_like(timesteps, conditioning.guidance_scale)
         velocity = transformer(
             hidden_states=latents.to(dtype),
             timestep=timesteps.to(dtype) / 1000,

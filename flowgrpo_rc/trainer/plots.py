@@ -81,6 +81,7 @@ def _gap(axes: Any, rows: Sequence[Row], clip_ratio: float) -> None:
     axes.axhline(clip_ratio, color="black", linestyle="--", linewidth=1, label=f"clip_ratio = {clip_ratio:g}")
     if any(v > 0 for v in values):
         axes.set_yscale("log")
+    axes.margins(y=0.4)  # room for the legend
     _finish(axes, "Log-prob gap between rollout and training", "nats per latent dimension")
 
 

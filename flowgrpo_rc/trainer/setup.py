@@ -85,7 +85,7 @@ def _load(
     pipeline, algo = parts.rollout.pipeline, parts.rollout.algo
     torch.manual_seed(config.trainer.seed)
     model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
-    model.check_size(pipeline.height, pipeline.width)
+    model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
     encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
     engine = DiffusersEngine(
         model,

@@ -139,13 +139,13 @@ def loop_reinforce(log_prob, advantages, weights, keep):
 def test_objectives_equal_the_loop(shape, with_weights, with_keep):
     log_prob, old, advantages, weights, keep = random_terms(10, shape)
     given = {"weights": weights if with_weights else None, "keep": keep if with_keep else None}
-    log_prob.requires_grad_()
     expected = loop_ppo_clip(log_prob, old, advantages, *given.values(), **BAND)
-    terms = ppo_clip(log_prob, old, advantages, **BAND, **given)
-    assert_close((terms.loss.detach(), slopes(terms, log_prob)), expected)
+    variable = log_prob.clone().requires_grad_()
+    terms = ppo_clip(variable, old, advantages, **BAND, **given)
+    assert_close((terms.loss.detach(), slopes(terms, variable)), expected)
     assert 0.1 < expected[1].eq(0).double().mean() < 0.9
-    terms = reinforce(log_prob, old, advantages, **given)
-    assert_close((terms.loss.detach(), slopes(terms, log_prob)), loop_reinforce(log_prob, advantages, *given.values()))
+    terms = reinforce(variable, old, advantages, **given)
+    assert_close((terms.loss.detach(), slopes(terms, variable)), loop_reinforce(log_prob, advantages, *given.values()))
 
 
 @pytest.mark.parametrize("latent", [(5,), (2, 3, 2)])

@@ -104,10 +104,15 @@ def test_longer_prompts_pad_with_a_mask(tiny_model):
     assert_close(velocities[0], velocities[1], atol=2e-5, rtol=1e-4)
 
 
-def test_size_must_fit_the_patches(tiny_model):
-    tiny_model.check_size(32, 40)
+def test_size_must_fit_the_patches_and_guidance_the_model(tiny_model):
+    tiny_model.check_request(32, 40, None)
     with pytest.raises(ValueError, match="height=36, width=32: this model draws multiples of 8 pixels"):
-        tiny_model.check_size(36, 32)
+        tiny_model.check_request(36, 32, None)
+    with pytest.raises(ValueError, match="guidance_scale: got 3.5 for this model; it takes none"):
+        tiny_model.check_request(32, 32, 3.5)
+    tiny_model.transformer.register_to_config(guidance_embeds=True)
+    with pytest.raises(ValueError, match="guidance_scale: got None for this model; it is guidance-distilled"):
+        tiny_model.check_request(32, 32, None)
 
 
 def test_refuses_what_is_not_a_supported_pipeline(tmp_path):
