@@ -13,9 +13,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.kernel import Block
+from flowgrpo_rc.correction.layout import Layout, make_layout
 from flowgrpo_rc.correction.metrics import metrics_from_moments
-from flowgrpo_rc.correction.moments import Moments, moments_of_rows
-from flowgrpo_rc.correction.thresholds import CorrectionPlan, ImportanceSampling, ThresholdSpec, make_plan
+from flowgrpo_rc.correction.moments import Moments, moments_of_table
+from flowgrpo_rc.correction.thresholds import CorrectionPlan, ThresholdSpec, make_plan
 
 if TYPE_CHECKING:
     from flowgrpo_rc.correction.config import RolloutCorrectionConfig
@@ -168,19 +169,15 @@ def run_plan(
     grid = (shape[0], 1) if log_prob.dim() == 1 else (shape[0], shape[1])
     p, q = log_prob.detach().reshape(grid), rollout_log_prob.detach().reshape(grid)
     m = None if mask is None else mask.detach().reshape(grid)
-    weights, kept, names, table = _run_blocks(p, q, m, plan)
+    layout = make_layout(plan, torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32)
+    weights, kept, table, row_weights = _run_blocks(p, q, m, layout)
     parts = [table.flatten()]
     if weights is not None and plan.importance is not None and plan.importance.batch_normalize:
-        parts.append(_normalise(weights, names, table, plan.importance, dp_group))
+        parts.append(_normalise(weights, row_weights, layout, table, dp_group))
     if timesteps is not None:
         parts.extend(_timestep_parts(p, q, m, timesteps))
-    moments = moments_of_rows(
-        names,
-        _to_host(parts),
-        rows=shape[0],
-        plan=plan,
-        masked=m is not None,
-        count_empty_rows=count_empty_rows,
+    moments = moments_of_table(
+        layout, _to_host(parts), rows=shape[0], masked=m is not None, count_empty_rows=count_empty_rows
     )
     if not moments.finite:
         raise ValueError(_describe_non_finite(p, q, m))
@@ -207,68 +204,77 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
 
 
 def _run_blocks(
-    p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], m: Shaped[Tensor, "B T"] | None, plan: CorrectionPlan
-) -> tuple[Float[Tensor, "B T"] | None, Shaped[Tensor, "B T"], tuple[str, ...], Float[Tensor, "K B"]]:
-    """Runs the kernel over blocks of rows: `(weights, mask * keep, names, table)`."""
+    p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], m: Shaped[Tensor, "B T"] | None, layout: Layout
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Runs the kernel over blocks of rows: weights, `mask * keep`, table, and weights per row if there are."""
     rows, columns = p.shape
-    dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
     step = max(1, _BLOCK_ELEMENTS.get(p.device.type, 1 << 20) // columns)
-    weights = None if plan.importance is None else torch.empty((rows, columns), dtype=dtype, device=p.device)
-    if m is None:
-        kept = torch.ones((rows, columns), dtype=torch.bool, device=p.device)
-    else:
-        kept = m.clone(memory_format=torch.contiguous_format)
-    tables: list[Tensor] = []
-    names: tuple[str, ...] = ()
+    if step >= rows:
+        return _run_block(p, q, m, layout)
+    weights = None
+    if layout.plan.importance is not None:
+        weights = torch.empty((rows, columns), dtype=layout.dtype, device=p.device)
+    kept = torch.empty((rows, columns), dtype=torch.bool if m is None else m.dtype, device=p.device)
+    tables, row_weights = [], []
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        names, table = _run_block(p[part], q[part], m if m is None else m[part], plan, dtype, weights, kept, part)
-        tables.append(table)
-    return weights, kept, names, tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)
+        place = None if weights is None else weights[part]
+        block = _run_block(p[part], q[part], None if m is None else m[part], layout, place)
+        kept[part] = block[1]
+        tables.append(block[2])
+        row_weights.append(block[3])
+    return weights, kept, torch.cat(tables, dim=1), None if row_weights[0] is None else torch.cat(row_weights)
 
 
 def _run_block(
-    p: Tensor,
-    q: Tensor,
-    m: Tensor | None,
-    plan: CorrectionPlan,
-    dtype: torch.dtype,
-    weights: Tensor | None,
-    kept: Tensor,
-    part: slice,
-) -> tuple[tuple[str, ...], Float[Tensor, "K rows"]]:
-    """One block; writes its weights and mask into `weights[part]` and `kept[part]`."""
-    valid = None if m is None else m != 0
+    p: Tensor, q: Tensor, m: Tensor | None, layout: Layout, weights: Tensor | None = None
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """`_run_blocks` for one block; fills `weights` if given."""
+    dtype = layout.dtype
+    ones = None if m is None else _ones(m, dtype)
     p, q = p.to(dtype), q.to(dtype)
-    transposed = p.shape[1] <= _TRANSPOSED_COLUMNS
-    if transposed:
-        p, q, valid = p.t(), q.t(), None if valid is None else valid.t().contiguous()
-    block = Block(p.contiguous(), q.contiguous(), valid, plan, dim=0 if transposed else 1)
-    if weights is not None and block.weights is not None:
-        weights[part] = block.weights.t() if transposed else block.weights
-    if block.keep is not None:
-        kept[part].mul_(block.keep.t() if transposed else block.keep)
-    return tuple(block.table), torch.stack(tuple(block.table.values()))
+    if p.shape[1] > _TRANSPOSED_COLUMNS:
+        ready = ones if ones is None else ones.contiguous()
+        block = Block(p.contiguous(), q.contiguous(), ready, layout, dim=1, weights_out=weights)
+        made, keep = block.weights, block.keep
+    else:
+        ready = ones if ones is None else ones.t().contiguous()
+        block = Block(p.t().contiguous(), q.t().contiguous(), ready, layout, dim=0)
+        made = None if block.weights is None else block.weights.t().contiguous()
+        keep = None if block.keep is None else block.keep.t()
+        if weights is not None and made is not None:
+            weights.copy_(made)
+    return made, _kept(p, m, keep), block.table, block.row_weights
+
+
+def _ones(m: Tensor, dtype: torch.dtype) -> Tensor:
+    """1.0 where the mask is not zero."""
+    m = m.to(dtype)
+    return torch.ne(m, 0.0, out=torch.empty_like(m))
+
+
+def _kept(p: Tensor, m: Tensor | None, keep: Tensor | None) -> Tensor:
+    """`mask * keep` in the mask's dtype; bool without a mask."""
+    if m is None:
+        kept = torch.ones(p.shape, dtype=torch.bool, device=p.device)
+        return kept if keep is None else kept.logical_and_(keep)
+    return m.clone(memory_format=torch.contiguous_format) if keep is None else torch.mul(m, keep.to(m.dtype))
 
 
 def _normalise(
-    weights: Tensor,
-    names: tuple[str, ...],
-    table: Float[Tensor, "K B"],
-    spec: ImportanceSampling,
-    dp_group: Any,
+    weights: Tensor, row_weights: Tensor | None, layout: Layout, table: Float[Tensor, "K B"], dp_group: Any
 ) -> Float[Tensor, "1"]:
     """Divides `weights` by their mean over all ranks, in place, and returns the divisor.
 
-    The mean is over valid elements ("token") or over rows with one ("sequence", "geometric"); at 1e-8 or less the
-    weights stay as they are and the divisor is 1.
+    The mean is over valid elements ("token") or over rows with one ("sequence", "geometric"); at 1e-8 or less
+    the weights stay as they are and the divisor is 1.
     """
-    n = table[names.index("n")].double()
-    if spec.level == "token":
-        total = torch.stack((n.sum() + table[names.index("d")].double().sum(), n.sum()))
+    n = table[layout.sums.index("n")].double()
+    if row_weights is None:
+        total = torch.stack((n.sum() + table[layout.sums.index("d")].double().sum(), n.sum()))
     else:
         rows = (n > 0).double()
-        total = torch.stack(((table[names.index("is_row_weight")] * rows).sum(), rows.sum()))
+        total = torch.stack(((row_weights * rows).sum(), rows.sum()))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(total, group=dp_group)
     mean = total[0] / total[1].clamp(min=1.0)

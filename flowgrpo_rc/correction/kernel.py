@@ -4,265 +4,283 @@ Notation, for one element: `l = log_prob - rollout_log_prob` (train over rollout
 +-SAFETY_BOUND, `e = exp(lc) - 1`, `d = w - 1` with `w` the applied weight. Working with `e` and `d` keeps the
 precision: at |l| near 1e-4, `exp(l) - 1 - l` in float32 is rounding noise, `expm1(l) - l` is not.
 
-Invalid elements are replaced before any arithmetic, so that a NaN there cannot reach a result. Nothing here waits
-for the device; every figure that the host needs is a row of `Block.table`.
+Invalid elements are selected away before any arithmetic, so that a NaN there cannot reach a result. Nothing here
+waits for the device. Comparisons write 0/1 into tensors of the compute dtype, several times faster on a CPU than
+boolean tensors.
 """
 
 import math
-from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.thresholds import SAFETY_BOUND, CorrectionPlan, Criterion, ImportanceSampling
+from flowgrpo_rc.correction.layout import Layout, band, round_to
+from flowgrpo_rc.correction.thresholds import SAFETY_BOUND, Criterion, ImportanceSampling
 
 # Up to this many elements the sums of a block are taken at once from a stack of planes (few operations); above it
 # one by one, through a scratch buffer that stays in cache (little memory).
 STACKED_ELEMENTS = 16384
+# Beyond any log ratio, yet safe to add to one: takes invalid elements out of minima and maxima.
+_FAR = 1e38
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class _RowSums:
-    """Named sums along each row. `buffer` lends a tensor to fill with `out=`; `add` names it and sums it."""
+    """The named sums along each row. `out` lends a tensor to fill; `done` says that it is filled."""
 
-    def __init__(self, like: Tensor, dim: int, planes: int) -> None:
-        self._names: list[str] = []
-        self._sums: list[Tensor] = []
-        self._dim = dim
-        self._like = like
-        self._planes: Tensor | None = None
-        self._free: Iterator[Tensor] = iter(())
+    def __init__(self, like: Tensor, dim: int, names: tuple[str, ...]) -> None:
+        self._names, self._dim, self._like = names, dim, like
+        self._sums: dict[str, Tensor] = {}
+        self._stack = self._scratch = None
         if like.numel() <= STACKED_ELEMENTS:
-            stacked = like.new_empty((planes, *like.shape))
-            self._planes, self._free = stacked, iter(stacked.unbind(0))
+            self._stack = like.new_empty((len(names), *like.shape))
+            self._planes = dict(zip(names, self._stack.unbind(0), strict=True))
         else:
             self._scratch = torch.empty_like(like)
 
-    def buffer(self, *, lasting: bool = False) -> Tensor:
-        """A tensor to fill and `add` next; one that is not `lasting` is overwritten by the next buffer."""
-        if self._planes is not None:
-            return next(self._free)
+    def out(self, name: str, *, lasting: bool = False) -> Tensor:
+        """A tensor for `name`; unless `lasting`, the next `out` may overwrite it."""
+        if self._scratch is None:
+            return self._planes[name]
         return torch.empty_like(self._like) if lasting else self._scratch
 
-    def add(self, name: str, filled: Tensor) -> Tensor:
-        self._names.append(name)
-        if self._planes is None:
-            self._sums.append(filled.sum(self._dim))
+    def done(self, name: str, filled: Tensor) -> Tensor:
+        if self._stack is None:
+            self._sums[name] = filled.sum(self._dim)
         return filled
 
-    def add_copy(self, name: str, values: Tensor) -> None:
-        """Sums a tensor that is not one of ours."""
-        self.add(name, values if self._planes is None else next(self._free).copy_(values))
+    def copy(self, name: str, values: Tensor) -> None:
+        """Sums a tensor that was not lent."""
+        if self._stack is None:
+            self._sums[name] = values.sum(self._dim)
+        else:
+            self._planes[name].copy_(values)
 
-    def table(self) -> dict[str, Tensor]:
-        if self._planes is not None:
-            self._sums = list(self._planes[: len(self._names)].sum(self._dim + 1).unbind(0))
-        return dict(zip(self._names, self._sums, strict=True))
+    def finish(self) -> Float[Tensor, "sums rows"]:
+        if self._stack is not None:
+            return self._stack.sum(self._dim + 1)
+        return torch.stack([self._sums[name] for name in self._names])
 
 
 class Block:
-    """One block of rows: `weights` and `keep` in the block's layout, and `table`, per-row figures by name.
+    """One block of rows.
 
     Args:
         log_prob, rollout_log_prob: in the compute dtype, contiguous.
-        valid: True where an element counts; None when all do.
+        ones: 1.0 where an element counts and 0.0 elsewhere, same dtype; None when all count.
         dim: the dimension along which the elements of one row lie (0 or 1).
+        weights_out: where to put the weights, if the caller has a place of the block's layout.
 
     Attributes:
-        weights: `w`, 0 at invalid elements; None without importance sampling.
-        keep: True where nothing rejects; broadcasts against the block; None when nothing can reject.
+        table: per-row figures in the order of `layout.table`.
+        weights: 0 at invalid elements; None without importance sampling.
+        row_weights: for weights that are one per row, that one.
+        keep: 1.0 where nothing rejects, broadcasting against the block; None when nothing can reject.
     """
 
     def __init__(
         self,
         log_prob: Float[Tensor, "rows cols"],
         rollout_log_prob: Float[Tensor, "rows cols"],
-        valid: Bool[Tensor, "rows cols"] | None,
-        plan: CorrectionPlan,
+        ones: Float[Tensor, "rows cols"] | None,
+        layout: Layout,
         dim: int,
+        weights_out: Float[Tensor, "rows cols"] | None = None,
     ) -> None:
-        self.weights: Tensor | None = None
+        plan = layout.plan
+        self.weights = weights_out
+        self.row_weights: Tensor | None = None
         self.keep: Tensor | None = None
-        self._plan, self._dim, self._valid = plan, dim, valid
+        self._dim, self._ones = dim, ones
         self._bad: Tensor | None = None  # > 0 where a per-element criterion rejects
         self._row_bad: Tensor | None = None  # > 0 where a whole row is rejected
-        self._sums = _RowSums(log_prob, dim, planes=14 + 6 * len(plan.criteria))
+        self._extremes: list[Tensor] = []
+        self._sums = _RowSums(log_prob, dim, layout.sums)
         self._base(log_prob, rollout_log_prob)
         if plan.importance is not None and plan.importance.level == "token":
             self._token_weights(plan.importance)
-        for criterion in plan.criteria:
-            self._element_criterion(criterion)
+        if "k2" in layout.means:
+            k2 = torch.mul(self._lc, self._lc, out=self._sums.out("k2", lasting=True)).mul_(0.5)
+            self._k2 = self._sums.done("k2", k2)
+        for criterion in layout.token_criteria:
+            self._token_criterion(criterion)
         if plan.log_veto is not None:
             self._count("veto_low", self._l, below=plan.log_veto)
-        extremes = self._extremes
-        self.table = self._sums.table()
-        self.table.update(extremes)
-        self._rows_pass()
+        self._finish(layout)
 
     # Element level
 
     def _base(self, log_prob: Tensor, rollout_log_prob: Tensor) -> None:
-        """`l`, `lc`, `e`, their extremes, and the sums that every call reports."""
-        sums, valid, dim = self._sums, self._valid, self._dim
-        self._l = torch.sub(log_prob, rollout_log_prob, out=sums.buffer(lasting=True))
-        if valid is None:
-            self._extremes = {"l_max": self._l.amax(dim), "l_min": self._l.amin(dim)}
-            sums.add("l", self._l)
-            sums.add_copy("log_prob", log_prob)
+        """`l`, `lc`, `e`, the extremes of `l`, and the sums that every call reports."""
+        sums, ones, dim = self._sums, self._ones, self._dim
+        l = self._l = torch.sub(log_prob, rollout_log_prob, out=sums.out("l", lasting=True))  # noqa: E741
+        if ones is None:
+            self._extremes = [l, l] if l.shape[dim] == 1 else [l.amax(dim), l.amin(dim)]
+            sums.copy("log_prob", log_prob)
         else:
-            self._invalid = ~valid
-            scratch = self._l.masked_fill(self._invalid, -math.inf)
-            self._extremes = {"l_max": scratch.amax(dim)}
-            self._extremes["l_min"] = scratch.masked_fill_(self._invalid, math.inf).amin(dim)
-            sums.add("l", self._l.masked_fill_(self._invalid, 0.0))
-            sums.add("log_prob", sums.buffer().copy_(log_prob).masked_fill_(self._invalid, 0.0))
-            self._ones = sums.add("n", sums.buffer(lasting=True).copy_(valid))
-        sums.add("abs", torch.abs(self._l, out=sums.buffer()))
-        self._lc = torch.clamp(self._l, -SAFETY_BOUND, SAFETY_BOUND, out=sums.buffer(lasting=True))
-        sums.add("lc", self._lc)
+            select = _BITS[l.dtype]
+            bits = ones.to(select).neg_()  # all bits set where valid: `and` selects, whatever is there
+            l.view(select).bitwise_and_(bits)
+            chosen = sums.out("log_prob")
+            torch.bitwise_and(log_prob.view(select), bits, out=chosen.view(select))
+            sums.done("log_prob", chosen)
+            sums.copy("n", ones)
+            away = torch.sub(ones, 1.0).mul_(_FAR)
+            self._extremes = [torch.add(l, away).amax(dim), away.neg_().add_(l).amin(dim)]
+        sums.done("l", l)
+        sums.done("abs", torch.abs(l, out=sums.out("abs")))
+        self._lc = torch.clamp(l, -SAFETY_BOUND, SAFETY_BOUND, out=sums.out("lc", lasting=True))
+        sums.done("lc", self._lc)
         self._e = torch.expm1(self._lc)
-        sums.add("k3", torch.sub(self._e, self._lc, out=sums.buffer()))
-        sums.add("e2", torch.mul(self._e, self._e, out=sums.buffer()))
+        sums.done("k3", torch.sub(self._e, self._lc, out=sums.out("k3")))
+        sums.done("e2", torch.mul(self._e, self._e, out=sums.out("e2")))
 
     def _token_weights(self, spec: ImportanceSampling) -> None:
-        """Per-element weights and the sums of `d`, `d^2` and of the elements beyond the bounds."""
+        """Per-element weights, the sums of `d` and `d^2`, and the elements beyond the bounds."""
         sums = self._sums
-        weights = torch.exp(self._lc)
-        high = self._count("is_high", self._lc, above=math.log(spec.upper)).clone()
+        weights = torch.exp(self._lc) if self.weights is None else torch.exp(self._lc, out=self.weights)
+        high = self._count("is_high", self._lc, above=math.log(spec.upper))
+        outside = high.clone() if spec.mode in ("zero", "mask") else high
         low = self._count("is_low", self._lc, below=math.log(spec.reported_lower))
-        d = sums.buffer(lasting=True)
+        d = sums.out("d", lasting=True)
         if spec.mode == "zero":
-            outside = high.add_(low) > 0
-            weights.masked_fill_(outside, 0.0)
-            d.copy_(self._e).masked_fill_(outside, -1.0)
-            largest = d if self._valid is None else d.masked_fill(self._invalid, -1.0)
-            self._extremes["is_d_max"] = largest.amax(self._dim)
+            outside.add_(low)
+            inside = 1.0 - outside
+            weights.mul_(inside)
+            torch.mul(self._e, inside, out=d).sub_(outside)
         elif spec.mode == "mask":
-            self._reject(high.add_(low) if spec.lower > 0 else high)
+            self._reject(outside.add_(low) if spec.lower > 0 else outside)
             d.copy_(self._e)
         else:
             lower = spec.lower if spec.mode == "clip" else 0.0
             weights.clamp_(lower, spec.upper)
             torch.clamp(self._e, lower - 1.0, spec.upper - 1.0, out=d)
-        if self._valid is not None:
+        if self._ones is not None:
             weights.mul_(self._ones)
             d.mul_(self._ones)
+        if spec.mode == "zero":  # the largest applied weight is not a function of the largest ratio
+            valid = d if self._ones is None else d + self._ones - 1.0
+            self._extremes.append(valid.amax(self._dim))
         self.weights = weights
-        sums.add("d", d)
-        sums.add("d2", torch.mul(d, d, out=sums.buffer()))
+        sums.done("d", d)
+        sums.done("d2", torch.mul(d, d, out=sums.out("d2")))
 
-    def _element_criterion(self, c: Criterion) -> None:
-        """The element sums that a criterion needs; a per-element one also marks what it rejects."""
-        if c.statistic == "k2" and c.aggregate != "seq_max":
-            statistic = torch.mul(self._lc, self._lc, out=self._sums.buffer(lasting=True)).mul_(0.5)
-            self._sums.add(f"{c.name}/sum", statistic)
-        elif c.statistic == "k3" and c.aggregate == "token":
-            statistic = torch.sub(self._e, self._lc)
-        else:
-            statistic = self._lc
-        if c.aggregate != "token":
-            return
-        self._reject(self._count(f"{c.name}/high", statistic, above=c.upper))
+    def _token_criterion(self, c: Criterion) -> None:
+        """Marks the elements that a per-element criterion rejects, and sums its statistic within the bounds."""
+        sums, dim = self._sums, self._dim
+        lower, upper = band(c)
         if c.statistic == "k1":
-            self._reject(self._count(f"{c.name}/low", statistic, below=c.lower))
+            statistic = -self._lc
         else:
-            lowest = statistic if self._valid is None else statistic.masked_fill(self._invalid, math.inf)
-            self._extremes[f"{c.name}/min"] = lowest.amin(self._dim)
-        inside = self._sums.buffer()
-        torch.clamp(statistic, c.lower if c.statistic == "k1" else 0.0, c.upper, out=inside)
-        if self._valid is not None and not c.lower <= 0.0 <= c.upper:
+            statistic = self._k2 if c.statistic == "k2" else self._e - self._lc
+            far = statistic if self._ones is None else (1.0 - self._ones).mul_(_FAR).add_(statistic)
+            self._extremes.append(far.amin(dim))
+        self._reject(self._count(f"{c.name}/above", statistic, above=upper))
+        self._reject(self._count(f"{c.name}/below", statistic, below=lower))
+        inside = torch.clamp(statistic, lower, upper, out=sums.out(f"{c.name}/in"))
+        if self._ones is not None and not lower <= 0.0 <= upper:
             inside.mul_(self._ones)
-        self._sums.add(f"{c.name}/in", inside)
-        self._sums.add(f"{c.name}/in2", torch.mul(inside, inside, out=self._sums.buffer()))
+        sums.done(f"{c.name}/in", inside)
+        sums.done(f"{c.name}/in2", torch.mul(inside, inside, out=sums.out(f"{c.name}/in2")))
 
-    def _count(self, name: str, values: Tensor, *, above: float = math.inf, below: float = -math.inf) -> Tensor:
-        """Counts valid elements with `values > above` or `values < below`; returns the indicator (a buffer)."""
-        if above < math.inf or below == -math.inf:
-            found = torch.gt(values, above, out=self._sums.buffer())
+    def _count(
+        self, name: str, values: Tensor, *, above: float = math.inf, below: float = -math.inf
+    ) -> Tensor:
+        """Counts valid elements with `values > above` or `< below`; the buffer returned is 1 where one is."""
+        found = self._sums.out(name)
+        if above < math.inf:
+            torch.gt(values, above, out=found)
+        elif below > -math.inf:
+            torch.lt(values, below, out=found)
         else:
-            found = torch.lt(values, below, out=self._sums.buffer())
-        if self._valid is not None and (above < 0.0 or below > 0.0):  # invalid elements hold 0
+            found.zero_()
+        if self._ones is not None and (above < 0.0 or below > 0.0):  # invalid elements hold 0
             found.mul_(self._ones)
-        return self._sums.add(name, found)
+        return self._sums.done(name, found)
 
     def _reject(self, found: Tensor) -> None:
         self._bad = found.clone() if self._bad is None else self._bad.add_(found)
 
     # Row level
 
-    def _rows_pass(self) -> None:
-        """Criteria and weights that act on whole rows, then the final keep mask."""
-        table = self.table
-        if self._valid is None:
-            self._n = torch.full_like(table["l"], self._l.shape[self._dim])
-            table["n"] = self._n
-        self._n = table["n"]
-        self._divisor = self._n if self._valid is None else self._n.clamp(min=1.0)
-        spec = self._plan.importance
-        if spec is not None and spec.level != "token":
-            self._row_weights(spec)
-        for criterion in self._plan.criteria:
-            if criterion.aggregate != "token":
-                self._row_criterion(criterion)
-        if self._plan.log_veto is not None:
-            self._reject_rows(table["veto_low"])
-        if self._plan.can_reject:
-            self._combine()
+    def _finish(self, layout: Layout) -> None:
+        """Criteria and weights that act on whole rows, the keep mask, and the table."""
+        plan = layout.plan
+        sums = self._sums.finish()
+        row = {name: sums[layout.sums.index(name)] for name in ("l", "n", "lc", "k3")}
+        if self._ones is None:
+            row["n"].fill_(self._l.shape[self._dim])
+        figures: list[Tensor] = []
+        if plan.importance is not None and plan.importance.level != "token":
+            figures += self._row_weights(plan.importance, row["l"], row["n"])
+        statistics = [self._statistic(c, row, sums, layout) for c in layout.row_criteria]
+        if statistics:
+            values = torch.stack(statistics)
+            lower, upper = _bounds(layout.row_criteria, values.dtype, values.device)
+            self._reject_rows(((values > upper) | (values < lower)).any(0))
+            statistics = [values]
+        if plan.log_veto is not None:
+            self._reject_rows(sums[layout.sums.index("veto_low")] > 0)
+        if plan.can_reject:
+            figures.append(self._combine(row["n"]))
+        ends = [end.reshape(row["n"].shape) for end in self._extremes]
+        self.table = torch.cat([sums, *statistics, torch.stack(ends + figures)])
 
-    def _row_weights(self, spec: ImportanceSampling) -> None:
+    def _row_weights(self, spec: ImportanceSampling, total: Tensor, n: Tensor) -> list[Tensor]:
         """One weight per row, from the sum of its `l` ("sequence") or their mean ("geometric")."""
-        log_ratio = self.table["l"]
-        if spec.level == "geometric":
-            log_ratio = log_ratio / self._divisor
-        clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-        high = torch.gt(log_ratio, math.log(spec.upper)).to(clamped.dtype)
-        low = torch.lt(log_ratio, math.log(spec.reported_lower)).to(clamped.dtype)
-        weights = torch.exp(clamped)
+        log_ratio = total / n.clamp(min=1.0) if spec.level == "geometric" else total
+        high = torch.gt(log_ratio, math.log(spec.upper)).to(total.dtype)
+        low = torch.lt(log_ratio, math.log(spec.reported_lower)).to(total.dtype)
+        weights = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
         if spec.mode == "zero":
-            weights.masked_fill_((high + low) > 0, 0.0)
+            weights.mul_(1.0 - high).mul_(1.0 - low)
         elif spec.mode == "mask":
-            self._reject_rows(high + low if spec.lower > 0 else high)
+            self._reject_rows((high + low if spec.lower > 0 else high) > 0)
         else:
             weights.clamp_(spec.lower if spec.mode == "clip" else 0.0, spec.upper)
-        self.table.update(is_log_ratio=log_ratio, is_high=high, is_low=low, is_row_weight=weights)
+        self.row_weights = weights
         spread = weights.unsqueeze(self._dim)
-        self.weights = spread.expand_as(self._l).clone() if self._valid is None else spread * self._ones
+        like = torch.ones_like(self._l) if self._ones is None else self._ones
+        self.weights = torch.mul(spread, like) if self.weights is None else torch.mul(spread, like, out=self.weights)
+        return [log_ratio, high, low]
 
-    def _row_criterion(self, c: Criterion) -> None:
-        """Statistic of each row (`k1 = -l`, as reported) and whether it lies outside the bounds."""
-        table = self.table
+    def _statistic(self, c: Criterion, row: dict[str, Tensor], sums: Tensor, layout: Layout) -> Tensor:
+        """A whole-row criterion's statistic; `k1 = -l`."""
         if c.aggregate == "seq_max":
-            if c.statistic == "k2":
-                statistic = torch.maximum(table["l_max"], -table["l_min"]).clamp(0.0, SAFETY_BOUND)
-                statistic = statistic * statistic * 0.5
-            else:  # k3 is convex with its minimum at 0: its maximum over a row is at an extreme
-                ends = torch.stack((table["l_max"], table["l_min"])).clamp_(-SAFETY_BOUND, SAFETY_BOUND)
-                statistic = (torch.expm1(ends) - ends).amax(0)
-        else:
-            name = {"k1": "lc", "k2": f"{c.name}/sum", "k3": "k3"}[c.statistic]
-            statistic = table[name] if c.aggregate == "seq_sum" else table[name] / self._divisor
-        high = torch.gt(statistic, c.upper).to(statistic.dtype)
-        self._reject_rows(high)
-        table[f"{c.name}/high"] = high
-        table[f"{c.name}/row"] = statistic
-        if c.statistic == "k1":
-            low = torch.lt(statistic, c.lower).to(statistic.dtype)
-            self._reject_rows(low)
-            table[f"{c.name}/low"] = low
-            table[f"{c.name}/row"] = -statistic
+            ends = torch.stack([end.reshape(row["n"].shape) for end in self._extremes[:2]])
+            ends.clamp_(-SAFETY_BOUND, SAFETY_BOUND)
+            # k2 and k3 are convex with their minimum at 0: their maximum over a row is at an extreme of l
+            values = ends.square().mul_(0.5) if c.statistic == "k2" else torch.expm1(ends).sub_(ends)
+            return values.amax(0)
+        name = {"k1": "lc", "k2": "k2", "k3": "k3"}[c.statistic]
+        value = sums[layout.sums.index(name)]
+        if c.aggregate == "seq_mean":
+            value = value / (row["n"] if self._ones is None else row["n"].clamp(min=1.0))
+        return value.neg() if c.statistic == "k1" else value
 
     def _reject_rows(self, found: Tensor) -> None:
-        self._row_bad = found if self._row_bad is None else self._row_bad + found
+        self._row_bad = found if self._row_bad is None else self._row_bad | found
 
-    def _combine(self) -> None:
-        """`keep`, and the number of elements that each row keeps."""
-        kept = self._n
-        if self._bad is not None:
-            self.keep = self._bad == 0
-            kept = kept - self._bad.gt_(0).sum(self._dim)
-        if self._row_bad is not None:
-            row_keep = self._row_bad == 0
-            kept = kept * row_keep
-            spread = row_keep.unsqueeze(self._dim)
-            self.keep = spread if self.keep is None else self.keep.logical_and_(spread)
-        self.table["kept"] = kept
+    def _combine(self, n: Tensor) -> Tensor:
+        """Sets `keep`; returns the number of elements that each row keeps."""
+        row_keep = None if self._row_bad is None else (~self._row_bad).to(n.dtype)
+        if self._bad is None:
+            assert row_keep is not None
+            self.keep = row_keep.unsqueeze(self._dim)
+            return n * row_keep
+        keep = torch.eq(self._bad, 0.0, out=self._bad)
+        if row_keep is not None:
+            keep.mul_(row_keep.unsqueeze(self._dim))
+        self.keep = keep
+        return keep.sum(self._dim) if self._ones is None else torch.mul(keep, self._ones).sum(self._dim)
+
+
+@lru_cache(maxsize=64)
+def _bounds(
+    criteria: tuple[Criterion, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Float[Tensor, "criteria 1"], Float[Tensor, "criteria 1"]]:
+    bands = [band(c) for c in criteria]
+    low, high = round_to([b[0] for b in bands], dtype), round_to([b[1] for b in bands], dtype)
+    return low.to(device), high.to(device)

@@ -13,8 +13,8 @@ Figures = dict[str, float]
 def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Figures:
     """Every metric that the moments' options give, as Python floats."""
     total = dict(zip(moments.names, moments.sums, strict=True))
-    low = dict(zip(moments.names, moments.minima, strict=True))
-    high = dict(zip(moments.names, moments.maxima, strict=True))
+    low = dict(zip(moments.ranged, moments.minima, strict=True))
+    high = dict(zip(moments.ranged, moments.maxima, strict=True))
     out: Figures = {}
     spec = moments.plan.importance
     if spec is not None:
@@ -53,10 +53,10 @@ def _importance(
     spec: ImportanceSampling, total: Figures, low: Figures, high: Figures, divisor: float | None
 ) -> Figures:
     n, rows = total["n"], total["rows"]
-    mean_d, mean_d2 = total["d"] / n, total["d2"] / n
-    mean = total["w"] / n if "w" in total else 1.0 + mean_d
-    second = total["w2"] / n if "w2" in total else 1.0 + 2.0 * mean_d + mean_d2
-    share = n if spec.level == "token" else rows
+    token = spec.level == "token"
+    mean_d, mean_d2 = (total["d" if token else "row_d*n"] / n, total["d2" if token else "row_din2*n"] / n)
+    mean, second = 1.0 + mean_d, 1.0 + 2.0 * mean_d + mean_d2
+    share = n if token else rows
     smallest, largest = _extreme_weights(spec, total, low, high)
     out = {
         "rollout_is_mean": mean,
@@ -71,11 +71,11 @@ def _importance(
         "rollout_is_seq_min": 1.0 + low["row_d"],
         "rollout_is_seq_max": 1.0 + high["row_d"],
         "rollout_is_seq_max_deviation": max(high["row_d"], -low["row_d"]),
-        "rollout_is_seq_fraction_high": total["is_seq_high"] / rows,
-        "rollout_is_seq_fraction_low": total["is_seq_low"] / rows,
+        "rollout_is_seq_fraction_high": total["row_raw>" if token else "is_seq_high"] / rows,
+        "rollout_is_seq_fraction_low": total["row_raw<" if token else "is_seq_low"] / rows,
     }
     if spec.mode in ("zero", "mask"):
-        elements = "is_" if spec.level == "token" else "is_elements_"
+        elements = "is_" if token else "is_elements_"
         outside = total[f"{elements}high"] + (total[f"{elements}low"] if spec.lower > 0 else 0.0)
         name = "rollout_is_oob_ratio" if spec.mode == "zero" else "rollout_is_masked_fraction"
         out[name] = outside / n
@@ -105,39 +105,39 @@ def _divisor(spec: ImportanceSampling, total: Figures) -> float:
 
 
 def _criterion(c: Criterion, total: Figures, low: Figures, high: Figures) -> Figures:
-    n, rows, name = total["n"], total["valid_rows"], c.name
-    of = {key: total.get(f"{name}/{key}", 0.0) for key in ("total", "in", "in2", "row", "row2", "bad", "row_bad")}
-    row_low, row_high = low[f"{name}/row"], high[f"{name}/row"]
-    fraction_high = total[f"{name}/row_high"] / rows
-    fraction_low = total.get(f"{name}/row_low", 0.0) / rows
-    mean_in = of["in"] / n
+    n, rows = total["n"], total["valid_rows"]
+    row = f"{c.name}/row"
+    below, above = total[f"{row}<"] / rows, total[f"{row}>"] / rows
+    row_low, row_high = low[row], high[row]
     out = {
-        "mean": of["total"] / n,
-        "std": math.sqrt(max(of["in2"] / n - mean_in * mean_in, 0.0)) if n > 1 else 0.0,
         "max": row_high,
         "min": row_low,
-        "fraction_high": fraction_high,
-        "fraction_low": fraction_low,
-        "seq_mean": of["row"] / rows,
-        "seq_std": _sample_std(of["row"], of["row2"], rows),
+        "seq_mean": total[row] / rows,
+        "seq_std": _sample_std(total[row], total[f"{row}2"], rows),
         "seq_max": row_high,
         "seq_min": row_low,
         "seq_max_deviation": max(abs(row_high), abs(row_low)),
-        "seq_fraction_high": fraction_high,
-        "masked_fraction": of["bad"] / n,
-        "seq_masked_fraction": of["row_bad"] / rows,
     }
-    if c.statistic == "k1":
-        out["seq_fraction_low"] = fraction_low
     if c.aggregate == "token":
-        out["fraction_high"] = total[f"{name}/high"] / n
-        out["fraction_low"] = total.get(f"{name}/low", 0.0) / n
+        inside, inside2 = total[f"{c.name}/in"] / n, total[f"{c.name}/in2"] / n
+        small, large = total[f"{c.name}/below"] / n, total[f"{c.name}/above"] / n
+        out["mean"] = -total["lc"] / n if c.statistic == "k1" else total[c.statistic] / n
         out["min"], out["max"] = _element_extremes(c, low, high)
-    if c.mirrored:
-        for level in ("", "seq_"):
-            pair = out[f"{level}fraction_low"], out[f"{level}fraction_high"]
-            out[f"{level}fraction_high"], out[f"{level}fraction_low"] = pair
-    return {f"rollout_rs_{name}_{key}": value for key, value in out.items()}
+        out["masked_fraction"] = small + large
+        out["seq_masked_fraction"] = total[f"{c.name}/touched"] / rows
+    else:
+        inside, inside2 = total[f"{row}in*n"] / n, total[f"{row}in2*n"] / n
+        small, large = below, above
+        out["mean"] = total[f"{row}*n"] / n
+        out["masked_fraction"] = total[f"{row}!*n"] / n
+        out["seq_masked_fraction"] = total[f"{row}!"] / rows
+    out["std"] = math.sqrt(max(inside2 - inside * inside, 0.0)) if n > 1 else 0.0
+    if c.statistic == "k1" and not c.mirrored:  # k1 = -l: below its bounds are the large ratios
+        small, large, below, above = large, small, above, below
+    out.update(fraction_high=large, fraction_low=small, seq_fraction_high=above)
+    if c.statistic == "k1":
+        out["seq_fraction_low"] = below
+    return {f"rollout_rs_{c.name}_{key}": value for key, value in out.items()}
 
 
 def _element_extremes(c: Criterion, low: Figures, high: Figures) -> tuple[float, float]:

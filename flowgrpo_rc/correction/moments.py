@@ -14,19 +14,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.thresholds import SAFETY_BOUND, CorrectionPlan, Criterion, ImportanceSampling
+from flowgrpo_rc.correction.layout import Layout
+from flowgrpo_rc.correction.thresholds import SAFETY_BOUND, CorrectionPlan, ImportanceSampling
 
-_ROWS_AT_ONCE = 1 << 16
-Rows = dict[str, Tensor]
+_ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums, minima and maxima, over rows, of named per-row figures; figures that count elements sum to totals."""
+    """Named sums, minima and maxima over rows of per-row figures; sums of element counts are totals."""
 
     plan: CorrectionPlan
     names: tuple[str, ...]
     sums: tuple[float, ...]
+    ranged: tuple[str, ...]
     minima: tuple[float, ...]
     maxima: tuple[float, ...]
     divisor: float | None = None
@@ -60,6 +61,7 @@ class Moments:
             self.plan,
             self.names,
             tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)),
+            self.ranged,
             tuple(map(min, self.minima, other.minima)),
             tuple(map(max, self.maxima, other.maxima)),
             timesteps=timesteps,
@@ -117,41 +119,39 @@ def merge_all(moments: Iterable[Moments]) -> Moments:
     return first
 
 
-def moments_of_rows(
-    names: tuple[str, ...],
+def moments_of_table(
+    layout: Layout,
     flat: Float[Tensor, " figures"],
     *,
     rows: int,
-    plan: CorrectionPlan,
     masked: bool,
     count_empty_rows: bool = False,
 ) -> Moments:
-    """Moments of the transferred figures: `names` x `rows`, then the divisor, then three figures per element."""
-    table = flat[: len(names) * rows].view(len(names), rows)
-    rest = flat[len(names) * rows :]
-    normalised = plan.importance is not None and plan.importance.batch_normalize
-    out: tuple[str, ...] = ()
-    sums, minima, maxima = [], [], []
-    for start in range(0, rows, _ROWS_AT_ONCE):
-        part = dict(zip(names, table[:, start : start + _ROWS_AT_ONCE].unbind(0), strict=True))
-        out, *reduced = _reduce(part, plan, masked, count_empty_rows)
-        for collected, values in zip((sums, minima, maxima), reduced, strict=True):
-            collected.append(values)
-    if len(sums) > 1:
-        sums = [torch.stack(sums).sum(0)]
-        minima, maxima = [torch.stack(minima).amin(0)], [torch.stack(maxima).amax(0)]
-    figures = torch.cat((sums[0], minima[0], maxima[0], rest)).tolist()
-    k = len(out)
-    tail = figures[3 * k :]
-    divisor = tail.pop(0) if normalised else None
+    """Moments of what was transferred: the table, then the divisor, then three figures per element."""
+    size = layout.height * rows
+    table, rest = flat[:size].view(-1, rows), flat[size:]
+    reduced = [
+        _reduce(layout, part, masked, count_empty_rows) for part in table.split(_ROWS_AT_ONCE, dim=1)
+    ]
+    if len(reduced) == 1:
+        sums, minima, maxima = reduced[0]
+    else:
+        parts = [torch.stack(kind) for kind in zip(*reduced, strict=True)]
+        sums, minima, maxima = parts[0].sum(0), parts[1].amin(0), parts[2].amax(0)
+    figures = torch.cat((sums, minima, maxima, rest)).tolist()
+    ends, k = len(layout.reduced), len(layout.ranged)
+    importance = layout.plan.importance
+    tail = figures[ends + 2 * k :]
+    divisor = tail.pop(0) if importance is not None and importance.batch_normalize else None
     return Moments(
-        plan,
-        out,
-        tuple(figures[:k]),
-        tuple(figures[k : 2 * k]),
-        tuple(figures[2 * k : 3 * k]),
+        layout.plan,
+        layout.reduced,
+        tuple(figures[:ends]),
+        layout.ranged,
+        tuple(figures[ends : ends + k]),
+        tuple(figures[ends + k : ends + 2 * k]),
         divisor,
-        _group_by_timestep(tail),
+        _group_by_timestep(tail) if tail else {},
     )
 
 
@@ -167,139 +167,94 @@ def _group_by_timestep(tail: list[float]) -> dict[float, tuple[float, float]]:
 
 
 def _reduce(
-    t: Rows, plan: CorrectionPlan, masked: bool, count_empty_rows: bool
-) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor]:
-    """`(names, sums, minima, maxima)` over rows of the derived figures; empty rows left out unless counted."""
-    n = t["n"]
+    layout: Layout, table: Float[Tensor, "figures rows"], masked: bool, count_empty_rows: bool
+) -> tuple[Float[Tensor, " sums"], Float[Tensor, " ranges"], Float[Tensor, " ranges"]]:
+    """Derives the figures of each row and reduces them over rows: sums, minima and maxima.
+
+    Rows without a valid element are left out; with `count_empty_rows` only of the criteria's figures.
+    """
+    sums = table[: len(layout.sums)]
+    n = sums[layout.sums.index("n")]
     valid = n > 0 if masked else None
-    general = _offpolicy(t, n.clamp(min=1.0))
-    if plan.importance is not None:
-        general.update(_importance(t, plan.importance, n.clamp(min=1.0), valid))
-    rejection: Rows = {}
-    for criterion in plan.criteria:
-        rejection.update(_criterion(t, criterion, n.clamp(min=1.0)))
-    if "kept" in t:
-        general["kept"] = t["kept"]
-        general["any_rejected"] = (t["kept"] < n).double()
-    if plan.log_veto is not None:
-        rejection["veto_low"] = t["veto_low"]
-        rejection["veto_row"] = (t["veto_low"] > 0).double()
-    if not (masked and count_empty_rows):
-        return _reduce_group({**general, **rejection}, valid)
-    parts = [_reduce_group(general, None)]
-    if rejection:
-        parts.append(_reduce_group(rejection, valid))
-    joined = [torch.cat(tensors) for tensors in zip(*(part[1:] for part in parts), strict=True)]
-    return sum((part[0] for part in parts), ()), joined[0], joined[1], joined[2]
+    divisor = n.clamp(min=1.0) if masked else n
+    derived = layout.combine @ (sums[: len(layout.means)] / divisor)
+    start = len(layout.sums)
+    stop = start + len(layout.row_criteria)
+    extremes = table[stop : stop + len(layout.extremes)]
+    figures = table[stop + len(layout.extremes) :].unbind(0)
+    parts = [derived, table[start:stop]]
+    importance = layout.plan.importance
+    extra: list[Tensor] = []
+    if importance is not None and importance.level != "token":
+        row_d, extra = _row_importance(importance, figures, n, valid)
+        parts.append(row_d.unsqueeze(0))
+    elif importance is not None and valid is not None:  # an empty row, where it counts at all, weighs 0
+        derived[3:5].sub_((~valid).double())
+    rows = torch.cat(parts) if len(parts) > 2 or stop > start else derived
+    touched = [_touched(layout, sums, c.name) for c in layout.token_criteria]
+    if layout.plan.can_reject:
+        extra += [figures[-1], (figures[-1] < n).double()]
+    if layout.plan.log_veto is not None:
+        extra.append((sums[layout.sums.index("veto_low")] > 0).double())
+    every = torch.ones_like(n)
+    singles = torch.stack([every, every if valid is None else valid.double()])
+    stacked = [sums, singles, _offpolicy(derived, sums[layout.sums.index("l")])]
+    if touched or extra:
+        stacked.append(torch.stack(touched + extra))
+    stacked += _powers(layout, rows, n)
+    ranges = torch.cat((rows, extremes)) if importance is None or importance.level == "token" else torch.cat(
+        (rows, extremes, figures[0].unsqueeze(0))
+    )
+    return _over_rows(layout, torch.cat(stacked), ranges, valid, count_empty_rows)
 
 
-def _reduce_group(rows: Rows, valid: Tensor | None) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor]:
-    stacked = torch.stack(tuple(rows.values()))
+def _over_rows(
+    layout: Layout, rows: Tensor, ranges: Tensor, valid: Tensor | None, count_empty_rows: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     if valid is None:
-        return tuple(rows), stacked.sum(1), stacked.amin(1), stacked.amax(1)
-    minima = torch.where(valid, stacked, math.inf).amin(1)
-    maxima = torch.where(valid, stacked, -math.inf).amax(1)
-    return tuple(rows), torch.where(valid, stacked, 0.0).sum(1), minima, maxima
+        return rows.sum(1), ranges.amin(1), ranges.amax(1)
+    sums = rows @ valid.double()
+    if count_empty_rows:
+        sums = torch.where(torch.tensor(layout.rejection_reduced), sums, rows.sum(1))
+        valid = valid | ~torch.tensor(layout.rejection_ranged).unsqueeze(1)
+    return sums, torch.where(valid, ranges, math.inf).amin(1), torch.where(valid, ranges, -math.inf).amax(1)
 
 
-def _offpolicy(t: Rows, n: Tensor) -> Rows:
-    """Perplexities and divergences. `diff = -mean l = log ppl_train - log ppl_rollout`."""
-    means = torch.stack((t["log_prob"], t["l"])).div_(-n)
-    log_train, diff = means.unbind(0)
-    logs = torch.stack((log_train, log_train - diff, diff))
-    ppl = logs.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_().unbind(0)
-    return {
-        **{name: t[name] for name in ("n", "l", "abs", "lc", "k3", "e2", "l_max", "l_min")},
-        "rows": torch.ones_like(n),
-        "valid_rows": (t["n"] > 0).double(),
-        "training_log_ppl": log_train,
-        "rollout_log_ppl": logs[1],
-        "log_ppl_diff": diff,
-        "log_ppl_abs_diff": diff.abs(),
-        "training_ppl": ppl[0],
-        "rollout_ppl": ppl[1],
-        "ppl_ratio": ppl[2],
-        "chi2_seq": torch.expm1(t["l"].clamp(-SAFETY_BOUND, SAFETY_BOUND).mul_(2.0)),
-    }
+def _offpolicy(derived: Tensor, total: Tensor) -> Float[Tensor, "5 rows"]:
+    """Perplexities `exp(-mean log_prob)`, their ratio, `|log_ppl_diff|`, and `exp(2 sum l) - 1`."""
+    ppl = derived[:3].clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
+    chi2 = total.clamp(-SAFETY_BOUND, SAFETY_BOUND).mul_(2.0).expm1_()
+    return torch.cat((ppl, torch.stack((derived[2].abs(), chi2))))
 
 
-def _importance(t: Rows, spec: ImportanceSampling, n: Tensor, valid: Tensor | None) -> Rows:
-    """Weights: `d = w - 1` summed over elements (`d`, `d2`) and as the mean of each row (`row_d`)."""
-    if spec.level == "token":
-        row = t["d"] / n
-        raw = (t["lc"] + t["k3"]) / n + 1.0
-        out = {k: t[k] for k in ("d", "d2", "is_high", "is_low", "is_d_max") if k in t}
-        out["is_seq_high"] = (raw > spec.upper).double()
-        out["is_seq_low"] = (raw < spec.reported_lower).double()
-        out["is_raw"] = t["lc"] + t["k3"] + t["n"]
-    else:
-        row, raw = _row_weights(t, spec)
-        out = {
-            "d": t["n"] * row,
-            "d2": t["n"] * row * row,
-            "w": t["n"] * (row + 1.0),
-            "w2": t["n"] * (row + 1.0).square(),
-            "is_elements_high": t["is_high"] * t["n"],
-            "is_elements_low": t["is_low"] * t["n"],
-            "is_seq_high": t["is_high"],
-            "is_seq_low": t["is_low"],
-            "is_raw": raw * t["n"],
-            **{k: t[k] for k in ("is_high", "is_low", "is_log_ratio")},
-        }
-    if valid is not None:  # an empty row, where it counts at all, has weight 0
-        row = torch.where(valid, row, -1.0)
-        out["is_seq_low"] = torch.where(valid, out["is_seq_low"], 1.0)
-        out["is_seq_high"] = torch.where(valid, out["is_seq_high"], 0.0)
-    out["row_d"] = row
-    out["row_d2"] = row * row
-    return out
+def _powers(layout: Layout, rows: Tensor, n: Tensor) -> list[Tensor]:
+    """For each derived figure x: x, x^2, below, above, outside; and n times x, clamped x, its square, outside."""
+    below, above = (rows < layout.lower).double(), (rows > layout.upper).double()
+    inside = torch.clamp(rows, layout.lower, layout.upper)
+    outside = below + above
+    weighted = inside * n
+    return [rows, rows * rows, below, above, outside, rows * n, weighted, weighted * inside, outside * n]
 
 
-def _row_weights(t: Rows, spec: ImportanceSampling) -> tuple[Tensor, Tensor]:
-    """`d` as applied and the weight before the bounds, from each row's log ratio."""
-    clamped = t["is_log_ratio"].clamp(-SAFETY_BOUND, SAFETY_BOUND)
+def _touched(layout: Layout, sums: Tensor, name: str) -> Tensor:
+    """1 for each row in which a per-element criterion rejects something."""
+    below = layout.sums.index(f"{name}/below")
+    return (sums[below] + sums[below + 1] > 0).double()
+
+
+def _row_importance(
+    spec: ImportanceSampling, figures: tuple[Tensor, ...], n: Tensor, valid: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """`d` as applied, one per row, and the figures of `layout._host_rows` for weights per row."""
+    log_ratio, high, low = figures[:3]
+    clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     d = torch.expm1(clamped)
     if spec.mode == "zero":
-        d = torch.where(t["is_high"] + t["is_low"] > 0, -1.0, d)
+        d = torch.where(high + low > 0, -1.0, d)
     elif spec.mode != "mask":
         d = d.clamp((spec.lower if spec.mode == "clip" else 0.0) - 1.0, spec.upper - 1.0)
-    return d, torch.exp(clamped)
-
-
-def _criterion(t: Rows, c: Criterion, n: Tensor) -> Rows:
-    """One criterion's figures; `row` is its statistic per row, `in` the statistic clamped to the bounds."""
-    k1 = c.statistic == "k1"
-    low_bound, high_bound = (-c.upper, -c.lower) if k1 else (0.0, c.upper)
-    high = t[f"{c.name}/high"]
-    low = t[f"{c.name}/low"] if k1 else None
-    bad = high if low is None else high + low
-    if c.aggregate == "token":
-        total = {"k1": -t["lc"], "k2": t.get(f"{c.name}/sum"), "k3": t["k3"]}[c.statistic]
-        assert total is not None
-        row = total / n
-        out = {
-            "total": total,
-            "in": -t[f"{c.name}/in"] if k1 else t[f"{c.name}/in"],
-            "in2": t[f"{c.name}/in2"],
-        }
-        if not k1:
-            out["min"] = t[f"{c.name}/min"]
-        out["high"], out["row_high"] = high, (row < low_bound if k1 else row > high_bound).double()
-        if low is not None:
-            out["low"], out["row_low"] = low, (row > high_bound).double()
-        out["bad"] = bad
-    else:
-        row = t[f"{c.name}/row"]
-        inside = row.clamp(low_bound, high_bound)
-        weighted = inside * t["n"]
-        out = {
-            "total": row * t["n"],
-            "in": weighted,
-            "in2": weighted * inside,
-            "row_high": high,
-            "bad": bad * t["n"],
-        }
-        if low is not None:
-            out["row_low"] = low
-    out.update(row=row, row2=row * row, row_bad=(bad > 0).double())
-    return {f"{c.name}/{key}": value for key, value in out.items()}
+    row_high, row_low = high, low
+    if valid is not None:  # an empty row, where it counts at all, weighs 0
+        d = torch.where(valid, d, -1.0)
+        row_high, row_low = torch.where(valid, high, 0.0), torch.where(valid, low, 1.0)
+    return d, [high, low, high * n, low * n, row_high, row_low, clamped.exp_() * n]

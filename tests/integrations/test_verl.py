@@ -53,7 +53,7 @@ def test_agrees_with_verl_on_random_configurations(block: int) -> None:
         assert (expected[0] is None) == (actual[0] is None), about
         if expected[0] is not None:
             weights, verl_weights = (proto.batch["rollout_is_weights"] for proto in (actual[0], expected[0]))
-            torch.testing.assert_close(weights, verl_weights, rtol=1e-5, atol=1e-9, msg=lambda m: f"{m}\n{about}")
+            torch.testing.assert_close(weights, verl_weights, rtol=1e-5, atol=1e-9, msg=lambda m, about=about: f"{m}\n{about}")
         assert torch.equal(actual[1], expected[1]), about
         assert actual[1].dtype == expected[1].dtype
         _check_metrics(actual[2], expected[2], 1e-4, about, exact=False)  # verl in float32, with its rounding
@@ -65,11 +65,10 @@ def _check_metrics(
 ) -> None:
     for name, value in expected.items():
         assert math.isfinite(actual[name])
-        if name.endswith("eff_sample_size") and value > 1.0 or not math.isfinite(value):
+        if (name.endswith("eff_sample_size") and value > 1.0) or not math.isfinite(value):
             continue  # an overflow of verl's, or its 1e-8 in a denominator that is smaller still
-        if name.endswith("_std"):  # a difference of squares of float32 figures, in verl worse than here
-            if not exact:
-                continue
+        if name.endswith("_std") and not exact:  # a difference of squares of float32 figures, in verl worse
+            continue
         within = 1e-4 if name.endswith("_std") else absolute
         close = math.isclose(actual[name], value, rel_tol=1e-4, abs_tol=within)
         assert close, f"{name}: {actual[name]}, verl {value}; {about}"
