@@ -185,9 +185,7 @@ class Block:
         sums.done(f"{c.name}/in", inside)
         sums.done(f"{c.name}/in2", torch.mul(inside, inside, out=sums.out(f"{c.name}/in2")))
 
-    def _count(
-        self, name: str, values: Tensor, *, above: float = math.inf, below: float = -math.inf
-    ) -> Tensor:
+    def _count(self, name: str, values: Tensor, *, above: float = math.inf, below: float = -math.inf) -> Tensor:
         """Counts valid elements with `values > above` or `< below`; the buffer returned is 1 where one is."""
         found = self._sums.out(name)
         if above < math.inf:

@@ -109,9 +109,7 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
     )
 
 
-def _sums(
-    plan: CorrectionPlan, token_criteria: tuple[Criterion, ...], token_is: bool
-) -> tuple[list[str], list[str]]:
+def _sums(plan: CorrectionPlan, token_criteria: tuple[Criterion, ...], token_is: bool) -> tuple[list[str], list[str]]:
     """Names of the element sums: those used as row means, and all."""
     means = ["log_prob", "l", "lc", "k3"]
     if any(c.statistic == "k2" and c.aggregate != "seq_max" for c in plan.criteria):
@@ -156,7 +154,8 @@ def _host_rows(plan: CorrectionPlan, token_is: bool) -> list[str]:
     names = ["training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_abs_diff", "chi2_seq"]
     names += [f"{c.name}/touched" for c in plan.criteria if c.aggregate == "token"]
     if plan.importance is not None and not token_is:
-        names += ["is_high", "is_low", "is_elements_high", "is_elements_low", "is_seq_high", "is_seq_low", "is_raw"]
+        names += ["is_high", "is_low", "is_elements_high", "is_elements_low", "is_seq_high", "is_seq_low"]
+        names += ["is_raw", "is_w", "is_w2"]
     if plan.can_reject:
         names += ["kept", "any_rejected"]
     if plan.log_veto is not None:

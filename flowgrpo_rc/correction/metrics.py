@@ -54,8 +54,11 @@ def _importance(
 ) -> Figures:
     n, rows = total["n"], total["rows"]
     token = spec.level == "token"
-    mean_d, mean_d2 = (total["d" if token else "row_d*n"] / n, total["d2" if token else "row_din2*n"] / n)
-    mean, second = 1.0 + mean_d, 1.0 + 2.0 * mean_d + mean_d2
+    mean_d, mean_d2 = total["d" if token else "row_d*n"] / n, total["d2" if token else "row_din2*n"] / n
+    if token:
+        mean, second = 1.0 + mean_d, 1.0 + 2.0 * mean_d + mean_d2
+    else:
+        mean, second = total["is_w"] / n, total["is_w2"] / n
     share = n if token else rows
     smallest, largest = _extreme_weights(spec, total, low, high)
     out = {

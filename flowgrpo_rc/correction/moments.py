@@ -130,9 +130,7 @@ def moments_of_table(
     """Moments of what was transferred: the table, then the divisor, then three figures per element."""
     size = layout.height * rows
     table, rest = flat[:size].view(-1, rows), flat[size:]
-    reduced = [
-        _reduce(layout, part, masked, count_empty_rows) for part in table.split(_ROWS_AT_ONCE, dim=1)
-    ]
+    reduced = [_reduce(layout, part, masked, count_empty_rows) for part in table.split(_ROWS_AT_ONCE, dim=1)]
     if len(reduced) == 1:
         sums, minima, maxima = reduced[0]
     else:
@@ -202,10 +200,10 @@ def _reduce(
     if touched or extra:
         stacked.append(torch.stack(touched + extra))
     stacked += _powers(layout, rows, n)
-    ranges = torch.cat((rows, extremes)) if importance is None or importance.level == "token" else torch.cat(
-        (rows, extremes, figures[0].unsqueeze(0))
-    )
-    return _over_rows(layout, torch.cat(stacked), ranges, valid, count_empty_rows)
+    ranges = [rows, extremes]
+    if importance is not None and importance.level != "token":
+        ranges.append(figures[0].unsqueeze(0))
+    return _over_rows(layout, torch.cat(stacked), torch.cat(ranges), valid, count_empty_rows)
 
 
 def _over_rows(
@@ -257,4 +255,9 @@ def _row_importance(
     if valid is not None:  # an empty row, where it counts at all, weighs 0
         d = torch.where(valid, d, -1.0)
         row_high, row_low = torch.where(valid, high, 0.0), torch.where(valid, low, 1.0)
-    return d, [high, low, high * n, low * n, row_high, row_low, clamped.exp_() * n]
+    w = d + 1.0
+    weighted = w * n
+    return d, [
+        *(high, low, high * n, low * n, row_high, row_low),
+        *(clamped.exp_() * n, weighted, weighted * w),
+    ]

@@ -53,7 +53,9 @@ def test_agrees_with_verl_on_random_configurations(block: int) -> None:
         assert (expected[0] is None) == (actual[0] is None), about
         if expected[0] is not None:
             weights, verl_weights = (proto.batch["rollout_is_weights"] for proto in (actual[0], expected[0]))
-            torch.testing.assert_close(weights, verl_weights, rtol=1e-5, atol=1e-9, msg=lambda m, about=about: f"{m}\n{about}")
+            torch.testing.assert_close(
+                weights, verl_weights, rtol=1e-5, atol=1e-9, msg=lambda m, about=about: f"{m}\n{about}"
+            )
         assert torch.equal(actual[1], expected[1]), about
         assert actual[1].dtype == expected[1].dtype
         _check_metrics(actual[2], expected[2], 1e-4, about, exact=False)  # verl in float32, with its rounding
