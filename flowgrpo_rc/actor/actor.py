@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -93,10 +93,17 @@ class DiffusionActor:
         )
 
     @torch.no_grad()
-    def score(self, batch: TensorDict, conditioning: Conditioning) -> Float[Tensor, "B W"]:
-        """``old_log_probs``: log-probs of the recorded steps under the present policy, on the host."""
+    def score(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
+        """The recorded steps under the present policy, on the host.
+
+        ``old_log_probs`` ``(B, W)``, and for objectives that compare means ``old_transition_means`` ``(B, W, *L)``.
+        """
+        names = {"log_probs": "old_log_probs"}
+        if self._config.diffusion_loss.needs_old_means:
+            names["transition_means"] = "old_transition_means"
         rows = torch.arange(len(batch)).split(self._score_batch_size)
-        return torch.cat([self._forward(batch[r], conditioning)["log_probs"].cpu() for r in rows])
+        outputs = [self._forward(batch[r], conditioning) for r in rows]
+        return {new: torch.cat([o[name].cpu() for o in outputs]) for name, new in names.items()}
 
     def update(
         self, batch: TensorDict, conditioning: Conditioning, mini_batches: Sequence[Int[Tensor, " M"]]
@@ -158,7 +165,7 @@ class DiffusionActor:
         finite = torch.isfinite(output["log_probs"]).all(1)
         if not finite.all():
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
-        sums = diffusion_loss_sums(self._config, output, _policy_data(data, self._accelerator.device))
+        sums = diffusion_loss_sums(self._config, output, self._policy_data(data))
         self._accelerator.backward(sums.loss_sum)
         if gap is not None and sums.correction is not None:
             gap.add(sums.correction)
@@ -175,13 +182,20 @@ class DiffusionActor:
         cond = conditioning.rows(data["prompt_index"].repeat_interleave(w), device)
         law = self._law(flat, cond)
         output = {"log_probs": log_prob(law, flat["next_latents"], sde_type=self._sde_type).view(b, w)}
+        if self._config.use_kl_loss or self._config.diffusion_loss.needs_old_means:
+            output["transition_means"] = law.mean.unflatten(0, (b, w))
+            output["transition_stds"] = law.step_std.view(b, w)
         if self._config.use_kl_loss and torch.is_grad_enabled():
             with torch.no_grad(), adapter_disabled(self.transformer):
-                reference = self._law(flat, cond)
-            output["transition_means"] = law.mean.unflatten(0, (b, w))
-            output["ref_transition_means"] = reference.mean.unflatten(0, (b, w))
-            output["transition_stds"] = law.step_std.view(b, w)
+                output["ref_transition_means"] = self._law(flat, cond).mean.unflatten(0, (b, w))
         return output
+
+    def _policy_data(self, data: TensorDict) -> dict[str, Tensor]:
+        """The keys that the loss reads, on the actor's device; latents stay where they are."""
+        names = ["old_log_probs", "rollout_log_probs", "advantages", "timesteps", "rollout_is_weights", "rollout_keep"]
+        if self._config.diffusion_loss.needs_old_means:
+            names += ["sigmas", "next_sigmas", "old_transition_means", "rollout_means"]
+        return {name: data[name].to(self._accelerator.device) for name in names if name in data.keys()}  # noqa: SIM118
 
     def _law(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         with self._accelerator.autocast():
@@ -247,16 +261,3 @@ class DiffusionActor:
         if self._config.rollout_correction.bypass_mode:
             metrics |= {f"actor/{name}": value for name, value in gap.compute().items()}
         return metrics
-
-
-def _policy_data(data: TensorDict, device: Any) -> dict[str, Tensor]:
-    """The keys that the loss reads, on the actor's device; latents stay where they are."""
-    names = (
-        "old_log_probs",
-        "rollout_log_probs",
-        "advantages",
-        "timesteps",
-        "rollout_is_weights",
-        "rollout_keep",
-    )
-    return {name: data[name].to(device) for name in names if name in data.keys()}  # noqa: SIM118

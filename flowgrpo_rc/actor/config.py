@@ -8,7 +8,9 @@ from typing import Any
 from flowgrpo_rc.checks import choice, non_negative, positive
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
-LOSS_MODES = ("flow_grpo", "dance_grpo")
+LOSS_MODES = ("flow_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
+MEAN_MODES = ("grpo_guard", "flow_dppo")
+"""Objectives that compare transition means: the old policy's, or in bypass mode the rollout engine's."""
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 _HERE = "actor_rollout_ref.actor"
 
@@ -18,7 +20,8 @@ class DiffusionLossConfig:
     """The section ``actor.diffusion_loss``."""
 
     loss_mode: str = "flow_grpo"
-    """``flow_grpo``; ``dance_grpo`` is the same objective for rollouts with ``sde_type=dance_sde``."""
+    """``flow_grpo``; ``dance_grpo`` is the same objective for rollouts with ``sde_type=dance_sde``; ``grpo_guard``
+    takes the timestep's bias and scale out of the ratio; ``flow_dppo`` clips by a KL trust region instead."""
 
     clip_ratio: float = 1e-4
     """Half width of the band around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are means over
@@ -31,6 +34,9 @@ class DiffusionLossConfig:
     clip_ratio_high: float | None = None
     """Half width above 1; null takes ``clip_ratio``."""
 
+    kl_mask_threshold: float = 1e-5
+    """``flow_dppo``: the KL per latent dimension beyond which an update may not move further away."""
+
     adv_clip_max: float = 5.0
     """Advantages are clamped to ``+-adv_clip_max``."""
 
@@ -41,6 +47,12 @@ class DiffusionLossConfig:
         positive(f"{here}.clip_ratio_low", self.clip_ratio_low, optional=True)
         positive(f"{here}.clip_ratio_high", self.clip_ratio_high, optional=True)
         positive(f"{here}.adv_clip_max", self.adv_clip_max)
+        positive(f"{here}.kl_mask_threshold", self.kl_mask_threshold)
+
+    @property
+    def needs_old_means(self) -> bool:
+        """Whether the objective compares transition means."""
+        return self.loss_mode in MEAN_MODES
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,6 +125,11 @@ class DiffusionActorConfig:
             return  # a reference into a configuration tree; whoever resolves it constructs this class again
         correction: Any = self.rollout_correction
         rc = self.rollout_correction = RolloutCorrectionConfig.from_dict(correction)
+        if rc.bypass_mode and rc.loss_type == "reinforce" and self.diffusion_loss.needs_old_means:
+            raise ValueError(
+                f"{_HERE}.diffusion_loss.loss_mode: got {self.diffusion_loss.loss_mode} with loss_type=reinforce, "
+                "which has no ratio to guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"
+            )
         if rc.bypass_mode and rc.loss_type == "reinforce" and rc.rollout_is_batch_normalize:
             raise ValueError(
                 "algorithm.rollout_correction.rollout_is_batch_normalize: got true with bypass_mode and "

@@ -45,9 +45,9 @@ class RolloutCorrection:
 
 
 def compute_rollout_correction_and_rejection_mask(
-    log_prob: Float[Tensor, "*batch"],
-    rollout_log_prob: Float[Tensor, "*batch"],
-    mask: Shaped[Tensor, "*batch"] | None = None,
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
     *,
     rollout_is: str | None = None,
     rollout_is_threshold: ThresholdSpec = 2.0,
@@ -55,8 +55,8 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_is_mode: str | None = None,
     rollout_rs: str | None = None,
     rollout_rs_threshold: ThresholdSpec = None,
-    rollout_token_veto_threshold: float | None = None,
-    timesteps: Shaped[Tensor, "*batch"] | None = None,
+    rollout_token_veto_threshold: ThresholdSpec = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
     dp_group: Any = None,
 ) -> RolloutCorrection:
     """Importance weights, rejection mask and diagnostics in one pass and one device-to-host transfer.
@@ -95,12 +95,12 @@ def compute_rollout_correction_and_rejection_mask(
 
 
 def compute_rollout_correction(
-    log_prob: Float[Tensor, "*batch"],
-    rollout_log_prob: Float[Tensor, "*batch"],
-    mask: Shaped[Tensor, "*batch"] | None = None,
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
     *,
     config: "RolloutCorrectionConfig",
-    timesteps: Shaped[Tensor, "*batch"] | None = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
     dp_group: Any = None,
 ) -> RolloutCorrection:
     """`compute_rollout_correction_and_rejection_mask` with the options of a configuration."""
@@ -108,9 +108,9 @@ def compute_rollout_correction(
 
 
 def compute_rollout_correction_weights(
-    log_prob: Float[Tensor, "*batch"],
-    rollout_log_prob: Float[Tensor, "*batch"],
-    mask: Shaped[Tensor, "*batch"] | None = None,
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
     *,
     rollout_is: str = "token",
     rollout_is_threshold: ThresholdSpec = 2.0,
@@ -124,13 +124,13 @@ def compute_rollout_correction_weights(
 
 
 def compute_rollout_rejection_mask(
-    log_prob: Float[Tensor, "*batch"],
-    rollout_log_prob: Float[Tensor, "*batch"],
-    mask: Shaped[Tensor, "*batch"] | None = None,
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
     *,
     rollout_rs: str | None = "token_k1",
     rollout_rs_threshold: ThresholdSpec = None,
-    rollout_token_veto_threshold: float | None = None,
+    rollout_token_veto_threshold: ThresholdSpec = None,
 ) -> RolloutCorrection:
     """The rejection part alone; `weights` is None."""
     plan = make_plan(
@@ -142,11 +142,11 @@ def compute_rollout_rejection_mask(
 
 
 def compute_offpolicy_metrics(
-    log_prob: Float[Tensor, "*batch"],
-    rollout_log_prob: Float[Tensor, "*batch"],
-    mask: Shaped[Tensor, "*batch"] | None = None,
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
     *,
-    timesteps: Shaped[Tensor, "*batch"] | None = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
 ) -> dict[str, float]:
     """The diagnostics alone: perplexities, KL, chi-squared, mean and largest `|l|`; prefixed `rollout_corr/`."""
     return run_plan(log_prob, rollout_log_prob, mask, plan=CorrectionPlan(), timesteps=timesteps).metrics
@@ -154,12 +154,12 @@ def compute_offpolicy_metrics(
 
 @torch.no_grad()
 def run_plan(
-    log_prob: Float[Tensor, "*batch"],
-    rollout_log_prob: Float[Tensor, "*batch"],
-    mask: Shaped[Tensor, "*batch"] | None = None,
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
     *,
     plan: CorrectionPlan,
-    timesteps: Shaped[Tensor, "*batch"] | None = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
     dp_group: Any = None,
     count_empty_rows: bool = False,
 ) -> RolloutCorrection:

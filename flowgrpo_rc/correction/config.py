@@ -36,19 +36,19 @@ class RolloutCorrectionConfig(Presets):
 
     rollout_is: str | None = "sequence"
     """Level of the importance weights: "token", "sequence", "geometric", or None for no weights."""
-    rollout_is_threshold: str | float = 2.0
+    rollout_is_threshold: str | float | int = 2.0
     """A number truncates weights at it (TIS); "lower_upper" zeroes weights outside the band (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch, across data-parallel ranks."""
     rollout_rs: str | None = None
     """Comma-separated rejection criteria (`thresholds.RS_OPTIONS`), all of which must pass; None for none."""
-    rollout_rs_threshold: str | float | None = None
+    rollout_rs_threshold: str | float | int | None = None
     """One entry for all criteria or one for each: "lower_upper" of the ratio for k1, an upper bound for k2, k3."""
     bypass_mode: bool = False
     """Take pi_rollout as pi_old and skip the pass that recomputes pi_old."""
     loss_type: str = "ppo_clip"
     """Loss in bypass mode: "ppo_clip" or "reinforce"."""
-    rollout_token_veto_threshold: float | None = None
+    rollout_token_veto_threshold: float | int | None = None
     """Reject a row if one of its ratios is below this; None for no veto."""
     rollout_is_mode: str | None = None
     """What happens to weights outside the bounds: "truncate", "zero", "clip", "mask"; None: by the threshold."""

@@ -16,6 +16,8 @@ _LEGACY_KEYS = (
     "use_policy_gradient",
     "rollout_rs_threshold_lower",
 )
+# Canonical keys that those set; `rollout_rs` and its threshold keep their names and change their form.
+_LEGACY_SETS = ("bypass_mode", "loss_type")
 _SLIME_KEYS = (
     *("use_tis", "tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
@@ -44,9 +46,11 @@ def to_canonical(values: Mapping[str, Any], known: Iterable[str]) -> dict[str, A
         raise ValueError(f"Keys of two dialects: {', '.join(slime)} (slime) and {', '.join(legacy)} (legacy verl).")
     if slime:
         canonical = _from_slime(values)
+        _refuse_contradiction(values, canonical, "slime", slime)
         _warn("slime", slime, canonical)
     elif legacy:
         canonical = _from_legacy(values)
+        _refuse_contradiction({k: v for k, v in values.items() if k in _LEGACY_SETS}, canonical, "legacy verl", legacy)
         _warn("legacy verl", legacy, canonical)
     else:
         canonical = dict(values)
@@ -70,6 +74,17 @@ def _refuse_unknown(values: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key in values:
         if key not in every:
             raise ValueError(f"Unknown rollout-correction key {key!r}; nearest known: {nearest(key, every)}.")
+
+
+def _refuse_contradiction(
+    values: Mapping[str, Any], canonical: Mapping[str, Any], dialect: str, keys: list[str]
+) -> None:
+    """Refuses a canonical key beside keys of a dialect that give it another value."""
+    for key, value in values.items():
+        if key in canonical and canonical[key] != value:
+            raise ValueError(
+                f"{key}={value!r} contradicts {', '.join(keys)} ({dialect}), which give {key}={canonical[key]!r}."
+            )
 
 
 def _warn(dialect: str, keys: list[str], canonical: Mapping[str, Any]) -> None:
@@ -130,7 +145,7 @@ def _from_slime(values: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _slime_threshold(mode: str, lower: float | None, upper: float | None) -> dict[str, Any]:
+def _slime_threshold(mode: str, lower: Any, upper: Any) -> dict[str, Any]:
     if mode not in _SLIME_MODES:
         raise ValueError(f"tis_mode must be one of {tuple(_SLIME_MODES)}, got {mode!r}.")
     upper = 2.0 if upper is None else upper
@@ -152,7 +167,7 @@ def _slime_rejection(values: Mapping[str, Any], tis_lower: Any, tis_upper: Any) 
     }
 
 
-def _band(lower: float | str | None, upper: float | str) -> str:
+def _band(lower: Any, upper: Any) -> str:
     """`"lower_upper"`; without a lower bound, the reciprocal of the upper one."""
     if lower is not None:
         return f"{lower}_{upper}"

@@ -61,7 +61,8 @@ class _RowSums:
     def finish(self) -> Float[Tensor, "sums rows"]:
         if self._stack is not None:
             return self._stack.sum(self._dim + 1)
-        return torch.stack([self._sums[name] for name in self._names])
+        # without a mask nothing fills "n"; the caller writes the row's length there
+        return torch.stack([self._sums.get(name, self._sums["l"]) for name in self._names])
 
 
 class Block:

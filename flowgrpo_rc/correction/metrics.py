@@ -205,7 +205,9 @@ def slime_metrics(result: Any, *, ppo_ratio_mean: float | None = None) -> Figure
     spec = moments.plan.importance
     if spec is not None:
         elements = "is_" if spec.level == "token" else "is_elements_"
-        out["mis_mean_is_weight_before_clip"] = total["is_raw"] / total["n"]
+        # the sum of exp(lc) = k3 + lc + 1 per element
+        raw = total["k3"] + total["lc"] + total["n"] if spec.level == "token" else total["is_raw"]
+        out["mis_mean_is_weight_before_clip"] = raw / total["n"]
         out["mis_ratio_mean_after_mis"] = ours["rollout_is_mean"]
         for name, side in _SLIME_FRACTIONS[spec.mode]:
             out[name] = total[f"{elements}{side}"] / total["n"]

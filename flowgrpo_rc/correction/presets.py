@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Band = str | float
+Band = str | int | float | int
 _GEO_BAND = "0.999_1.001"
 _LEGACY_VETO = 1e-4
 
@@ -27,12 +27,12 @@ class Presets:
     # Decoupled: three policies, weights and rejection from pi_old / pi_rollout.
 
     @classmethod
-    def decoupled_token_is(cls, threshold: float = 2.0) -> "Self":
+    def decoupled_token_is(cls, threshold: int | float = 2.0) -> "Self":
         """Per-element truncated weights (TIS)."""
         return cls._make(rollout_is="token", rollout_is_threshold=threshold)
 
     @classmethod
-    def decoupled_seq_is(cls, threshold: float = 2.0) -> "Self":
+    def decoupled_seq_is(cls, threshold: int | float = 2.0) -> "Self":
         """One truncated weight per row: the product of its ratios."""
         return cls._make(rollout_is="sequence", rollout_is_threshold=threshold)
 
@@ -42,7 +42,7 @@ class Presets:
         return cls._make(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
 
     @classmethod
-    def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: Band = "0.5_2.0") -> "Self":
+    def decoupled_seq_is_rs(cls, is_threshold: int | float = 2.0, rs_threshold: Band = "0.5_2.0") -> "Self":
         """Row weights, and rejection of rows whose product of ratios leaves the band."""
         return cls.decoupled_seq_is(is_threshold)._with(_seq_sum(rs_threshold))
 
@@ -52,12 +52,12 @@ class Presets:
         return cls.disabled()._with(_geo(rs_threshold))
 
     @classmethod
-    def decoupled_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: Band = _GEO_BAND) -> "Self":
+    def decoupled_geo_rs_seq_tis(cls, is_threshold: int | float = 2.0, rs_threshold: Band = _GEO_BAND) -> "Self":
         """`decoupled_geo_rs` with row weights."""
         return cls.decoupled_seq_is(is_threshold)._with(_geo(rs_threshold))
 
     @classmethod
-    def decoupled_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: Band = _GEO_BAND) -> "Self":
+    def decoupled_geo_rs_token_tis(cls, is_threshold: int | float = 2.0, rs_threshold: Band = _GEO_BAND) -> "Self":
         """`decoupled_geo_rs` with element weights."""
         return cls.decoupled_token_is(is_threshold)._with(_geo(rs_threshold))
 
@@ -67,12 +67,12 @@ class Presets:
         return cls.disabled()._with(_k3(rs_threshold))
 
     @classmethod
-    def decoupled_k3_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> "Self":
+    def decoupled_k3_rs_seq_tis(cls, is_threshold: int | float = 2.0, rs_threshold: float = 0.01) -> "Self":
         """`decoupled_k3_rs` with row weights."""
         return cls.decoupled_seq_is(is_threshold)._with(_k3(rs_threshold))
 
     @classmethod
-    def decoupled_k3_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> "Self":
+    def decoupled_k3_rs_token_tis(cls, is_threshold: int | float = 2.0, rs_threshold: float = 0.01) -> "Self":
         """`decoupled_k3_rs` with element weights."""
         return cls.decoupled_token_is(is_threshold)._with(_k3(rs_threshold))
 
@@ -94,7 +94,7 @@ class Presets:
         return cls.bypass_ppo_clip()._with(_k3(rs_threshold))
 
     @classmethod
-    def bypass_pg_is(cls, threshold: float = 2.0) -> "Self":
+    def bypass_pg_is(cls, threshold: int | float = 2.0) -> "Self":
         """REINFORCE with truncated row weights."""
         return cls.decoupled_seq_is(threshold)._with(_REINFORCE)
 
@@ -109,12 +109,12 @@ class Presets:
         return cls.decoupled_geo_rs(rs_threshold)._with(_REINFORCE)
 
     @classmethod
-    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: Band = _GEO_BAND) -> "Self":
+    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: int | float = 2.0, rs_threshold: Band = _GEO_BAND) -> "Self":
         """`bypass_pg_geo_rs` with row weights."""
         return cls.decoupled_geo_rs_seq_tis(is_threshold, rs_threshold)._with(_REINFORCE)
 
     @classmethod
-    def bypass_pg_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: Band = _GEO_BAND) -> "Self":
+    def bypass_pg_geo_rs_token_tis(cls, is_threshold: int | float = 2.0, rs_threshold: Band = _GEO_BAND) -> "Self":
         """`bypass_pg_geo_rs` with element weights."""
         return cls.decoupled_geo_rs_token_tis(is_threshold, rs_threshold)._with(_REINFORCE)
 
@@ -126,27 +126,27 @@ class Presets:
     # Names of the first release and of the papers.
 
     @classmethod
-    def token_is(cls, threshold: float = 2.0) -> "Self":
+    def token_is(cls, threshold: int | float = 2.0) -> "Self":
         """Alias of `decoupled_token_is`."""
         return cls.decoupled_token_is(threshold)
 
     @classmethod
-    def token_tis(cls, threshold: float = 2.0) -> "Self":
+    def token_tis(cls, threshold: int | float = 2.0) -> "Self":
         """Alias of `decoupled_token_is`."""
         return cls.decoupled_token_is(threshold)
 
     @classmethod
-    def seq_is(cls, threshold: float = 2.0) -> "Self":
+    def seq_is(cls, threshold: int | float = 2.0) -> "Self":
         """Alias of `decoupled_seq_is`."""
         return cls.decoupled_seq_is(threshold)
 
     @classmethod
-    def seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: Band = "0.5_2.0") -> "Self":
+    def seq_is_rs(cls, is_threshold: int | float = 2.0, rs_threshold: Band = "0.5_2.0") -> "Self":
         """Alias of `decoupled_seq_is_rs`."""
         return cls.decoupled_seq_is_rs(is_threshold, rs_threshold)
 
     @classmethod
-    def seq_mis(cls, threshold: float = 2.0) -> "Self":
+    def seq_mis(cls, threshold: int | float = 2.0) -> "Self":
         """`decoupled_seq_is_rs` with one threshold for both, and no lower bound."""
         return cls.decoupled_seq_is_rs(threshold, f"0_{threshold}")
 
@@ -161,17 +161,17 @@ class Presets:
         return cls.geo_rs(rs_threshold, veto_threshold)
 
     @classmethod
-    def ppo_is_bypass(cls, threshold: float = 2.0) -> "Self":
+    def ppo_is_bypass(cls, threshold: int | float = 2.0) -> "Self":
         """The first release's bypass preset: element weights as diagnostics, PPO clipped around pi_rollout."""
         return cls.decoupled_token_is(threshold)._with({"bypass_mode": True})
 
     @classmethod
-    def pure_is(cls, threshold: float = 2.0) -> "Self":
+    def pure_is(cls, threshold: int | float = 2.0) -> "Self":
         """Alias of `bypass_pg_is`."""
         return cls.bypass_pg_is(threshold)
 
     @classmethod
-    def pg_is(cls, threshold: float = 2.0) -> "Self":
+    def pg_is(cls, threshold: int | float = 2.0) -> "Self":
         """Alias of `bypass_pg_is`."""
         return cls.bypass_pg_is(threshold)
 

@@ -22,7 +22,7 @@ RS_OPTIONS = (
     *("seq_max_k2", "seq_max_k3"),
 )
 
-ThresholdSpec = float | str | None
+ThresholdSpec = int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def make_plan(
     rollout_is_mode: str | None = None,
     rollout_rs: str | None = None,
     rollout_rs_threshold: ThresholdSpec = None,
-    rollout_token_veto_threshold: float | str | None = None,
+    rollout_token_veto_threshold: ThresholdSpec = None,
 ) -> CorrectionPlan:
     """Parses and validates the options of one call. Cached: a training step parses nothing.
 

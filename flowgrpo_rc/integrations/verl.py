@@ -67,7 +67,7 @@ def compute_rollout_correction_and_rejection_mask(
     """
     plan = _plan(rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)
     result = _run(old_log_prob, rollout_log_prob, response_mask, plan)
-    weights = None if result.weights is None else _data_proto({"rollout_is_weights": result.weights})
+    weights = None if result.weights is None else data_proto({"rollout_is_weights": result.weights})
     return weights, result.mask, result.metrics
 
 
@@ -230,7 +230,12 @@ def _options(config: Mapping[str, Any] | Any) -> dict[str, Any]:
     return {name: config.get(name, default) for name, default in defaults.items()}
 
 
-def _data_proto(tensors: dict[str, Tensor]) -> Any:
+def data_proto(tensors: dict[str, Tensor]) -> Any:
+    """verl's `DataProto` around tensors.
+
+    Raises:
+        ImportError: verl is not installed.
+    """
     try:
         from verl.protocol import DataProto
     except ImportError as error:

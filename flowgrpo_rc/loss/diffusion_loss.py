@@ -21,7 +21,8 @@ from torch import Tensor
 
 from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.loss.metrics import LossMetrics
-from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, ppo_clip, reinforce
+from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, ppo_clip, reinforce, select
+from flowgrpo_rc.loss.trust_region import flow_dppo, grpo_guard
 
 
 @runtime_checkable
@@ -36,6 +37,8 @@ class TensorMapping(Protocol):
 class LossOptions(Protocol):
     """What ``diffusion_loss`` reads of ``DiffusionLossConfig``."""
 
+    loss_mode: str
+    kl_mask_threshold: float
     clip_ratio: float
     clip_ratio_low: float | None
     clip_ratio_high: float | None
@@ -79,12 +82,14 @@ def diffusion_loss(
 
     Args:
         config: a ``DiffusionActorConfig``.
-        model_output: ``log_probs`` ``(B,)`` (one SDE step) or ``(B, W)`` (the window), with gradient. With
-            ``use_kl_loss`` also ``transition_means`` and ``ref_transition_means`` (log-prob shape + latents)
-            and ``transition_stds`` (log-prob shape).
+        model_output: ``log_probs`` ``(B,)`` (one SDE step) or ``(B, W)`` (the window), with gradient. For
+            ``use_kl_loss``, ``grpo_guard`` and ``flow_dppo`` also ``transition_means`` (log-prob shape + latents) and
+            ``transition_stds`` (log-prob shape); ``use_kl_loss`` also ``ref_transition_means``.
         data: ``old_log_probs`` (bypass mode: ``rollout_log_probs``, or what was put into ``old_log_probs`` for it),
             ``advantages`` ``(B,)`` or the shape of the log-probs; decoupled correction adds
             ``rollout_is_weights`` and ``rollout_keep``; ``timesteps`` gives the per-timestep gap metrics.
+            ``grpo_guard`` and ``flow_dppo`` compare with ``old_transition_means`` (bypass mode: ``rollout_means``);
+            ``grpo_guard`` also reads ``sigmas`` and ``next_sigmas``.
             Not modified.
         dp_group: data-parallel process group; the denominator is then the mean over its ranks of the global
             count, so that averaging gradients over ranks (DDP) gives exactly the global mean.
@@ -111,8 +116,9 @@ def diffusion_loss(
 
 
 def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossSums:
-    """The loss of ``diffusion_loss`` before its division: see ``LossSums``."""
+    """The loss of ``diffusion_loss`` before its division: see ``LossSums``. At least float32, whatever the input."""
     log_prob = _get(model_output, "log_probs", "model_output")
+    log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
     rc = config.rollout_correction
     old_log_prob = _old_log_prob(data, log_prob, bypass=rc.bypass_mode)
     options = config.diffusion_loss
@@ -126,13 +132,8 @@ def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, da
     else:
         weights, keep = _decoupled_correction(data, log_prob)
 
-    low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
-    high = options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
-    if rc.bypass_mode and rc.loss_type == "reinforce":
-        terms: PolicyTerms = reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep)
-    else:
-        terms = ppo_clip(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high, weights=weights, keep=keep)
-
+    low, high = _clip_band(options)
+    terms, masked = _objective(config, model_output, data, log_prob, old_log_prob, advantages, weights, keep)
     denominator = _denominator(rc, keep, log_prob)
     policy_sum = terms.loss.sum()
     kl_sum = _kl_sum(model_output, keep, log_prob) if config.use_kl_loss else policy_sum.new_zeros(())
@@ -140,7 +141,9 @@ def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, da
         loss_sum=policy_sum,
         denominator=denominator,
         keep=keep,
-        log_ratio=terms.log_ratio,
+        log_ratio=select(log_prob.detach() - old_log_prob, keep),
+        objective_log_ratio=terms.log_ratio,
+        masked=masked,
         advantages=advantages,
         clip_low=low,
         clip_high=high,
@@ -148,6 +151,50 @@ def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, da
     )
     total = policy_sum + config.kl_loss_coef * kl_sum if config.use_kl_loss else policy_sum
     return LossSums(total, denominator, metrics, correction)
+
+
+def _objective(
+    config: ActorLossConfig,
+    model_output: TensorMapping,
+    data: TensorMapping,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    weights: Tensor | None,
+    keep: Tensor | None,
+) -> tuple[PolicyTerms, Tensor | None]:
+    """The configured objective's terms, and for ``flow_dppo`` the elements that it leaves out."""
+    options, rc = config.diffusion_loss, config.rollout_correction
+    low, high = _clip_band(options)
+    if rc.bypass_mode and rc.loss_type == "reinforce":
+        return reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep), None
+    if options.loss_mode not in ("grpo_guard", "flow_dppo"):
+        terms = ppo_clip(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high, weights=weights, keep=keep)
+        return terms, None
+    shift, std = _mean_shift(model_output, data, log_prob, bypass=rc.bypass_mode)
+    if options.loss_mode == "flow_dppo":
+        threshold, kl = options.kl_mask_threshold, shift / (2 * std**2)
+        return flow_dppo(log_prob, old_log_prob, advantages, kl=kl, kl_threshold=threshold, weights=weights, keep=keep)
+    dt = _get(data, "sigmas", "data (loss_mode=grpo_guard)") - _get(data, "next_sigmas", "data (loss_mode=grpo_guard)")
+    terms = grpo_guard(
+        log_prob,
+        old_log_prob,
+        advantages,
+        mean_shift=shift,
+        step_std=std,
+        dt=dt,
+        clip_low=low,
+        clip_high=high,
+        weights=weights,
+        keep=keep,
+    )
+    return terms, None
+
+
+def _clip_band(options: LossOptions) -> tuple[float, float]:
+    """Half widths below and above a ratio of 1."""
+    low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
+    return low, options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
 
 
 def _bypass_correction(
@@ -179,9 +226,30 @@ def _denominator(rc: RolloutCorrectionConfig, keep: Tensor | None, log_prob: Ten
     return torch.full((), log_prob.numel(), dtype=log_prob.dtype, device=log_prob.device)
 
 
+def _mean_shift(
+    model_output: TensorMapping, data: TensorMapping, log_prob: Tensor, *, bypass: bool
+) -> tuple[Tensor, Tensor]:
+    """``mean over dims of (mu - mu_old)^2`` and the step's std, both in the shape of the log-probs."""
+    mean = _get(model_output, "transition_means", "model_output (this loss_mode)")
+    std = _get(model_output, "transition_stds", "model_output (this loss_mode)")
+    old_mean = _get(data, "rollout_means" if bypass else "old_transition_means", "data (this loss_mode)")
+    for name, value, shape in (
+        ("transition_stds", std, log_prob.shape),
+        ("transition_means", mean[(..., *[0] * (mean.dim() - log_prob.dim()))], log_prob.shape),
+        ("the old transition means", old_mean, mean.shape),
+    ):
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(shape)}")
+    return ((mean - old_mean.detach()) ** 2).flatten(log_prob.dim()).mean(-1), std
+
+
 def _kl_sum(model_output: TensorMapping, keep: Tensor | None, log_prob: Tensor) -> Float[Tensor, ""]:
     names = ("transition_means", "ref_transition_means", "transition_stds")
-    mean, ref_mean, std = (_get(model_output, name, "model_output (use_kl_loss=true)") for name in names)
+    mean, ref_mean, std = values = [_get(model_output, name, "model_output (use_kl_loss=true)") for name in names]
+    of_means = log_prob.shape + mean.shape[log_prob.dim() :]
+    for name, value, shape in zip(names, values, (of_means, of_means, log_prob.shape), strict=True):
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; beside the log-probs it must be {tuple(shape)}")
     if log_prob.dim() == 1:
         mean, ref_mean, std = mean.unsqueeze(1), ref_mean.unsqueeze(1), std.unsqueeze(1)
     kl = gaussian_kl(mean, ref_mean, std).reshape(log_prob.shape)

@@ -38,15 +38,21 @@ class LossMetrics:
         denominator: Tensor,
         keep: Tensor | None,
         log_ratio: Tensor,
+        objective_log_ratio: Tensor | None = None,
+        masked: Tensor | None = None,
         advantages: Tensor,
         clip_low: float,
         clip_high: float,
         kl_sum: Tensor,
     ) -> "LossMetrics":
-        """From one micro-batch's tensors; ``advantages`` broadcasts over ``log_ratio``."""
-        ratio = torch.exp(log_ratio)
+        """From one micro-batch's tensors; ``advantages`` broadcasts over ``log_ratio``.
+
+        ``objective_log_ratio`` is the log ratio that the objective clips, where that is another one (grpo_guard);
+        ``masked`` what the objective leaves out itself, instead of clipping (flow_dppo).
+        """
+        ratio = torch.exp(log_ratio if objective_log_ratio is None else objective_log_ratio)
         high, low = ratio > 1 + clip_high, ratio < 1 - clip_low
-        inert = (high & (advantages > 0)) | (low & (advantages < 0))
+        inert = (high & (advantages > 0)) | (low & (advantages < 0)) if masked is None else masked
         columns = [
             loss_sum,
             denominator,

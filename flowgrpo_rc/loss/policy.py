@@ -38,11 +38,11 @@ def ppo_clip(
     PPO (arXiv 1707.06347); on the diffusion path with one advantage an image it is Flow-GRPO's objective
     (arXiv 2505.05470). Elements with ``keep=False`` have a loss of 0.
     """
-    log_ratio = _select(log_prob - old_log_prob.detach(), keep)
+    log_ratio = select(log_prob - old_log_prob.detach(), keep)
     ratio, advantages = torch.exp(log_ratio), advantages.detach()
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
-    return PolicyTerms(_weigh(loss, weights, keep), log_ratio)
+    return PolicyTerms(weigh(loss, weights, keep), log_ratio)
 
 
 def reinforce(
@@ -57,9 +57,9 @@ def reinforce(
 
     ``old_log_prob`` does not enter the loss; the log ratio is returned for the metrics.
     """
-    log_ratio = _select(log_prob - old_log_prob.detach(), keep)
+    log_ratio = select(log_prob - old_log_prob.detach(), keep)
     loss = -advantages.detach() * (log_prob if keep is None else torch.where(keep, log_prob, 0.0))
-    return PolicyTerms(_weigh(loss, weights, keep), log_ratio.detach())
+    return PolicyTerms(weigh(loss, weights, keep), log_ratio.detach())
 
 
 def gaussian_kl(
@@ -69,13 +69,15 @@ def gaussian_kl(
     return ((mean - ref_mean.detach()) ** 2).flatten(2).mean(2) / (2 * step_std**2)
 
 
-def _select(log_ratio: Tensor, keep: Tensor | None) -> Tensor:
+def select(log_ratio: Tensor, keep: Tensor | None) -> Tensor:
+    """The log ratio of kept elements, 0 elsewhere, clamped to the safety bound."""
     if keep is not None:
         log_ratio = torch.where(keep, log_ratio, 0.0)
     return torch.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND)
 
 
-def _weigh(loss: Tensor, weights: Tensor | None, keep: Tensor | None) -> Tensor:
+def weigh(loss: Tensor, weights: Tensor | None, keep: Tensor | None) -> Tensor:
+    """The loss times the detached weights, 0 where an element is not kept."""
     if weights is not None:
         loss = loss * weights.detach()
     return loss if keep is None else torch.where(keep, loss, 0.0)

@@ -27,6 +27,8 @@ class RolloutRequest:
     window_size: int = 0
     noise_level: float = 0.0
     sde_type: str = "sde"
+    record_means: bool = False
+    """Also return ``rollout_means``, the mean of each recorded step."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ class Trajectories:
 
     images: UInt8[Tensor, "B H W 3"]
     batch: TensorDict | None
-    """``latents``, ``next_latents``, ``timesteps``, ``sigmas``, ``next_sigmas``, ``rollout_log_probs`` and
-    ``prompt_index``, all on the host, floats in float32; ``None`` for a deterministic request."""
+    """``latents``, ``next_latents``, ``timesteps``, ``sigmas``, ``next_sigmas``, ``rollout_log_probs``,
+    ``prompt_index`` and on request ``rollout_means``, all on the host, floats in float32; ``None`` for a deterministic
+    request."""
     adapter_version: int
     """The version of the adapter that drew them."""
 

@@ -85,7 +85,9 @@ class DiffusersEngine:
         generators = [request.generators[int(i)] for i in rows]
         latents = torch.stack([self._model.initial_noise(g, cond.height, cond.width) for g in generators]).to(device)
         starts = None if request.window_starts is None else request.window_starts[rows]
-        record = _Record(size, request.window_size, latents.shape[1:]) if starts is not None else None
+        record = None
+        if starts is not None:
+            record = _Record(size, request.window_size, latents.shape[1:], request.record_means)
         for step, (t, sigma, next_sigma) in enumerate(_steps(schedule, device)):
             t, sigma, next_sigma = t.expand(size), sigma.expand(size), next_sigma.expand(size)
             velocity = self._model.velocity(self.transformer, latents, t, cond)
@@ -116,6 +118,7 @@ class DiffusersEngine:
                     sigmas=sigma,
                     next_sigmas=next_sigma,
                     rollout_log_probs=log_probs,
+                    **({"rollout_means": law.mean} if request.record_means else {}),
                 )
             latents = next_latents
         _check_finite(latents, rows)
@@ -125,8 +128,8 @@ class DiffusersEngine:
 class _Record:
     """Host tensors ``(b, W, ...)`` that the stochastic steps of a micro-batch are written into."""
 
-    def __init__(self, size: int, window: int, latent_shape: tuple[int, ...]) -> None:
-        shapes = {"latents": latent_shape, "next_latents": latent_shape}
+    def __init__(self, size: int, window: int, latent_shape: tuple[int, ...], means: bool) -> None:
+        shapes = dict.fromkeys(("latents", "next_latents", *(["rollout_means"] if means else [])), latent_shape)
         scalars = ("timesteps", "sigmas", "next_sigmas", "rollout_log_probs")
         shapes |= dict.fromkeys(scalars, ())
         self.tensors = {k: torch.full((size, window, *shape), torch.nan) for k, shape in shapes.items()}

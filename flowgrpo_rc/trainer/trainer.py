@@ -116,6 +116,7 @@ class FlowGRPOTrainer:
                 window_size=self._window.size,
                 noise_level=rollout.algo.noise_level,
                 sde_type=rollout.algo.sde_type,
+                record_means=self._record_means,
             )
         )
         if trajectories.batch is None or trajectories.adapter_version != self.step:
@@ -157,7 +158,7 @@ class FlowGRPOTrainer:
         if self.config.rollout_correction.bypass_mode:
             apply_bypass_mode_to_diffusion_batch(batch)
         else:
-            batch["old_log_probs"] = self.run.actor.score(batch, cond)
+            batch.update(self.run.actor.score(batch, cond))
 
     def _correct(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
         """Decoupled mode: weights and rejection for the whole batch. In bypass mode the loss makes its own."""
@@ -338,6 +339,12 @@ class FlowGRPOTrainer:
         if self.accelerator.num_processes == 1:
             return values.cpu()
         return self.accelerator.gather(values.to(self.accelerator.device)).cpu()
+
+    @property
+    def _record_means(self) -> bool:
+        """In bypass mode the engine is the old policy, so objectives that compare means need its."""
+        loss = self.config.actor_rollout_ref.actor.diffusion_loss
+        return loss.needs_old_means and self.config.rollout_correction.bypass_mode
 
     @property
     def _main(self) -> bool:

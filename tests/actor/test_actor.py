@@ -64,7 +64,7 @@ class Setup:
         if self.config.rollout_correction.bypass_mode:
             apply_bypass_mode_to_diffusion_batch(self.batch)
         else:
-            self.batch["old_log_probs"] = self.actor.score(self.batch, self.cond)
+            self.batch.update(self.actor.score(self.batch, self.cond))
             apply_rollout_correction_to_diffusion_batch(self.batch, self.config.rollout_correction)
 
     def gradient(self, rows=None, micro=None):
@@ -90,7 +90,7 @@ class Setup:
 @pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
 def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cfg):
     setup = Setup(tiny_model, sde_type=sde_type, cfg=cfg)
-    scored = setup.actor.score(setup.batch, setup.cond)
+    scored = setup.actor.score(setup.batch, setup.cond)["old_log_probs"]
     assert_close(scored, setup.batch["rollout_log_probs"], atol=1e-6, rtol=0)
     _, metrics = setup.gradient()
     assert metrics["actor/ratio_deviation_first"] <= 1e-6
@@ -99,7 +99,7 @@ def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cf
 
 def test_bfloat16_rollouts_leave_a_gap(tiny_model):
     setup = Setup(tiny_model, dtype=torch.bfloat16)
-    gap = (setup.actor.score(setup.batch, setup.cond) - setup.batch["rollout_log_probs"]).abs()
+    gap = (setup.actor.score(setup.batch, setup.cond)["old_log_probs"] - setup.batch["rollout_log_probs"]).abs()
     assert 1e-5 < gap.mean() < 5e-3
     _, metrics = setup.gradient()
     assert_close(metrics["actor/log_ratio_abs_mean_first"], gap.mean().item(), atol=1e-7, rtol=1e-3)
@@ -181,7 +181,7 @@ def test_update_moves_log_probs_with_the_advantages(tiny_model):
         diffusion_loss=type(DiffusionActorConfig().diffusion_loss)(clip_ratio=1.0),
     )
     result = setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
-    change = (setup.actor.score(setup.batch, setup.cond) - setup.batch["rollout_log_probs"]).mean(1)
+    change = (setup.actor.score(setup.batch, setup.cond)["old_log_probs"] - setup.batch["rollout_log_probs"]).mean(1)
     assert result.optimizer_steps == 1
     assert (change * setup.batch["advantages"]).sum() > 0
 

@@ -281,3 +281,17 @@ def test_time_of_a_step_is_the_sum_of_its_stages(small_config):
     stages = [v for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step"]
     assert row["timing_s/step"] == pytest.approx(sum(stages))
     assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("bypass", ["true", "false"])
+@pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
+def test_objectives_that_compare_means_train_in_both_modes(small_config, mode, bypass):
+    """With float32 rollouts the engine's means are the actor's, so the first ratio is 1 in either mode."""
+    config = small_config(
+        f"actor_rollout_ref.actor.diffusion_loss.loss_mode={mode}",
+        f"algorithm.rollout_correction.bypass_mode={bypass}",
+        "actor_rollout_ref.rollout.dtype=float32",
+    )
+    row = FlowGRPOTrainer(config).fit().rows()[-1]
+    assert row["actor/ratio_deviation_first"] < 1e-6
+    assert row["actor/grad_norm"] > 0

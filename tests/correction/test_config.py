@@ -1,0 +1,481 @@
+"""The configuration: validation, presets, other projects' keys, and what it says in words."""
+
+import dataclasses
+import warnings
+
+import pytest
+
+from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
+from flowgrpo_rc.correction.presets import PRESET_NAMES
+
+Config = RolloutCorrectionConfig
+
+
+def _made(**expected):
+    """A configuration with the given fields, the rest at their defaults."""
+    return Config(**expected)
+
+
+def test_defaults():
+    assert Config().to_dict() == {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+        "bypass_mode": False,
+        "loss_type": "ppo_clip",
+        "rollout_token_veto_threshold": None,
+        "rollout_is_mode": None,
+        "rejection_normalization": "all",
+    }
+    assert Config.from_dict({}) == Config()
+    assert Config.from_dict(None) == Config.disabled()
+    assert Config.from_dict(Config()) == Config()
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_the_dict_of_a_configuration_gives_it_back(name):
+    config = getattr(Config, name)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("key", ["rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_bool_is_no_threshold(key, value):
+    with pytest.raises(TypeError, match=f"{key}.* {value}"):
+        Config.from_dict({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0, key: value})
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, "0", "-2", float("nan"), "nan", "", "two", "2.0_0.5", "0.5_", "_2"])
+@pytest.mark.parametrize("rollout_is", ["token", None])
+def test_bad_weight_thresholds(rollout_is, value):
+    with pytest.raises(ValueError, match="rollout_is_threshold"):
+        Config(rollout_is=rollout_is, rollout_is_threshold=value)
+
+
+@pytest.mark.parametrize("value", ["0_2.0", "-0.5_2.0", "nan_2.0", "0.5_nan", "0.5_-1"])
+def test_bad_bands_of_weights(value):
+    with pytest.raises(ValueError, match="rollout_is_threshold"):
+        Config(rollout_is_threshold=value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[("token_k1", v) for v in (0, -1.0, "nan", "2.0_0.5", "-1_2", 0.5, "x_2", "0.5_2.0_3.0")],
+        *[("seq_mean_k2", v) for v in (0, "-0.1", float("nan"), "0.5_2.0", "0_1")],
+        *[("seq_max_k3", v) for v in ("0.001_0.01", "abc")],
+        ("token_k1,token_k3", "0.5_2.0"),  # one threshold for both: not for k3
+        ("token_k1,token_k3", "0.5_2.0,0.1,0.2"),
+        ("token_k1", None),
+        ("token_k1", ""),
+    ],
+)
+def test_bad_rejection_thresholds(option, value):
+    with pytest.raises(ValueError, match="rollout_rs"):
+        Config(rollout_rs=option, rollout_rs_threshold=value)
+
+
+def test_a_band_for_k2_or_k3_says_what_to_write():
+    with pytest.raises(ValueError, match=r"rollout_rs_threshold for seq_mean_k3 is one upper bound, got '0.5_2.0'"):
+        Config(rollout_rs="seq_mean_k3", rollout_rs_threshold="0.5_2.0")
+
+
+@pytest.mark.parametrize("option", ["", ",", "k1", "seq_max_k1", "token_k4", "sequence_k1", "token_k1;seq_mean_k1"])
+def test_unknown_criteria(option):
+    with pytest.raises(ValueError, match="rollout_rs"):
+        Config(rollout_rs=option, rollout_rs_threshold=2.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-4, float("nan"), "none"])
+def test_bad_veto(value):
+    with pytest.raises((ValueError, TypeError), match="rollout_token_veto_threshold"):
+        Config.from_dict({"rollout_token_veto_threshold": value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout_is": "tokens"}, "rollout_is must be one of"),
+        ({"rollout_is_mode": "drop"}, "rollout_is_mode must be one of"),
+        ({"rollout_is_mode": "truncate", "rollout_is_threshold": "0.5_2.0"}, "truncation has one bound"),
+        ({"loss_type": "ppo"}, "loss_type must be one of"),
+        ({"loss_type": "reinforce"}, "needs bypass_mode=True"),
+        ({"rejection_normalization": "mean"}, "rejection_normalization must be one of"),
+    ],
+)
+def test_bad_options(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**fields)
+
+
+@pytest.mark.parametrize("key", ["bypass_mode", "rollout_is_batch_normalize"])
+def test_switches_are_bools(key):
+    with pytest.raises(TypeError, match=key):
+        Config.from_dict({key: "yes"})
+
+
+def test_integers_and_numeric_strings_are_numbers():
+    config = Config.from_dict({"rollout_is_threshold": 2, "rollout_rs": "token_k1", "rollout_rs_threshold": 3})
+    plan = config.plan()
+    assert plan.importance is not None
+    assert plan.importance.upper == 2.0
+    text = Config(rollout_is_threshold="2", rollout_rs="token_k1", rollout_rs_threshold=" 3.0 ").plan()
+    assert text == plan
+
+
+def test_criteria_are_read_in_order_without_repetition():
+    config = Config(rollout_rs=" token_k2 , seq_mean_k1,token_k2", rollout_rs_threshold="0.3, 0.5_2.0")
+    assert [c.name for c in config.plan().criteria] == ["token_k2", "seq_mean_k1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("decoupled_token_is", {"rollout_is": "token"}),
+        ("decoupled_seq_is", {"rollout_is": "sequence"}),
+        ("decoupled_token_icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}),
+        ("decoupled_seq_is_rs", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
+        ("decoupled_geo_rs", {"rollout_is": None, **(geo := {"rollout_rs": "seq_mean_k1"})}),
+        ("decoupled_geo_rs_seq_tis", {"rollout_is": "sequence", **geo}),
+        ("decoupled_geo_rs_token_tis", {"rollout_is": "token", **geo}),
+        ("decoupled_k3_rs", {"rollout_is": None, **(k3 := {"rollout_rs": "seq_mean_k3"})}),
+        ("decoupled_k3_rs_seq_tis", {"rollout_is": "sequence", **k3}),
+        ("decoupled_k3_rs_token_tis", {"rollout_is": "token", **k3}),
+        ("bypass_ppo_clip", {"rollout_is": None, **(ppo := {"bypass_mode": True})}),
+        ("bypass_ppo_clip_geo_rs", {"rollout_is": None, **geo, **ppo}),
+        ("bypass_ppo_clip_k3_rs", {"rollout_is": None, **k3, **ppo}),
+        ("bypass_pg_is", {"rollout_is": "sequence", **(pg := {"bypass_mode": True, "loss_type": "reinforce"})}),
+        ("bypass_pg_token_icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", **pg}),
+        ("bypass_pg_geo_rs", {"rollout_is": None, **geo, **pg}),
+        ("bypass_pg_geo_rs_seq_tis", {"rollout_is": "sequence", **geo, **pg}),
+        ("bypass_pg_geo_rs_token_tis", {"rollout_is": "token", **geo, **pg}),
+        ("disabled", {"rollout_is": None}),
+        ("token_is", {"rollout_is": "token"}),
+        ("token_tis", {"rollout_is": "token"}),
+        ("seq_is", {"rollout_is": "sequence"}),
+        ("seq_is_rs", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
+        ("seq_mis", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0_2.0"}),
+        ("geo_rs", {"rollout_is": None, **geo, **(veto := {"rollout_token_veto_threshold": 1e-4})}),
+        ("geo_mis", {"rollout_is": None, **geo, **veto}),
+        ("ppo_is_bypass", {"rollout_is": "token", "bypass_mode": True}),
+        ("pure_is", {"rollout_is": "sequence", **pg}),
+        ("pg_is", {"rollout_is": "sequence", **pg}),
+        ("pg_rs", {"rollout_is": None, **geo, **pg, **veto}),
+    ],
+)
+def test_presets(name, expected):
+    if expected.get("rollout_rs") == "seq_mean_k1":
+        expected = {**expected, "rollout_rs_threshold": "0.999_1.001"}
+    if expected.get("rollout_rs") == "seq_mean_k3":
+        expected = {**expected, "rollout_rs_threshold": 0.01}
+    assert getattr(Config, name)() == _made(**expected)
+    assert Config.from_dict({"preset": name}) == _made(**expected)
+
+
+def test_every_preset_is_listed_above():
+    (mark,) = [m for m in test_presets.pytestmark if m.name == "parametrize"]
+    assert {name for name, _ in mark.args[1]} == set(PRESET_NAMES)
+
+
+def test_preset_arguments():
+    assert Config.decoupled_token_icepop(3.0, 0.25).rollout_is_threshold == "0.25_3.0"
+    assert Config.seq_mis(4.0).rollout_rs_threshold == "0_4.0"
+    assert Config.geo_rs("0.99_1.02", None) == Config.decoupled_geo_rs("0.99_1.02")
+    assert Config.bypass_pg_geo_rs_seq_tis(3.0, "0.98_1.05").rollout_is_threshold == 3.0
+
+
+def test_keys_beside_a_preset_override_it():
+    config = Config.from_dict({"preset": "geo_rs", "rollout_rs_threshold": "0.98_1.03", "rollout_is": "token"})
+    assert config == dataclasses.replace(Config.geo_rs(), rollout_rs_threshold="0.98_1.03", rollout_is="token")
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ValueError, match=r"Unknown preset 'decoupled_token_iss'; nearest: decoupled_token_is,"):
+        Config.from_dict({"preset": "decoupled_token_iss"})
+
+
+# Other dialects. Each case gives exactly one warning, which prints the canonical form.
+
+DIALECTS = [
+    ({"bypass_old_logprob_for_rollout": True}, {"bypass_mode": True}),
+    ({"bypass_old_logprob_for_rollout": False}, {"bypass_mode": False}),
+    ({"use_pure_rollout_correction": True}, {"bypass_mode": True, "loss_type": "reinforce"}),
+    ({"use_policy_gradient": True}, {"bypass_mode": True, "loss_type": "reinforce"}),
+    ({"use_policy_gradient": True, "bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}),
+    ({"use_pure_rollout_correction": False}, {}),
+    (
+        {"rollout_rs": "token", "rollout_rs_threshold": 3.0, "rollout_rs_threshold_lower": 0.6},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_3.0"},
+    ),
+    (
+        {"rollout_rs": "sequence", "rollout_rs_threshold": 4.0},
+        {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.25_4.0"},
+    ),
+    (
+        {"rollout_rs": "sequence", "rollout_rs_threshold": 4.0, "rollout_rs_threshold_lower": None},
+        {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.25_4.0"},
+    ),
+    (
+        {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0},
+        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0_1.001"},
+    ),
+    (
+        {"rollout_rs": "token", "rollout_rs_threshold": None, "rollout_is_threshold": 4.0},
+        {"rollout_is_threshold": 4.0, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.25_4.0"},
+    ),
+    ({"rollout_rs": "token"}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}),
+    # the whole schema of the first release, with its defaults
+    (
+        {
+            "rollout_is": "token",
+            "rollout_is_threshold": 2.0,
+            "rollout_rs": None,
+            "rollout_rs_threshold": None,
+            "rollout_rs_threshold_lower": None,
+            "rollout_token_veto_threshold": None,
+            "bypass_old_logprob_for_rollout": False,
+            "use_pure_rollout_correction": False,
+        },
+        {"rollout_is": "token"},
+    ),
+    # slime
+    (
+        {"use_tis": True, "tis_upper_bound": 3.0},
+        {"rollout_is": "token", "rollout_is_mode": "truncate", "rollout_is_threshold": 3.0},
+    ),
+    (
+        {
+            "use_tis": True,
+            "tis_mode": "clip",
+            "tis_level": "sequence",
+            "tis_lower_bound": 0.6,
+            "tis_upper_bound": 3.0,
+            "tis_batch_normalize": True,
+        },
+        {
+            "rollout_is": "sequence",
+            "rollout_is_mode": "clip",
+            "rollout_is_threshold": "0.6_3.0",
+            "rollout_is_batch_normalize": True,
+        },
+    ),
+    (
+        {"use_tis": True, "tis_mode": "mask", "tis_level": "geometric", "tis_upper_bound": 4.0},
+        {"rollout_is": "geometric", "rollout_is_mode": "mask", "rollout_is_threshold": "0.25_4.0"},
+    ),
+    ({"use_tis": False, "tis_upper_bound": 3.0}, {"rollout_is": None}),
+    (
+        {
+            "use_rs": True,
+            "rs_level": "geometric",
+            "rs_lower_bound": 0.99,
+            "rs_upper_bound": 1.02,
+            "rs_veto_threshold": 1e-4,
+        },
+        {
+            "rollout_is": None,
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": "0.99_1.02",
+            "rollout_token_veto_threshold": 1e-4,
+        },
+    ),
+    # unset rs bounds are the tis bounds
+    (
+        {
+            "use_tis": True,
+            "tis_mode": "clip",
+            "tis_lower_bound": 0.6,
+            "tis_upper_bound": 3.0,
+            "use_rs": True,
+            "rs_level": "sequence",
+        },
+        {
+            "rollout_is": "token",
+            "rollout_is_mode": "clip",
+            "rollout_is_threshold": "0.6_3.0",
+            "rollout_rs": "seq_sum_k1",
+            "rollout_rs_threshold": "0.6_3.0",
+        },
+    ),
+    (
+        {
+            "use_rs": True,
+            "rs_level": "token",
+            "tis_lower_bound": 0.6,
+            "tis_upper_bound": 3.0,
+            "rs_upper_bound": 5.0,
+        },
+        {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_5.0"},
+    ),
+    ({"use_rollout_logprobs": True}, {"rollout_is": None, "bypass_mode": True}),
+    ({"get_mismatch_metrics": True}, {"rollout_is": None}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), DIALECTS)
+def test_other_dialects(given, expected):
+    with pytest.warns(UserWarning, match="canonical form") as caught:
+        config = Config.from_dict(given)
+    assert len(caught) == 1
+    assert config == _made(**expected)
+    for key in expected:
+        assert f"{key}=" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the canonical form itself gives none
+        assert Config.from_dict(expected) == config
+
+
+def test_the_warning_prints_what_can_be_pasted():
+    with pytest.warns(UserWarning, match="canonical form") as caught:
+        Config.from_dict({"rollout_rs": "sequence", "rollout_rs_threshold": 4.0})
+    assert "rollout_rs=seq_sum_k1, rollout_rs_threshold=0.25_4.0" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("key", ["use_pure_rollout_correction", "use_policy_gradient"])
+@pytest.mark.parametrize("off", ["bypass_mode", "bypass_old_logprob_for_rollout"])
+def test_pure_correction_needs_bypass_mode(key, off):
+    with pytest.raises(ValueError, match=f"{key}=true needs bypass mode, which is explicitly false"):
+        Config.from_dict({key: True, off: False})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"use_policy_gradient": True, "loss_type": "ppo_clip"},
+        {"bypass_old_logprob_for_rollout": True, "bypass_mode": False},
+        {"use_tis": True, "rollout_is": "sequence"},
+        {"use_rollout_logprobs": False, "bypass_mode": True},
+        {"use_tis": True, "bypass_old_logprob_for_rollout": True},
+        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.3},
+        {"use_tis": True, "tis_mode": "drop"},
+        {"use_rs": True, "rs_level": "rows"},
+    ],
+)
+def test_contradicting_keys(given):
+    with pytest.raises(ValueError, match="contradicts|means loss_type|two dialects|belongs to|must be one of"):
+        Config.from_dict(given)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("rollout_is_treshold", "rollout_is_threshold"),
+        ("bypas_mode", "bypass_mode"),
+        ("tis_upper", "tis_upper_bound"),
+        ("veto_threshold", "rs_veto_threshold"),
+        ("rollout_rs_thresholds", "rollout_rs_threshold"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(key, near):
+    with pytest.raises(ValueError, match=f"Unknown rollout-correction key '{key}'; nearest known: .*{near}"):
+        Config.from_dict({key: 1.0})
+
+
+def test_slime_yaml_file(tmp_path):
+    path = tmp_path / "mis.yaml"
+    path.write_text(
+        "use_tis: true\n"
+        "tis_mode: clip\n"
+        "tis_level: token\n"
+        "tis_lower_bound: 0.5\n"
+        "tis_upper_bound: 1.5\n"
+        "tis_batch_normalize: true\n"
+        "use_rs: true\n"
+        "rs_level: sequence\n"
+        "rs_lower_bound: null\n"
+        "rs_upper_bound: 3.0\n"
+        "rs_veto_threshold: 1.0e-4\n"
+    )
+    with pytest.warns(UserWarning, match="slime keys") as caught:
+        config = Config.from_slime_yaml(path)
+    assert len(caught) == 1
+    assert config == _made(
+        rollout_is="token",
+        rollout_is_threshold="0.5_1.5",
+        rollout_is_mode="clip",
+        rollout_is_batch_normalize=True,
+        rollout_rs="seq_sum_k1",
+        rollout_rs_threshold="0.5_3.0",
+        rollout_token_veto_threshold=1e-4,
+    )
+
+
+def test_slime_command_line_spelling(tmp_path):
+    path = tmp_path / "mis.yaml"
+    path.write_text("use-tis: true\ntis-mode: truncate\ntis-upper-bound: 2.5\n")
+    with pytest.warns(UserWarning, match="slime keys"):
+        config = Config.from_slime_yaml(str(path))
+    assert config == _made(rollout_is="token", rollout_is_threshold=2.5, rollout_is_mode="truncate")
+
+
+def test_a_slime_file_without_keys_is_refused(tmp_path):
+    path = tmp_path / "mis.yaml"
+    path.write_text("- use_tis\n")
+    with pytest.raises(ValueError, match="mis.yaml: expected a mapping"):
+        Config.from_slime_yaml(path)
+
+
+# In words.
+
+
+@pytest.mark.parametrize(
+    ("config", "phrases"),
+    [
+        (Config.decoupled_token_is(), ("decoupled PPO with truncated", "three: pi_rollout", "at most 2", "once per")),
+        (Config.decoupled_token_icepop(), ("IcePop", "0 outside [0.5, 5]")),
+        (Config.bypass_ppo_clip(), ("PPO in bypass mode", "two: pi_rollout", "pi_theta/pi_rollout, around 1")),
+        (Config.bypass_pg_is(), ("off-policy REINFORCE with truncated", "Clipped:   nothing", "every mini-step")),
+        (Config.geo_rs(), ("rejection sampling", "[0.999, 1.001]", "veto", "0.0001")),
+        (Config.decoupled_k3_rs(), ("k3 = r - 1 - l", "exceeds 0.01")),
+        (Config(rollout_is_mode="clip", rollout_is_threshold="0.5_3"), ("clipped into [0.5, 3]",)),
+        (Config(rollout_is_mode="mask", rollout_is_threshold="0_3"), ("masked importance", "outside [0, 3]")),
+        (Config(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
+    ],
+)
+def test_explanations(config, phrases):
+    text = explain(config).text
+    for phrase in phrases:
+        assert phrase in text, text
+
+
+@pytest.mark.parametrize(
+    ("config", "phrase"),
+    [
+        (Config.disabled(), "rollout policy is ignored"),
+        (Config.ppo_is_bypass(), "twice"),
+        (Config(rollout_is=None, bypass_mode=True, loss_type="reinforce"), "biased"),
+        (Config.bypass_ppo_clip_geo_rs(), "one SDE step at a time"),
+        (Config(rollout_is_threshold=1e9), "upper bound 1e+09 can never bind"),
+        (
+            Config(rollout_rs="token_k2", rollout_rs_threshold=250.0),  # k2 ends at 20^2 / 2 = 200
+            "threshold of token_k2 can never bind",
+        ),
+        (Config(rollout_rs="token_k1", rollout_rs_threshold=1e9), "threshold of token_k1 can never bind"),
+        (Config(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0"), "wide for SDE steps"),
+        (Config(rollout_rs="seq_mean_k1", rollout_rs_threshold="1.1_2.0"), "excludes a ratio of 1"),
+        (Config(rollout_token_veto_threshold=1.5), "usually all"),
+        (Config.decoupled_geo_rs(), "kept/total"),
+        (Config(rollout_rs_threshold="0.5_2.0"), "no rollout_rs to act on"),
+    ],
+)
+def test_classic_mistakes_give_a_warning(config, phrase):
+    found = [w for w in explain(config).warnings if phrase in w]
+    assert len(found) == 1, explain(config).warnings
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config.decoupled_token_is(),
+        Config.decoupled_seq_is(),
+        Config.bypass_ppo_clip(),
+        Config.bypass_pg_is(),
+        dataclasses.replace(Config.decoupled_geo_rs(), rejection_normalization="kept"),
+    ],
+)
+def test_sound_configurations_give_none(config):
+    assert explain(config).warnings == ()

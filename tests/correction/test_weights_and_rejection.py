@@ -1,0 +1,373 @@
+"""Weights and masks against loops written from the formulas, and against tables worked by hand."""
+
+import itertools
+import math
+
+import pytest
+import reference
+import torch
+
+from flowgrpo_rc.correction import (
+    SAFETY_BOUND,
+    RolloutCorrectionConfig,
+    compute_rollout_correction,
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
+
+LEVELS = ("token", "sequence", "geometric")
+RS_OPTIONS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
+# mode, threshold as written, lower, upper: none of the bands is its own reciprocal
+FORMS = (
+    ("truncate", 1.3, 0.0, 1.3),
+    ("truncate", "1.3", 0.0, 1.3),
+    ("zero", "0.6_1.9", 0.6, 1.9),
+    ("zero", "1.05_4.0", 1.05, 4.0),
+    ("clip", "0.6_1.3", 0.6, 1.3),
+    ("clip", "0_1.3", 0.0, 1.3),
+    ("mask", "0.6_1.9", 0.6, 1.9),
+    ("mask", "0_1.2", 0.0, 1.2),
+)
+
+
+def _ratios(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs whose train/rollout ratios are `rows`."""
+    log_ratio = torch.tensor(rows, dtype=torch.float64).log()
+    rollout = torch.full_like(log_ratio, -1.5)
+    return rollout + log_ratio, rollout
+
+
+@pytest.mark.parametrize("batch_normalize", [False, True])
+@pytest.mark.parametrize(("mode", "threshold", "lower", "upper"), FORMS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_equal_the_loops(level, mode, threshold, lower, upper, batch_normalize):
+    for seed in range(4):
+        p, q, mask = reference.random_case(seed)
+        ratios, valid = reference.log_ratios(p, q), reference.valid_table(mask, p)
+        expected = reference.importance(ratios, valid, level, mode, lower, upper, batch_normalize)
+        result = compute_rollout_correction_weights(
+            p,
+            q,
+            mask,
+            rollout_is=level,
+            rollout_is_threshold=threshold,
+            rollout_is_mode=mode,
+            rollout_is_batch_normalize=batch_normalize,
+        )
+        want = torch.tensor(expected.final, dtype=torch.float64)
+        torch.testing.assert_close(result.weights, want, rtol=1e-12, atol=1e-15)
+        assert torch.equal(result.mask, mask & torch.tensor(expected.keep))
+
+
+@pytest.mark.parametrize("option", RS_OPTIONS)
+def test_each_criterion_equals_the_loops(option):
+    kept = rejected = 0
+    for seed in range(12):
+        p, q, mask = reference.random_case(seed, spread=0.3)
+        (c,), text = reference.random_criteria(seed, [option])
+        keep = reference.reject(reference.log_ratios(p, q), reference.valid_table(mask, p), c).keep
+        result = compute_rollout_rejection_mask(p, q, mask, rollout_rs=option, rollout_rs_threshold=text)
+        assert result.weights is None
+        assert torch.equal(result.mask, mask & torch.tensor(keep)), f"seed {seed}, {text}"
+        kept += int(result.mask.sum())
+        rejected += int(mask.sum() - result.mask.sum())
+    assert kept > 0
+    assert rejected > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_several_criteria_must_all_pass(seed):
+    p, q, mask = reference.random_case(seed, rows=12, spread=0.3)
+    options = list(itertools.islice(itertools.cycle(RS_OPTIONS), seed, seed + 2 + seed % 3))
+    criteria, text = reference.random_criteria(seed, options)
+    ratios, valid = reference.log_ratios(p, q), reference.valid_table(mask, p)
+    want = mask.clone()
+    for c in criteria:
+        want &= torch.tensor(reference.reject(ratios, valid, c).keep)
+    weights = reference.importance(ratios, valid, "geometric", "mask", 0.7, 1.6, False)
+    want &= torch.tensor(weights.keep)
+    want &= ~torch.tensor(reference.veto(ratios, valid, 0.45)).unsqueeze(1)
+    result = compute_rollout_correction_and_rejection_mask(
+        p,
+        q,
+        mask,
+        rollout_is="geometric",
+        rollout_is_threshold="0.7_1.6",
+        rollout_is_mode="mask",
+        rollout_rs=",".join(options),
+        rollout_rs_threshold=text,
+        rollout_token_veto_threshold=0.45,
+    )
+    assert torch.equal(result.mask, want)
+    torch.testing.assert_close(result.weights, torch.tensor(weights.final, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("columns", [1, 64, 65, 300])
+def test_short_and_long_rows_equal_the_loops(columns):
+    p, q, mask = reference.random_case(columns, rows=130, columns=columns, spread=0.05)
+    ratios, valid = reference.log_ratios(p, q), reference.valid_table(mask, p)
+    options = ["token_k1", "seq_mean_k3", "seq_max_k2"]
+    criteria = [
+        reference.Criterion("token_k1", 1.3, 0.95),
+        reference.Criterion("seq_mean_k3", 0.02),
+        reference.Criterion("seq_max_k2", 0.05),
+    ]
+    want = mask.clone()
+    for c in criteria:
+        want &= torch.tensor(reference.reject(ratios, valid, c).keep)
+    result = compute_rollout_correction_and_rejection_mask(
+        p,
+        q,
+        mask,
+        rollout_is="sequence",
+        rollout_is_threshold=1.4,
+        rollout_rs=",".join(options),
+        rollout_rs_threshold="0.95_1.3,0.02,0.05",
+    )
+    expected = reference.importance(ratios, valid, "sequence", "truncate", 0.0, 1.4, False)
+    torch.testing.assert_close(result.weights, torch.tensor(expected.final, dtype=torch.float64))
+    assert torch.equal(result.mask, want)
+
+
+# Tables worked by hand. Ratios train/rollout:
+#   row 0: 2.0  0.25  3.0 (masked)   product 0.5,  geometric mean sqrt(0.5) = 0.7071
+#   row 1: 4.0  1.0   2.0            product 8.0,  geometric mean 2.0
+RATIOS = [[2.0, 0.25, 3.0], [4.0, 1.0, 2.0]]
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "threshold", "expected", "keep"),
+    [
+        ("token", "truncate", 1.5, [[1.5, 0.25, 0], [1.5, 1.0, 1.5]], [[1, 1, 0], [1, 1, 1]]),
+        ("token", "zero", "0.5_2.5", [[2.0, 0, 0], [0, 1.0, 2.0]], [[1, 1, 0], [1, 1, 1]]),
+        ("token", "clip", "0.5_2.5", [[2.0, 0.5, 0], [2.5, 1.0, 2.0]], [[1, 1, 0], [1, 1, 1]]),
+        ("token", "mask", "0.5_2.5", [[2.0, 0.25, 0], [4.0, 1.0, 2.0]], [[1, 0, 0], [0, 1, 1]]),
+        ("sequence", "truncate", 3.0, [[0.5, 0.5, 0], [3.0, 3.0, 3.0]], [[1, 1, 0], [1, 1, 1]]),
+        ("sequence", "zero", "0.4_3.0", [[0.5, 0.5, 0], [0, 0, 0]], [[1, 1, 0], [1, 1, 1]]),
+        ("sequence", "zero", "0.6_9.0", [[0, 0, 0], [8.0, 8.0, 8.0]], [[1, 1, 0], [1, 1, 1]]),
+        ("sequence", "clip", "0.6_3.0", [[0.6, 0.6, 0], [3.0, 3.0, 3.0]], [[1, 1, 0], [1, 1, 1]]),
+        ("sequence", "mask", "0.4_3.0", [[0.5, 0.5, 0], [8.0, 8.0, 8.0]], [[1, 1, 0], [0, 0, 0]]),
+        ("geometric", "truncate", 1.8, [[math.sqrt(0.5)] * 2 + [0], [1.8] * 3], [[1, 1, 0], [1, 1, 1]]),
+        ("geometric", "mask", "0.8_2.1", [[math.sqrt(0.5)] * 2 + [0], [2.0] * 3], [[0, 0, 0], [1, 1, 1]]),
+    ],
+)
+def test_weights_of_the_table(level, mode, threshold, expected, keep):
+    result = compute_rollout_correction_weights(
+        *_ratios(RATIOS), MASK, rollout_is=level, rollout_is_threshold=threshold, rollout_is_mode=mode
+    )
+    torch.testing.assert_close(result.weights, torch.tensor(expected, dtype=torch.float64))
+    assert torch.equal(result.mask, torch.tensor(keep))
+
+
+@pytest.mark.parametrize(
+    ("level", "factor"),
+    [
+        # truncated at 1.5: (1.5 + 0.25 + 1.5 + 1 + 1.5) / 5 elements
+        ("token", 5.75 / 5),
+        # rows 0.5 and 1.5: (0.5 + 1.5) / 2 rows, although row 1 has more elements
+        ("sequence", 1.0),
+        # rows sqrt(0.5) and 1.5
+        ("geometric", (math.sqrt(0.5) + 1.5) / 2),
+    ],
+)
+def test_batch_normalisation_of_the_table(level, factor):
+    p, q = _ratios(RATIOS)
+    plain = compute_rollout_correction_weights(p, q, MASK, rollout_is=level, rollout_is_threshold=1.5)
+    result = compute_rollout_correction_weights(
+        p, q, MASK, rollout_is=level, rollout_is_threshold=1.5, rollout_is_batch_normalize=True
+    )
+    assert result.metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(factor, rel=1e-12)
+    assert plain.weights is not None
+    torch.testing.assert_close(result.weights, plain.weights / factor)
+
+
+def test_batch_normalisation_leaves_zero_weights_alone():
+    p, q = _ratios([[5.0, 6.0]])
+    result = compute_rollout_correction_weights(p, q, rollout_is_threshold="0.5_2.0", rollout_is_batch_normalize=True)
+    assert torch.equal(result.weights, torch.zeros(1, 2, dtype=torch.float64))
+    assert result.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold", "keep"),
+    [
+        # The band is on the ratio r: 0.25 is below 0.3, 4.0 above 3.5. Flipped ratios (4, 0.25, 1, 0.5 of
+        # 0.5, 4, 0.25, 1, 0.5) would keep other elements.
+        ("token_k1", "0.3_3.5", [[1, 0, 0], [0, 1, 1]]),
+        ("token_k1", "0.9_5.0", [[1, 0, 0], [1, 1, 1]]),
+        ("token_k1", "0_2.5", [[1, 1, 0], [0, 1, 1]]),
+        # a lone u means [1/u, u] = [0.4, 2.5]
+        ("token_k1", 2.5, [[1, 0, 0], [0, 1, 1]]),
+        ("token_k1", "2.5", [[1, 0, 0], [0, 1, 1]]),
+        # k2 = l^2/2: log 2 -> 0.2402, log 4 -> 0.9609
+        ("token_k2", 0.25, [[1, 0, 0], [0, 1, 1]]),
+        # k3 = r - 1 - log r: 2 -> 0.3069, 0.25 -> 0.6363, 4 -> 1.6137, 1 -> 0
+        ("token_k3", 0.7, [[1, 1, 0], [0, 1, 1]]),
+        # products 0.5 and 8
+        ("seq_sum_k1", "0.4_3.0", [[1, 1, 0], [0, 0, 0]]),
+        ("seq_sum_k1", "0.6_9.0", [[0, 0, 0], [1, 1, 1]]),
+        # row 0: 0.2402 + 0.9609 = 1.2011; row 1: 0.9609 + 0 + 0.2402 = 1.2011
+        ("seq_sum_k2", 1.21, [[1, 1, 0], [1, 1, 1]]),
+        ("seq_sum_k2", 1.19, [[0, 0, 0], [0, 0, 0]]),
+        # row 0: 0.3069 + 0.6363 = 0.9432; row 1: 1.6137 + 0 + 0.3069 = 1.9206
+        ("seq_sum_k3", 1.0, [[1, 1, 0], [0, 0, 0]]),
+        # geometric means 0.7071 and 2
+        ("seq_mean_k1", "0.9_2.5", [[0, 0, 0], [1, 1, 1]]),
+        ("seq_mean_k1", "0.6_1.5", [[1, 1, 0], [0, 0, 0]]),
+        # 1.2011 / 2 = 0.6005 and 1.2011 / 3 = 0.4004
+        ("seq_mean_k2", 0.5, [[0, 0, 0], [1, 1, 1]]),
+        # 0.9432 / 2 = 0.4716 and 1.9206 / 3 = 0.6402
+        ("seq_mean_k3", 0.5, [[1, 1, 0], [0, 0, 0]]),
+        # 0.9609 in both rows
+        ("seq_max_k2", 0.95, [[0, 0, 0], [0, 0, 0]]),
+        ("seq_max_k2", 0.97, [[1, 1, 0], [1, 1, 1]]),
+        # 0.6363 and 1.6137
+        ("seq_max_k3", 1.0, [[1, 1, 0], [0, 0, 0]]),
+        # all must pass, each with its own threshold
+        ("token_k1,seq_sum_k1", "0.3_5.0,0.4_9.0", [[1, 0, 0], [1, 1, 1]]),
+        # one threshold for all
+        ("token_k2,seq_mean_k2", 0.5, [[0, 0, 0], [0, 1, 1]]),
+    ],
+)
+def test_rejection_of_the_table(option, threshold, keep):
+    result = compute_rollout_rejection_mask(*_ratios(RATIOS), MASK, rollout_rs=option, rollout_rs_threshold=threshold)
+    assert torch.equal(result.mask, torch.tensor(keep))
+
+
+@pytest.mark.parametrize(
+    ("veto", "keep"),
+    [
+        (0.2, [[1, 1, 0], [1, 1, 1]]),  # nothing is below 0.2
+        (0.3, [[0, 0, 0], [1, 1, 1]]),  # 0.25 is, and takes its row along
+        (1.5, [[0, 0, 0], [0, 0, 0]]),
+    ],
+)
+def test_veto_of_the_table(veto, keep):
+    result = compute_rollout_rejection_mask(*_ratios(RATIOS), MASK, rollout_rs=None, rollout_token_veto_threshold=veto)
+    assert torch.equal(result.mask, torch.tensor(keep))
+
+
+def test_the_veto_looks_at_unclamped_ratios():
+    # log ratios -25 and -19; exp(-22) lies between them, beyond the safety bound
+    p, q = torch.tensor([[-25.0, 0.0], [-19.0, 0.0]]), torch.zeros(2, 2)
+    result = compute_rollout_rejection_mask(p, q, rollout_rs=None, rollout_token_veto_threshold=math.exp(-22.0))
+    assert result.mask.tolist() == [[False, False], [True, True]]
+
+
+def test_a_masked_element_does_not_veto():
+    p, q = _ratios([[1.0, 1e-6]])
+    mask = torch.tensor([[1.0, 0.0]])
+    result = compute_rollout_rejection_mask(p, q, mask, rollout_rs=None, rollout_token_veto_threshold=1e-4)
+    assert torch.equal(result.mask, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.6, 1.4])
+@pytest.mark.parametrize("option", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
+def test_k1_bounds_are_inclusive(option, value, dtype):
+    edge = torch.tensor([[math.log(value)]], dtype=dtype)
+    step = torch.full_like(edge, math.inf if value > 1 else -math.inf)
+    beyond = torch.nextafter(edge, step)
+    zero = torch.zeros_like(edge)
+    for log_ratio, keeps in ((edge, True), (beyond, False)):
+        result = compute_rollout_rejection_mask(log_ratio, zero, rollout_rs=option, rollout_rs_threshold="0.6_1.4")
+        assert bool(result.mask.item()) == keeps
+
+
+@pytest.mark.parametrize("option", ["token_k2", "seq_sum_k2", "seq_mean_k2", "seq_max_k2"])
+def test_k2_bounds_are_inclusive(option):
+    p = torch.tensor([[0.5], [-0.5], [0.5000001], [-0.5000001]])  # 0.5^2 / 2 = 0.125, exact in binary
+    result = compute_rollout_rejection_mask(p, torch.zeros(4, 1), rollout_rs=option, rollout_rs_threshold=0.125)
+    assert result.mask.flatten().tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("mode", "inside"), [("zero", "weights"), ("mask", "mask")])
+@pytest.mark.parametrize("level", LEVELS)
+def test_weight_bounds_are_inclusive(level, mode, inside):
+    bounds = torch.tensor([[math.log(0.6)], [math.log(1.4)]], dtype=torch.float64)
+    outwards = torch.tensor([[-math.inf], [math.inf]], dtype=torch.float64)
+    for log_ratio, keeps in ((bounds, True), (torch.nextafter(bounds, outwards), False)):
+        result = compute_rollout_correction_weights(
+            log_ratio, torch.zeros_like(bounds), rollout_is=level, rollout_is_threshold="0.6_1.4", rollout_is_mode=mode
+        )
+        assert (getattr(result, inside) != 0).flatten().tolist() == [keeps, keeps]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_exponents_stop_at_the_safety_bound(level):
+    assert SAFETY_BOUND == 20.0
+    p = torch.tensor([[1e4], [-1e4], [19.0], [-19.0]], dtype=torch.float64)
+    result = compute_rollout_correction_weights(p, torch.zeros_like(p), rollout_is=level, rollout_is_threshold=1e12)
+    want = torch.tensor([[20.0], [-20.0], [19.0], [-19.0]], dtype=torch.float64).exp()
+    torch.testing.assert_close(result.weights, want)
+
+
+def test_the_sum_of_a_row_is_bounded_after_summing():
+    # 15 + 15 - 15 = 15 is inside the bound although a partial sum is not
+    p = torch.tensor([[15.0, 15.0, -15.0]], dtype=torch.float64)
+    result = compute_rollout_correction_weights(
+        p, torch.zeros_like(p), rollout_is="sequence", rollout_is_threshold=1e12
+    )
+    torch.testing.assert_close(result.weights, torch.full_like(p, 15.0).exp())
+
+
+def test_defaults_of_the_threshold_forms():
+    p, q = _ratios([[0.3, 1.0, 4.0]])
+    numeric = compute_rollout_correction_weights(p, q, rollout_is_threshold=2.0)
+    torch.testing.assert_close(numeric.weights, torch.tensor([[0.3, 1.0, 2.0]], dtype=torch.float64))
+    band = compute_rollout_correction_weights(p, q, rollout_is_threshold="0.5_2.0")
+    torch.testing.assert_close(band.weights, torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64))
+    assert band.mask.all()
+    # a lone number with an explicit two-sided mode is [1/u, u]
+    clip = compute_rollout_correction_weights(p, q, rollout_is_threshold="2", rollout_is_mode="clip")
+    torch.testing.assert_close(clip.weights, torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64))
+
+
+def test_one_dimensional_input_is_one_column():
+    p, q, mask = reference.random_case(3, rows=9, columns=1)
+    options = {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 1.3,
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.7_1.5",
+    }
+    two = compute_rollout_correction_and_rejection_mask(p, q, mask, **options)
+    one = compute_rollout_correction_and_rejection_mask(p[:, 0], q[:, 0], mask[:, 0], **options)
+    assert one.weights is not None
+    assert two.weights is not None
+    assert one.weights.shape == one.mask.shape == (9,)
+    assert torch.equal(one.weights, two.weights[:, 0])
+    assert torch.equal(one.mask, two.mask[:, 0])
+    assert one.metrics == two.metrics
+
+
+def test_a_configuration_and_its_options_give_the_same():
+    p, q, mask = reference.random_case(11)
+    config = RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_threshold="0.7_1.6",
+        rollout_rs="token_k3,seq_mean_k1",
+        rollout_rs_threshold="0.1,0.8_1.5",
+        rollout_token_veto_threshold=0.4,
+    )
+    weights, kept, metrics = compute_rollout_correction(p, q, mask, config=config)
+    other = compute_rollout_correction_and_rejection_mask(
+        p,
+        q,
+        mask,
+        rollout_is="token",
+        rollout_is_threshold="0.7_1.6",
+        rollout_rs="token_k3,seq_mean_k1",
+        rollout_rs_threshold="0.1,0.8_1.5",
+        rollout_token_veto_threshold=0.4,
+    )
+    assert torch.equal(weights, other.weights)
+    assert torch.equal(kept, other.mask)
+    assert metrics == other.metrics

@@ -1,0 +1,126 @@
+"""The verl-omni drop-in, against stand-in modules of verl-omni's public shape."""
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+HOME = "verl_omni.trainer.diffusion.rollout_correction"
+NAMES = (
+    "rollout_correction_enabled",
+    "apply_bypass_mode_to_diffusion_batch",
+    "apply_rollout_correction_to_diffusion_batch",
+    "compute_rollout_corr_metrics_from_logprobs",
+)
+
+
+class Proto:
+    """What verl's `DataProto` is to these functions."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+
+@pytest.fixture
+def omni(monkeypatch):
+    """`(drop-in, home, trainer, losses)`: stand-ins with verl-omni's names, the trainer importing two by name."""
+    modules = {}
+    for name in (HOME, "verl_omni.trainer.diffusion.ray_diffusion_trainer", "verl_omni.workers.utils.losses"):
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            path = ".".join(parts[:depth])
+            modules.setdefault(path, types.ModuleType(path))
+    home, trainer = modules[HOME], modules["verl_omni.trainer.diffusion.ray_diffusion_trainer"]
+    losses = modules["verl_omni.workers.utils.losses"]
+    for name in NAMES:
+        setattr(home, name, lambda *args, _name=name: _name)
+    trainer.apply_bypass_mode_to_diffusion_batch = home.apply_bypass_mode_to_diffusion_batch
+    trainer.unrelated = object()
+    losses.compute_rollout_correction_and_rejection_mask = lambda *args: "verl's"
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "flowgrpo_rc.integrations.verl_omni", raising=False)
+    drop_in = importlib.import_module("flowgrpo_rc.integrations.verl_omni")
+    yield drop_in, home, trainer, losses
+    sys.modules.pop("flowgrpo_rc.integrations.verl_omni", None)
+
+
+def batch(**more):
+    old = torch.log(torch.tensor([[1.0, 1.5], [0.55, 1.0], [1.0, 1.0]]))
+    data = {"old_log_probs": old, "rollout_log_probs": torch.zeros(3, 2), **more}
+    return Proto(TensorDict(data, batch_size=3))
+
+
+def test_importing_replaces_the_functions_everywhere(omni):
+    drop_in, home, trainer, losses = omni
+    for name in NAMES:
+        assert getattr(home, name) is getattr(drop_in, name)
+    assert trainer.apply_bypass_mode_to_diffusion_batch is drop_in.apply_bypass_mode_to_diffusion_batch
+    name = "compute_rollout_correction_and_rejection_mask"
+    assert getattr(losses, name) is getattr(drop_in, name)
+    assert len(drop_in.installed.places) == 6
+    drop_in.installed.undo()
+    assert home.rollout_correction_enabled({}) == "rollout_correction_enabled"
+    assert losses.compute_rollout_correction_and_rejection_mask() == "verl's"
+
+
+def test_without_verl_omni_the_import_says_so(monkeypatch):
+    monkeypatch.delitem(sys.modules, "flowgrpo_rc.integrations.verl_omni", raising=False)
+    monkeypatch.setitem(sys.modules, "verl_omni", None)
+    with pytest.raises(ImportError, match="verl-omni, which cannot be imported"):
+        importlib.import_module("flowgrpo_rc.integrations.verl_omni")
+
+
+def test_decoupled_correction_uses_the_documented_band(omni):
+    _, home, _, _ = omni
+    config = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
+    made, metrics = home.apply_rollout_correction_to_diffusion_batch(
+        batch(), {**config, "rollout_rs_threshold": "0.6_1.4"}
+    )
+    # ratios 1.5 and 0.55 lie outside [0.6, 1.4]; the mirrored band [0.714, 1.667] would keep 1.5
+    torch.testing.assert_close(made.batch["rollout_is_weights"], torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
+    assert made.batch["rollout_keep"].tolist() == [[True, False], [False, True], [True, True]]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 6)
+
+
+def test_nothing_enabled_leaves_the_batch(omni):
+    _, home, _, _ = omni
+    made, metrics = home.apply_rollout_correction_to_diffusion_batch(batch(), {"bypass_mode": False})
+    assert set(made.batch.keys()) == {"old_log_probs", "rollout_log_probs"}
+    assert metrics["rollout_corr/kl"] == pytest.approx(-(torch.log(torch.tensor([1.5, 0.55])).sum() / 6).item())
+    assert not home.rollout_correction_enabled({})
+    assert not home.rollout_correction_enabled(None)
+    assert home.rollout_correction_enabled({"rollout_is": None, "rollout_rs": "token_k2"})
+
+
+def test_bypass_shares_the_rollout_log_probs(omni):
+    _, home, _, _ = omni
+    proto = batch()
+    assert home.apply_bypass_mode_to_diffusion_batch(proto) is None
+    torch.testing.assert_close(proto.batch["old_log_probs"], proto.batch["rollout_log_probs"])
+    with pytest.raises(ValueError, match="rollout_log_probs"):
+        home.apply_bypass_mode_to_diffusion_batch(Proto({"old_log_probs": torch.zeros(2, 2)}))
+
+
+def test_the_bypass_loss_gets_mask_and_metrics(omni):
+    _, _, _, losses = omni
+    log_prob = torch.log(torch.tensor([[1.5], [0.7], [1.0]]))
+    weights, mask, metrics = losses.compute_rollout_correction_and_rejection_mask(
+        old_log_prob=log_prob,
+        rollout_log_prob=torch.zeros(3, 1),
+        response_mask=torch.ones(3, 1),
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.6_1.4",
+    )
+    assert weights is None
+    assert mask.tolist() == [[0.0], [1.0], [1.0]]
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
+
+
+def test_diagnostics_of_one_step(omni):
+    _, home, _, _ = omni
+    metrics = home.compute_rollout_corr_metrics_from_logprobs(torch.tensor([0.1, 0.3]), torch.zeros(2))
+    assert metrics["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(0.2)

@@ -1,0 +1,194 @@
+"""Loss metrics: a table by hand, a plain recomputation, merging over micro-batches and over two processes."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowgrpo_rc.loss import LossMetrics
+
+F64 = torch.float64
+BAND = {"clip_low": 0.1, "clip_high": 0.3}
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=F64)
+
+
+def metrics_of(log_ratio, advantages, keep=None, loss_sum=1.0, denominator=None, kl_sum=0.0, **band):
+    return LossMetrics.of(
+        loss_sum=tensor(loss_sum)[0],
+        denominator=tensor(log_ratio.numel() if denominator is None else denominator)[0],
+        keep=keep,
+        log_ratio=log_ratio,
+        advantages=advantages,
+        kl_sum=tensor(kl_sum)[0],
+        **{**BAND, **band},
+    )
+
+
+def random_case(seed=0, shape=(40, 3), dtype=F64):
+    """`log_ratio, advantages, keep`; the log ratio is 0 where nothing is kept, as the objectives leave it."""
+    generator = torch.Generator().manual_seed(seed)
+    log_ratio, advantages, uniform = (torch.randn(shape, generator=generator, dtype=F64) for _ in range(3))
+    keep = uniform < 0.5
+    return torch.where(keep, 0.3 * log_ratio, 0.0).to(dtype), advantages.to(dtype), keep
+
+
+def recomputed(log_ratio, advantages, keep, loss_sum, denominator, kl_sum, clip_low, clip_high):
+    """Every metric from plain floats."""
+    elements = list(zip(log_ratio.flatten().tolist(), advantages.flatten().tolist(), strict=True))
+    n = len(elements)
+    ratios = [(math.exp(x), a) for x, a in elements]
+    higher = sum(r > 1 + clip_high for r, _ in ratios)
+    lower = sum(r < 1 - clip_low for r, _ in ratios)
+    inert = sum((r > 1 + clip_high and a > 0) or (r < 1 - clip_low and a < 0) for r, a in ratios)
+    return {
+        "actor/pg_loss": loss_sum / denominator,
+        "actor/kept_fraction": 1.0 if keep is None else sum(keep.flatten().tolist()) / n,
+        "actor/ppo_kl": -sum(x for x, _ in elements) / n,
+        "actor/pg_clipfrac": (higher + lower) / n,
+        "actor/pg_clipfrac_higher": higher / n,
+        "actor/pg_clipfrac_lower": lower / n,
+        "actor/pg_clipfrac_inert": inert / n,
+        "actor/log_ratio_abs_mean": sum(abs(x) for x, _ in elements) / n,
+        "actor/ratio_mean": sum(r for r, _ in ratios) / n,
+        "actor/ratio_min": min(r for r, _ in ratios),
+        "actor/ratio_max": max(r for r, _ in ratios),
+        "actor/kl_loss": kl_sum / denominator,
+    }
+
+
+def test_by_hand():
+    """Ratios 1.5, 1.5, 1.5, .5, and a rejected one counting as 1; advantages 1, 1, -1, -1, 1; band [.9, 1.3].
+
+    higher: three of five, of which A > 0 makes two inert; lower: one, inert since A < 0.
+    """
+    log_ratio = torch.log(tensor(1.5, 1.5, 1.5, 0.5, 1.0))
+    keep = torch.tensor([True, True, True, True, False])
+    metrics = metrics_of(log_ratio, tensor(1.0, 1.0, -1.0, -1.0, 1.0), keep, -6.0, 4, kl_sum=2.0).compute()
+    expected = {
+        "actor/pg_loss": -1.5,
+        "actor/kept_fraction": 0.8,
+        "actor/ppo_kl": -(3 * math.log(1.5) - math.log(2)) / 5,
+        "actor/pg_clipfrac": 0.8,
+        "actor/pg_clipfrac_higher": 0.6,
+        "actor/pg_clipfrac_lower": 0.2,
+        "actor/pg_clipfrac_inert": 0.6,
+        "actor/log_ratio_abs_mean": (3 * math.log(1.5) + math.log(2)) / 5,
+        "actor/ratio_mean": (3 * 1.5 + 0.5 + 1.0) / 5,
+        "actor/ratio_min": 0.5,
+        "actor/ratio_max": 1.5,
+        "actor/kl_loss": 0.5,
+    }
+    assert metrics == pytest.approx(expected)
+    assert list(metrics) == list(expected)
+
+
+@pytest.mark.parametrize("with_keep", [True, False])
+@pytest.mark.parametrize(("dtype", "rel"), [(F64, 1e-12), (torch.float32, 1e-6)])
+def test_equals_a_plain_recomputation(dtype, rel, with_keep):
+    log_ratio, advantages, keep = random_case(1, dtype=dtype)
+    advantages = advantages - 0.5  # more of one sign, so that the two sides of `inert` count differently
+    keep = keep if with_keep else None
+    figures = {"loss_sum": -3.5, "denominator": 77.0, "kl_sum": 2.25}
+    metrics = metrics_of(log_ratio, advantages, keep, **figures).compute()
+    expected = recomputed(log_ratio, advantages, keep, **figures, **BAND)
+    assert metrics == pytest.approx(expected, rel=rel)
+    assert metrics.keys() == expected.keys()
+    parts = [metrics[f"actor/pg_clipfrac_{part}"] for part in ("higher", "lower", "inert")]
+    assert len({0.0, *parts}) == 4  # each of them is told from the others
+
+
+def test_a_ratio_on_the_edge_of_the_band_is_inside():
+    log_ratio = tensor(-0.4, 0.3)
+    low, high = (log_ratio.exp() - 1).abs().tolist()  # exact, and so is 1 -+ it
+    metrics = metrics_of(log_ratio, tensor(-1.0, 1.0), clip_low=low, clip_high=high).compute()
+    assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_inert"] == 0.0
+    metrics = metrics_of(log_ratio, tensor(-1.0, 1.0), clip_low=low - 1e-9, clip_high=high - 1e-9).compute()
+    assert metrics["actor/pg_clipfrac_lower"] == metrics["actor/pg_clipfrac_higher"] == 0.5
+
+
+def test_one_advantage_an_image_broadcasts():
+    log_ratio, advantages, keep = random_case(2)
+    one = metrics_of(log_ratio, advantages[:, :1], keep).compute()
+    assert one == metrics_of(log_ratio, advantages[:, :1].expand(40, 3), keep).compute()
+
+
+def test_carries_no_gradient_and_changes_nothing():
+    log_ratio, advantages, keep = random_case(3)
+    before = log_ratio.clone()
+    metrics = metrics_of(log_ratio.requires_grad_(), advantages, keep)
+    assert not any(t.requires_grad for t in (metrics.sums, metrics.ratio_min, metrics.ratio_max))
+    assert metrics.sums.dtype == F64
+    assert_close(log_ratio.detach(), before, rtol=0, atol=0)
+
+
+def test_nothing_kept_divides_by_nothing():
+    zeros = torch.zeros(4, dtype=F64)
+    metrics = metrics_of(zeros, zeros + 1, torch.zeros(4, dtype=torch.bool), loss_sum=0.0, denominator=0)
+    assert metrics.kept_and_denominator() == (0.0, 0.0)
+    values = metrics.compute()
+    ones = {"actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"}
+    assert values == {name: 1.0 if name in ones else 0.0 for name in values}
+
+
+def cut(seed=4):
+    """A batch of 40 images and the same in parts of 7, 1, 20 and 12, each with its own loss, KL and kept count."""
+    log_ratio, advantages, keep = random_case(seed)
+    losses = torch.randn(40, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+    def part(rows):
+        return metrics_of(
+            log_ratio[rows],
+            advantages[rows],
+            keep[rows],
+            losses[rows].sum().item(),
+            keep[rows].sum().item(),
+            losses[rows].square().sum().item(),
+        )
+
+    return part(slice(0, 40)), [part(rows) for rows in torch.arange(40).split([7, 1, 20, 12])]
+
+
+def test_adding_micro_batches_gives_the_whole_batch():
+    whole, (a, b, c, d) = cut()
+    for merged in (a + b + c + d, (d + b) + (a + c)):
+        assert merged.compute() == pytest.approx(whole.compute())
+        assert merged.kept_and_denominator() == pytest.approx(whole.kept_and_denominator())
+    means = {name: sum(p.compute()[name] for p in (a, b, c, d)) / 4 for name in whole.compute()}
+    assert means != pytest.approx(whole.compute(), rel=1e-3)  # averaging the parts' metrics would be wrong
+
+
+def test_adding_leaves_both_sides_as_they_are():
+    _, (a, b, *_) = cut()
+    before = a.compute(), b.compute()
+    _ = a + b
+    assert (a.compute(), b.compute()) == before
+
+
+def test_all_reduce_without_processes_is_itself():
+    _, (part, *_) = cut()
+    assert part.all_reduce() is part
+
+
+def _rank(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    _, parts = cut()
+    mine = parts[0] + parts[1] if rank == 0 else parts[2] + parts[3]
+    before = mine.compute()
+    everywhere = mine.all_reduce()
+    grouped = mine.all_reduce(torch.distributed.new_group([0, 1]))
+    torch.save((before, mine.compute(), everywhere.compute(), grouped.compute()), f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_equal_one(tmp_path):
+    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
+    whole, parts = cut()
+    for rank, mine in enumerate((parts[0] + parts[1], parts[2] + parts[3])):
+        before, after, everywhere, grouped = torch.load(tmp_path / f"rank{rank}.pt")
+        assert before == after == mine.compute()
+        assert everywhere == pytest.approx(whole.compute())
+        assert grouped == everywhere
