@@ -130,9 +130,9 @@ class DiffusionActorConfig:
                 f"{_HERE}.diffusion_loss.loss_mode: got {self.diffusion_loss.loss_mode} with loss_type=reinforce, "
                 "which has no ratio to guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"
             )
-        if rc.bypass_mode and rc.loss_type == "reinforce" and rc.rollout_is_batch_normalize:
+        if rc.bypass_mode and rc.rollout_is_batch_normalize:
             raise ValueError(
-                "algorithm.rollout_correction.rollout_is_batch_normalize: got true with bypass_mode and "
-                "loss_type=reinforce; there the weights are made anew in every micro-batch, so their mean would "
-                "depend on how the batch is cut. Set it to false"
+                "algorithm.rollout_correction.rollout_is_batch_normalize: got true with bypass_mode=true; there the "
+                "weights are made anew in every micro-batch, so their mean would depend on how the batch is cut. Set "
+                "it to false, or bypass_mode=false"
             )

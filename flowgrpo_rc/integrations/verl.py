@@ -9,6 +9,7 @@ Where verl overflows to inf or passes a NaN on, these functions stay finite or r
 when a `DataProto` has to be built and by `install`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -202,6 +203,8 @@ def _plan(
         rollout_rs=rollout_rs,
         rollout_rs_threshold=rollout_rs_threshold,
     )
+    if any(c.statistic == "k1" and c.lower == -math.inf for c in plan.criteria):
+        raise ValueError("verl has no k1 band without a lower bound: give a positive one.")
     return replace(plan, criteria=mirror_k1(plan.criteria))
 
 

@@ -163,11 +163,12 @@ def _objective(
     weights: Tensor | None,
     keep: Tensor | None,
 ) -> tuple[PolicyTerms, Tensor | None]:
-    """The configured objective's terms, and for ``flow_dppo`` the elements that it leaves out."""
+    """The configured objective's terms, and for objectives that do not clip the elements that they leave out."""
     options, rc = config.diffusion_loss, config.rollout_correction
     low, high = _clip_band(options)
     if rc.bypass_mode and rc.loss_type == "reinforce":
-        return reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep), None
+        terms = reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep)
+        return terms, torch.zeros_like(terms.loss, dtype=torch.bool)
     if options.loss_mode not in ("grpo_guard", "flow_dppo"):
         terms = ppo_clip(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high, weights=weights, keep=keep)
         return terms, None

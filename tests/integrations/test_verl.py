@@ -74,3 +74,111 @@ def _check_metrics(
         within = 1e-4 if name.endswith("_std") else absolute
         close = math.isclose(actual[name], value, rel_tol=1e-4, abs_tol=within)
         assert close, f"{name}: {actual[name]}, verl {value}; {about}"
+
+
+def _same(actual: dict[str, float], expected: dict[str, float]) -> None:
+    _check_metrics(actual, expected, 1e-4, "", exact=False)
+
+
+def test_the_parts_agree_with_verl() -> None:
+    (p, q, mask), _ = _case(7)
+    log_ratio = p - q
+    for threshold in (1.3, "0.8_1.4"):
+        weights, metrics = ours.compute_rollout_correction_weights(log_ratio, mask, "sequence", threshold, True)
+        expected, expected_metrics = theirs.compute_rollout_correction_weights(
+            log_ratio, mask, "sequence", threshold, True
+        )
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-9)
+        _same(metrics, expected_metrics)
+    kept, metrics = ours.compute_rollout_rejection_mask(log_ratio, mask, "seq_mean_k1,token_k2", "0.6_1.3,0.2")
+    expected, expected_metrics = theirs.compute_rollout_rejection_mask(
+        log_ratio, mask, "seq_mean_k1,token_k2", "0.6_1.3,0.2"
+    )
+    assert torch.equal(kept, expected)
+    _same(metrics, expected_metrics)
+    assert set(metrics) == set(expected_metrics)
+    _same(ours.compute_offpolicy_metrics(p, q, mask), theirs.compute_offpolicy_metrics(p, q, mask))
+    _same(ours.compute_offpolicy_metrics(p, None, mask), theirs.compute_offpolicy_metrics(p, None, mask))
+    _same(
+        ours.compute_rollout_corr_metrics_from_logprobs(p, q, mask),
+        theirs.compute_rollout_corr_metrics_from_logprobs(p, q, mask),
+    )
+
+
+def test_the_band_is_verls() -> None:
+    """A ratio of 1.5 lies outside "0.6_1.4", but inside its mirror image [0.714, 1.667]."""
+    log_ratio, mask = torch.tensor([[1.5, 0.65, 1.0]]).log(), torch.ones(1, 3)
+    kept, _ = ours.compute_rollout_rejection_mask(log_ratio, mask, "token_k1", "0.6_1.4")
+    assert kept.tolist() == [[1.0, 0.0, 1.0]]
+    assert torch.equal(kept, theirs.compute_rollout_rejection_mask(log_ratio, mask, "token_k1", "0.6_1.4")[0])
+
+
+def test_finite_where_verl_overflows() -> None:
+    p, q, mask = torch.tensor([[0.0, -100.0]]), torch.tensor([[-100.0, 0.0]]), torch.ones(1, 2)
+    expected = theirs.compute_offpolicy_metrics(p * 2, q * 2, mask)
+    assert math.isinf(expected["k3_kl"])
+    assert all(math.isfinite(v) for v in ours.compute_offpolicy_metrics(p * 2, q * 2, mask).values())
+
+
+def test_a_batch_gets_mask_and_weights() -> None:
+    from omegaconf import OmegaConf
+    from verl.protocol import DataProto
+
+    (p, q, _), _ = _case(11)
+    mask = torch.ones_like(p)
+    config = OmegaConf.create({"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.4"})
+    made = []
+    for module in (ours, theirs):
+        proto = DataProto.from_dict({"old_log_probs": p, "rollout_log_probs": q, "response_mask": mask})
+        made.append(module.compute_rollout_correction_and_add_to_batch(proto, config))
+    torch.testing.assert_close(made[0][0].batch["rollout_is_weights"], made[1][0].batch["rollout_is_weights"])
+    assert torch.equal(made[0][0].batch["response_mask"], made[1][0].batch["response_mask"])
+    _same(made[0][1], made[1][1])
+
+
+def test_bypass_sets_the_loss() -> None:
+    from omegaconf import OmegaConf
+    from verl.protocol import DataProto
+
+    proto = DataProto.from_dict({"rollout_log_probs": torch.zeros(2, 3)})
+    loss = OmegaConf.create({"loss_mode": "vanilla"})
+    ours.apply_bypass_mode(proto, OmegaConf.create({"bypass_mode": True}), loss)
+    assert torch.equal(proto.batch["old_log_probs"], torch.zeros(2, 3))
+    assert loss.loss_mode == "bypass_mode"
+    assert loss.rollout_correction.bypass_mode
+    with pytest.raises(ValueError, match="rollout_log_probs"):
+        ours.apply_bypass_mode(DataProto.from_dict({"old_log_probs": torch.zeros(2, 3)}), None, loss)
+
+
+def test_install_replaces_and_undo_restores() -> None:
+    before = theirs.compute_offpolicy_metrics
+    replacement = ours.install()
+    try:
+        assert theirs.compute_offpolicy_metrics is ours.compute_offpolicy_metrics
+        assert theirs.compute_rollout_correction_and_rejection_mask is (
+            ours.compute_rollout_correction_and_rejection_mask
+        )
+        assert "verl.trainer.ppo.rollout_corr_helper.apply_bypass_mode" in replacement.places
+    finally:
+        replacement.undo()
+    assert theirs.compute_offpolicy_metrics is before
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (TypeError, {"rollout_is": "token", "rollout_is_threshold": True}),
+        (ValueError, {"rollout_is": "token", "rollout_is_threshold": "2_1"}),
+        (ValueError, {"rollout_is": "row"}),
+        (ValueError, {"rollout_rs": "token_k1"}),
+        (ValueError, {"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0}),
+        (ValueError, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0_1.5"}),
+        (ValueError, {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.5"}),
+    ],
+)
+def test_refuses_what_verl_refuses(error: type[Exception], options: dict[str, object]) -> None:
+    for module in (theirs, ours):
+        with pytest.raises(error):
+            module.compute_rollout_correction_and_rejection_mask(
+                torch.zeros(2, 2), torch.zeros(2, 2), torch.ones(2, 2), **options
+            )

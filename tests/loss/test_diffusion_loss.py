@@ -365,7 +365,6 @@ IS_OPTIONS = [
     {"rollout_is": "token", "rollout_is_threshold": 1.01},
     {"rollout_is": "sequence", "rollout_is_threshold": 5.0},
     {"rollout_is": "geometric", "rollout_is_threshold": "0.9_1.2"},
-    {"rollout_is": "token", "rollout_is_batch_normalize": True},
 ]
 
 

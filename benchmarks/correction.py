@@ -1,0 +1,197 @@
+"""Rollout correction against verl's helper: time ratios, growth with size, memory, distance from the copy floor.
+
+    python benchmarks/correction.py --json benchmarks/results/correction.json
+
+Both run in one process and alternate; the figure is the median of the pairwise ratios verl / ours. Token-level
+weights, three criteria, all metrics. Runs on the GPU with CUDA events where there is one, else on the CPU; without
+verl 0.9.1 (`pip install --no-deps verl==0.9.1` and what its helper imports) only our own figures are made.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe
+
+from flowgrpo_rc.correction import compute_rollout_correction_and_rejection_mask
+
+SHAPES = ((16, 1), (512, 2), (512, 10), (64, 4096), (256, 8192))
+GROWTH = {10: (1000, 10_000, 100_000, 1_000_000), 1000: (10, 100, 1000, 10_000)}
+"""Rows for each row length: 1e4 to 1e7 elements."""
+OPTIONS: dict[str, Any] = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 2.0,
+    "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2",
+    "rollout_rs_threshold": "0.6_1.4,0.01,0.5",
+}
+LARGEST = SHAPES[-1]
+
+
+def batch(rows: int, columns: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs 0.05 apart and a float mask; long rows end at random lengths."""
+    g = torch.Generator().manual_seed(0)
+    p = -torch.rand(rows, columns, generator=g)
+    q = p + 0.05 * torch.randn(rows, columns, generator=g)
+    ends = torch.randint(max(columns // 2, 1), columns + 1, (rows, 1), generator=g)
+    mask = (torch.arange(columns) < ends).float() if columns > 10 else torch.ones(rows, columns)
+    return p.to(device), q.to(device), mask.to(device)
+
+
+def clock(run: Callable[[], object], device: str) -> float:
+    """Seconds of one call: by CUDA events on a GPU, by the wall clock otherwise."""
+    if device != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    first.record()
+    run()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def compare(rows: int, columns: int, device: str, verl: Callable[..., object] | None) -> dict[str, float]:
+    """Median seconds of ours, and of verl with the median of the pairwise ratios where there is verl."""
+    data = batch(rows, columns, device)
+    pairs = 200 if rows * columns < 1e5 else 30 if rows * columns < 1e6 else 10
+    for _ in range(3):
+        compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
+        if verl is not None:
+            verl(*data, **OPTIONS)
+    ours, theirs = [], []
+    for _ in range(pairs):
+        ours.append(clock(lambda: compute_rollout_correction_and_rejection_mask(*data, **OPTIONS), device))
+        if verl is not None:
+            theirs.append(clock(lambda: verl(*data, **OPTIONS), device))
+    out = {"ours_s": statistics.median(ours), "ours_best_s": min(ours), "pairs": pairs}
+    if verl is not None:
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+        out |= {"verl_s": statistics.median(theirs), "verl_best_s": min(theirs), "ratio": statistics.median(ratios)}
+    return out
+
+
+def growth(device: str) -> dict[str, Any]:
+    """Seconds per size, and the exponent of time against elements, fitted per row length."""
+    out: dict[str, Any] = {}
+    for columns, counts in GROWTH.items():
+        points = []
+        for rows in counts:
+            data = batch(rows, columns, device)
+            best = min(
+                clock(lambda: compute_rollout_correction_and_rejection_mask(*data, **OPTIONS), device)  # noqa: B023
+                for _ in range(3)
+            )
+            points.append((rows * columns, best))
+        out[f"columns_{columns}"] = {"points": points, "exponent": slope(points)}
+    return out
+
+
+def slope(points: list[tuple[int, float]]) -> float:
+    """Least-squares slope of log seconds against log elements."""
+    x, y = zip(*((math.log(n), math.log(s)) for n, s in points), strict=True)
+    mx, my = statistics.mean(x), statistics.mean(y)
+    return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
+
+
+def _resident(queue: Any) -> None:
+    """In a process of its own: growth of the peak resident set by one call, in bytes."""
+    torch.set_num_threads(1)
+    data = batch(*LARGEST, "cpu")
+    compute_rollout_correction_and_rejection_mask(*batch(64, 512, "cpu"), **OPTIONS)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/statm") as statm:
+        current = int(statm.read().split()[1]) * resource.getpagesize()
+    result = compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert result.mask.numel()
+    queue.put(max(after * 1024 - current, 0) if after > before else 0)
+
+
+def extra_memory(device: str) -> float:
+    """Peak memory of one call beyond its inputs, outputs included, in float32 copies of the log-probs."""
+    copy = LARGEST[0] * LARGEST[1] * 4
+    if device == "cuda":
+        data = batch(*LARGEST, device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
+        assert result.mask.numel()
+        return (torch.cuda.max_memory_allocated() - before) / copy
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_resident, args=(queue,))
+    process.start()
+    grown = queue.get(timeout=120)
+    process.join()
+    return grown / copy
+
+
+def copy_floor(device: str) -> float:
+    """Seconds in which the inputs could be read and the outputs written once, at measured copy bandwidth."""
+    rows, columns = LARGEST
+    source = torch.rand(rows * columns * 4, device=device)
+    target = torch.empty_like(source)
+    best = min(clock(lambda: target.copy_(source), device) for _ in range(20))
+    bandwidth = 2 * source.numel() * 4 / best
+    return (3 + 2) * rows * columns * 4 / bandwidth
+
+
+def load_verl() -> Callable[..., object] | None:
+    try:
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as verl
+    except ImportError as error:
+        print(f"without verl: {error}")
+        return None
+    return verl
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    verl = load_verl()
+    shapes = {}
+    for rows, columns in SHAPES:
+        figures = compare(rows, columns, arguments.device, verl)
+        shapes[f"{rows}x{columns}"] = figures
+        text = f"({rows}, {columns}): ours {figures['ours_s'] * 1e6:.0f} us"
+        if verl is not None:
+            text += f", verl {figures['verl_s'] * 1e6:.0f} us, {figures['ratio']:.1f} times"
+        print(text, flush=True)
+    floor = copy_floor(arguments.device)
+    largest = shapes[f"{LARGEST[0]}x{LARGEST[1]}"]["ours_s"]
+    print(f"copy floor at {LARGEST}: {floor * 1e6:.0f} us; ours is {largest / floor:.1f} times that")
+    memory = extra_memory(arguments.device)
+    print(f"extra memory at {LARGEST}: {memory:.2f} float32 copies of the log-probs, outputs included")
+    grown = growth(arguments.device)
+    for name, figures in grown.items():
+        print(f"time against elements, {name}: exponent {figures['exponent']:.2f}")
+    if arguments.json:
+        result = {
+            "machine": describe(),
+            "device": arguments.device,
+            "threads": arguments.threads,
+            "shapes": shapes,
+            "copy_floor_s": floor,
+            "times_copy_floor": largest / floor,
+            "extra_memory_copies": memory,
+            "growth": grown,
+        }
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What the actor's configuration refuses, and where its rollout correction may come from."""
+
+import pytest
+
+from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig, OptimizerConfig
+from flowgrpo_rc.correction import RolloutCorrectionConfig
+
+
+def test_rollout_correction_from_object_mapping_preset_or_nothing():
+    made = RolloutCorrectionConfig(bypass_mode=True)
+    assert DiffusionActorConfig(rollout_correction=made).rollout_correction is made
+    assert DiffusionActorConfig(rollout_correction={"bypass_mode": True}).rollout_correction == made
+    preset = DiffusionActorConfig(rollout_correction={"preset": "decoupled_token_is"}).rollout_correction
+    assert (preset.rollout_is, preset.bypass_mode) == ("token", False)
+    assert DiffusionActorConfig(rollout_correction=None).rollout_correction.rollout_is is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DiffusionActorConfig(ppo_epochs=0), "actor.ppo_epochs: got 0; give a number above 0"),
+        (lambda: DiffusionActorConfig(kl_loss_coef=-1.0), "actor.kl_loss_coef: got -1.0; give 0 or more"),
+        (lambda: DiffusionLossConfig(clip_ratio=0.0), "diffusion_loss.clip_ratio: got 0.0"),
+        (lambda: DiffusionLossConfig(clip_ratio=float("nan")), "diffusion_loss.clip_ratio: got nan"),
+        (lambda: DiffusionLossConfig(loss_mode="ppo"), "loss_mode: got 'ppo'; choose one of flow_grpo, dance_grpo"),
+        (lambda: OptimizerConfig(betas=[0.9]), r"optim.betas: got \[0.9\]; give two numbers"),
+        (
+            lambda: DiffusionActorConfig(
+                rollout_correction={"bypass_mode": True, "rollout_is": "token", "rollout_is_batch_normalize": True}
+            ),
+            "rollout_is_batch_normalize: got true with bypass_mode=true",
+        ),
+        (lambda: DiffusionActorConfig(rollout_correction={"rollout_iz": "token"}), "rollout_iz.*rollout_is"),
+    ],
+)
+def test_refusals_name_field_value_and_remedy(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
