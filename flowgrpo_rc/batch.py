@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from flowgrpo_rc.correction.compute import compute_rollout_correction
+from flowgrpo_rc.correction.compute import RolloutCorrection, compute_rollout_correction
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.metrics import metrics_from_moments
 from flowgrpo_rc.correction.moments import merge_over_ranks
@@ -72,6 +72,19 @@ def apply_rollout_correction_to_diffusion_batch(
     Raises:
         ValueError: a missing key, shapes that differ or are not `(B, W)`, a NaN or infinite log-prob.
     """
+    result = correct_diffusion_batch(batch, config, dp_group)
+    moments = merge_over_ranks(result.moments, dp_group)
+    return batch, result.metrics if moments is result.moments or moments is None else metrics_from_moments(moments)
+
+
+def correct_diffusion_batch(
+    batch: object, config: RolloutCorrectionConfig | Mapping[str, Any], dp_group: Any = None
+) -> RolloutCorrection:
+    """The same for one part of a batch: sets the same keys, and leaves it to a `MetricAccumulator` to merge metrics.
+
+    Raises:
+        ValueError: as `apply_rollout_correction_to_diffusion_batch`.
+    """
     if not isinstance(config, RolloutCorrectionConfig):
         config = RolloutCorrectionConfig.from_dict(config)
     data = _mapping(batch)
@@ -83,8 +96,7 @@ def apply_rollout_correction_to_diffusion_batch(
     keep = result.mask
     data[ROLLOUT_IS_WEIGHTS] = keep.float() if result.weights is None else result.weights.float() * keep
     data[ROLLOUT_KEEP] = keep
-    moments = merge_over_ranks(result.moments, dp_group)
-    return batch, result.metrics if moments is result.moments or moments is None else metrics_from_moments(moments)
+    return result
 
 
 def _mapping(batch: object) -> MutableMapping[str, Tensor]:

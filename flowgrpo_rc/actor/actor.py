@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
+from flowgrpo_rc.batch import correct_diffusion_batch
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
@@ -98,15 +99,18 @@ class DiffusionActor:
 
         ``old_log_probs`` ``(B, W)``, and for objectives that compare means ``old_transition_means`` ``(B, W, *L)``.
         """
-        names = {"log_probs": "old_log_probs"}
-        if self._config.diffusion_loss.needs_old_means:
-            names["transition_means"] = "old_transition_means"
         rows = torch.arange(len(batch)).split(self._score_batch_size)
-        outputs = [self._forward(batch[r], conditioning) for r in rows]
-        return {new: torch.cat([o[name].cpu() for o in outputs]) for name, new in names.items()}
+        scored = [self._as_old_policy(self._forward(batch[r], conditioning)) for r in rows]
+        return {name: torch.cat([part[name] for part in scored]) for name in self._old_names.values()}
 
     def update(
-        self, batch: TensorDict, conditioning: Conditioning, mini_batches: Sequence[Int[Tensor, " M"]]
+        self,
+        batch: TensorDict,
+        conditioning: Conditioning,
+        mini_batches: Sequence[Int[Tensor, " M"]],
+        *,
+        gap: MetricAccumulator | None = None,
+        first_is_old: bool = False,
     ) -> UpdateResult:
         """Take ``ppo_epochs`` passes of one optimizer step per mini-batch.
 
@@ -115,6 +119,9 @@ class DiffusionActor:
                 also ``rollout_is_weights`` and ``rollout_keep``.
             conditioning: what ``prompt_index`` points into.
             mini_batches: rows of ``batch`` for each optimizer step.
+            gap: what correction has measured of this batch so far; its metrics are reported with the update's.
+            first_is_old: decoupled mode: the first mini-batch has not been scored. Its own forward, before the first
+                optimizer step, supplies its old policy, weights and rejection, and ``batch`` receives them.
 
         Raises:
             NonFiniteUpdateError: a log-prob, loss or gradient is not finite; weights and optimizer are untouched
@@ -122,10 +129,10 @@ class DiffusionActor:
         """
         total: LossMetrics | None = None
         first: dict[str, float] = {}
-        gap, norms = MetricAccumulator(), []
+        gap, norms = gap or MetricAccumulator(), []
         for _ in range(self._config.ppo_epochs):
             for rows in mini_batches:
-                sums, norm = self._optimizer_step(batch, conditioning, rows, gap)
+                sums, norm = self._optimizer_step(batch, conditioning, rows, gap, old=first_is_old and not first)
                 first = first or sums.compute()
                 total = sums if total is None else total + sums
                 if norm is not None:
@@ -135,13 +142,13 @@ class DiffusionActor:
         return UpdateResult(self._metrics(total, first, norms, gap), len(norms))
 
     def _optimizer_step(
-        self, batch: TensorDict, conditioning: Conditioning, rows: Tensor, gap: MetricAccumulator
+        self, batch: TensorDict, conditioning: Conditioning, rows: Tensor, gap: MetricAccumulator, *, old: bool
     ) -> tuple[LossMetrics, float | None]:
         """Accumulate one mini-batch, reduce over ranks, divide, clip, step. The norm is ``None`` if it did not."""
         self.optimizer.zero_grad(set_to_none=True)
         total: LossMetrics | None = None
         for micro in rows.split(self._config.ppo_micro_batch_size_per_gpu):
-            metrics = self._backward(batch, conditioning, micro, gap)
+            metrics = self._backward(batch, conditioning, micro, gap, old=old)
             total = metrics if total is None else total + metrics
         assert total is not None
         total = total.all_reduce()
@@ -158,13 +165,24 @@ class DiffusionActor:
         return total, norm
 
     def _backward(
-        self, batch: TensorDict, conditioning: Conditioning, rows: Tensor, gap: MetricAccumulator | None
+        self,
+        batch: TensorDict,
+        conditioning: Conditioning,
+        rows: Tensor,
+        gap: MetricAccumulator | None,
+        *,
+        old: bool = False,
     ) -> LossMetrics:
         data = batch[rows]
         output = self._forward(data, conditioning)
         finite = torch.isfinite(output["log_probs"]).all(1)
         if not finite.all():
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
+        if old and gap is not None:
+            data.update(self._as_old_policy(output))
+            gap.add(correct_diffusion_batch(data, self._config.rollout_correction))
+            for name in (*self._old_names.values(), "rollout_is_weights", "rollout_keep"):
+                batch[name][rows] = data[name]
         sums = diffusion_loss_sums(self._config, output, self._policy_data(data))
         self._accelerator.backward(sums.loss_sum)
         if gap is not None and sums.correction is not None:
@@ -196,6 +214,16 @@ class DiffusionActor:
         if self._config.diffusion_loss.needs_old_means:
             names += ["sigmas", "next_sigmas", "old_transition_means", "rollout_means"]
         return {name: data[name].to(self._accelerator.device) for name in names if name in data.keys()}  # noqa: SIM118
+
+    @property
+    def _old_names(self) -> dict[str, str]:
+        """What the objective needs of the old policy: name in a forward's output -> batch key."""
+        means = {"transition_means": "old_transition_means"} if self._config.diffusion_loss.needs_old_means else {}
+        return {"log_probs": "old_log_probs", **means}
+
+    def _as_old_policy(self, output: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A forward's output as constants under the batch's keys, on the host."""
+        return {key: output[name].detach().cpu() for name, key in self._old_names.items()}
 
     def _law(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         with self._accelerator.autocast():
@@ -258,6 +286,5 @@ class DiffusionActor:
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = float(self.lr_scheduler.get_last_lr()[0])
-        if self._config.rollout_correction.bypass_mode:
-            metrics |= {f"actor/{name}": value for name, value in gap.compute().items()}
-        return metrics
+        prefix = "actor/" if self._config.rollout_correction.bypass_mode else ""
+        return metrics | {f"{prefix}{name}": value for name, value in gap.compute().items()}

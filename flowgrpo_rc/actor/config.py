@@ -101,6 +101,10 @@ class DiffusionActorConfig:
     ppo_epochs: int = 1
     """Passes over one batch of rollouts."""
 
+    score: str = "auto"
+    """Decoupled mode's scoring pass. ``auto`` leaves out what the update's own first forward supplies for nothing:
+    until the first optimizer step of a batch, the current policy is the old one. ``always`` scores everything."""
+
     grad_clip: float = 1.0
     """Largest norm of the gradient of all LoRA weights."""
 
@@ -121,6 +125,7 @@ class DiffusionActorConfig:
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "grad_clip"):
             positive(f"{_HERE}.{name}", getattr(self, name))
         non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)
+        choice(f"{_HERE}.score", self.score, ("auto", "always"))
         if isinstance(self.rollout_correction, str) and self.rollout_correction.startswith("${"):
             return  # a reference into a configuration tree; whoever resolves it constructs this class again
         correction: Any = self.rollout_correction

@@ -34,7 +34,7 @@ class RunLogger:
 
     def say(self, text: str) -> None:
         """A line on the terminal of the main process."""
-        self._console.print(text)
+        self._console.print(text, soft_wrap=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step.
@@ -94,7 +94,7 @@ class RunLogger:
         self._console.print(table)
         self._console.print("Open next:")
         for file in files:
-            self._console.print(f"  {file}")
+            self._console.print(f"  {file}", soft_wrap=True)
 
 
 def _note(metrics: dict[str, float]) -> str:

@@ -11,10 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flowgrpo_rc.batch import (
-    apply_bypass_mode_to_diffusion_batch,
-    apply_rollout_correction_to_diffusion_batch,
-)
+from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, correct_diffusion_batch
+from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
@@ -77,15 +75,17 @@ class FlowGRPOTrainer:
         with self.timer("advantage"):
             batch["advantages"], adv_metrics = self._advantages(rewards, batch["group"])
         with self.timer("score"):
-            self._score(batch, cond)
+            first_scored = self._score(batch, cond)
         with self.timer("correct"):
-            batch, correction_metrics = self._correct(batch)
+            gap = self._correct(batch, first_scored)
         with self.timer("update"):
-            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch)))
+            update = self.run.actor.update(
+                batch, cond, self._mini_batches(len(batch)), gap=gap, first_is_old=first_scored > 0
+            )
         self.step += 1
         with self.timer("sync"):
             self.run.engine.sync(adapter_state(self.run.actor.transformer), self.step)
-        return {**metrics, **adv_metrics, **correction_metrics, **update.metrics}
+        return {**metrics, **adv_metrics, **update.metrics}
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -153,18 +153,38 @@ class FlowGRPOTrainer:
             "reward/zero_std_fraction": result.zero_std_fraction,
         }
 
-    def _score(self, batch: TensorDict, cond: Conditioning) -> None:
-        """The old policy's log-probs: the rollout's in bypass mode, else a pass of the actor."""
-        if self.config.rollout_correction.bypass_mode:
-            apply_bypass_mode_to_diffusion_batch(batch)
-        else:
-            batch.update(self.run.actor.score(batch, cond))
+    def _score(self, batch: TensorDict, cond: Conditioning) -> int:
+        """The old policy's log-probs: the rollout's in bypass mode, else a pass of the actor.
 
-    def _correct(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
-        """Decoupled mode: weights and rejection for the whole batch. In bypass mode the loss makes its own."""
-        if self.config.rollout_correction.bypass_mode:
-            return batch, {}
-        return apply_rollout_correction_to_diffusion_batch(batch, self.config.rollout_correction)
+        Returns the first row that was scored. The rows before it are the first mini-batch, whose old policy the
+        update's own forward supplies; batch normalisation of the weights needs every row first.
+        """
+        rc = self.config.rollout_correction
+        if rc.bypass_mode:
+            apply_bypass_mode_to_diffusion_batch(batch)
+            return 0
+        free = self.config.actor_rollout_ref.actor.score == "auto" and not rc.rollout_is_batch_normalize
+        start = len(self._mini_batches(len(batch))[0]) if free else 0
+        shapes = {"old_log_probs": batch["rollout_log_probs"], "rollout_is_weights": batch["rollout_log_probs"]}
+        if self.config.actor_rollout_ref.actor.diffusion_loss.needs_old_means:
+            shapes["old_transition_means"] = batch["latents"]
+        for name, like in shapes.items():
+            batch[name] = torch.full_like(like, torch.nan)
+        batch["rollout_keep"] = torch.zeros_like(batch["rollout_log_probs"], dtype=torch.bool)
+        if start < len(batch):
+            for name, values in self.run.actor.score(batch[start:], cond).items():
+                batch[name][start:] = values
+        return start
+
+    def _correct(self, batch: TensorDict, start: int) -> MetricAccumulator:
+        """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss makes its own."""
+        gap = MetricAccumulator()
+        if not self.config.rollout_correction.bypass_mode and start < len(batch):
+            part = batch[start:].clone(recurse=False)
+            gap.add(correct_diffusion_batch(part, self.config.rollout_correction))
+            for name in ("rollout_is_weights", "rollout_keep"):
+                batch[name][start:] = part[name]
+        return gap
 
     def _mini_batches(self, size: int) -> list[Tensor]:
         count = self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size

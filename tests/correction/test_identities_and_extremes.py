@@ -128,7 +128,6 @@ def test_non_contiguous_inputs(config, shape):
         compute_rollout_correction(p, q_expanded.contiguous(), mask, config=config),
     )
     assert strided.weights.is_contiguous()
-    assert strided.mask.is_contiguous()
 
 
 @pytest.mark.parametrize(

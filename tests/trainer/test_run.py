@@ -176,7 +176,8 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path):
             "--num_machines",
             "1",
         ),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "-m", "flowgrpo_rc.cli.main", "demo"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),  # any free port
+        *("-m", "flowgrpo_rc.cli.main", "demo"),
         *overrides_of(tmp_path / "two", *settings),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -295,3 +296,57 @@ def test_objectives_that_compare_means_train_in_both_modes(small_config, mode, b
     row = FlowGRPOTrainer(config).fit().rows()[-1]
     assert row["actor/ratio_deviation_first"] < 1e-6
     assert row["actor/grad_norm"] > 0
+
+
+def decoupled_runs(small_config, *overrides):
+    """Rows and score calls of the same decoupled run with ``score=auto`` and ``score=always``."""
+    results = {}
+    for score in ("auto", "always"):
+        config = small_config(
+            "algorithm.rollout_correction.bypass_mode=false",
+            f"actor_rollout_ref.actor.score={score}",
+            *overrides,
+            folder=f"{score}{len(overrides)}",
+        )
+        trainer, images = FlowGRPOTrainer(config), []
+        original = trainer.run.actor.score
+        trainer.run.actor.score = lambda batch, cond, o=original, n=images: (n.append(len(batch)), o(batch, cond))[1]
+        folder = trainer.fit().root
+        results[score] = (rows_of(folder), sum(images), adapter_of(folder))
+    return results
+
+
+REJECTING = (
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold='0.9998_1.0003'",
+    "algorithm.rollout_correction.rejection_normalization=kept",
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scored"),
+    [
+        # 2 steps of 16 images; two mini-batches of 8: the first is free
+        ((), {"auto": 16, "always": 32}),
+        (REJECTING, {"auto": 16, "always": 32}),
+        (("actor_rollout_ref.actor.ppo_epochs=2",), {"auto": 16, "always": 32}),
+        (("actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",), {"auto": 16, "always": 32}),
+        # one optimizer step a batch: decoupled costs no pass at all
+        (("actor_rollout_ref.actor.ppo_mini_batch_size=4", *REJECTING), {"auto": 0, "always": 32}),
+        # batch normalisation needs every row first
+        (("algorithm.rollout_correction.rollout_is_batch_normalize=true",), {"auto": 32, "always": 32}),
+    ],
+)
+def test_the_old_policy_is_free_for_the_first_mini_batch(small_config, settings, scored):
+    """Scoring all and scoring what is needed give the same weights, rejection, update and metrics."""
+    results = decoupled_runs(small_config, *settings)
+    assert {score: images for score, (_, images, _) in results.items()} == scored
+    (auto, _, adapter), (always, _, expected) = results["auto"], results["always"]
+    for a, b in zip(auto, always, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=2e-6), name
+    for name, value in adapter.items():
+        assert (value - expected[name]).abs().max() < 2e-5, name
+    if settings[-1:] == REJECTING[-1:]:
+        assert 0.05 < auto[-1]["rollout_corr/rollout_rs_masked_fraction"] < 0.95

@@ -1,0 +1,169 @@
+"""Where rollout correction touches the batch: dicts, TensorDicts and objects that hold one."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from flowgrpo_rc.batch import (
+    BATCH_KEYS,
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+)
+from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
+
+
+class Proto:
+    """An object around a mapping, as verl's `DataProto` is."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+
+FORMS = {
+    "dict": lambda data: data,
+    "TensorDict": lambda data: TensorDict(data, batch_size=len(data["rollout_log_probs"])),
+    "object around a dict": Proto,
+    "object around a TensorDict": lambda data: Proto(TensorDict(data, batch_size=len(data["rollout_log_probs"]))),
+}
+
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+
+# Ratios old/rollout per SDE step: the last row's are 0.5 and 4
+RATIOS = torch.tensor([[1.0, 1.2], [0.8, 1.0], [0.5, 4.0]], dtype=torch.float64)
+
+
+def _data(**more):
+    rollout = torch.full((3, 2), -0.5, dtype=torch.float64)
+    return {"old_log_probs": rollout + RATIOS.log(), "rollout_log_probs": rollout, **more}
+
+
+def _inside(batch):
+    return batch.batch if isinstance(batch, Proto) else batch
+
+
+@every_form
+def test_bypass_mode_takes_the_rollouts_log_probs(form):
+    data = {"rollout_log_probs": torch.randn(3, 2, generator=torch.Generator().manual_seed(0))}
+    batch = form(data)
+    assert apply_bypass_mode_to_diffusion_batch(batch) is batch
+    inside = _inside(batch)
+    assert torch.equal(inside["old_log_probs"], inside["rollout_log_probs"])
+    assert inside["old_log_probs"].data_ptr() == inside["rollout_log_probs"].data_ptr()
+    assert inside["old_log_probs"].dtype == torch.float32
+
+
+@every_form
+def test_bypass_mode_replaces_old_log_probs(form):
+    batch = apply_bypass_mode_to_diffusion_batch(form(_data()))
+    assert torch.equal(_inside(batch)["old_log_probs"], torch.full((3, 2), -0.5, dtype=torch.float64))
+
+
+@every_form
+def test_weights_and_keep(form):
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=1.1, rollout_rs="token_k1", rollout_rs_threshold="0.6_3.0"
+    )
+    batch = form(_data())
+    before = {key: value.clone() for key, value in _inside(batch).items()}
+    returned, metrics = apply_rollout_correction_to_diffusion_batch(batch, config)
+    assert returned is batch
+    inside = _inside(batch)
+    # truncated at 1.1; 0.5 and 4 are rejected
+    torch.testing.assert_close(inside["rollout_is_weights"], torch.tensor([[1.0, 1.1], [0.8, 1.0], [0.0, 0.0]]))
+    assert inside["rollout_keep"].dtype == torch.bool
+    assert inside["rollout_keep"].tolist() == [[True, True], [True, True], [False, False]]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 6)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1.0 + 1.1 + 0.8 + 1.0 + 0.5 + 1.1) / 6)
+    for key, value in before.items():
+        assert torch.equal(inside[key], value)
+    assert set(inside.keys()) == {*before, "rollout_is_weights", "rollout_keep"}
+    assert set(inside.keys()) <= set(BATCH_KEYS)
+
+
+def test_without_weights_the_keep_mask_is_the_weight():
+    config = {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.7_1.5"}
+    batch, _ = apply_rollout_correction_to_diffusion_batch(_data(), config)  # products 1.2, 0.8 and 2
+    assert batch["rollout_is_weights"].dtype == torch.float32
+    assert batch["rollout_is_weights"].tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("config", [None, {}, {"preset": "disabled"}, {"preset": "decoupled_geo_rs_token_tis"}])
+def test_the_numbers_are_those_of_the_library(config):
+    made = RolloutCorrectionConfig.from_dict(config)
+    batch, metrics = apply_rollout_correction_to_diffusion_batch(_data(), made if config is None else config)
+    expected = compute_rollout_correction(_data()["old_log_probs"], _data()["rollout_log_probs"], config=made)
+    assert metrics == expected.metrics
+    assert torch.equal(batch["rollout_keep"], expected.mask)
+    weights = torch.ones(3, 2) if expected.weights is None else expected.weights.float()
+    assert torch.equal(batch["rollout_is_weights"], weights * expected.mask)
+
+
+def test_timesteps_add_the_gap_per_step():
+    timesteps = torch.tensor([[900.0, 800.0], [800.0, 700.0], [900.0, 800.0]])
+    _, metrics = apply_rollout_correction_to_diffusion_batch(_data(timesteps=timesteps), RolloutCorrectionConfig())
+    gap = RATIOS.log().abs()
+    by_step = {name.rpartition("_")[2]: value for name, value in metrics.items() if "/ts_" in name}
+    assert by_step == {
+        "700": pytest.approx(gap[1, 1].item(), abs=1e-12),
+        "800": pytest.approx((gap[0, 1] + gap[1, 0] + gap[2, 1]).item() / 3),
+        "900": pytest.approx((gap[0, 0] + gap[2, 0]).item() / 2),
+    }
+
+
+def test_low_precision_and_gradients():
+    data = {key: value.bfloat16().requires_grad_() for key, value in _data().items()}
+    batch, _ = apply_rollout_correction_to_diffusion_batch(data, RolloutCorrectionConfig.decoupled_token_is())
+    assert batch["rollout_is_weights"].dtype == torch.float32
+    assert not batch["rollout_is_weights"].requires_grad
+    ratios = (data["old_log_probs"].double() - data["rollout_log_probs"].double()).exp().clamp(max=2.0)
+    torch.testing.assert_close(batch["rollout_is_weights"], ratios.detach().float())
+
+
+@pytest.mark.parametrize("missing", ["old_log_probs", "rollout_log_probs"])
+@every_form
+def test_a_missing_key_is_named(form, missing):
+    data = _data()
+    batch = form(data)
+    del _inside(batch)[missing]
+    with pytest.raises(ValueError, match=f"rollout correction needs {missing} in the batch, which has"):
+        apply_rollout_correction_to_diffusion_batch(batch, RolloutCorrectionConfig())
+
+
+def test_bypass_mode_without_rollout_log_probs_says_what_to_set():
+    with pytest.raises(
+        ValueError, match=r"bypass mode needs rollout_log_probs .*\['latents'\].*calculate_log_probs=true"
+    ):
+        apply_bypass_mode_to_diffusion_batch({"latents": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("old", "rollout", "message"),
+    [
+        ((3, 2), (3, 3), r"must have identical shapes, got \(3, 2\) and \(3, 3\)"),
+        ((3,), (3,), r"are \(B, W\): images by SDE steps; got \(3,\)"),
+        ((3, 2, 1), (3, 2, 1), r"are \(B, W\): images by SDE steps; got \(3, 2, 1\)"),
+    ],
+)
+def test_wrong_shapes(old, rollout, message):
+    batch = {"old_log_probs": torch.zeros(old), "rollout_log_probs": torch.zeros(rollout)}
+    with pytest.raises(ValueError, match=message):
+        apply_rollout_correction_to_diffusion_batch(batch, RolloutCorrectionConfig())
+
+
+def test_wrong_shape_of_timesteps():
+    with pytest.raises(ValueError, match=r"timesteps has shape \(3,\), but log-probs have \(3, 2\)"):
+        apply_rollout_correction_to_diffusion_batch(_data(timesteps=torch.zeros(3)), RolloutCorrectionConfig())
+
+
+def test_a_non_finite_log_prob_is_an_error_and_leaves_the_batch():
+    data = _data()
+    data["old_log_probs"][2, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"1 of 6 positions .* the first is \(2, 1\)"):
+        apply_rollout_correction_to_diffusion_batch(data, RolloutCorrectionConfig())
+    assert set(data) == {"old_log_probs", "rollout_log_probs"}
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], torch.zeros(3), None, 7])
+def test_what_is_no_batch(wrong):
+    with pytest.raises(ValueError, match="is no batch: give a TensorDict, a dict, or an object with .batch"):
+        apply_bypass_mode_to_diffusion_batch(wrong)
