@@ -2,8 +2,9 @@
 
     python benchmarks/step_time.py --out benchmarks/results/step_time.json
 
-Bypass and decoupled steps of the demo alternate in one process; the figure is the median of pairwise ratios. The
-share of a step that is model compute (transformer, VAE, text encoder) is measured with hooks around those modules.
+Steps of the demo in three modes alternate in one process; the figures are medians of pairwise ratios. "decoupled"
+scores only the mini-batches whose old policy the update does not supply itself (``actor.score=auto``). The share of a
+step that is model compute (transformer, VAE, text encoder) is measured around those modules.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 STAGES = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
 MODES = {
-    "bypass": "algorithm.rollout_correction.bypass_mode=true",
-    "decoupled": "algorithm.rollout_correction.bypass_mode=false",
+    "bypass": ("algorithm.rollout_correction.bypass_mode=true",),
+    "decoupled": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=auto"),
+    "decoupled, all scored": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=always"),
 }
 
 
@@ -68,9 +70,9 @@ def measure(steps: int, overrides: list[str]) -> dict[str, list[dict[str, float]
     with tempfile.TemporaryDirectory() as folder:
         trainers = {
             mode: FlowGRPOTrainer(
-                compose("tiny_qwen_image_ocr", [setting, f"trainer.default_local_dir={folder}/{mode}", *overrides])
+                compose("tiny_qwen_image_ocr", [*settings, f"trainer.default_local_dir={folder}/{mode}", *overrides])
             )
-            for mode, setting in MODES.items()
+            for mode, settings in MODES.items()
         }
         clocks = {mode: ModelClock(trainer) for mode, trainer in trainers.items()}
         for index in range(steps + 1):
@@ -94,14 +96,19 @@ def summarise(samples: dict[str, list[dict[str, float]]]) -> dict:
         )
         for mode, rows in samples.items()
     }
-    pairs = list(zip(samples["bypass"], samples["decoupled"], strict=True))
+    everything = samples["decoupled, all scored"]
+
+    def over_all_scored(mode: str) -> float:
+        pairs = zip(samples[mode], everything, strict=True)
+        return statistics.median(row["timing_s/step"] / base["timing_s/step"] for row, base in pairs)
+
     return {
         "median_seconds": stages,
         "model_compute_share": shares,
-        "bypass_over_decoupled": statistics.median(b["timing_s/step"] / d["timing_s/step"] for b, d in pairs),
-        "score_share_of_decoupled_step": statistics.median(d["timing_s/score"] / d["timing_s/step"] for _, d in pairs),
-        "correct_share_of_decoupled_step": statistics.median(
-            d["timing_s/correct"] / d["timing_s/step"] for _, d in pairs
+        "step_over_all_scored": {mode: over_all_scored(mode) for mode in ("bypass", "decoupled")},
+        "score_share_of_all_scored": statistics.median(r["timing_s/score"] / r["timing_s/step"] for r in everything),
+        "correct_share_of_all_scored": statistics.median(
+            r["timing_s/correct"] / r["timing_s/step"] for r in everything
         ),
     }
 
@@ -113,16 +120,16 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for both modes")
     arguments = parser.parse_args()
     result = {"machine": describe(), **summarise(measure(arguments.steps, arguments.overrides))}
-    print(f"{'stage':10} {'bypass':>10} {'decoupled':>10}   seconds, median of {arguments.steps} steps")
+    print(
+        f"{'stage':10} " + " ".join(f"{mode:>21}" for mode in MODES) + f"   seconds, median of {arguments.steps} steps"
+    )
     for stage in (*STAGES, "step"):
         values = (result["median_seconds"][mode][stage] for mode in MODES)
-        print(f"{stage:10} " + " ".join(f"{v:10.4f}" for v in values))
-    print(
-        "model compute, share of the step: "
-        + ", ".join(f"{m} {s:.1%}" for m, s in result["model_compute_share"].items())
-    )
-    print(f"step time, bypass over decoupled: {result['bypass_over_decoupled']:.3f}")
-    print(f"scoring pass, share of a decoupled step: {result['score_share_of_decoupled_step']:.1%}")
+        print(f"{stage:10} " + " ".join(f"{v:21.4f}" for v in values))
+    shares = result["model_compute_share"]
+    print(f"{'model':10} " + " ".join(f"{shares[mode]:21.1%}" for mode in MODES) + "   compute, share of the step")
+    for mode, ratio in result["step_over_all_scored"].items():
+        print(f"step time of {mode} over decoupled with everything scored: {ratio:.3f}")
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1))

@@ -46,9 +46,7 @@ def test_every_metric_has_its_row(page):
             rollout_is_mode=mode,
             rollout_is_batch_normalize=True,
             rollout_rs=",".join(RS_OPTIONS),
-            rollout_rs_threshold=0.9
-            if mode is None
-            else ",".join("0.6_1.9" if "k1" in o else "0.4" for o in RS_OPTIONS),
+            rollout_rs_threshold=",".join("0.6_1.9" if "k1" in o else "0.4" for o in RS_OPTIONS),
             rollout_token_veto_threshold=0.3,
         )
         for name in compute_rollout_correction(p, q, mask, config=config).metrics:
