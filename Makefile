@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VERL   := $(VENV)/verl
 
-.PHONY: demo test lint unit gpu install clean
+.PHONY: demo test lint unit verl gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
 
-test: lint unit
+test: lint unit verl
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -18,6 +19,15 @@ lint: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The drop-in against verl itself, which lives in a folder of its own.
+verl: $(VERL)/.installed
+	PYTHONPATH=$(VERL) $(BIN)/python -m pytest tests/integrations $(PYTEST_ARGS)
+
+$(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
+	rm -rf $(VERL)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VERL) -r tests/integrations/requirements-verl.txt
+	touch $@
 
 # On a machine with a CUDA device: the tests that need one, and the benchmarks, with their figures.
 gpu: $(STAMP)
