@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.kernel import Block
+from flowgrpo_rc.correction.buffers import cached
+from flowgrpo_rc.correction.kernel import Kernel
 from flowgrpo_rc.correction.layout import Layout, make_layout
 from flowgrpo_rc.correction.metrics import metrics_from_moments
 from flowgrpo_rc.correction.moments import Moments, moments_of_table
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
 # Elements per block: on a CPU, what stays in a core's cache; on a GPU, what keeps it busy at bounded memory.
-_BLOCK_ELEMENTS = {"cpu": 32768, "cuda": 1 << 20}
-# Rows up to this long are handled transposed, so that reductions run along the rows' index (contiguous memory).
-_TRANSPOSED_COLUMNS = 64
+_BLOCK_ELEMENTS = {"cpu": 32768, "cuda": 1 << 19}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +165,14 @@ def run_plan(
     """Executes a plan. `count_empty_rows` averages rows without a valid element as zeros, as verl does."""
     _check(log_prob, rollout_log_prob, mask, timesteps)
     shape = log_prob.shape
-    grid = (shape[0], 1) if log_prob.dim() == 1 else (shape[0], shape[1])
-    p, q = log_prob.detach().reshape(grid), rollout_log_prob.detach().reshape(grid)
-    m = None if mask is None else mask.detach().reshape(grid)
+    flat = log_prob.dim() == 1
+    p, q = (log_prob.unsqueeze(1), rollout_log_prob.unsqueeze(1)) if flat else (log_prob, rollout_log_prob)
+    m = mask.unsqueeze(1) if flat and mask is not None else mask
     layout = make_layout(plan, torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32)
-    weights, kept, table, row_weights = _run_blocks(p, q, m, layout)
+    weights, kept, table = _run_blocks(p, q, m, layout)
     parts = [table.flatten()]
     if weights is not None and plan.importance is not None and plan.importance.batch_normalize:
-        parts.append(_normalise(weights, row_weights, layout, table, dp_group))
+        parts.append(_normalise(weights, layout, table, dp_group))
     if timesteps is not None:
         parts.extend(_timestep_parts(p, q, m, timesteps))
     moments = moments_of_table(
@@ -183,8 +182,9 @@ def run_plan(
         raise ValueError(_describe_non_finite(p, q, m))
     if moments.count == 0:
         raise ValueError("The mask has no valid element: there is nothing to correct.")
-    weights = None if weights is None else weights.view(shape)
-    return RolloutCorrection(weights, kept.view(shape), metrics_from_moments(moments), moments)
+    weights = weights.view(shape) if flat and weights is not None else weights
+    kept = kept.view(shape) if flat else kept
+    return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)
 
 
 def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, timesteps: Tensor | None) -> None:
@@ -205,76 +205,53 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
 
 def _run_blocks(
     p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], m: Shaped[Tensor, "B T"] | None, layout: Layout
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    """Runs the kernel over blocks of rows: weights, `mask * keep`, table, and weights per row if there are."""
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Runs the kernel over blocks of rows: weights, `mask * keep`, and the table."""
     rows, columns = p.shape
+    plan = layout.plan
+    weights = None if plan.importance is None else p.new_empty((rows, columns), dtype=layout.dtype)
+    if not plan.can_reject and m is not None:
+        kept = m.clone(memory_format=torch.contiguous_format)
+    else:
+        kept = p.new_empty((rows, columns), dtype=torch.bool if m is None else m.dtype)
+    if not plan.can_reject and m is None:
+        kept.fill_(True)
+    target = kept if plan.can_reject else None
     step = max(1, _BLOCK_ELEMENTS.get(p.device.type, 1 << 20) // columns)
     if step >= rows:
-        return _run_block(p, q, m, layout)
-    weights = None
-    if layout.plan.importance is not None:
-        weights = torch.empty((rows, columns), dtype=layout.dtype, device=p.device)
-    kept = torch.empty((rows, columns), dtype=torch.bool if m is None else m.dtype, device=p.device)
-    tables, row_weights = [], []
+        kernel = _kernel(layout, rows, columns, m is not None, p.device)
+        kernel.run(p, q, m, weights, target)
+        return weights, kept, kernel.table
+    table = p.new_empty((layout.height, rows), dtype=layout.dtype)
     for start in range(0, rows, step):
-        part = slice(start, start + step)
-        place = None if weights is None else weights[part]
-        block = _run_block(p[part], q[part], None if m is None else m[part], layout, place)
-        kept[part] = block[1]
-        tables.append(block[2])
-        row_weights.append(block[3])
-    return weights, kept, torch.cat(tables, dim=1), None if row_weights[0] is None else torch.cat(row_weights)
+        part = slice(start, min(start + step, rows))
+        kernel = _kernel(layout, part.stop - start, columns, m is not None, p.device)
+        parts = (x if x is None else x[part] for x in (p, q, m, weights, target))
+        kernel.run(*parts)  # pyright: ignore[reportArgumentType]
+        table[:, part] = kernel.table
+    return weights, kept, table
 
 
-def _run_block(
-    p: Tensor, q: Tensor, m: Tensor | None, layout: Layout, weights: Tensor | None = None
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    """`_run_blocks` for one block; fills `weights` if given."""
-    dtype = layout.dtype
-    ones = None if m is None else _ones(m, dtype)
-    p, q = p.to(dtype), q.to(dtype)
-    if p.shape[1] > _TRANSPOSED_COLUMNS:
-        ready = ones if ones is None else ones.contiguous()
-        block = Block(p.contiguous(), q.contiguous(), ready, layout, dim=1, weights_out=weights)
-        made, keep = block.weights, block.keep
-    else:
-        ready = ones if ones is None else ones.t().contiguous()
-        block = Block(p.t().contiguous(), q.t().contiguous(), ready, layout, dim=0)
-        made = None if block.weights is None else block.weights.t().contiguous()
-        keep = None if block.keep is None else block.keep.t()
-        if weights is not None and made is not None:
-            weights.copy_(made)
-    return made, _kept(p, m, keep), block.table, block.row_weights
+def _kernel(layout: Layout, rows: int, columns: int, masked: bool, device: torch.device) -> Kernel:
+    """The kernel for blocks of this size. On a CPU it is kept, for its buffers, unless they are large."""
+    if device.type != "cpu" or rows * columns > 2 * _BLOCK_ELEMENTS["cpu"]:
+        return Kernel(layout, rows, columns, masked=masked, device=device)
+    key = ("kernel", layout, rows, columns, masked)
+    return cached(key, lambda: Kernel(layout, rows, columns, masked=masked, device=device))
 
 
-def _ones(m: Tensor, dtype: torch.dtype) -> Tensor:
-    """1.0 where the mask is not zero."""
-    m = m.to(dtype)
-    return torch.ne(m, 0.0, out=torch.empty_like(m))
-
-
-def _kept(p: Tensor, m: Tensor | None, keep: Tensor | None) -> Tensor:
-    """`mask * keep` in the mask's dtype; bool without a mask."""
-    if m is None:
-        kept = torch.ones(p.shape, dtype=torch.bool, device=p.device)
-        return kept if keep is None else kept.logical_and_(keep)
-    return m.clone(memory_format=torch.contiguous_format) if keep is None else torch.mul(m, keep.to(m.dtype))
-
-
-def _normalise(
-    weights: Tensor, row_weights: Tensor | None, layout: Layout, table: Float[Tensor, "K B"], dp_group: Any
-) -> Float[Tensor, "1"]:
+def _normalise(weights: Tensor, layout: Layout, table: Float[Tensor, "K B"], dp_group: Any) -> Float[Tensor, "1"]:
     """Divides `weights` by their mean over all ranks, in place, and returns the divisor.
 
     The mean is over valid elements ("token") or over rows with one ("sequence", "geometric"); at 1e-8 or less
     the weights stay as they are and the divisor is 1.
     """
-    n = table[layout.sums.index("n")].double()
-    if row_weights is None:
-        total = torch.stack((n.sum() + table[layout.sums.index("d")].double().sum(), n.sum()))
+    n = table[layout.table.index("n")].double()
+    if "d" in layout.sums:
+        total = torch.stack((n.sum() + table[layout.table.index("d")].double().sum(), n.sum()))
     else:
         rows = (n > 0).double()
-        total = torch.stack(((row_weights * rows).sum(), rows.sum()))
+        total = torch.stack(((table[layout.table.index("is_row_weight")] * rows).sum(), rows.sum()))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(total, group=dp_group)
     mean = total[0] / total[1].clamp(min=1.0)
@@ -292,9 +269,9 @@ def _timestep_parts(p: Tensor, q: Tensor, m: Tensor | None, timesteps: Tensor) -
 
 
 def _to_host(parts: list[Tensor]) -> Float[Tensor, " figures"]:
-    """The one transfer: everything the host needs, as one float64 vector."""
+    """The one transfer: everything the host needs, as one vector."""
     flat = parts[0] if len(parts) == 1 else torch.cat([part.double() for part in parts])
-    return flat.to(device="cpu", dtype=torch.float64)
+    return flat.to("cpu")
 
 
 def _describe_non_finite(p: Tensor, q: Tensor, m: Tensor | None) -> str:

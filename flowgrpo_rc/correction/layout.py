@@ -17,6 +17,9 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.thresholds import CorrectionPlan, Criterion
 
+# What is summed of each derived figure x: x, x^2, whether below, above or outside its bounds; and, times the row's
+# elements, x, outside, x clamped to the bounds and its square.
+POWERS = ("", "2", "<", ">", "!", "*n", "!*n", "in*n", "in2*n")
 # Figures of each row, derived on the host, that every call has.
 _ROW_LOGS = ("training_log_ppl", "rollout_log_ppl", "log_ppl_diff")
 
@@ -47,12 +50,15 @@ class Layout:
     """Names of what is minimised and maximised over rows."""
     rejection_reduced: tuple[bool, ...]
     rejection_ranged: tuple[bool, ...]
-    """Which of them belong to a criterion, and hence never count empty rows."""
+    """Which of them never count empty rows: the criteria's, and the extremes of elements."""
+
+    table: tuple[str, ...]
+    """Names of the table's rows."""
 
     @property
     def height(self) -> int:
         """Rows of the table."""
-        return len(self.sums) + len(self.row_criteria) + len(self.extremes) + len(self.row_figures)
+        return len(self.table)
 
 
 def band(c: Criterion) -> tuple[float, float]:
@@ -62,7 +68,7 @@ def band(c: Criterion) -> tuple[float, float]:
 
 def round_to(bounds: list[float], dtype: torch.dtype) -> Float[Tensor, "bounds 1"]:
     """Bounds as the compute dtype holds them, so that host and device decide alike."""
-    return torch.tensor(bounds, dtype=torch.float64).to(dtype).unsqueeze(1)
+    return torch.tensor(bounds, dtype=torch.float64).to(dtype).reshape(-1, 1)
 
 
 @lru_cache(maxsize=64)
@@ -76,7 +82,7 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
     if token_is and plan.importance is not None and plan.importance.mode == "zero":
         extremes.append("is_d_max")
     extremes += [f"{c.name}/min" for c in token_criteria if c.statistic != "k1"]
-    row_figures = [] if token_is or plan.importance is None else ["is_log_ratio", "is_high", "is_low"]
+    row_figures = [] if token_is or plan.importance is None else ["is_log_ratio", "is_high", "is_low", "is_row_weight"]
     row_figures += ["kept"] if plan.can_reject else []
 
     derived, linear, bounds = _linear(plan, token_criteria, token_is)
@@ -86,7 +92,7 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
         derived.append("row_d")
         bounds.append((-math.inf, math.inf))
     reduced = [*sums, "rows", "valid_rows", *_host_rows(plan, token_is)]
-    for kind in ("", "2", "<", ">", "!", "*n", "in*n", "in2*n", "!*n"):
+    for kind in POWERS:
         reduced += [name + kind for name in derived]
     ranged = [*derived, *extremes, *([] if token_is or plan.importance is None else ["is_log_ratio"])]
     return Layout(
@@ -105,7 +111,8 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
         tuple(reduced),
         tuple(ranged),
         tuple("/" in name for name in reduced),
-        tuple("/" in name for name in ranged),
+        tuple("/" in name or name in extremes for name in ranged),
+        (*sums, *(c.name for c in row_criteria), *extremes, *row_figures),
     )
 
 

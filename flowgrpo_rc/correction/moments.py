@@ -15,9 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo_rc.correction.layout import Layout
-from flowgrpo_rc.correction.thresholds import SAFETY_BOUND, CorrectionPlan, ImportanceSampling
-
-_ROWS_AT_ONCE = 8192
+from flowgrpo_rc.correction.reduction import reduce_table
+from flowgrpo_rc.correction.thresholds import CorrectionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +129,8 @@ def moments_of_table(
     """Moments of what was transferred: the table, then the divisor, then three figures per element."""
     size = layout.height * rows
     table, rest = flat[:size].view(-1, rows), flat[size:]
-    reduced = [_reduce(layout, part, masked, count_empty_rows) for part in table.split(_ROWS_AT_ONCE, dim=1)]
-    if len(reduced) == 1:
-        sums, minima, maxima = reduced[0]
-    else:
-        parts = [torch.stack(kind) for kind in zip(*reduced, strict=True)]
-        sums, minima, maxima = parts[0].sum(0), parts[1].amin(0), parts[2].amax(0)
-    figures = torch.cat((sums, minima, maxima, rest)).tolist()
+    reduced = reduce_table(layout, table, masked=masked, count_empty_rows=count_empty_rows)
+    figures = (torch.cat((reduced, rest)) if len(rest) else reduced).tolist()
     ends, k = len(layout.reduced), len(layout.ranged)
     importance = layout.plan.importance
     tail = figures[ends + 2 * k :]
@@ -162,102 +156,3 @@ def _group_by_timestep(tail: list[float]) -> dict[float, tuple[float, float]]:
             total, count = groups.get(t, (0.0, 0.0))
             groups[t] = (total + gap, count + 1.0)
     return dict(sorted(groups.items()))
-
-
-def _reduce(
-    layout: Layout, table: Float[Tensor, "figures rows"], masked: bool, count_empty_rows: bool
-) -> tuple[Float[Tensor, " sums"], Float[Tensor, " ranges"], Float[Tensor, " ranges"]]:
-    """Derives the figures of each row and reduces them over rows: sums, minima and maxima.
-
-    Rows without a valid element are left out; with `count_empty_rows` only of the criteria's figures.
-    """
-    sums = table[: len(layout.sums)]
-    n = sums[layout.sums.index("n")]
-    valid = n > 0 if masked else None
-    divisor = n.clamp(min=1.0) if masked else n
-    derived = layout.combine @ (sums[: len(layout.means)] / divisor)
-    start = len(layout.sums)
-    stop = start + len(layout.row_criteria)
-    extremes = table[stop : stop + len(layout.extremes)]
-    figures = table[stop + len(layout.extremes) :].unbind(0)
-    parts = [derived, table[start:stop]]
-    importance = layout.plan.importance
-    extra: list[Tensor] = []
-    if importance is not None and importance.level != "token":
-        row_d, extra = _row_importance(importance, figures, n, valid)
-        parts.append(row_d.unsqueeze(0))
-    elif importance is not None and valid is not None:  # an empty row, where it counts at all, weighs 0
-        derived[3:5].sub_((~valid).double())
-    rows = torch.cat(parts) if len(parts) > 2 or stop > start else derived
-    touched = [_touched(layout, sums, c.name) for c in layout.token_criteria]
-    if layout.plan.can_reject:
-        extra += [figures[-1], (figures[-1] < n).double()]
-    if layout.plan.log_veto is not None:
-        extra.append((sums[layout.sums.index("veto_low")] > 0).double())
-    every = torch.ones_like(n)
-    singles = torch.stack([every, every if valid is None else valid.double()])
-    stacked = [sums, singles, _offpolicy(derived, sums[layout.sums.index("l")])]
-    if touched or extra:
-        stacked.append(torch.stack(touched + extra))
-    stacked += _powers(layout, rows, n)
-    ranges = [rows, extremes]
-    if importance is not None and importance.level != "token":
-        ranges.append(figures[0].unsqueeze(0))
-    return _over_rows(layout, torch.cat(stacked), torch.cat(ranges), valid, count_empty_rows)
-
-
-def _over_rows(
-    layout: Layout, rows: Tensor, ranges: Tensor, valid: Tensor | None, count_empty_rows: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if valid is None:
-        return rows.sum(1), ranges.amin(1), ranges.amax(1)
-    sums = rows @ valid.double()
-    if count_empty_rows:
-        sums = torch.where(torch.tensor(layout.rejection_reduced), sums, rows.sum(1))
-        valid = valid | ~torch.tensor(layout.rejection_ranged).unsqueeze(1)
-    return sums, torch.where(valid, ranges, math.inf).amin(1), torch.where(valid, ranges, -math.inf).amax(1)
-
-
-def _offpolicy(derived: Tensor, total: Tensor) -> Float[Tensor, "5 rows"]:
-    """Perplexities `exp(-mean log_prob)`, their ratio, `|log_ppl_diff|`, and `exp(2 sum l) - 1`."""
-    ppl = derived[:3].clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
-    chi2 = total.clamp(-SAFETY_BOUND, SAFETY_BOUND).mul_(2.0).expm1_()
-    return torch.cat((ppl, torch.stack((derived[2].abs(), chi2))))
-
-
-def _powers(layout: Layout, rows: Tensor, n: Tensor) -> list[Tensor]:
-    """For each derived figure x: x, x^2, below, above, outside; and n times x, clamped x, its square, outside."""
-    below, above = (rows < layout.lower).double(), (rows > layout.upper).double()
-    inside = torch.clamp(rows, layout.lower, layout.upper)
-    outside = below + above
-    weighted = inside * n
-    return [rows, rows * rows, below, above, outside, rows * n, weighted, weighted * inside, outside * n]
-
-
-def _touched(layout: Layout, sums: Tensor, name: str) -> Tensor:
-    """1 for each row in which a per-element criterion rejects something."""
-    below = layout.sums.index(f"{name}/below")
-    return (sums[below] + sums[below + 1] > 0).double()
-
-
-def _row_importance(
-    spec: ImportanceSampling, figures: tuple[Tensor, ...], n: Tensor, valid: Tensor | None
-) -> tuple[Tensor, list[Tensor]]:
-    """`d` as applied, one per row, and the figures of `layout._host_rows` for weights per row."""
-    log_ratio, high, low = figures[:3]
-    clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    d = torch.expm1(clamped)
-    if spec.mode == "zero":
-        d = torch.where(high + low > 0, -1.0, d)
-    elif spec.mode != "mask":
-        d = d.clamp((spec.lower if spec.mode == "clip" else 0.0) - 1.0, spec.upper - 1.0)
-    row_high, row_low = high, low
-    if valid is not None:  # an empty row, where it counts at all, weighs 0
-        d = torch.where(valid, d, -1.0)
-        row_high, row_low = torch.where(valid, high, 0.0), torch.where(valid, low, 1.0)
-    w = d + 1.0
-    weighted = w * n
-    return d, [
-        *(high, low, high * n, low * n, row_high, row_low),
-        *(clamped.exp_() * n, weighted, weighted * w),
-    ]

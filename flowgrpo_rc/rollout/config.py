@@ -28,8 +28,16 @@ class RolloutAlgoConfig:
     sde_window_range: list[int] | None = None
     """``[first, stop)`` of the steps the window may lie in, drawn once per prompt; null: the whole schedule."""
 
+    sample_strategy: str = "random"
+    """Where the window lies: ``random``, anew for every prompt, or ``progressive``, sliding through the range."""
+
+    iters_per_group: int = 1
+    """``progressive``: batches at each place, before the window moves on by its own size."""
+
     def __post_init__(self) -> None:
         non_negative(f"{_HERE}.algo.noise_level", self.noise_level)
+        choice(f"{_HERE}.algo.sample_strategy", self.sample_strategy, ("random", "progressive"))
+        positive(f"{_HERE}.algo.iters_per_group", self.iters_per_group)
         choice(f"{_HERE}.algo.sde_type", self.sde_type, SDE_TYPES)
         positive(f"{_HERE}.algo.sde_window_size", self.sde_window_size, optional=True)
         if self.sde_window_range is not None and len(self.sde_window_range) != 2:

@@ -51,3 +51,14 @@ def draw_window_start(window: SDEWindow, generator: torch.Generator) -> int:
     """First step of the window, uniform over ``first .. stop - size`` (both included)."""
     high = window.stop - window.size + 1
     return int(torch.randint(window.first, high, (), generator=generator))
+
+
+def progressive_window_start(window: SDEWindow, step: int, iters_per_group: int) -> int:
+    """First step of a window that slides through the range: on by ``size`` every ``iters_per_group`` batches.
+
+    The last place is moved back to fit into the range; after it the window starts over. MixGRPO's progressive
+    strategy (arXiv 2507.21802).
+    """
+    last = window.stop - window.size
+    places = sorted({*range(window.first, last, window.size), last})
+    return places[step // iters_per_group % len(places)]

@@ -19,7 +19,7 @@ from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import adapter_state, load_lora, save_lora
 from flowgrpo_rc.rollout import RolloutRequest
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for
-from flowgrpo_rc.sde import SDEWindow, draw_window_start
+from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.checkpoint import CheckpointStore, random_states, restore_random_states
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.logging import RunLogger
@@ -105,14 +105,13 @@ class FlowGRPOTrainer:
         cond = self.conditioning(prompts, rollout.pipeline.true_cfg_scale)
         group = rows.repeat_interleave(rollout.n)
         image = group * rollout.n + torch.arange(rollout.n).repeat(len(rows))
-        starts = [draw_window_start(self._window, generator_for(seed, WINDOW, self.step, g)) for g in rows.tolist()]
         trajectories = self.run.engine.generate(
             RolloutRequest(
                 conditioning=cond,
                 prompt_index=torch.arange(len(rows)).repeat_interleave(rollout.n),
                 num_inference_steps=rollout.pipeline.num_inference_steps,
                 generators=[generator_for(seed, IMAGE, self.step, i) for i in image.tolist()],
-                window_starts=torch.tensor(starts).repeat_interleave(rollout.n),
+                window_starts=torch.tensor(self._window_starts(rows.tolist())).repeat_interleave(rollout.n),
                 window_size=self._window.size,
                 noise_level=rollout.algo.noise_level,
                 sde_type=rollout.algo.sde_type,
@@ -125,6 +124,14 @@ class FlowGRPOTrainer:
             )
         trajectories.batch["group"] = group
         return trajectories.batch, trajectories.images.numpy(), cond
+
+    def _window_starts(self, groups: list[int]) -> list[int]:
+        """First stochastic step of each prompt group."""
+        algo = self.config.actor_rollout_ref.rollout.algo
+        if algo.sample_strategy == "progressive":
+            return [progressive_window_start(self._window, self.step, algo.iters_per_group)] * len(groups)
+        seed = self.config.trainer.seed
+        return [draw_window_start(self._window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
 
     def _reward(
         self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict

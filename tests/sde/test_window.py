@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from flowgrpo_rc.sde import SDEWindow, draw_window_start
+from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 
 
 def test_defaults_to_the_whole_schedule():
@@ -38,3 +38,17 @@ def test_start_is_uniform_over_every_place_it_fits():
     counts = Counter(draw_window_start(window, generator) for _ in range(3000))
     assert sorted(counts) == [1, 2, 3]
     assert all(900 < n < 1100 for n in counts.values())
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "stop", "iters", "starts"),
+    [
+        (2, 0, 6, 1, [0, 2, 4, 0, 2]),
+        (2, 0, 5, 1, [0, 2, 3, 0, 2]),  # the last place is moved back to fit
+        (2, 1, 5, 3, [1, 1, 1, 3, 3, 3, 1]),
+        (3, 0, 3, 1, [0, 0, 0]),
+    ],
+)
+def test_progressive_window_slides_by_its_size_and_starts_over(size, first, stop, iters, starts):
+    window = SDEWindow(size, first, stop)
+    assert [progressive_window_start(window, step, iters) for step in range(len(starts))] == starts

@@ -350,3 +350,14 @@ def test_the_old_policy_is_free_for_the_first_mini_batch(small_config, settings,
         assert (value - expected[name]).abs().max() < 2e-5, name
     if settings[-1:] == REJECTING[-1:]:
         assert 0.05 < auto[-1]["rollout_corr/rollout_rs_masked_fraction"] < 0.95
+
+
+def test_progressive_windows_move_with_the_step(small_config):
+    """Every group of a step trains the same timesteps; the next step the next ones."""
+    config = small_config(
+        "actor_rollout_ref.rollout.algo.sample_strategy=progressive",
+        "actor_rollout_ref.rollout.algo.sde_window_range=[0,4]",
+    )
+    rows = rows_of(FlowGRPOTrainer(config).fit().root)
+    seen = [{k.rsplit("_", 1)[1] for k in row if "/ts_" in k} for row in rows[1:]]
+    assert seen == [{"1000", "750"}, {"500", "250"}]

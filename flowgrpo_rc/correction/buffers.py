@@ -1,0 +1,32 @@
+"""A small cache of objects that own CPU buffers, one per thread, most recently used first."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+_CAPACITY = 16
+_local = threading.local()
+
+Owner = TypeVar("Owner")
+
+
+def cached(key: Hashable, make: Callable[[], Owner]) -> Owner:
+    """The object of this thread for `key`, made if there is none.
+
+    Tensors made in inference mode cannot be changed outside it, so each mode has its own.
+    """
+    owners: OrderedDict[Hashable, Any] | None = getattr(_local, "owners", None)
+    if owners is None:
+        owners = _local.owners = OrderedDict()
+    key = (key, torch.is_inference_mode_enabled())
+    owner = owners.get(key)
+    if owner is None:
+        owner = owners[key] = make()
+        if len(owners) > _CAPACITY:
+            owners.popitem(last=False)
+    else:
+        owners.move_to_end(key)
+    return owner
