@@ -10,8 +10,6 @@ verl 0.9.1 (`pip install --no-deps verl==0.9.1` and what its helper imports) onl
 import argparse
 import json
 import math
-import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -103,37 +101,31 @@ def slope(points: list[tuple[int, float]]) -> float:
     return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
 
 
-def _resident(queue: Any) -> None:
-    """In a process of its own: growth of the peak resident set by one call, in bytes."""
-    torch.set_num_threads(1)
-    data = batch(*LARGEST, "cpu")
-    compute_rollout_correction_and_rejection_mask(*batch(64, 512, "cpu"), **OPTIONS)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open("/proc/self/statm") as statm:
-        current = int(statm.read().split()[1]) * resource.getpagesize()
-    result = compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert result.mask.numel()
-    queue.put(max(after * 1024 - current, 0) if after > before else 0)
-
-
 def extra_memory(device: str) -> float:
     """Peak memory of one call beyond its inputs, outputs included, in float32 copies of the log-probs."""
     copy = LARGEST[0] * LARGEST[1] * 4
+    data = batch(*LARGEST, device)
+    compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
     if device == "cuda":
-        data = batch(*LARGEST, device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         result = compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
         assert result.mask.numel()
         return (torch.cuda.max_memory_allocated() - before) / copy
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=_resident, args=(queue,))
-    process.start()
-    grown = queue.get(timeout=120)
-    process.join()
-    return grown / copy
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
+    assert result.mask.numel()
+    return _peak(profile) / copy
+
+
+def _peak(profile: Any) -> int:
+    """The largest number of bytes held at once, from every allocation and release of tensor memory."""
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def copy_floor(device: str) -> float:

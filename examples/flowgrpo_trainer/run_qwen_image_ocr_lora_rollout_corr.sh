@@ -17,8 +17,7 @@ OUTPUTS=${OUTPUTS:-outputs}
 NUM_GPUS=${NUM_GPUS:-4}
 
 if [ "$NUM_GPUS" -gt 1 ]; then
-    LAUNCH=(accelerate launch --num_processes "$NUM_GPUS" --num_machines 1 --mixed_precision no --dynamo_backend no
-        -m flowgrpo_rc.cli.main)
+    LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_GPUS" -m flowgrpo_rc.cli.main)
 else
     LAUNCH=(python -m flowgrpo_rc.cli.main)
 fi

@@ -71,6 +71,7 @@ class DiffusionActor:
 
         self._model, self._config, self._accelerator = model, config, accelerator
         self._sde_type, self._noise_level = sde_type, noise_level
+        self._lr = config.optim.lr
         self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
         self.transformer: Any = model.transformer
         attach_lora(self.transformer, model, lora, dtype=torch.float32)
@@ -92,6 +93,18 @@ class DiffusionActor:
             num_warmup_steps=optim.lr_warmup_steps,
             num_training_steps=max(1, total_optimizer_steps),
         )
+
+    def load_optimizer(self, optimizer: dict[str, Any], lr_scheduler: dict[str, Any]) -> None:
+        """Take over moments and position in the schedule; rates and decay are those of this configuration."""
+        optim = self._config.optim
+        self.optimizer.load_state_dict(optimizer)
+        self.lr_scheduler.load_state_dict(lr_scheduler)
+        self.lr_scheduler.base_lrs = [optim.lr] * len(self.optimizer.param_groups)
+        for group, scale in zip(self.optimizer.param_groups, self.lr_scheduler.lr_lambdas, strict=True):
+            rate = optim.lr * scale(self.lr_scheduler.last_epoch)
+            group |= {"lr": rate, "initial_lr": optim.lr, "eps": optim.eps, "weight_decay": optim.weight_decay}
+            group["betas"] = (optim.betas[0], optim.betas[1])
+        self.lr_scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     @torch.no_grad()
     def score(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
@@ -160,6 +173,7 @@ class DiffusionActor:
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
         if not norm < float("inf"):
             self._refuse(batch, conditioning, rows)
+        self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
         return total, norm
@@ -285,6 +299,6 @@ class DiffusionActor:
         )
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        metrics["actor/lr"] = float(self.lr_scheduler.get_last_lr()[0])
+        metrics["actor/lr"] = self._lr
         prefix = "actor/" if self._config.rollout_correction.bypass_mode else ""
         return metrics | {f"{prefix}{name}": value for name, value in gap.compute().items()}

@@ -84,6 +84,11 @@ class OptimizerConfig:
         non_negative(f"{here}.weight_decay", self.weight_decay)
         non_negative(f"{here}.lr_warmup_steps", self.lr_warmup_steps)
         choice(f"{here}.lr_scheduler_type", self.lr_scheduler_type, LR_SCHEDULERS)
+        if self.lr_warmup_steps and self.lr_scheduler_type == "constant":
+            raise ValueError(
+                f"{here}.lr_warmup_steps: got {self.lr_warmup_steps}, but lr_scheduler_type=constant has no warm-up; "
+                "set it to constant_with_warmup"
+            )
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"{here}.betas: got {list(self.betas)}; give two numbers in [0, 1)")
 

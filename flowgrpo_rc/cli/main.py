@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from flowgrpo_rc import __version__
 
 DEMO_CONFIG = "tiny_qwen_image_ocr"
+INTERRUPTED = 130
+"""Exit code of a run that a signal ended early, with a checkpoint."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 refused before anything was loaded."""
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 refused before training, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     return arguments.run(arguments)
 
@@ -62,18 +64,19 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     from flowgrpo_rc.actor import NonFiniteUpdateError
     from flowgrpo_rc.rewards import RewardError
-    from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
+    from flowgrpo_rc.rollout import RolloutError
+    from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, NonFiniteMetricError
 
     try:
         trainer = FlowGRPOTrainer(config)
-    except (ValueError, FileNotFoundError, ImportError, CheckpointError) as error:
+    except (ValueError, OSError, ImportError, CheckpointError) as error:
         return _refuse(error)
     try:
         trainer.fit()
-    except (CheckpointError, NonFiniteUpdateError, RewardError, OSError) as error:
+    except (CheckpointError, NonFiniteUpdateError, NonFiniteMetricError, RewardError, RolloutError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+    return INTERRUPTED if trainer.interrupted else 0
 
 
 def _prepare(arguments: argparse.Namespace) -> int:

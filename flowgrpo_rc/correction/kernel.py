@@ -120,7 +120,7 @@ class Kernel:
         key = (value, dtype)
         number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[key] = torch.tensor(value, dtype=dtype or self._layout.dtype)
+            number = self._numbers[key] = torch.tensor(value, dtype=dtype or self._layout.dtype, device="cpu")
         return number
 
     # Element level

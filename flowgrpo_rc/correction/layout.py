@@ -68,7 +68,7 @@ def band(c: Criterion) -> tuple[float, float]:
 
 def round_to(bounds: list[float], dtype: torch.dtype) -> Float[Tensor, "bounds 1"]:
     """Bounds as the compute dtype holds them, so that host and device decide alike."""
-    return torch.tensor(bounds, dtype=torch.float64).to(dtype).reshape(-1, 1)
+    return torch.tensor(bounds, dtype=torch.float64, device="cpu").to(dtype).reshape(-1, 1)
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +105,7 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
         tuple(extremes),
         tuple(row_figures),
         tuple(derived),
-        torch.tensor([[row.get(m, 0.0) for m in means] for row in linear], dtype=torch.float64),
+        torch.tensor([[row.get(m, 0.0) for m in means] for row in linear], dtype=torch.float64, device="cpu"),
         round_to([low for low, _ in bounds], dtype).double(),
         round_to([high for _, high in bounds], dtype).double(),
         tuple(reduced),

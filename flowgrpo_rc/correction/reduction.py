@@ -13,8 +13,8 @@ from flowgrpo_rc.correction.layout import POWERS, Layout
 from flowgrpo_rc.correction.thresholds import SAFETY_BOUND, ImportanceSampling
 
 _ROWS_AT_ONCE = 8192
-# numbers as tensors, which an operation takes faster than Python floats
-_ZERO, _ONE, _TWO, _FAR = torch.tensor([0.0, 1.0, 2.0, FAR], dtype=torch.float64).unbind(0)
+# On the CPU whatever the default device is; numbers as tensors, which an operation takes faster than Python floats
+_ZERO, _ONE, _TWO, _FAR = torch.tensor([0.0, 1.0, 2.0, FAR], dtype=torch.float64, device="cpu").unbind(0)
 
 
 def reduce_table(
@@ -43,7 +43,7 @@ class Reduction:
 
     def __init__(self, layout: Layout, rows: int, masked: bool, count_empty_rows: bool) -> None:
         self._layout, self._masked, self._empty = layout, masked, count_empty_rows and masked
-        new = torch.empty((0,), dtype=torch.float64).new_empty
+        new = torch.empty((0,), dtype=torch.float64, device="cpu").new_empty
         reduced, ranged, derived = len(layout.reduced), len(layout.ranged), len(layout.derived)
         self._figures = new((reduced, rows))
         self._figure = dict(zip(layout.reduced, self._figures.unbind(0), strict=True))
@@ -73,8 +73,8 @@ class Reduction:
         self._divisor = new((rows,)) if masked else self._figure["n"]
         self._away = new((ranged, rows) if self._empty else (rows,)) if masked else None
         self._shifted = new((ranged, rows)) if masked else self._ranged
-        self._counted = torch.tensor(layout.rejection_reduced)
-        self._confined = torch.tensor(layout.rejection_ranged, dtype=torch.float64).unsqueeze(1)
+        self._counted = torch.tensor(layout.rejection_reduced, device="cpu")
+        self._confined = torch.tensor(layout.rejection_ranged, dtype=torch.float64, device="cpu").unsqueeze(1)
         self._parts = _places(layout)
 
     def _place(self, name: str, after: int = 0) -> int:

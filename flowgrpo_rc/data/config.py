@@ -48,12 +48,14 @@ class DataConfig:
             raise ValueError(f"data.seed: got {self.seed}; it must be 0 or more")
 
 
-def file_list(field_name: str, files: str | Sequence[str]) -> list[str]:
-    """`files`, one path or several, as a list; empty when it is an empty string or sequence.
+def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
+    """`files`, one path or several, as a list; empty when it is None or an empty string or sequence.
 
     Raises:
         ValueError: `files` is neither a string nor a sequence of strings.
     """
+    if files is None:
+        return []
     if isinstance(files, str):
         return [files] if files else []
     if not isinstance(files, Sequence) or not all(isinstance(file, str) and file for file in files):

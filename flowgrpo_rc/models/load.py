@@ -38,7 +38,7 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     """The pipeline at ``path`` with all weights in ``dtype`` on ``device``, frozen and in evaluation mode.
 
     Raises:
-        UnsupportedModelError: see ``read_pipeline_class``.
+        UnsupportedModelError: see ``read_pipeline_class``; or parts of the pipeline are missing.
     """
     import diffusers
     import torch
@@ -46,8 +46,14 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     from flowgrpo_rc.models.qwen_image import QwenImage
 
     class_name = read_pipeline_class(path)
-    with _without_progress_bars():
-        pipe = getattr(diffusers, class_name).from_pretrained(resolve_asset(path), dtype=getattr(torch, dtype))
+    try:
+        with _without_progress_bars():
+            pipe = getattr(diffusers, class_name).from_pretrained(resolve_asset(path), dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"actor_rollout_ref.model.path: {path} cannot be loaded; is the download complete? "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
     pipe.to(device)
     for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
         part.requires_grad_(False).eval()

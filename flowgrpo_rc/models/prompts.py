@@ -8,6 +8,9 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel, Prompts
 
+PROMPTS_AT_ONCE = 8
+"""Prompts per call of the text encoder: a 7B encoder's activations for hundreds of them would fill a GPU."""
+
 
 class PromptEncoder:
     """Encodes prompts through a least-recently-used cache on the host."""
@@ -23,7 +26,10 @@ class PromptEncoder:
     def __call__(self, prompts: Sequence[str]) -> Prompts:
         """Embeddings of ``prompts`` in their order, padded with zeros to the longest."""
         missing = [p for p in dict.fromkeys(prompts) if p not in self._cache]
-        fresh = dict(zip(missing, self._model.encode(missing, self._max_length), strict=True)) if missing else {}
+        fresh: dict[str, Tensor] = {}
+        for start in range(0, len(missing), PROMPTS_AT_ONCE):
+            part = missing[start : start + PROMPTS_AT_ONCE]
+            fresh |= zip(part, self._model.encode(part, self._max_length), strict=True)
         self.encoded += len(missing)
         rows = [fresh[p] if p in fresh else self._cache[p] for p in prompts]
         for prompt in dict.fromkeys(prompts):

@@ -12,6 +12,10 @@ from torch import Tensor
 from flowgrpo_rc.models.base import Conditioning
 
 
+class RolloutError(RuntimeError):
+    """An engine could not sample, or sampled something unfit for training."""
+
+
 @dataclass(frozen=True)
 class RolloutRequest:
     """Images to sample: row ``i`` draws ``prompts`` row ``prompt_index[i]`` with its own random stream."""

@@ -115,6 +115,7 @@ class ValConfig:
 
     def __post_init__(self) -> None:
         positive(f"{_HERE}.val_kwargs.n", self.n)
+        non_negative(f"{_HERE}.val_kwargs.seed", self.seed)
         if self.algo.noise_level != 0:
             raise ValueError(
                 f"{_HERE}.val_kwargs.algo.noise_level: got {self.algo.noise_level}; validation samples the "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.models.base import DiffusionModel, Schedule
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import attach_lora, load_adapter_state
-from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.sde import draw, log_prob, transition
 
 
@@ -58,10 +58,10 @@ class DiffusersEngine:
         """Sample every image of the request.
 
         Raises:
-            RuntimeError: no adapter has been synchronised yet, or an image's latents are not finite.
+            RolloutError: no adapter has been synchronised yet, or an image's latents are not finite.
         """
         if self.adapter_version < 0:
-            raise RuntimeError("the rollout engine has no adapter yet: call sync() before generate()")
+            raise RolloutError("the rollout engine has no adapter yet: call sync() before generate()")
         cond = request.conditioning
         schedule = self._model.schedule(request.num_inference_steps, cond.height, cond.width)
         images, records = [], []
@@ -155,7 +155,7 @@ def _check_finite(latents: Tensor, rows: Tensor) -> None:
     finite = torch.isfinite(latents.flatten(1)).all(1).cpu()
     if not finite.all():
         bad = rows[~finite].tolist()
-        raise RuntimeError(
+        raise RolloutError(
             f"the rollout engine produced non-finite latents for {len(bad)} images (rows {bad[:8]}); its precision "
             "may be too low for this model: try actor_rollout_ref.rollout.dtype=float32"
         )

@@ -10,11 +10,19 @@ from flowgrpo_rc.lazy import lazy_names
 if TYPE_CHECKING:
     from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
     from flowgrpo_rc.trainer.config import FlowGRPOConfig
+    from flowgrpo_rc.trainer.logging import NonFiniteMetricError
     from flowgrpo_rc.trainer.run_folder import RunFolder
     from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
 
-__all__ = ["CheckpointError", "CheckpointStore", "FlowGRPOConfig", "FlowGRPOTrainer", "RunFolder"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointStore",
+    "FlowGRPOConfig",
+    "FlowGRPOTrainer",
+    "NonFiniteMetricError",
+    "RunFolder",
+]
 
 _HOMES = {"CheckpointError": "checkpoint", "CheckpointStore": "checkpoint", "FlowGRPOConfig": "config"}
-_HOMES |= {"RunFolder": "run_folder", "FlowGRPOTrainer": "trainer"}
+_HOMES |= {"NonFiniteMetricError": "logging", "RunFolder": "run_folder", "FlowGRPOTrainer": "trainer"}
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES[name]}" for name in __all__})

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import random
 import shutil
 from dataclasses import dataclass
@@ -52,11 +53,25 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or ``None``."""
-        pointer = self.root / "latest"
-        if pointer.is_file() and (self.root / pointer.read_text().strip() / STATE_FILE).is_file():
-            return self.root / pointer.read_text().strip()
-        complete = [p for p in self.root.glob("step_*") if (p / STATE_FILE).is_file() and p.name[5:].isdigit()]
-        return max(complete, key=lambda p: int(p.name[5:]), default=None)
+        pointer, complete = self.root / "latest", self._complete()
+        named = self.root / pointer.read_text().strip() if pointer.is_file() else None
+        return named if named in complete else (complete[-1] if complete else None)
+
+    def forget_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps: a run resumed at ``step`` goes another way from there."""
+        for folder in self._complete():
+            if _step_of(folder) > step:
+                shutil.rmtree(folder)
+        kept = self._complete()
+        if kept:
+            _write_atomically(self.root / "latest", kept[-1].name)
+        else:
+            (self.root / "latest").unlink(missing_ok=True)
+
+    def _complete(self) -> list[Path]:
+        """Complete checkpoints, oldest first. A folder of another name (a user's copy) is none of ours."""
+        folders = [p for p in self.root.glob("step_*") if p.name[5:].isdigit() and (p / STATE_FILE).is_file()]
+        return sorted(folders, key=_step_of)
 
     def save(self, step: int, state: dict[str, Any], tensors: dict[str, Any], write_lora: Any) -> Path:
         """Write ``step_N``; what was there before stays until the new one is complete.
@@ -108,12 +123,13 @@ class CheckpointStore:
             state = json.loads((folder / STATE_FILE).read_text())
             fingerprint.check(state["fingerprint"], folder)
             return state, torch.load(folder / TENSOR_FILE, map_location="cpu", weights_only=True)
-        except (OSError, KeyError, json.JSONDecodeError) as error:
+        except (OSError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError, json.JSONDecodeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
 
     def _prune(self) -> None:
-        folders = sorted(self.root.glob("step_*"), key=lambda p: int(p.name[5:]))
-        for old in folders[: -self._keep] if self._keep else []:
+        for old in self._complete()[: -self._keep] if self._keep else []:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -139,6 +155,10 @@ def restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def _write_atomically(path: Path, text: str) -> None:

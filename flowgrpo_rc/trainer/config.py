@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
-from flowgrpo_rc.checks import choice, positive
+from flowgrpo_rc.checks import choice, non_negative, positive
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.config import DataConfig
 from flowgrpo_rc.models.config import ModelConfig
@@ -109,6 +109,7 @@ class TrainerConfig:
         choice("trainer.resume_mode", self.resume_mode, RESUME_MODES)
         choice("trainer.device", self.device, ("auto", "cpu"))
         choice("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))
+        non_negative("trainer.seed", self.seed)
         for name in self.logger:
             choice("trainer.logger", name, LOGGERS)
         for name in ("save_freq", "test_freq"):

@@ -7,6 +7,10 @@ from flowgrpo_rc.trainer.plots import GAP, GAP_MAX
 from flowgrpo_rc.trainer.run_folder import RunFolder
 
 
+class NonFiniteMetricError(RuntimeError):
+    """A metric is NaN or infinite; raised before it is written and before the next checkpoint."""
+
+
 class RunLogger:
     """Writes every step's metrics everywhere they are wanted; does nothing but count on other ranks."""
 
@@ -40,11 +44,11 @@ class RunLogger:
         """Record one step.
 
         Raises:
-            ValueError: a metric is NaN or infinite, by name.
+            NonFiniteMetricError: a metric is NaN or infinite, by name.
         """
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
-            raise ValueError(f"step {step}: non-finite metrics: {', '.join(sorted(bad))}")
+            raise NonFiniteMetricError(f"step {step}: non-finite metrics: {', '.join(sorted(bad))}")
         if self._main:
             self._folder.append({"step": step, **metrics})
         self._accelerator.log(metrics, step=step)

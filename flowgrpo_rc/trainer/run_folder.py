@@ -25,8 +25,11 @@ class RunFolder:
         while fresh and (path / "metrics.jsonl").is_file() and (path / "metrics.jsonl").stat().st_size > 0:
             number += 1
             path = Path(f"{root}-{number}")
-        path.mkdir(parents=True, exist_ok=True)
         return cls(path)
+
+    def create(self) -> None:
+        """Make the folder, if it is not there."""
+        self.root.mkdir(parents=True, exist_ok=True)
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the resolved configuration."""
@@ -52,7 +55,10 @@ class RunFolder:
         return rows
 
     def forget_after(self, step: int) -> None:
-        """Drop the lines of later steps: a run resumed at ``step`` writes them again."""
+        """Drop the lines and sample grids of later steps: a run resumed at ``step`` makes them again."""
+        for grid in self.samples.glob("step_*.png"):
+            if grid.stem[5:].isdigit() and int(grid.stem[5:]) > step:
+                grid.unlink()
         if not self.metrics.is_file():
             return
         kept = [row for row in self.rows() if row["step"] <= step]

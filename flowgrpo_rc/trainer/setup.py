@@ -1,7 +1,11 @@
 """Build a run from its configuration: everything cheap is checked before anything expensive is loaded."""
 
+import hashlib
 import importlib.util
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,8 +111,6 @@ def _load(
         score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
     )
     if parts.model.lora_adapter_path:
-        from pathlib import Path
-
         load_lora(actor.transformer, Path(parts.model.lora_adapter_path))
     return model, encoder, engine, actor
 
@@ -137,11 +139,22 @@ def _check_trackers(names: list[str]) -> None:
             f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "
             "leave it out"
         )
+    if "wandb" in names:
+        _check_wandb()
+
+
+def _check_wandb() -> None:
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
+        raise ValueError("trainer.logger: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline")
 
 
 def _fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
     lora = config.actor_rollout_ref.model
     transformer = {k: v for k, v in dict(model.pipe.transformer.config).items() if not k.startswith("_")}
+    transformer["weights"] = _weights_digest(model.transformer)
+    targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
     return Fingerprint(
         pipeline=type(model.pipe).__name__,
         transformer=_plain(transformer),
@@ -149,14 +162,22 @@ def _fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
             {
                 "rank": lora.lora_rank,
                 "alpha": lora.lora_alpha,
-                "target_modules": lora.target_modules or "default",
+                "target_modules": targets,
             }
         ),
     )
 
 
+def _weights_digest(transformer: torch.nn.Module, tensors: int = 16, values: int = 256) -> str:
+    """A digest of a few values of a few frozen weights, rounded to bfloat16 so that a run's dtype does not matter."""
+    frozen = [p for name, p in transformer.named_parameters() if ".lora_" not in name]
+    digest = hashlib.sha256()
+    for parameter in frozen[:: max(1, len(frozen) // tensors)]:
+        sample = parameter.detach().flatten()[:values].to("cpu", torch.bfloat16)
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """As JSON gives it back: tuples become lists."""
-    import json
-
     return json.loads(json.dumps(values, default=str))

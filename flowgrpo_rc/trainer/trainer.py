@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_rc.actor import NonFiniteUpdateError, UpdateResult
 from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, correct_diffusion_batch
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
@@ -47,6 +49,7 @@ class FlowGRPOTrainer:
         self.config = config
         self.folder = RunFolder.open(trainer.default_local_dir, fresh=trainer.resume_mode == "disable")
         self.run: Run = build_run(config, str(self.folder.root))
+        self.folder.create()
         self.accelerator = self.run.accelerator
         algo = config.actor_rollout_ref.rollout.algo
         self._window = SDEWindow.for_schedule(
@@ -59,7 +62,8 @@ class FlowGRPOTrainer:
         self.timer = StageTimer(self.accelerator.device)
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
-        self._stop = False
+        self._stop: float | None = None
+        self._saved_step = -1
         self._resume()
         self.run.engine.sync(adapter_state(self.run.actor.transformer), self.step)
 
@@ -79,9 +83,7 @@ class FlowGRPOTrainer:
         with self.timer("correct"):
             gap = self._correct(batch, first_scored)
         with self.timer("update"):
-            update = self.run.actor.update(
-                batch, cond, self._mini_batches(len(batch)), gap=gap, first_is_old=first_scored > 0
-            )
+            update = self._update(batch, cond, gap, prompts, first_is_old=first_scored > 0)
         self.step += 1
         with self.timer("sync"):
             self.run.engine.sync(adapter_state(self.run.actor.transformer), self.step)
@@ -193,6 +195,23 @@ class FlowGRPOTrainer:
                 batch[name][start:] = part[name]
         return gap
 
+    def _update(
+        self,
+        batch: TensorDict,
+        cond: Conditioning,
+        gap: MetricAccumulator,
+        prompts: list[PromptRecord],
+        *,
+        first_is_old: bool,
+    ) -> UpdateResult:
+        mini_batches = self._mini_batches(len(batch))
+        try:
+            return self.run.actor.update(batch, cond, mini_batches, gap=gap, first_is_old=first_is_old)
+        except NonFiniteUpdateError as error:
+            texts = dict.fromkeys(prompts[int(batch["prompt_index"][i])].prompt for i in error.samples[:8])
+            named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
+            raise NonFiniteUpdateError(named, error.samples) from error
+
     def _mini_batches(self, size: int) -> list[Tensor]:
         count = self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         return list(torch.arange(size).chunk(count))
@@ -218,11 +237,13 @@ class FlowGRPOTrainer:
                 last = self.step == self.run.total_steps
                 if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
                     metrics |= self._validate().metrics
-                if last or _due(self.step, trainer.save_freq) or self._stopped():
-                    with self.timer("save"):
-                        self.save()
                 with self.timer("log"):
                     self.logger.log(self.step, metrics | self.timer.take())
+                if last or _due(self.step, trainer.save_freq):
+                    with self.timer("save"):
+                        self.save()
+            if self.interrupted and self.step != self._saved_step:
+                self.save()
             self._finish()
         finally:
             for number, handler in previous.items():
@@ -247,6 +268,7 @@ class FlowGRPOTrainer:
 
     def save(self) -> None:
         """Write ``checkpoints/step_N``; on several processes the main one writes."""
+        self._saved_step = self.step
         if self._main:
             actor = self.run.actor
             self.checkpoints.save(
@@ -276,14 +298,15 @@ class FlowGRPOTrainer:
             state, tensors = self.checkpoints.load(source, self.run.fingerprint)
             actor = self.run.actor
             load_lora(actor.transformer, source)
-            actor.optimizer.load_state_dict(tensors["optimizer"])
-            actor.lr_scheduler.load_state_dict(tensors["lr_scheduler"])
+            actor.load_optimizer(tensors["optimizer"], tensors["lr_scheduler"])
             restore_random_states(tensors["random"])
             self.run.sampler.load_state_dict(state["sampler"])
-            self.step = int(state["step"])
+            self.step = self._saved_step = int(state["step"])
             self.logger.say(f"Resumed from {source} at step {self.step}")
         if self._main:
             self.folder.forget_after(self.step if source is not None else -1)
+            if source is not None and source.resolve().parent == self.checkpoints.root.resolve():
+                self.checkpoints.forget_after(self.step)
         self.accelerator.wait_for_everyone()
 
     def _validate(self) -> Validation:
@@ -343,23 +366,36 @@ class FlowGRPOTrainer:
         self.accelerator.wait_for_everyone()
 
     def _catch_signals(self) -> dict[int, Any]:
-        """Let Ctrl-C and SIGTERM end the run after the step in flight; a second Ctrl-C ends it at once."""
+        """Let Ctrl-C and SIGTERM end the run after the step in flight; a second one ends it at once.
+
+        Launchers pass on a signal that the terminal has already sent, so one that follows at once is the same one.
+        """
         if threading.current_thread() is not threading.main_thread():
             return {}
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if self._stop:
+            if self._stop is not None and time.monotonic() - self._stop > SAME_SIGNAL_SECONDS:
                 raise KeyboardInterrupt
-            self._stop = True
-            self.logger.say("Stopping after this step; a checkpoint will be saved")
+            if self._stop is None:
+                self._stop = time.monotonic()
+                self.logger.say(
+                    "Stopping after this step, with a checkpoint; continue with trainer.resume_mode=auto "
+                    f"trainer.default_local_dir={self.folder.root}"
+                )
 
         return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _stopped(self) -> bool:
         """Whether any process was asked to stop; all processes agree."""
+        stop = self._stop is not None
         if self.accelerator.num_processes == 1:
-            return self._stop
-        return bool(self._gather(torch.tensor([self._stop])).any())
+            return stop
+        return bool(self._gather(torch.tensor([stop])).any())
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run has not reached its last step."""
+        return self.step < self.run.total_steps
 
     def _gather(self, values: Tensor) -> Tensor:
         """``values`` of all processes in rank order, on the host."""
@@ -376,6 +412,9 @@ class FlowGRPOTrainer:
     @property
     def _main(self) -> bool:
         return self.accelerator.is_main_process
+
+
+SAME_SIGNAL_SECONDS = 2.0
 
 
 def _due(step: int, every: int) -> bool:

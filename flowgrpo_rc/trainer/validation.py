@@ -61,13 +61,13 @@ def _score(
     rollout = run.config.actor_rollout_ref.rollout
     val, shown = rollout.val_kwargs, run.config.trainer.log_val_generations
     records = [run.val_prompts[i % len(run.val_prompts)] for i in own]
-    distinct = list({r.prompt: r for r in records}.values())
-    row = {r.prompt: i for i, r in enumerate(distinct)}
+    distinct = {(r.prompt, r.negative_prompt): r for r in records}
+    row = {key: i for i, key in enumerate(distinct)}
     scale = rollout.pipeline.true_cfg_scale
     trajectories = run.engine.generate(
         RolloutRequest(
-            conditioning=conditioning(distinct, val.pipeline.true_cfg_scale or scale),
-            prompt_index=torch.tensor([row[r.prompt] for r in records]),
+            conditioning=conditioning(list(distinct.values()), val.pipeline.true_cfg_scale or scale),
+            prompt_index=torch.tensor([row[r.prompt, r.negative_prompt] for r in records]),
             num_inference_steps=val.pipeline.num_inference_steps or rollout.pipeline.num_inference_steps,
             generators=[generator_for(val.seed, VALIDATION, 0, i) for i in own],
             window_starts=None,

@@ -173,7 +173,7 @@ def random_criteria(seed: int, options: list[str]) -> tuple[list[Criterion], str
     criteria, texts = [], []
     for option in options:
         if option.endswith("k1"):
-            lower, upper = rng.choice([(0.55, 1.9), (0.8, 3.0), (0.3, 1.15), (0.0, 1.4)])
+            lower, upper = rng.choice([(0.55, 1.9), (0.8, 3.0), (0.3, 1.15), (0.0, 1.4), (1.05, 2.5), (0.4, 0.95)])
             criteria.append(Criterion(option, upper, lower))
             texts.append(f"{lower}_{upper}")
         else:

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference
@@ -346,3 +347,91 @@ def test_wrong_shapes_and_types():
             "log-probs must be floating point, got log_prob torch.int64 and rollout_log_prob torch.float32.",
         ],
     ]
+
+
+# Calls share nothing that a caller could notice.
+
+
+def _calls() -> list[tuple[tuple[torch.Tensor, ...], RolloutCorrectionConfig]]:
+    shapes = [(8, 1), (8, 4), (3, 90), (300, 200), (20000, 2)]
+    return [(reference.random_case(i, *s, dtype=torch.float32), c) for i, s in enumerate(shapes) for c in EVERY[:3]]
+
+
+def _copy(result: RolloutCorrection) -> RolloutCorrection:
+    return RolloutCorrection(result.weights.clone(), result.mask.clone(), dict(result.metrics), result.moments)
+
+
+def test_a_later_call_leaves_earlier_results_alone():
+    calls = _calls()
+    results = [compute_rollout_correction(*tensors, config=config) for tensors, config in calls]
+    copies = [_copy(result) for result in results]
+    for (p, q, mask), config in calls:
+        compute_rollout_correction(p + 0.3, q - 0.3, ~mask, config=config)
+        compute_rollout_correction(p, q, config=config)
+    again = [compute_rollout_correction(*tensors, config=config) for tensors, config in calls]
+    for result, copy, repeated in zip(results, copies, again, strict=True):
+        for other in (copy, repeated):
+            assert torch.equal(result.weights, other.weights)
+            assert torch.equal(result.mask, other.mask)
+            assert result.metrics == other.metrics
+
+
+def test_an_error_leaves_nothing_behind():
+    p, q, mask = reference.random_case(1, 6, 4)
+    expected = compute_rollout_correction(p, q, mask, config=EVERY[0])
+    bad = torch.full_like(p, math.nan)
+    for given in (mask, None):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            compute_rollout_correction(bad, q, given, config=EVERY[0])
+    _assert_same(compute_rollout_correction(p, q, mask, config=EVERY[0]), expected)
+
+
+def test_threads_do_not_disturb_each_other():
+    # one shape, so that all would share whatever is kept between calls
+    calls = [reference.random_case(seed, 300, 40, dtype=torch.float32) for seed in range(40)]
+    expected = [_copy(compute_rollout_correction(*call, config=EVERY[0])) for call in calls]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda call: compute_rollout_correction(*call, config=EVERY[0]), calls))
+    finally:
+        sys.setswitchinterval(interval)
+    for result, want in zip(results, expected, strict=True):
+        assert torch.equal(result.weights, want.weights)
+        assert torch.equal(result.mask, want.mask)
+        assert result.metrics == want.metrics
+
+
+@pytest.mark.parametrize("shape", [(11, 1), (11, 3), (11, 77), (11, 4000)])
+def test_inference_mode_before_and_after(shape):
+    p, q, mask = reference.random_case(2, *shape)
+    with torch.inference_mode():
+        inside = compute_rollout_correction(p, q, mask, config=EVERY[0])
+        level = compute_rollout_correction(p, q, mask, config=EVERY[1])
+    outside = compute_rollout_correction(p, q, mask, config=EVERY[0])
+    _assert_same(outside, inside)
+    _assert_same(compute_rollout_correction(p, q, mask, config=EVERY[1]), level)
+    with torch.inference_mode():
+        _assert_same(compute_rollout_correction(p, q, mask, config=EVERY[0]), inside)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    (outside.weights * scale).sum().backward()  # results take part in autograd
+    assert scale.grad is not None
+
+
+@pytest.mark.parametrize("shape", [(13, 1), (13, 3), (13, 77)])
+@pytest.mark.parametrize("setting", ["device", "dtype"])
+def test_default_device_and_dtype_do_not_matter(setting, shape):
+    p, q, mask = reference.random_case(2, *shape)
+    before = torch.get_default_dtype()
+    for masks in (mask, None):
+        try:
+            if setting == "dtype":
+                torch.set_default_dtype(torch.bfloat16)
+                result = compute_rollout_correction(p, q, masks, config=EVERY[1])
+            else:
+                with torch.device("meta"):
+                    result = compute_rollout_correction(p, q, masks, config=EVERY[1])
+        finally:
+            torch.set_default_dtype(before)
+        _assert_same(result, compute_rollout_correction(p, q, masks, config=EVERY[1]))

@@ -19,6 +19,10 @@ from flowgrpo_rc.correction import (
 FORMS = (
     ("truncate", 1.3, 0.0, 1.3),
     ("zero", "0.6_1.9", 0.6, 1.9),
+    ("truncate", 0.8, 0.0, 0.8),
+    ("zero", "0.3_0.9", 0.3, 0.9),
+    ("clip", "1.1_1.5", 1.1, 1.5),
+    ("mask", "1.1_1.9", 1.1, 1.9),
     ("clip", "0.6_1.3", 0.6, 1.3),
     ("clip", "0_1.3", 0.0, 1.3),
     ("mask", "0.6_1.9", 0.6, 1.9),
@@ -83,8 +87,9 @@ def test_weight_metrics_equal_their_definitions(level, mode, threshold, lower, u
 
 @pytest.mark.parametrize("option", RS_OPTIONS)
 def test_rejection_metrics_equal_their_definitions(option):
-    for seed, shape in enumerate([(7, 5), (9, 3), (3, 70), (4, 1), (1, 1)]):
-        p, q, mask = reference.random_case(seed, *shape, spread=0.3)
+    shapes = [(7, 5), (9, 3), (3, 70), (4, 1), (1, 1)]
+    for seed in range(15):
+        p, q, mask = reference.random_case(seed, *shapes[seed % len(shapes)], spread=0.3)
         criteria, text = reference.random_criteria(seed, [option])
         result = compute_rollout_correction_and_rejection_mask(p, q, mask, rollout_rs=option, rollout_rs_threshold=text)
         _assert_metrics(result.metrics, reference.metrics(p, q, mask, criteria=criteria))
@@ -220,6 +225,29 @@ def test_a_mean_of_standard_deviations_would_be_wrong():
     whole, parts = _parts(RolloutCorrectionConfig.decoupled_token_is(1.4), (9, 3))
     naive = sum(part.metrics["rollout_corr/rollout_is_std"] for part in parts) / 2
     assert abs(naive - whole.metrics["rollout_corr/rollout_is_std"]) > 5e-4
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("shape", "parts"), [((40000, 2), 7), ((700, 130), 50), ((5, 40000), 5), ((90000, 1), 3)])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_batches_of_many_blocks_equal_their_parts(level, shape, parts, masked):
+    p, q, mask = reference.random_case(4, *shape, spread=0.3, dtype=torch.float32)
+    values = {**EVERYTHING.to_dict(), "rollout_is": level, "rollout_is_batch_normalize": False}
+    config = RolloutCorrectionConfig(**values)
+    whole = compute_rollout_correction(p, q, mask if masked else None, config=config)
+    accumulator, weights, masks = MetricAccumulator(), [], []
+    for a, b, m in zip(p.chunk(parts), q.chunk(parts), mask.chunk(parts), strict=True):
+        if masked and not m.any():  # a part of nothing but an empty row
+            weights.append(torch.zeros_like(a))
+            masks.append(m)
+            continue
+        part = compute_rollout_correction(a, b, m if masked else None, config=config)
+        accumulator.add(part)
+        weights.append(part.weights)
+        masks.append(part.mask)
+    torch.testing.assert_close(whole.weights, torch.cat(weights), rtol=2e-5, atol=1e-9)  # sums in another order
+    assert torch.count_nonzero(whole.mask != torch.cat(masks)) <= 1e-5 * p.numel()
+    assert accumulator.compute() == pytest.approx(whole.metrics, rel=1e-4, abs=1e-5)
 
 
 def test_accumulator_prefix_slime_and_reset():

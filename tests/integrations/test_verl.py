@@ -67,7 +67,7 @@ def _check_metrics(
 ) -> None:
     for name, value in expected.items():
         assert math.isfinite(actual[name])
-        if (name.endswith("eff_sample_size") and value > 1.0) or not math.isfinite(value):
+        if (name.endswith("eff_sample_size") and value > 1.001) or not math.isfinite(value):
             continue  # an overflow of verl's, or its 1e-8 in a denominator that is smaller still
         if name.endswith("_std") and not exact:  # a difference of squares of float32 figures, in verl worse
             continue

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowgrpo_rc.trainer.logging import RunLogger
+from flowgrpo_rc.trainer.logging import NonFiniteMetricError, RunLogger
 from flowgrpo_rc.trainer.plots import series, write_plots
 from flowgrpo_rc.trainer.run_folder import RunFolder
 from flowgrpo_rc.trainer.samples import Sample, save_grid, stack_pictures
@@ -38,6 +38,7 @@ class OneProcess:
 
 def test_lines_after_a_resume_point_are_forgotten(tmp_path):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
+    folder.create()
     for step in range(4):
         folder.append({"step": step, "x": step / 2})
     with folder.metrics.open("a") as handle:
@@ -51,20 +52,23 @@ def test_lines_after_a_resume_point_are_forgotten(tmp_path):
 def test_fresh_folders_number_on(tmp_path):
     for expected in ("run", "run-2", "run-3"):
         folder = RunFolder.open(str(tmp_path / "run"), fresh=True)
+        folder.create()
         folder.append({"step": 0})
         assert folder.root.name == expected
 
 
 def test_non_finite_metrics_stop_the_run_and_are_not_written(tmp_path):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
+    folder.create()
     logger = RunLogger(folder, OneProcess(), [], total_steps=2)
-    with pytest.raises(ValueError, match="step 1: non-finite metrics: actor/loss, reward/mean"):
+    with pytest.raises(NonFiniteMetricError, match="step 1: non-finite metrics: actor/loss, reward/mean"):
         logger.log(1, {"reward/mean": float("nan"), "actor/loss": float("inf"), "x": 1.0})
     assert folder.rows() == []
 
 
 def test_terminal_shows_reward_kl_and_gap(tmp_path, capsys):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
+    folder.create()
     logger = RunLogger(folder, OneProcess(), ["console"], total_steps=2)
     logger.log(1, {**ROW, "val/reward/mean": 0.625})
     logger.log(2, ROW)
@@ -83,6 +87,7 @@ def test_series_takes_the_first_name_a_row_has():
 @pytest.mark.parametrize("rows", [1, 30])
 def test_plots_are_pictures_with_something_in_them(tmp_path, rows):
     folder = RunFolder.open(str(tmp_path), fresh=False)
+    folder.create()
     for step in range(1, rows + 1):
         folder.append({"step": step, **ROW, "reward/mean": step / 30})
     written = write_plots(folder, clip_ratio=1e-3)

@@ -166,33 +166,24 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path):
     settings = ("trainer.resume_mode=disable", "actor_rollout_ref.rollout.dtype=float32")
     one = FlowGRPOTrainer(small_config(*settings, folder="one")).fit().root
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--cpu",
-            "--num_processes",
-            "2",
-            "--num_machines",
-            "1",
-        ),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),  # any free port
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("-m", "flowgrpo_rc.cli.main", "demo"),
         *overrides_of(tmp_path / "two", *settings),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, timeout=300, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "on 2 process(es)" in " ".join(done.stdout.split())
     single, double = rows_of(one), rows_of(tmp_path / "two")
     assert [r["step"] for r in single] == [r["step"] for r in double]
     for a, b in zip(single, double, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert b[name] == pytest.approx(a[name], rel=2e-3, abs=1e-5), name
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
     learned = adapter_of(one)
     for name, value in adapter_of(tmp_path / "two").items():
-        # two Adam steps of lr 1e-3: an update of its own would be 2e-3 away
-        assert (value - learned[name]).abs().max() < 2e-5, name
+        # four Adam steps of up to 1e-3 each: an update of its own would be 1e-3 away
+        assert (value - learned[name]).abs().max() < 1e-6, name
 
 
 def test_stopping_signal_ends_after_the_step_with_a_checkpoint(small_config):
