@@ -25,7 +25,7 @@ STAGES = ("rollout", "reward", "advantage", "score", "correct", "update", "sync"
 MODES = {
     "bypass": ("algorithm.rollout_correction.bypass_mode=true",),
     "decoupled": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=auto"),
-    "decoupled, all scored": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=always"),
+    "decoupled-all-scored": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=always"),
 }
 
 
@@ -96,7 +96,7 @@ def summarise(samples: dict[str, list[dict[str, float]]]) -> dict:
         )
         for mode, rows in samples.items()
     }
-    everything = samples["decoupled, all scored"]
+    everything = samples["decoupled-all-scored"]
 
     def over_all_scored(mode: str) -> float:
         pairs = zip(samples[mode], everything, strict=True)

@@ -23,6 +23,7 @@ def test_rollout_correction_from_object_mapping_preset_or_nothing():
         (lambda: DiffusionLossConfig(clip_ratio=0.0), "diffusion_loss.clip_ratio: got 0.0"),
         (lambda: DiffusionLossConfig(clip_ratio=float("nan")), "diffusion_loss.clip_ratio: got nan"),
         (lambda: DiffusionLossConfig(loss_mode="ppo"), "loss_mode: got 'ppo'; choose one of flow_grpo, dance_grpo"),
+        (lambda: OptimizerConfig(lr_warmup_steps=5), "lr_warmup_steps: got 5, but lr_scheduler_type=constant has no"),
         (lambda: OptimizerConfig(betas=[0.9]), r"optim.betas: got \[0.9\]; give two numbers"),
         (
             lambda: DiffusionActorConfig(

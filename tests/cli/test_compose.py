@@ -85,6 +85,8 @@ def test_correction_reaches_the_actor_from_either_place():
         ("reward.functions.beauty=1.0", "beauty"),
         ("reward.custom_reward_function.path=/no/such.py", "reward.custom_reward_function.path"),
         ("actor_rollout_ref.rollout.calculate_log_probs=false", "leave it true"),
+        ("trainer.seed=-1", "trainer.seed: got -1; give 0 or more"),
+        ("actor_rollout_ref.rollout.val_kwargs.seed=-1", "val_kwargs.seed: got -1"),
     ],
 )
 def test_bad_settings_name_key_value_and_remedy(override, message):

@@ -128,3 +128,33 @@ def test_global_random_states_round_trip(tmp_path):
     first = draw()
     restore_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
     assert draw() == first
+
+
+def test_a_users_copy_is_left_alone(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    folder = save(store, 4)
+    folder.rename(tmp_path / "step_4_best")
+    save(store, 5)
+    save(store, 6)
+    assert names(tmp_path) == ["latest", "step_4_best", "step_6"]
+
+
+def test_an_abandoned_branch_is_forgotten(tmp_path):
+    """Going back to step 1 and on to step 2 must not leave step 4 as the newest."""
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 4):
+        CheckpointStore(tmp_path, keep=None).save(step, {"step": step}, {}, lambda folder: None)
+    store.forget_after(1)
+    assert store.latest() == tmp_path / "step_1"
+    save(store, 2)
+    assert names(tmp_path) == ["latest", "step_2"]
+    store.forget_after(-1)
+    assert store.latest() is None
+
+
+def test_a_truncated_checkpoint_is_named(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    folder = save(store, 1)
+    (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="step_1 cannot be read"):
+        store.load(folder, FINGERPRINT)

@@ -352,3 +352,60 @@ def test_progressive_windows_move_with_the_step(small_config):
     rows = rows_of(FlowGRPOTrainer(config).fit().root)
     seen = [{k.rsplit("_", 1)[1] for k in row if "/ts_" in k} for row in rows[1:]]
     assert seen == [{"1000", "750"}, {"500", "250"}]
+
+
+def test_resume_goes_on_with_the_settings_given_now(small_config):
+    base = ("trainer.resume_mode=auto", "trainer.save_freq=1")
+    FlowGRPOTrainer(small_config(*base)).fit()
+    changed = ("actor_rollout_ref.actor.optim.lr=1e-5", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant")
+    trainer = FlowGRPOTrainer(small_config(*base, *changed, "trainer.total_training_steps=3"))
+    assert trainer.step == 2
+    assert rows_of(trainer.fit().root)[-1]["actor/lr"] == 1e-5
+
+
+def test_going_back_leaves_nothing_of_the_other_branch(small_config):
+    settings = ("trainer.save_freq=1", "trainer.test_freq=1", "trainer.total_training_steps=3")
+    folder = FlowGRPOTrainer(small_config("trainer.resume_mode=auto", *settings)).fit().root
+    back = f"trainer.resume_from_path={folder / 'checkpoints' / 'step_1'}"
+    trainer = FlowGRPOTrainer(small_config("trainer.resume_mode=resume_path", back, *settings))
+    assert [p.name for p in sorted((folder / "checkpoints").glob("step_*"))] == ["step_1"]
+    assert [p.name for p in sorted((folder / "samples").glob("step_*"))] == ["step_00000.png", "step_00001.png"]
+    assert [r["step"] for r in rows_of(trainer.fit().root)] == [0, 1, 2, 3]
+
+
+def test_same_architecture_other_weights_is_another_model(small_config, tmp_path):
+    model = load_model("asset:tiny_qwen_image")
+    for parameter in model.transformer.parameters():
+        parameter.data *= 0.9
+    model.pipe.save_pretrained(tmp_path / "other")
+    FlowGRPOTrainer(small_config("trainer.resume_mode=auto", "trainer.total_training_steps=1")).fit()
+    path = f"actor_rollout_ref.model.path={tmp_path / 'other'}"
+    with pytest.raises(CheckpointError, match="checkpoint of another model: transformer weights"):
+        FlowGRPOTrainer(small_config("trainer.resume_mode=auto", path))
+
+
+def test_non_finite_update_names_the_prompts(small_config):
+    from flowgrpo_rc.actor import NonFiniteUpdateError
+
+    trainer = FlowGRPOTrainer(small_config("data.shuffle=false"))
+    generate = trainer.run.engine.generate
+
+    def broken(request):
+        trajectories = generate(request)
+        if trajectories.batch is not None:
+            trajectories.batch["next_latents"][5] = torch.nan
+        return trajectories
+
+    trainer.run.engine.generate = broken
+    prompt = trainer.run.train_prompts[1].prompt
+    with pytest.raises(NonFiniteUpdateError, match=rf"step 1: .*rows \[5\].*their prompts: '{prompt}'"):
+        trainer.train_step()
+
+
+def test_refused_runs_leave_no_folder(small_config, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "model_index.json").write_text('{"_class_name": "QwenImagePipeline", "vae": ["a", "b"]}')
+    path = f"actor_rollout_ref.model.path={tmp_path / 'broken'}"
+    with pytest.raises(ValueError, match="cannot be loaded; is the download complete"):
+        FlowGRPOTrainer(small_config(path, folder="never"))
+    assert not (tmp_path / "never").exists()
