@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flowgrpo_rc.models import load_model
+from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
 
@@ -403,8 +404,10 @@ def test_non_finite_update_names_the_prompts(small_config):
 
 
 def test_refused_runs_leave_no_folder(small_config, tmp_path):
+    """A pipeline of which only the index has arrived."""
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "model_index.json").write_text('{"_class_name": "QwenImagePipeline", "vae": ["a", "b"]}')
+    index = shipped("assets") / "tiny_qwen_image" / "model_index.json"
+    (tmp_path / "broken" / "model_index.json").write_text(index.read_text())
     path = f"actor_rollout_ref.model.path={tmp_path / 'broken'}"
     with pytest.raises(ValueError, match="cannot be loaded; is the download complete"):
         FlowGRPOTrainer(small_config(path, folder="never"))
