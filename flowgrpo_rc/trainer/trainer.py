@@ -1,11 +1,6 @@
 """The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
 
-import signal
-import threading
-import time
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +19,7 @@ from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for
 from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.checkpoint import CheckpointStore, random_states, restore_random_states
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.interrupt import StopRequest
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.plots import write_plots
 from flowgrpo_rc.trainer.run_folder import RunFolder
@@ -62,7 +58,6 @@ class FlowGRPOTrainer:
         self.timer = StageTimer(self.accelerator.device)
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
-        self._stop: float | None = None
         self._saved_step = -1
         self._resume()
         self.run.engine.sync(adapter_state(self.run.actor.transformer), self.step)
@@ -228,28 +223,30 @@ class FlowGRPOTrainer:
             self.folder.write_config(self.config.to_dict())
         self._announce()
         self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
-        previous = self._catch_signals()
         try:
-            if self.step == 0 and trainer.val_before_train and self.run.val_prompts:
-                self.logger.log(0, {**self._validate().metrics, **self.timer.take()})
-            while self.step < self.run.total_steps and not self._stopped():
-                metrics = self.train_step()
-                last = self.step == self.run.total_steps
-                if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
-                    metrics |= self._validate().metrics
-                with self.timer("log"):
-                    self.logger.log(self.step, metrics | self.timer.take())
-                if last or _due(self.step, trainer.save_freq):
-                    with self.timer("save"):
-                        self.save()
-            if self.interrupted and self.step != self._saved_step:
-                self.save()
+            with StopRequest(self._say_stopping) as stop:
+                self._loop(stop)
             self._finish()
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
             self.logger.close()
         return self.folder
+
+    def _loop(self, stop: StopRequest) -> None:
+        trainer = self.config.trainer
+        if self.step == 0 and trainer.val_before_train and self.run.val_prompts:
+            self.logger.log(0, {**self._validate().metrics, **self.timer.take()})
+        while self.step < self.run.total_steps and not self._agreed(stop.requested):
+            metrics = self.train_step()
+            last = self.step == self.run.total_steps
+            if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
+                metrics |= self._validate().metrics
+            with self.timer("log"):
+                self.logger.log(self.step, metrics | self.timer.take())
+            if last or _due(self.step, trainer.save_freq):
+                with self.timer("save"):
+                    self.save()
+        if self.interrupted and self.step != self._saved_step:
+            self.save()
 
     def conditioning(self, prompts: list[PromptRecord], true_cfg_scale: float) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
@@ -365,29 +362,14 @@ class FlowGRPOTrainer:
         self.run.engine.close()
         self.accelerator.wait_for_everyone()
 
-    def _catch_signals(self) -> dict[int, Any]:
-        """Let Ctrl-C and SIGTERM end the run after the step in flight; a second one ends it at once.
+    def _say_stopping(self) -> None:
+        self.logger.say(
+            "Stopping after this step, with a checkpoint; continue with trainer.resume_mode=auto "
+            f"trainer.default_local_dir={self.folder.root}"
+        )
 
-        Launchers pass on a signal that the terminal has already sent, so one that follows at once is the same one.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self._stop is not None and time.monotonic() - self._stop > SAME_SIGNAL_SECONDS:
-                raise KeyboardInterrupt
-            if self._stop is None:
-                self._stop = time.monotonic()
-                self.logger.say(
-                    "Stopping after this step, with a checkpoint; continue with trainer.resume_mode=auto "
-                    f"trainer.default_local_dir={self.folder.root}"
-                )
-
-        return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def _stopped(self) -> bool:
+    def _agreed(self, stop: bool) -> bool:
         """Whether any process was asked to stop; all processes agree."""
-        stop = self._stop is not None
         if self.accelerator.num_processes == 1:
             return stop
         return bool(self._gather(torch.tensor([stop])).any())
@@ -412,9 +394,6 @@ class FlowGRPOTrainer:
     @property
     def _main(self) -> bool:
         return self.accelerator.is_main_process
-
-
-SAME_SIGNAL_SECONDS = 2.0
 
 
 def _due(step: int, every: int) -> bool:
