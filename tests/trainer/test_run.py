@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ def test_run_folder_holds_what_it_promises(small_config):
     folder = FlowGRPOTrainer(small_config("trainer.save_freq=1", "trainer.test_freq=1")).fit().root
     rows = rows_of(folder)
     assert [r["step"] for r in rows] == [0, 1, 2]
-    assert {"val/reward/mean", "val/reward/custom"} <= rows[0].keys() or "val/reward/mean" in rows[0]
+    assert "val/reward/mean" in rows[0]
     for name in (
         "reward/mean",
         "actor/pg_loss",
@@ -269,11 +268,9 @@ def test_trackers_receive_the_metrics(small_config, monkeypatch):
 
 def test_time_of_a_step_is_the_sum_of_its_stages(small_config):
     folder = FlowGRPOTrainer(small_config("trainer.total_training_steps=1")).fit()
-    start = time.perf_counter()
     row = folder.rows()[1]
     stages = [v for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step"]
     assert row["timing_s/step"] == pytest.approx(sum(stages))
-    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("bypass", ["true", "false"])
