@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowgrpo_rc.sde import transition_kl
+
 SAFETY_BOUND = 20.0
 """Exponents are clamped to [-20, 20] before ``exp``, as everywhere in this package."""
 
@@ -66,7 +68,8 @@ def gaussian_kl(
     mean: Float[Tensor, "B W *L"], ref_mean: Float[Tensor, "B W *L"], step_std: Float[Tensor, "B W"]
 ) -> Float[Tensor, "B W"]:
     """``mean over dims of (mean - ref_mean)^2 / (2 step_std^2)``: KL(pi_theta || pi_ref) of each step."""
-    return ((mean - ref_mean.detach()) ** 2).flatten(2).mean(2) / (2 * step_std**2)
+    kl = transition_kl(mean.flatten(0, 1), ref_mean.detach().flatten(0, 1), step_std.flatten())
+    return kl.view(mean.shape[:2])
 
 
 def select(log_ratio: Tensor, keep: Tensor | None) -> Tensor:
