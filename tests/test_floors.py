@@ -24,7 +24,7 @@ ALLOWED = {
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
-TORCH_ONLY = {"torch", "jaxtyping", "yaml", "typing_extensions"}
+TORCH_ONLY = {"torch", "numpy", "jaxtyping", "yaml", "typing_extensions"}
 
 
 def imports_of(path):

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.buffers import cached
-from flowgrpo_rc.correction.kernel import Kernel
+from flowgrpo_rc.correction.blocks import run_blocks
 from flowgrpo_rc.correction.layout import Layout, make_layout
 from flowgrpo_rc.correction.metrics import metrics_from_moments
 from flowgrpo_rc.correction.moments import Moments, moments_of_table
@@ -21,9 +20,6 @@ from flowgrpo_rc.correction.thresholds import CorrectionPlan, ThresholdSpec, mak
 
 if TYPE_CHECKING:
     from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-
-# Elements per block: on a CPU, what stays in a core's cache; on a GPU, what keeps it busy at bounded memory.
-_BLOCK_ELEMENTS = {"cpu": 32768, "cuda": 1 << 19}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +165,14 @@ def run_plan(
     p, q = (log_prob.unsqueeze(1), rollout_log_prob.unsqueeze(1)) if flat else (log_prob, rollout_log_prob)
     m = mask.unsqueeze(1) if flat and mask is not None else mask
     layout = make_layout(plan, torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32)
-    weights, kept, table = _run_blocks(p, q, m, layout)
+    weights, kept, table = run_blocks(p, q, m, layout)
     parts = [table.flatten()]
     if weights is not None and plan.importance is not None and plan.importance.batch_normalize:
         parts.append(_normalise(weights, layout, table, dp_group))
     if timesteps is not None:
         parts.extend(_timestep_parts(p, q, m, timesteps))
     moments = moments_of_table(
-        layout, _to_host(parts), rows=shape[0], masked=m is not None, count_empty_rows=count_empty_rows
+        layout, _to_host(parts).numpy(), rows=shape[0], masked=m is not None, count_empty_rows=count_empty_rows
     )
     if not moments.finite:
         raise ValueError(_describe_non_finite(p, q, m))
@@ -201,43 +197,6 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
             raise ValueError(f"log_prob has shape {tuple(shape)}, but {name} has shape {tuple(other.shape)}.")
     if log_prob.numel() == 0:
         raise ValueError(f"The batch is empty: log_prob has shape {tuple(shape)}.")
-
-
-def _run_blocks(
-    p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], m: Shaped[Tensor, "B T"] | None, layout: Layout
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Runs the kernel over blocks of rows: weights, `mask * keep`, and the table."""
-    rows, columns = p.shape
-    plan = layout.plan
-    weights = None if plan.importance is None else p.new_empty((rows, columns), dtype=layout.dtype)
-    if not plan.can_reject and m is not None:
-        kept = m.clone(memory_format=torch.contiguous_format)
-    else:
-        kept = p.new_empty((rows, columns), dtype=torch.bool if m is None else m.dtype)
-    if not plan.can_reject and m is None:
-        kept.fill_(True)
-    target = kept if plan.can_reject else None
-    step = max(1, _BLOCK_ELEMENTS.get(p.device.type, 1 << 20) // columns)
-    if step >= rows:
-        kernel = _kernel(layout, rows, columns, m is not None, p.device)
-        kernel.run(p, q, m, weights, target)
-        return weights, kept, kernel.table
-    table = p.new_empty((layout.height, rows), dtype=layout.dtype)
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        kernel = _kernel(layout, part.stop - start, columns, m is not None, p.device)
-        parts = (x if x is None else x[part] for x in (p, q, m, weights, target))
-        kernel.run(*parts)  # pyright: ignore[reportArgumentType]
-        table[:, part] = kernel.table
-    return weights, kept, table
-
-
-def _kernel(layout: Layout, rows: int, columns: int, masked: bool, device: torch.device) -> Kernel:
-    """The kernel for blocks of this size. On a CPU it is kept, for its buffers, unless they are large."""
-    if device.type != "cpu" or rows * columns > 2 * _BLOCK_ELEMENTS["cpu"]:
-        return Kernel(layout, rows, columns, masked=masked, device=device)
-    key = ("kernel", layout, rows, columns, masked)
-    return cached(key, lambda: Kernel(layout, rows, columns, masked=masked, device=device))
 
 
 def _normalise(weights: Tensor, layout: Layout, table: Float[Tensor, "K B"], dp_group: Any) -> Float[Tensor, "1"]:

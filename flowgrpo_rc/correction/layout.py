@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -39,10 +40,10 @@ class Layout:
     row_figures: tuple[str, ...]
     derived: tuple[str, ...]
     """Row figures that the host derives: linear in the row means, then the row criteria's statistics."""
-    combine: Float[Tensor, "linear means"]
-    """The linear part of `derived` as a matrix."""
-    lower: Float[Tensor, "derived 1"]
-    upper: Float[Tensor, "derived 1"]
+    linear: tuple[tuple[str, float, str], ...]
+    """The first of `derived` as `(a, sign, b)`: `sign * a`, plus `b` where named, of row means."""
+    lower: Float[np.ndarray, "derived 1"]
+    upper: Float[np.ndarray, "derived 1"]
     """Bounds of each derived figure; infinite where it has none."""
     reduced: tuple[str, ...]
     """Names of what is summed over rows."""
@@ -105,9 +106,9 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
         tuple(extremes),
         tuple(row_figures),
         tuple(derived),
-        torch.tensor([[row.get(m, 0.0) for m in means] for row in linear], dtype=torch.float64, device="cpu"),
-        round_to([low for low, _ in bounds], dtype).double(),
-        round_to([high for _, high in bounds], dtype).double(),
+        tuple(linear),
+        round_to([low for low, _ in bounds], dtype).double().numpy(),
+        round_to([high for _, high in bounds], dtype).double().numpy(),
         tuple(reduced),
         tuple(ranged),
         tuple("/" in name for name in reduced),
@@ -135,25 +136,25 @@ def _sums(plan: CorrectionPlan, token_criteria: tuple[Criterion, ...], token_is:
 
 def _linear(
     plan: CorrectionPlan, token_criteria: tuple[Criterion, ...], token_is: bool
-) -> tuple[list[str], list[dict[str, float]], list[tuple[float, float]]]:
-    """Derived figures that are linear in the row means: names, coefficients, bounds.
+) -> tuple[list[str], list[tuple[str, float, str]], list[tuple[float, float]]]:
+    """Derived figures that are linear in the row means: names, terms (as in `Layout.linear`), bounds.
 
     `log ppl = -mean log_prob`, and `log_ppl_diff = log ppl_train - log ppl_rollout = -mean l`.
     """
     unbounded = (-math.inf, math.inf)
     names: list[str] = list(_ROW_LOGS)
-    rows: list[dict[str, float]] = [{"log_prob": -1.0}, {"log_prob": -1.0, "l": 1.0}, {"l": -1.0}]
+    terms = [("log_prob", -1.0, ""), ("log_prob", -1.0, "l"), ("l", -1.0, "")]
     bounds = [unbounded] * 3
     if token_is and plan.importance is not None:
         spec = plan.importance
         names += ["row_d", "row_raw"]
-        rows += [{"d": 1.0}, {"k3": 1.0, "lc": 1.0}]
+        terms += [("d", 1.0, ""), ("k3", 1.0, "lc")]
         bounds += [unbounded, (spec.reported_lower - 1.0, spec.upper - 1.0)]
     for c in token_criteria:
         names.append(f"{c.name}/row")
-        rows.append({"lc": -1.0} if c.statistic == "k1" else {c.statistic: 1.0})
+        terms.append(("lc", -1.0, "") if c.statistic == "k1" else (c.statistic, 1.0, ""))
         bounds.append(band(c))
-    return names, rows, bounds
+    return names, terms, bounds
 
 
 def _host_rows(plan: CorrectionPlan, token_is: bool) -> list[str]:

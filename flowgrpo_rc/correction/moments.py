@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from flowgrpo_rc.correction.layout import Layout
 from flowgrpo_rc.correction.reduction import reduce_table
@@ -120,7 +120,7 @@ def merge_all(moments: Iterable[Moments]) -> Moments:
 
 def moments_of_table(
     layout: Layout,
-    flat: Float[Tensor, " figures"],
+    flat: Float[np.ndarray, " figures"],
     *,
     rows: int,
     masked: bool,
@@ -128,20 +128,17 @@ def moments_of_table(
 ) -> Moments:
     """Moments of what was transferred: the table, then the divisor, then three figures per element."""
     size = layout.height * rows
-    table, rest = flat[:size].view(-1, rows), flat[size:]
-    reduced = reduce_table(layout, table, masked=masked, count_empty_rows=count_empty_rows)
-    figures = (torch.cat((reduced, rest)) if len(rest) else reduced).tolist()
-    ends, k = len(layout.reduced), len(layout.ranged)
+    table, tail = flat[:size].reshape(-1, rows), flat[size:].tolist()
+    sums, minima, maxima = reduce_table(layout, table, masked=masked, count_empty_rows=count_empty_rows)
     importance = layout.plan.importance
-    tail = figures[ends + 2 * k :]
     divisor = tail.pop(0) if importance is not None and importance.batch_normalize else None
     return Moments(
         layout.plan,
         layout.reduced,
-        tuple(figures[:ends]),
+        tuple(sums.tolist()),
         layout.ranged,
-        tuple(figures[ends : ends + k]),
-        tuple(figures[ends + k : ends + 2 * k]),
+        tuple(minima.tolist()),
+        tuple(maxima.tolist()),
         divisor,
         _group_by_timestep(tail) if tail else {},
     )

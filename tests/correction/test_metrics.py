@@ -1,6 +1,7 @@
 """Metrics: each against its definition recomputed with loops, merged exactly, and moved to the host once."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import reference
@@ -10,11 +11,13 @@ from flowgrpo_rc.correction import (
     MetricAccumulator,
     RolloutCorrection,
     RolloutCorrectionConfig,
+    blocks,
     compute_offpolicy_metrics,
     compute_rollout_correction,
     compute_rollout_correction_and_rejection_mask,
     slime_metrics,
 )
+from flowgrpo_rc.correction.ops import DeviceOps
 
 FORMS = (
     ("truncate", 1.3, 0.0, 1.3),
@@ -347,7 +350,8 @@ def _tensors(values) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("shape", [(12, 2), (6, 300), (40, 4000)])
 @pytest.mark.parametrize("config", [EVERYTHING, RolloutCorrectionConfig(), RolloutCorrectionConfig.geo_rs()])
-def test_one_transfer_per_call(config, shape):
+def test_one_transfer_per_call(config, shape, monkeypatch):
+    monkeypatch.setattr(blocks, "ops_for", lambda device, dtype: DeviceOps(dtype, device))
     p, q, mask = reference.random_case(2, *shape, dtype=torch.float32)
     timesteps = torch.full(shape, 500.0)
     compute_rollout_correction(p, q, mask, config=config)
@@ -356,6 +360,22 @@ def test_one_transfer_per_call(config, shape):
             compute_rollout_correction(p, q, given, config=config, timesteps=timesteps)
         assert transfers.to_host == 1
         assert transfers.device_waits == []
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (12, 2), (6, 300), (40, 4000)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_the_device_s_operations_give_what_the_host_s_give(level, masked, shape, monkeypatch):
+    p, q, mask = reference.random_case(3, *shape, dtype=torch.float64)
+    mask[0, 0] = True
+    config = replace(EVERYTHING, rollout_is=level)
+    here = compute_rollout_correction(p, q, mask if masked else None, config=config)
+    monkeypatch.setattr(blocks, "ops_for", lambda device, dtype: DeviceOps(dtype, device))
+    there = compute_rollout_correction(p, q, mask if masked else None, config=config)
+    torch.testing.assert_close(there.weights, here.weights, rtol=1e-12, atol=0)
+    assert torch.equal(there.mask, here.mask)
+    assert there.mask.dtype == here.mask.dtype
+    _assert_metrics(there.metrics, here.metrics)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,94 @@
+"""Cuts a batch into blocks of rows, runs the kernel over each, and joins what comes out.
+
+On the host blocks fit a core's cache and are spread over as many threads as torch may use there.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from flowgrpo_rc.correction.buffers import cached
+from flowgrpo_rc.correction.kernel import Array, Kernel
+from flowgrpo_rc.correction.layout import Layout
+from flowgrpo_rc.correction.ops import HostOps, Ops, ops_for
+
+# Elements per block: on the host, what stays in a core's cache; on a device, what keeps it busy at bounded memory.
+HOST_BLOCK, DEVICE_BLOCK = 32768, 1 << 19
+
+
+def run_blocks(
+    p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], m: Shaped[Tensor, "B T"] | None, layout: Layout
+) -> tuple[Tensor | None, Tensor, Float[Tensor, "figures B"]]:
+    """The weights (None without importance sampling), `mask * keep`, and the table of every row's figures."""
+    rows, columns = p.shape
+    plan = layout.plan
+    weights = None if plan.importance is None else p.new_empty((rows, columns), dtype=layout.dtype)
+    if plan.can_reject:
+        kept = p.new_empty((rows, columns), dtype=torch.bool if m is None else m.dtype)
+    elif m is None:
+        kept = p.new_ones((rows, columns), dtype=torch.bool)
+    else:
+        kept = m.clone(memory_format=torch.contiguous_format)
+    target = kept if plan.can_reject else None
+    ops = ops_for(p.device, layout.dtype)
+    if isinstance(ops, HostOps):
+        with np.errstate(all="ignore"):
+            return weights, kept, torch.from_numpy(_on_host(ops, layout, p, q, m, weights, target))
+    step = max(1, DEVICE_BLOCK // columns)
+    table = ops.new((layout.height, rows))
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        kernel = Kernel(layout, part.stop - start, columns, masked=m is not None, ops=ops, device=p.device)
+        kernel.run(p[part], q[part], *(x if x is None else x[part] for x in (m, weights, target)))
+        table[:, part] = kernel.table
+    return weights, kept, table
+
+
+def _on_host(
+    ops: Ops, layout: Layout, p: Tensor, q: Tensor, m: Tensor | None, weights: Tensor | None, kept: Tensor | None
+) -> Array:
+    rows, columns = p.shape
+    inputs = ops.array(p), ops.array(q)
+    others = [x if x is None else ops.array(x) for x in (m, weights)] + [kept]
+    step = max(1, HOST_BLOCK // columns)
+    if step >= rows:
+        kernel = _kernel(ops, layout, rows, columns, m is not None)
+        kernel.run(*inputs, *others)
+        return kernel.table
+    table = ops.new((layout.height, rows))
+
+    def run(starts: range) -> None:
+        with np.errstate(all="ignore"):
+            for start in starts:
+                part = slice(start, min(start + step, rows))
+                kernel = _kernel(ops, layout, part.stop - start, columns, m is not None)
+                kernel.run(*(x[part] for x in inputs), *(x if x is None else x[part] for x in others))
+                table[:, part] = kernel.table
+
+    workers = min(torch.get_num_threads(), -(-rows // step))
+    if workers == 1:
+        run(range(0, rows, step))
+    else:
+        shares = [range(i * step, rows, workers * step) for i in range(workers)]
+        list(_pool(os.getpid(), workers).map(run, shares))
+    return table
+
+
+def _kernel(ops: Ops, layout: Layout, rows: int, columns: int, masked: bool) -> Kernel:
+    """The kernel for blocks of this size; kept, for its buffers, unless they are large."""
+
+    def make() -> Kernel:
+        return Kernel(layout, rows, columns, masked=masked, ops=ops, device=torch.device("cpu"))
+
+    return cached((layout, rows, columns, masked), make) if rows * columns <= 2 * HOST_BLOCK else make()
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int, workers: int) -> ThreadPoolExecutor:
+    """Worker threads; a forked process has none of its parent's and makes its own."""
+    return ThreadPoolExecutor(workers, thread_name_prefix=f"rollout-correction-{process}")
