@@ -18,7 +18,9 @@ from flowgrpo_rc.correction.layout import Layout
 from flowgrpo_rc.correction.ops import HostOps, Ops, ops_for
 
 # Elements per block: on the host, what stays in a core's cache; on a device, what keeps it busy at bounded memory.
-HOST_BLOCK, DEVICE_BLOCK = 32768, 1 << 19
+HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 19
+# Below it a second thread costs more than it brings.
+THREADED = 1 << 20
 
 
 def run_blocks(
@@ -57,7 +59,8 @@ def _on_host(
     others = [x if x is None else ops.array(x) for x in (m, weights)] + [kept]
     step = max(1, HOST_BLOCK // columns)
     if step >= rows:
-        kernel = _kernel(ops, layout, rows, columns, m is not None)
+        masked = m is not None and not others[0].all()
+        kernel = _kernel(ops, layout, rows, columns, masked)
         kernel.run(*inputs, *others)
         return kernel.table
     table = ops.new((layout.height, rows))
@@ -70,7 +73,7 @@ def _on_host(
                 kernel.run(*(x[part] for x in inputs), *(x if x is None else x[part] for x in others))
                 table[:, part] = kernel.table
 
-    workers = min(torch.get_num_threads(), -(-rows // step))
+    workers = min(torch.get_num_threads(), -(-rows // step)) if rows * columns >= THREADED else 1
     if workers == 1:
         run(range(0, rows, step))
     else:

@@ -1,11 +1,9 @@
-"""A small cache of objects that own CPU buffers, one per thread, most recently used first."""
+"""A small cache of objects that own host memory, one per thread, most recently used first."""
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
-
-import torch
 
 _CAPACITY = 16
 _local = threading.local()
@@ -14,14 +12,10 @@ Owner = TypeVar("Owner")
 
 
 def cached(key: Hashable, make: Callable[[], Owner]) -> Owner:
-    """The object of this thread for `key`, made if there is none.
-
-    Tensors made in inference mode cannot be changed outside it, so each mode has its own.
-    """
+    """The object of this thread for `key`, made if there is none."""
     owners: OrderedDict[Hashable, Any] | None = getattr(_local, "owners", None)
     if owners is None:
         owners = _local.owners = OrderedDict()
-    key = (key, torch.is_inference_mode_enabled())
     owner = owners.get(key)
     if owner is None:
         owner = owners[key] = make()

@@ -26,7 +26,10 @@ STACKED_ELEMENTS = 16384
 TRANSPOSED_COLUMNS = 64
 # Beyond any log ratio, yet safe to add to one: takes invalid elements out of minima and maxima.
 FAR = 1e38
-_LASTING = ("n", "l", "lc", "k2")
+# Above this `e + 1` is as good as `exp(lc)`.
+NARROW = -2.0
+# A kernel's tapes: blocks differ in few facts at a time.
+_TAPES = 8
 
 Array = Any
 """A numpy array or a tensor, whichever the operations work on."""
@@ -43,7 +46,8 @@ class Kernel:
 
     def __init__(self, layout: Layout, rows: int, columns: int, *, masked: bool, ops: Ops, device: Any) -> None:
         self._layout, self._columns, self._masked, self._ops = layout, columns, masked, ops
-        self._tape: Tape | None = None
+        self._tapes: dict[tuple[bool, ...], tuple[Tape, bool]] = {}
+        self._cuts = [float(ops.number(cut)) for cut in _cuts(layout)] if ops.on_host else []
         self._numbers: dict[float, Array] = {}
         self._transposed = columns <= TRANSPOSED_COLUMNS
         self._dim = 0 if self._transposed else 1
@@ -70,20 +74,21 @@ class Kernel:
             self._stack = new((len(layout.sums), *self._shape))
             self._buffer = dict(zip(layout.sums, self._stack, strict=True))
         else:
-            scratch = new(self._shape)
-            own = _LASTING if self._masked else _LASTING[1:]
-            self._buffer = {name: new(self._shape) if name in own else scratch for name in layout.sums}
+            scratch, lasting = new(self._shape), {"l", "n"} if self._masked else {"l"}
+            if any(c.statistic == "k2" for c in layout.token_criteria):
+                lasting.add("k2")
+            self._buffer = {name: new(self._shape) if name in lasting else scratch for name in layout.sums}
         self._inputs: dict[str, Array] = {}
         self._e, self._temporary = new(self._shape), new(self._shape)
-        self._bad = new(self._shape) if layout.token_criteria or layout.plan.can_reject else self._temporary
+        self._made: dict[str, Array] = {}
         self._weights = self._temporary if layout.plan.importance is None else new(self._shape)
         self._row_bad, self._divisor, self._row_scratch = new((rows,)), new((rows,)), new((rows,))
         self._ends = new((2, rows))
         if not self._masked:
             ops.fill(*((self._buffer["n"], 1.0) if self._stacked else (self._row["n"], float(self._columns))))
             return
-        self._ones, self._away = self._buffer["n"], new(self._shape)
-        self._bits = ops.new_bits(self._shape)
+        self._ones = self._buffer["n"]
+        self._bits = ops.bits(self._temporary)
         self._l_bits, self._p_bits = ops.bits(self._buffer["l"]), ops.bits(self._buffer["log_prob"])
 
     def run(
@@ -97,25 +102,57 @@ class Kernel:
         if self._masked:
             ops.ne(turn(mask), 0, out=self._ones)
         self._difference(self._ready("p", turn(log_prob)), self._ready("q", turn(rollout_log_prob)))
-        if self._tape is not None:
-            self._tape.replay()
-        elif ops.on_host:  # the same operations on the same memory every time
-            self._ops = tape = Tape(ops)
-            try:
-                self._pass()
-            finally:
-                self._ops = ops
-            self._tape = tape
+        self._ends_of_rows()
+        facts = self._facts()
+        if facts in self._tapes:
+            tape, self._rejects_elements = self._tapes[facts]
+            tape.replay()
+        elif ops.on_host and len(self._tapes) < _TAPES:
+            self._record(facts)
         else:
             self._pass()
         if weights is not None:
             ops.copy(turn(self._weights), out=weights)
         if kept is not None:
-            keep = self._bad if self._rejects_elements else self._spread(self._row_bad)
+            keep = self._own("bad") if self._rejects_elements else self._spread(self._row_bad)
             ops.keep(mask, turn(keep), kept)
 
+    def _facts(self) -> tuple[bool, ...]:
+        """What the extremes of `l` say about the block; on them alone depends which operations it needs.
+
+        On a device nobody looks, and nothing is known.
+        """
+        self._narrow, self._least, self._most = False, -math.inf, math.inf
+        if not self._ops.on_host:
+            return ()
+        row = self._row
+        least, most = float(row["l_min"].min()), float(row["l_max"].max())
+        if not (math.isfinite(least) and math.isfinite(most)):
+            return ()
+        self._least, self._most = least, most
+        self._narrow = least > NARROW and most < SAFETY_BOUND
+        return (self._narrow, *[cut < least for cut in self._cuts], *[cut > most for cut in self._cuts])
+
+    def _record(self, facts: tuple[bool, ...]) -> None:
+        """Does the pass and keeps what it did: blocks with the same facts need the same, on the same memory."""
+        ops, tape = self._ops, Tape(self._ops)
+        self._ops = tape
+        try:
+            self._pass()
+        finally:
+            self._ops = ops
+        self._tapes[facts] = tape, self._rejects_elements
+
+    def _beyond(self, *, above: float = math.inf, below: float = -math.inf) -> bool:
+        """Whether some `l` may be above or below. Bounds are compared as the compute dtype rounds them."""
+        if self._most == math.inf:
+            return True
+        if above < math.inf:
+            return not self._most < float(self._number(above))
+        return not self._least > float(self._number(below))
+
     def _pass(self) -> None:
-        """Everything that follows from `l`."""
+        """Everything that follows from `l` and its extremes."""
         layout, plan, ops = self._layout, self._layout.plan, self._ops
         self._rejects_elements = self._rejects_rows = False
         self._base()
@@ -167,50 +204,84 @@ class Kernel:
             ops.copy(log_prob, out=self._buffer["log_prob"])
         self._done("log_prob")
 
-    def _done(self, name: str) -> None:
+    def _done(self, name: str, values: Array = None) -> None:
         """The buffer of `name` is filled."""
         if not self._stacked:
-            self._ops.sum(self._buffer[name], self._dim, out=self._row[name])
+            self._ops.sum(self._buffer[name] if values is None else values, self._dim, out=self._row[name])
+
+    def _own(self, name: str) -> Array:
+        """A buffer that not every block needs."""
+        if name not in self._made:
+            self._made[name] = self._ops.new(self._shape)
+        return self._made[name]
+
+    def _ends_of_rows(self) -> None:
+        """Largest and smallest valid `l` of each row."""
+        dim, ops, row, l = self._dim, self._ops, self._row, self._l  # noqa: E741
+        if self._columns == 1:
+            ops.copy(l, out=self._extremes)
+            return
+        ops.amax(l, dim, out=row["l_max"])
+        ops.amin(l, dim, out=row["l_min"])
+        if not self._masked or (ops.on_host and row["l_max"].min() > 0 > row["l_min"].max()):
+            return  # invalid elements hold 0, which is inside
+        away = self._far(self._own("other"))
+        ops.amax(ops.add(l, away, out=self._temporary), dim, out=row["l_max"])
+        ops.amin(ops.sub(l, away, out=self._temporary), dim, out=row["l_min"])
+
+    def _far(self, out: Array) -> Array:
+        """0 at valid elements, `-FAR` at the others: out of the way of a maximum."""
+        self._ops.sub(self._ones, self._number(1.0), out=out)
+        return self._ops.mul(out, self._number(FAR), out=out)
 
     def _base(self) -> None:
-        """`lc`, `e`, the extremes of `l`, and the sums that every call reports."""
-        buffer, dim, ops, row, l = self._buffer, self._dim, self._ops, self._row, self._l  # noqa: E741
+        """`lc`, `e`, and the sums that every call reports."""
+        buffer, ops, l = self._buffer, self._ops, self._l  # noqa: E741
         self._done("l")
         if self._masked:
             self._done("n")
-        if self._columns == 1:
-            ops.copy(l, out=self._extremes)
-        elif self._masked:  # invalid elements far away
-            ops.sub(self._ones, self._number(1.0), out=self._away)
-            ops.mul(self._away, self._number(FAR), out=self._away)
-            ops.amax(ops.add(l, self._away, out=self._temporary), dim, out=row["l_max"])
-            ops.amin(ops.sub(l, self._away, out=self._temporary), dim, out=row["l_min"])
-        else:
-            ops.amax(l, dim, out=row["l_max"])
-            ops.amin(l, dim, out=row["l_min"])
         ops.abs(l, out=buffer["abs"])
         self._done("abs")
-        lc = self._lc = ops.clamp(l, -SAFETY_BOUND, SAFETY_BOUND, out=buffer["lc"])
-        self._done("lc")
+        if self._narrow:
+            lc = self._lc = l
+            self._equals("lc", "l")
+        else:
+            clamped = buffer["lc"] if self._stacked else self._own("lc")
+            lc = self._lc = ops.clamp(l, -SAFETY_BOUND, SAFETY_BOUND, out=clamped)
+            self._done("lc", clamped)
         e = ops.expm1(lc, out=self._e)
         ops.sub(e, lc, out=buffer["k3"])
         self._done("k3")
         ops.mul(e, e, out=buffer["e2"])
         self._done("e2")
 
+    def _equals(self, name: str, other: str) -> None:
+        """A figure that is another's equal in this block."""
+        place = self._buffer if self._stacked else self._row
+        self._ops.copy(place[other], out=place[name])
+
     def _token_weights(self, spec: ImportanceSampling, weights: Array) -> None:
         """Per-element weights, the sums of `d` and `d^2`, and the elements beyond the bounds."""
         d, ops = self._buffer["d"], self._ops
-        ops.exp(self._lc, out=weights)
+        if self._narrow and self._masked:
+            ops.add(self._e, self._ones, out=weights)
+        elif self._narrow:
+            ops.add(self._e, self._number(1.0), out=weights)
+        else:
+            ops.exp(self._lc, out=weights)
         if spec.mode in ("zero", "mask"):
             self._outside(spec, weights)
         else:
             self._count("is_high", self._lc, above=math.log(spec.upper))
             self._count("is_low", self._lc, below=math.log(spec.reported_lower))
-            lower = spec.lower if spec.mode == "clip" else 0.0
+            lower = spec.lower if spec.mode == "clip" and spec.lower > 0 else None
+            low = lower is not None and self._beyond(below=math.log(lower))
+            if not low and not self._beyond(above=math.log(spec.upper)):
+                self._unbounded(weights)
+                return
             ops.clamp(weights, lower, spec.upper, out=weights)
-            ops.clamp(self._e, lower - 1.0, spec.upper - 1.0, out=d)
-            if self._masked and not lower <= 1.0 <= spec.upper:  # at invalid elements e is 0
+            ops.clamp(self._e, None if lower is None else lower - 1.0, spec.upper - 1.0, out=d)
+            if self._masked and not (lower or 0.0) <= 1.0 <= spec.upper:  # at invalid elements e is 0
                 ops.mul(d, self._ones, out=d)
         if self._masked:
             ops.mul(weights, self._ones, out=weights)
@@ -218,23 +289,41 @@ class Kernel:
         ops.mul(d, d, out=self._buffer["d2"])
         self._done("d2")
 
+    def _unbounded(self, weights: Array) -> None:
+        """Weights that no bound changes: `d = e`."""
+        ops, row = self._ops, self._row
+        if self._masked and not self._narrow:
+            ops.mul(weights, self._ones, out=weights)
+        if self._stacked:
+            ops.copy(self._e, out=self._buffer["d"])
+        else:
+            ops.add(row["k3"], row["lc"], out=row["d"])
+        self._equals("d2", "e2")
+
     def _outside(self, spec: ImportanceSampling, weights: Array) -> None:
         """Modes "zero" (no weight outside the bounds) and "mask" (weight unbounded, the element rejected)."""
         ops = self._ops
-        outside = ops.copy(self._count("is_high", self._lc, above=math.log(spec.upper)), out=self._temporary)
+        high = self._count("is_high", self._lc, above=math.log(spec.upper))
+        outside = self._temporary
+        if high is None:
+            ops.fill(outside, 0.0)
+        else:
+            ops.copy(high, out=outside)
         low = self._count("is_low", self._lc, below=math.log(spec.reported_lower))
-        if spec.lower > 0:
+        if spec.lower > 0 and low is not None:
             ops.add(outside, low, out=outside)
         d = ops.copy(self._e, out=self._buffer["d"])
         if spec.mode == "mask":
             self._reject(outside)
             return
-        inside = ops.eq(outside, self._number(0.0), out=ops.new(self._shape))
+        inside = ops.eq(outside, self._number(0.0), out=self._own("other"))
         ops.mul(weights, inside, out=weights)
         ops.mul(d, inside, out=d)
         ops.sub(d, outside, out=d)
         # the largest applied weight is not a function of the largest ratio
-        shown = ops.add(d, self._away, out=inside) if self._masked and self._columns > 1 else d
+        shown = d
+        if self._masked and self._columns > 1:
+            shown = ops.add(d, self._far(inside), out=inside)
         ops.amax(shown, self._dim, out=self._row["is_d_max"])
         if self._masked:
             ops.mul(d, self._ones, out=d)
@@ -252,10 +341,10 @@ class Kernel:
             if c.statistic == "k2":
                 statistic = self._buffer["k2"]
             else:
-                statistic = ops.sub(self._e, self._lc, out=ops.new(self._shape))
+                statistic = ops.sub(self._e, self._lc, out=self._own("other"))
             shown = statistic
             if self._masked and self._columns > 1:
-                shown = ops.sub(statistic, self._away, out=self._temporary)
+                shown = ops.sub(statistic, self._far(self._temporary), out=self._temporary)
             ops.amin(shown, self._dim, out=self._row[f"{c.name}/min"])
         self._reject(self._count(f"{c.name}/{above}", statistic, above=upper))
         self._reject(self._count(f"{c.name}/{below}", statistic, below=lower))
@@ -267,24 +356,31 @@ class Kernel:
         self._done(f"{c.name}/in2")
 
     def _count(self, name: str, values: Array, *, above: float = math.inf, below: float = -math.inf) -> Array:
-        """Counts valid elements with `values > above` or `< below`; the buffer returned is 1 where one is."""
+        """Counts valid elements with `values > above` or `< below`; the buffer returned is 1 where one is.
+
+        None where the extremes say that there is none.
+        """
         found, ops = self._buffer[name], self._ops
+        of_l = values is self._l or values is self._lc
+        if (above == math.inf and below == -math.inf) or (of_l and not self._beyond(above=above, below=below)):
+            ops.fill(found if self._stacked else self._row[name], 0.0)
+            return None
         if above < math.inf:
             ops.gt(values, self._number(above), out=found)
-        elif below > -math.inf:
-            ops.lt(values, self._number(below), out=found)
         else:
-            ops.fill(found, 0.0)
+            ops.lt(values, self._number(below), out=found)
         if self._masked and (above < 0.0 or below > 0.0):  # invalid elements hold 0
             ops.mul(found, self._ones, out=found)
         self._done(name)
         return found
 
     def _reject(self, found: Array) -> None:
+        if found is None:
+            return
         if self._rejects_elements:
-            self._ops.add(self._bad, found, out=self._bad)
+            self._ops.add(self._own("bad"), found, out=self._own("bad"))
         else:
-            self._ops.copy(found, out=self._bad)
+            self._ops.copy(found, out=self._own("bad"))
             self._rejects_elements = True
 
     # Row level
@@ -367,15 +463,28 @@ class Kernel:
         """Turns `bad` into 1.0 where nothing rejects, and counts what each row keeps."""
         kept, ops, zero = self._row["kept"], self._ops, self._number(0.0)
         if self._rejects_rows:
-            row_keep = ops.eq(self._row_bad, zero, out=self._row_bad)
-            if not self._rejects_elements:
-                ops.mul(self._row["n"], row_keep, out=kept)
-                return
-        keep = ops.eq(self._bad, zero, out=self._bad)
+            ops.eq(self._row_bad, zero, out=self._row_bad)
+        else:
+            ops.fill(self._row_bad, 1.0)
+        if not self._rejects_elements:
+            ops.mul(self._row["n"], self._row_bad, out=kept)
+            return
+        keep = ops.eq(self._own("bad"), zero, out=self._own("bad"))
         if self._rejects_rows:
             ops.mul(keep, self._spread(self._row_bad), out=keep)
         counted = ops.mul(keep, self._ones, out=self._temporary) if self._masked else keep
         ops.sum(counted, self._dim, out=kept)
+
+
+def _cuts(layout: Layout) -> list[float]:
+    """Values that `l` is compared with, element by element."""
+    cuts = [bound for c in layout.token_criteria if c.statistic == "k1" for bound in (c.lower, c.upper)]
+    spec = layout.plan.importance
+    if spec is not None and spec.level == "token":
+        cuts += [math.log(spec.upper), math.log(spec.reported_lower)]
+    if layout.plan.log_veto is not None:
+        cuts.append(layout.plan.log_veto)
+    return cuts
 
 
 def _same(x: Array) -> Array:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.thresholds import CorrectionPlan, Criterion
 
-# What is summed of each derived figure x: x, x^2, whether below, above or outside its bounds; and, times the row's
-# elements, x, outside, x clamped to the bounds and its square.
-POWERS = ("", "2", "<", ">", "!", "*n", "!*n", "in*n", "in2*n")
+# What is summed of each derived figure x but the first three: x^2, whether below, above or outside its bounds; of those
+# of whole rows also, times the row's elements, x, outside, x clamped to the bounds and its square.
+POWERS = ("2", "<", ">", "!")
+ROW_POWERS = ("*n", "!*n", "in*n", "in2*n")
 # Figures of each row, derived on the host, that every call has.
 _ROW_LOGS = ("training_log_ppl", "rollout_log_ppl", "log_ppl_diff")
 
@@ -42,11 +43,13 @@ class Layout:
     """Row figures that the host derives: linear in the row means, then the row criteria's statistics."""
     linear: tuple[tuple[str, float, str], ...]
     """The first of `derived` as `(a, sign, b)`: `sign * a`, plus `b` where named, of row means."""
-    lower: Float[np.ndarray, "derived 1"]
-    upper: Float[np.ndarray, "derived 1"]
-    """Bounds of each derived figure; infinite where it has none."""
+    lower: Float[np.ndarray, "bounded 1"]
+    upper: Float[np.ndarray, "bounded 1"]
+    """Bounds of each derived figure but the first three; infinite where it has none."""
     reduced: tuple[str, ...]
     """Names of what is summed over rows."""
+    powers: int
+    """How many of them, at the end, are derived figures and their powers."""
     ranged: tuple[str, ...]
     """Names of what is minimised and maximised over rows."""
     rejection_reduced: tuple[bool, ...]
@@ -93,8 +96,12 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
         derived.append("row_d")
         bounds.append((-math.inf, math.inf))
     reduced = [*sums, "rows", "valid_rows", *_host_rows(plan, token_is)]
+    powers = len(reduced)
+    reduced += derived
     for kind in POWERS:
-        reduced += [name + kind for name in derived]
+        reduced += [name + kind for name in derived[len(_ROW_LOGS) :]]
+    for kind in ROW_POWERS:
+        reduced += [name + kind for name in derived[len(linear) :]]
     ranged = [*derived, *extremes, *([] if token_is or plan.importance is None else ["is_log_ratio"])]
     return Layout(
         plan,
@@ -110,6 +117,7 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
         round_to([low for low, _ in bounds], dtype).double().numpy(),
         round_to([high for _, high in bounds], dtype).double().numpy(),
         tuple(reduced),
+        len(reduced) - powers,
         tuple(ranged),
         tuple("/" in name for name in reduced),
         tuple("/" in name or name in extremes for name in ranged),
@@ -137,19 +145,18 @@ def _sums(plan: CorrectionPlan, token_criteria: tuple[Criterion, ...], token_is:
 def _linear(
     plan: CorrectionPlan, token_criteria: tuple[Criterion, ...], token_is: bool
 ) -> tuple[list[str], list[tuple[str, float, str]], list[tuple[float, float]]]:
-    """Derived figures that are linear in the row means: names, terms (as in `Layout.linear`), bounds.
+    """Derived figures that are linear in the row means: names, terms as in `Layout.linear`, bounds but for the first 3.
 
     `log ppl = -mean log_prob`, and `log_ppl_diff = log ppl_train - log ppl_rollout = -mean l`.
     """
-    unbounded = (-math.inf, math.inf)
     names: list[str] = list(_ROW_LOGS)
     terms = [("log_prob", -1.0, ""), ("log_prob", -1.0, "l"), ("l", -1.0, "")]
-    bounds = [unbounded] * 3
+    bounds: list[tuple[float, float]] = []
     if token_is and plan.importance is not None:
         spec = plan.importance
         names += ["row_d", "row_raw"]
         terms += [("d", 1.0, ""), ("k3", 1.0, "lc")]
-        bounds += [unbounded, (spec.reported_lower - 1.0, spec.upper - 1.0)]
+        bounds += [(-math.inf, math.inf), (spec.reported_lower - 1.0, spec.upper - 1.0)]
     for c in token_criteria:
         names.append(f"{c.name}/row")
         terms.append(("lc", -1.0, "") if c.statistic == "k1" else (c.statistic, 1.0, ""))

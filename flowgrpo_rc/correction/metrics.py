@@ -1,6 +1,7 @@
 """Metrics as functions of moments, under verl's names (and slime's on request)."""
 
 import math
+from functools import lru_cache
 from typing import Any
 
 from flowgrpo_rc.correction.moments import Moments
@@ -30,7 +31,13 @@ def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Figures:
     out.update(_offpolicy(total, low, high))
     for t, (gap, count) in moments.timesteps.items():
         out[f"logprob_abs_diff/ts_{t:.6g}"] = gap / count
-    return {prefix + name: value for name, value in out.items()}
+    full = _full_names(tuple(out), prefix)
+    return dict(zip(full, out.values(), strict=True))
+
+
+@lru_cache(maxsize=64)
+def _full_names(names: tuple[str, ...], prefix: str) -> tuple[str, ...]:
+    return tuple(prefix + name for name in names)
 
 
 def _offpolicy(total: Figures, low: Figures, high: Figures) -> Figures:
@@ -107,40 +114,44 @@ def _divisor(spec: ImportanceSampling, total: Figures) -> float:
     return mean if mean > 1e-8 else 1.0
 
 
+@lru_cache(maxsize=256)
+def _criterion_names(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a criterion's moments and of its metrics."""
+    moments = [f"{name}/row{kind}" for kind in ("", "2", "<", ">", "!", "*n", "!*n", "in*n", "in2*n")]
+    moments += [f"{name}/{part}" for part in ("in", "in2", "below", "above", "touched")]
+    return tuple(moments), tuple(f"rollout_rs_{name}_{key}" for key in _CRITERION_METRICS)
+
+
+_CRITERION_METRICS = (
+    *("max", "min", "mean", "std", "masked_fraction", "fraction_high", "fraction_low"),
+    *("seq_mean", "seq_std", "seq_max", "seq_min", "seq_max_deviation", "seq_masked_fraction"),
+    *("seq_fraction_high", "seq_fraction_low"),
+)
+
+
 def _criterion(c: Criterion, total: Figures, low: Figures, high: Figures) -> Figures:
     n, rows = total["n"], total["valid_rows"]
-    row = f"{c.name}/row"
-    below, above = total[f"{row}<"] / rows, total[f"{row}>"] / rows
-    row_low, row_high = low[row], high[row]
-    out = {
-        "max": row_high,
-        "min": row_low,
-        "seq_mean": total[row] / rows,
-        "seq_std": _sample_std(total[row], total[f"{row}2"], rows),
-        "seq_max": row_high,
-        "seq_min": row_low,
-        "seq_max_deviation": max(abs(row_high), abs(row_low)),
-    }
+    moments, metrics = _criterion_names(c.name)
+    x, x2, is_below, is_above, is_out, xn, out_n, in_n, in2_n, e_in, e_in2, e_below, e_above, touched = moments
+    below, above = total[is_below] / rows, total[is_above] / rows
+    row_low, row_high = low[x], high[x]
     if c.aggregate == "token":
-        inside, inside2 = total[f"{c.name}/in"] / n, total[f"{c.name}/in2"] / n
-        small, large = total[f"{c.name}/below"] / n, total[f"{c.name}/above"] / n
-        out["mean"] = -total["lc"] / n if c.statistic == "k1" else total[c.statistic] / n
-        out["min"], out["max"] = _element_extremes(c, low, high)
-        out["masked_fraction"] = small + large
-        out["seq_masked_fraction"] = total[f"{c.name}/touched"] / rows
+        inside, inside2 = total[e_in] / n, total[e_in2] / n
+        small, large = total[e_below] / n, total[e_above] / n
+        mean = -total["lc"] / n if c.statistic == "k1" else total[c.statistic] / n
+        least, most = _element_extremes(c, low, high)
+        masked, rows_masked = small + large, total[touched] / rows
     else:
-        inside, inside2 = total[f"{row}in*n"] / n, total[f"{row}in2*n"] / n
+        inside, inside2 = total[in_n] / n, total[in2_n] / n
         small, large = below, above
-        out["mean"] = total[f"{row}*n"] / n
-        out["masked_fraction"] = total[f"{row}!*n"] / n
-        out["seq_masked_fraction"] = total[f"{row}!"] / rows
-    out["std"] = math.sqrt(max(inside2 - inside * inside, 0.0)) if n > 1 else 0.0
+        mean, least, most = total[xn] / n, row_low, row_high
+        masked, rows_masked = total[out_n] / n, total[is_out] / rows
+    std = math.sqrt(max(inside2 - inside * inside, 0.0)) if n > 1 else 0.0
     if c.statistic == "k1" and not c.mirrored:  # k1 = -l: below its bounds are the large ratios
         small, large, below, above = large, small, above, below
-    out.update(fraction_high=large, fraction_low=small, seq_fraction_high=above)
-    if c.statistic == "k1":
-        out["seq_fraction_low"] = below
-    return {f"rollout_rs_{c.name}_{key}": value for key, value in out.items()}
+    values = [most, least, mean, std, masked, large, small, total[x] / rows, _sample_std(total[x], total[x2], rows)]
+    values += [row_high, row_low, max(abs(row_high), abs(row_low)), rows_masked, above, below]
+    return dict(zip(metrics if c.statistic == "k1" else metrics[:-1], values, strict=False))
 
 
 def _element_extremes(c: Criterion, low: Figures, high: Figures) -> tuple[float, float]:

@@ -13,6 +13,8 @@ import torch
 _HOST_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _HOST_BITS = {torch.float32: np.int32, torch.float64: np.int64}
+# From so many elements on numpy's one pass beats two calls that cost less.
+_CLIP_FROM = 2048
 
 
 class HostOps:
@@ -21,6 +23,7 @@ class HostOps:
     on_host = True
     sub, add, mul, div, bitwise_and = np.subtract, np.add, np.multiply, np.divide, np.bitwise_and
     abs, exp, expm1, neg = np.absolute, np.exp, np.expm1, np.negative
+    maximum, minimum = np.maximum, np.minimum
     gt, lt, eq, ne = np.greater, np.less, np.equal, np.not_equal
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -29,10 +32,6 @@ class HostOps:
     def new(self, shape: tuple[int, ...]) -> Any:
         """Uninitialised, in the compute dtype."""
         return np.empty(shape, self._dtype)
-
-    def new_bits(self, shape: tuple[int, ...]) -> Any:
-        """Uninitialised integers as wide as the compute dtype."""
-        return np.empty(shape, self._bits)
 
     def bits(self, x: Any) -> Any:
         """The same memory as integers."""
@@ -45,8 +44,9 @@ class HostOps:
     @staticmethod
     def array(tensor: torch.Tensor) -> Any:
         """The tensor's memory; a converted copy of bfloat16, which numpy does not have."""
-        tensor = tensor.detach()
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.float()
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy()
 
     @staticmethod
     def copy(x: Any, out: Any) -> Any:
@@ -60,8 +60,12 @@ class HostOps:
 
     @staticmethod
     def clamp(x: Any, low: Any, high: Any, out: Any) -> Any:
-        np.maximum(x, low, out=out)
-        return np.minimum(out, high, out=out)
+        """Bounds as numbers; the lower may be None."""
+        if low is None:
+            return np.minimum(x, high, out=out)
+        if out.size > _CLIP_FROM:
+            return x.clip(low, high, out=out)
+        return np.minimum(np.maximum(x, low, out=out), high, out=out)
 
     @staticmethod
     def sum(x: Any, axis: int, out: Any) -> Any:
@@ -96,6 +100,7 @@ class DeviceOps:
     on_host = False
     sub, add, mul, div, bitwise_and = torch.sub, torch.add, torch.mul, torch.div, torch.bitwise_and
     abs, exp, expm1, neg = torch.abs, torch.exp, torch.expm1, torch.neg
+    maximum, minimum = torch.maximum, torch.minimum
     gt, lt, eq, ne = torch.gt, torch.lt, torch.eq, torch.ne
     clamp, sum, amax, amin = torch.clamp, torch.sum, torch.amax, torch.amin
     transpose = torch.t
@@ -107,10 +112,6 @@ class DeviceOps:
     def new(self, shape: tuple[int, ...]) -> Any:
         """Uninitialised, in the compute dtype."""
         return self._like.new_empty(shape)
-
-    def new_bits(self, shape: tuple[int, ...]) -> Any:
-        """Uninitialised integers as wide as the compute dtype."""
-        return self._like.new_empty(shape, dtype=self._bits)
 
     def bits(self, x: Any) -> Any:
         """The same memory as integers."""
@@ -152,10 +153,8 @@ def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
     return HostOps(dtype) if device.type == "cpu" else DeviceOps(dtype, device)
 
 
-_RECORDED = (
-    *("sub", "add", "mul", "div", "bitwise_and", "abs", "exp", "expm1", "neg", "gt", "lt", "eq", "ne"),
-    *("copy", "fill", "clamp", "sum", "amax", "amin"),
-)
+_CONSTANT = ("on_host", "new", "bits", "number", "array", "transpose")
+"""What a tape leaves out: it only makes memory, or a view of some."""
 
 
 class Tape:
@@ -170,7 +169,7 @@ class Tape:
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._ops, name)
-        if name not in _RECORDED:
+        if name in _CONSTANT:
             return operation
 
         def record(*args: Any, **kwargs: Any) -> Any:
