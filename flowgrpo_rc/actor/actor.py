@@ -7,6 +7,7 @@ and divided once by the global denominator, so that the result does not depend o
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora
+from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora, load_lora
 from flowgrpo_rc.sde import Transition, log_prob, transition
+
+COMPILE_BACKEND = "inductor"
+"""What ``torch.compile`` hands the transformer's blocks to."""
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -48,7 +52,7 @@ class DiffusionActor:
     Args:
         model: the loaded pipeline; the LoRA is attached to its own transformer.
         config: objective, optimizer and rollout correction.
-        lora: rank, alpha and target modules.
+        lora: rank, alpha and target modules; gradient checkpointing and compilation.
         accelerator: an ``accelerate.Accelerator``: device, precision and processes.
         sde_type, noise_level: of the rollouts' stochastic steps.
         total_optimizer_steps: length of the learning-rate schedule.
@@ -77,6 +81,8 @@ class DiffusionActor:
         attach_lora(self.transformer, model, lora, dtype=torch.float32)
         if lora.enable_gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
+        if lora.torch_compile:
+            self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
         self.transformer.to(accelerator.device)
         self._parameters = list(adapter_parameters(self.transformer).values())
         optim = config.optim
@@ -93,6 +99,34 @@ class DiffusionActor:
             num_warmup_steps=optim.lr_warmup_steps,
             num_training_steps=max(1, total_optimizer_steps),
         )
+        self.average: Any = None
+        self.load_average(None)
+
+    def load_adapter(self, folder: Path) -> None:
+        """Read LoRA weights that ``save_lora`` wrote; their average, if one is kept, starts from them.
+
+        Raises:
+            AdapterMismatchError: the file's adapter is not of this shape.
+        """
+        load_lora(self.transformer, folder)
+        self.load_average(None)
+
+    def load_average(self, state: dict[str, Any] | None) -> None:
+        """Take over the average's ``state_dict``, or start one from the present weights; the decay is the config's."""
+        if self._config.ema_decay is None:
+            return
+        from diffusers.training_utils import EMAModel
+
+        self.average = EMAModel(self._parameters, decay=self._config.ema_decay, foreach=True)
+        if state is not None:
+            self.average.load_state_dict(state | {"decay": self._config.ema_decay})
+            self.average.to(device=self._accelerator.device)
+
+    def averaged_state(self) -> dict[str, Tensor] | None:
+        """The averaged LoRA weights by name; ``None`` when no average is kept."""
+        if self.average is None:
+            return None
+        return dict(zip(adapter_parameters(self.transformer), self.average.shadow_params, strict=True))
 
     def load_optimizer(self, optimizer: dict[str, Any], lr_scheduler: dict[str, Any]) -> None:
         """Take over moments and position in the schedule; rates and decay are those of this configuration."""
@@ -176,6 +210,8 @@ class DiffusionActor:
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
+        if self.average is not None:
+            self.average.step(self._parameters)
         return total, norm
 
     def _backward(

@@ -11,6 +11,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 LOSS_MODES = ("flow_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
 MEAN_MODES = ("grpo_guard", "flow_dppo")
 """Objectives that compare transition means: the old policy's, or in bypass mode the rollout engine's."""
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 _HERE = "actor_rollout_ref.actor"
 
@@ -34,11 +35,21 @@ class DiffusionLossConfig:
     clip_ratio_high: float | None = None
     """Half width above 1; null takes ``clip_ratio``."""
 
+    clip_ratio_c: float = 3.0
+    """Tokens only: at a negative advantage ``A`` the loss is at most ``-A * clip_ratio_c`` (dual clip)."""
+
     kl_mask_threshold: float = 1e-5
     """``flow_dppo``: the KL per latent dimension beyond which an update may not move further away."""
 
     adv_clip_max: float = 5.0
-    """Advantages are clamped to ``+-adv_clip_max``."""
+    """Advantages are clamped to ``+-adv_clip_max`` (not those of tokens)."""
+
+    loss_agg_mode: str = "token-mean"
+    """Tokens only: mean over all kept tokens, or over sequences with a kept token of the sum (``seq-mean-token-sum``),
+    the mean (``seq-mean-token-mean``) or the sum over ``loss_scale_factor`` (``seq-mean-token-sum-norm``) of theirs."""
+
+    loss_scale_factor: float | None = None
+    """Divisor of ``seq-mean-token-sum-norm``; null takes ``T``, the padded length."""
 
     def __post_init__(self) -> None:
         here = f"{_HERE}.diffusion_loss"
@@ -48,6 +59,11 @@ class DiffusionLossConfig:
         positive(f"{here}.clip_ratio_high", self.clip_ratio_high, optional=True)
         positive(f"{here}.adv_clip_max", self.adv_clip_max)
         positive(f"{here}.kl_mask_threshold", self.kl_mask_threshold)
+        positive(f"{here}.clip_ratio_c", self.clip_ratio_c)
+        if self.clip_ratio_c <= 1:
+            raise ValueError(f"{here}.clip_ratio_c: got {self.clip_ratio_c!r}; give a number above 1")
+        choice(f"{here}.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        positive(f"{here}.loss_scale_factor", self.loss_scale_factor, optional=True)
 
     @property
     def needs_old_means(self) -> bool:
@@ -113,6 +129,11 @@ class DiffusionActorConfig:
     grad_clip: float = 1.0
     """Largest norm of the gradient of all LoRA weights."""
 
+    ema_decay: float | None = None
+    """Keep a moving average of the LoRA weights: ``d * average + (1 - d) * weights`` after every optimizer step, with
+    ``d = min(ema_decay, (1 + k) / (10 + k))`` for step ``k`` (counted from 0, where ``d`` is 0). Validation samples
+    with it, and the run folder gets it as ``lora_ema/``; null: none."""
+
     use_kl_loss: bool = False
     """Add ``kl_loss_coef`` times the KL to the model with its adapter switched off."""
 
@@ -131,6 +152,8 @@ class DiffusionActorConfig:
             positive(f"{_HERE}.{name}", getattr(self, name))
         non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)
         choice(f"{_HERE}.score", self.score, ("auto", "always"))
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"{_HERE}.ema_decay: got {self.ema_decay}; give a number between 0 and 1, or null")
         if isinstance(self.rollout_correction, str) and self.rollout_correction.startswith("${"):
             return  # a reference into a configuration tree; whoever resolves it constructs this class again
         correction: Any = self.rollout_correction

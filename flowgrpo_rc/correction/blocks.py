@@ -59,7 +59,7 @@ def _on_host(
     others = [x if x is None else ops.array(x) for x in (m, weights)] + [kept]
     step = max(1, HOST_BLOCK // columns)
     if step >= rows:
-        masked = m is not None and not others[0].all()
+        masked = others[0] is not None and not others[0].all()
         kernel = _kernel(ops, layout, rows, columns, masked)
         kernel.run(*inputs, *others)
         return kernel.table

@@ -159,9 +159,9 @@ class Reduction:
                 counted = ~np.array(self._layout.rejection_ranged)
                 low[counted] = high[counted] = self._ranged[counted]
         sums, minima, maxima = self._out
-        np.add.reduce(figures, 1, None, sums)
-        np.minimum.reduce(low, 1, None, minima)
-        np.maximum.reduce(high, 1, None, maxima)
+        np.add.reduce(figures, 1, out=sums)
+        np.minimum.reduce(low, 1, out=minima)
+        np.maximum.reduce(high, 1, out=maxima)
         return self._out
 
     def _row_weights(self, spec: ImportanceSampling, table: Array) -> None:

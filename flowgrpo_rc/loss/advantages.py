@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -12,9 +12,9 @@ class GroupAdvantages(NamedTuple):
 
     advantages: Float[Tensor, " B"]
     group_std_mean: float
-    """Mean over groups of the reward's (population) standard deviation."""
+    """Mean over groups of the reward's (population) standard deviation, among kept images."""
     zero_std_fraction: float
-    """Share of groups whose rewards are all the same: they teach nothing."""
+    """Share of groups whose kept rewards are all the same, or fewer than two: they teach nothing."""
 
 
 def group_advantages(
@@ -24,6 +24,7 @@ def group_advantages(
     norm_by_std: bool = True,
     global_std: bool = False,
     eps: float = 1e-4,
+    keep: Bool[Tensor, " B"] | None = None,
 ) -> GroupAdvantages:
     """``(reward - mean of its group) / (std + eps)``.
 
@@ -34,14 +35,45 @@ def group_advantages(
         global_std: divide by the standard deviation of *all* rewards instead of the group's (Flow-GRPO's
             choice: it keeps an easy group's small differences from being blown up).
         eps: added to the standard deviation.
+        keep: images that rejection kept; ``None``: all. The others enter no mean and no standard deviation, and
+            their advantage is 0.
 
-    The standard deviations are population ones (``correction=0``). A group of identical rewards gets
-    advantages of exactly 0.
+    The standard deviations are population ones (``correction=0``). A group of identical rewards, or with fewer than
+    two kept images, gets advantages of exactly 0.
 
     Raises:
         ValueError: empty or non-finite rewards, shapes that differ, or a group with a single image (its
             advantage is always 0, so it cannot be trained on).
     """
+    _check(rewards, group)
+    keep = torch.ones_like(group, dtype=torch.bool) if keep is None else keep
+    _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
+    if (sizes == 1).any():
+        raise ValueError(
+            f"{int((sizes == 1).sum())} of {len(sizes)} groups hold a single image; GRPO compares images of one "
+            "prompt, so actor_rollout_ref.rollout.n must be at least 2"
+        )
+    values, member = rewards.double()[keep], member[keep]
+    counts = torch.bincount(member, minlength=len(sizes)).clamp(min=1)
+    mean = torch.zeros(len(counts), dtype=torch.float64, device=rewards.device).index_add_(0, member, values)
+    centred = values - (mean / counts)[member]
+    variance = torch.zeros_like(mean).index_add_(0, member, centred**2) / counts
+    low = torch.full_like(mean, torch.inf).scatter_reduce_(0, member, values, "amin")
+    high = torch.full_like(mean, -torch.inf).scatter_reduce_(0, member, values, "amax")
+    flat = low >= high  # also where nothing was kept: low is still inf and high -inf
+    advantages = centred
+    if norm_by_std:
+        std = values.std(correction=0) if global_std and len(values) else variance.sqrt()[member]
+        advantages = centred / (std + eps)
+    advantages = advantages.masked_fill(flat[member], 0.0)
+    return GroupAdvantages(
+        torch.zeros_like(rewards).masked_scatter_(keep, advantages.to(rewards.dtype)),
+        group_std_mean=float(variance.sqrt().mean()),
+        zero_std_fraction=float(flat.double().mean()),
+    )
+
+
+def _check(rewards: Tensor, group: Tensor) -> None:
     if rewards.shape != group.shape or rewards.dim() != 1 or rewards.numel() == 0:
         raise ValueError(
             f"rewards and group must both be (B,) with B >= 1, got {tuple(rewards.shape)} and {tuple(group.shape)}"
@@ -49,25 +81,3 @@ def group_advantages(
     if not torch.isfinite(rewards).all():
         bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
         raise ValueError(f"rewards holds {len(bad)} non-finite values, first at index {bad[0]}")
-    _, member, counts = torch.unique(group, return_inverse=True, return_counts=True)
-    if (counts == 1).any():
-        raise ValueError(
-            f"{int((counts == 1).sum())} of {len(counts)} groups hold a single image; GRPO compares images of one "
-            "prompt, so actor_rollout_ref.rollout.n must be at least 2"
-        )
-    values = rewards.double()
-    mean = torch.zeros(len(counts), dtype=torch.float64, device=rewards.device).index_add_(0, member, values)
-    centred = values - (mean / counts)[member]
-    variance = torch.zeros_like(mean).index_add_(0, member, centred**2) / counts
-    low = torch.full_like(mean, torch.inf).scatter_reduce_(0, member, values, "amin")
-    high = torch.full_like(mean, -torch.inf).scatter_reduce_(0, member, values, "amax")
-    centred = torch.where((low == high)[member], torch.zeros_like(centred), centred)
-    advantages = centred
-    if norm_by_std:
-        std = values.std(correction=0) if global_std else variance.sqrt()[member]
-        advantages = centred / (std + eps)
-    return GroupAdvantages(
-        advantages.to(rewards.dtype),
-        group_std_mean=float(variance.sqrt().mean()),
-        zero_std_fraction=float((low == high).double().mean()),
-    )

@@ -1,4 +1,4 @@
-"""The actor's loss on the diffusion step path: which policies, which weights, which elements, which mean.
+"""The actor's loss, on SDE steps and on tokens: which policies, which weights, which elements, which mean.
 
 ====================== ==================== ======================================== =========================
 mode                   ``old_log_prob``     weights in the loss                      rejection in the loss
@@ -9,28 +9,33 @@ bypass + ``reinforce`` the rollout's        ``pi_theta/pi_rollout``, detached   
 ====================== ==================== ======================================== =========================
 
 In bypass mode weights and rejection are computed here, afresh for every call; in decoupled mode they come with
-the batch (``apply_rollout_correction_to_diffusion_batch``).
+the batch (on the diffusion path from ``apply_rollout_correction_to_diffusion_batch``).
+
+The *token path* is taken when the batch has a ``response_mask``. It differs in four things: the mean is one of
+``aggregation``'s over the modified mask, PPO clips dually, the KL is the k3 estimate from ``ref_log_probs``, and
+advantages are not clamped.
 """
 
 import warnings
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
+from flowgrpo_rc.correction import (
+    MetricAccumulator,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    compute_rollout_correction,
+)
+from flowgrpo_rc.loss import aggregation, inputs
+from flowgrpo_rc.loss.inputs import Elements, TensorMapping
 from flowgrpo_rc.loss.metrics import LossMetrics
-from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, ppo_clip, reinforce, select
+from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, k3_kl, ppo_clip, reinforce, select
 from flowgrpo_rc.loss.trust_region import flow_dppo, grpo_guard
 
-
-@runtime_checkable
-class TensorMapping(Protocol):
-    """A dict of tensors, a ``TensorDict``, or anything else with keys."""
-
-    def keys(self) -> Any: ...
-    def __getitem__(self, name: str, /) -> Any: ...
+MEAN_MODES = ("grpo_guard", "flow_dppo")
 
 
 @runtime_checkable
@@ -42,7 +47,10 @@ class LossOptions(Protocol):
     clip_ratio: float
     clip_ratio_low: float | None
     clip_ratio_high: float | None
+    clip_ratio_c: float
     adv_clip_max: float
+    loss_agg_mode: str
+    loss_scale_factor: float | None
 
 
 @runtime_checkable
@@ -90,9 +98,13 @@ def diffusion_loss(
             ``rollout_is_weights`` and ``rollout_keep``; ``timesteps`` gives the per-timestep gap metrics.
             ``grpo_guard`` and ``flow_dppo`` compare with ``old_transition_means`` (bypass mode: ``rollout_means``);
             ``grpo_guard`` also reads ``sigmas`` and ``next_sigmas``.
+            With ``response_mask`` ``(B, T)`` (non-zero: a valid token) the token path is taken: log-probs ``(B, T)``,
+            and ``use_kl_loss`` reads ``ref_log_probs`` ``(B, T)`` from here instead of means. What masked positions
+            hold has no effect.
             Not modified.
-        dp_group: data-parallel process group; the denominator is then the mean over its ranks of the global
-            count, so that averaging gradients over ranks (DDP) gives exactly the global mean.
+        dp_group: data-parallel process group, all of whose ranks must call. The denominator is then the mean over
+            its ranks of the global one, so that averaging gradients over ranks (DDP) gives exactly the global mean;
+            the metrics are those of all ranks together.
 
     Returns:
         ``(loss, metrics)``. If everything is rejected the loss is exactly 0, with zero gradients, a warning and
@@ -102,88 +114,127 @@ def diffusion_loss(
         ValueError: a missing key or a shape that does not fit, by name.
     """
     sums = diffusion_loss_sums(config, model_output, data)
-    denominator = sums.denominator.clone()
+    reported, denominator = sums.metrics, sums.denominator
     if dp_group is not None:
-        torch.distributed.all_reduce(denominator, group=dp_group)  # type: ignore[arg-type]
-        denominator = denominator / torch.distributed.get_world_size(dp_group)  # type: ignore[arg-type]
+        reported = reported.all_reduce(dp_group)
+        ranks = torch.distributed.get_world_size(dp_group)  # type: ignore[arg-type]
+        denominator = (reported.denominator / ranks).to(denominator.dtype)
     loss = sums.loss_sum / torch.where(denominator > 0, denominator, 1.0)
-    metrics = {**sums.metrics.compute(), "actor/loss": float(loss.detach())}
+    metrics = reported.compute()
+    coefficient = config.kl_loss_coef if config.use_kl_loss else 0.0
+    metrics["actor/loss"] = metrics["actor/pg_loss"] + coefficient * metrics["actor/kl_loss"]
     if metrics["actor/kept_fraction"] == 0:
         warnings.warn("rollout correction rejected every element of this batch: loss and gradients are 0", stacklevel=2)
-    if sums.correction is not None:
-        metrics |= {f"actor/{name}": value for name, value in sums.correction.metrics.items()}
+    if config.rollout_correction.bypass_mode:
+        gap = _correction_metrics(sums.correction, dp_group)
+        metrics |= {f"actor/{name}": value for name, value in gap.items()}
     return loss, metrics
 
 
 def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossSums:
     """The loss of ``diffusion_loss`` before its division: see ``LossSums``. At least float32, whatever the input."""
-    log_prob = _get(model_output, "log_probs", "model_output")
-    log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
-    rc = config.rollout_correction
-    old_log_prob = _old_log_prob(data, log_prob, bypass=rc.bypass_mode)
     options = config.diffusion_loss
-    advantages = _advantages(data, log_prob, options.adv_clip_max)
-
-    correction = None
-    if rc.bypass_mode:
-        correction = _bypass_correction(rc, log_prob, data, old_log_prob)
-        keep = correction.mask.bool()
-        weights = correction.weights if rc.loss_type == "reinforce" else None
-    else:
-        weights, keep = _decoupled_correction(data, log_prob)
-
+    elements, correction = _elements(config, model_output, data)
+    terms, masked = _objective(config, model_output, data, elements)
+    denominator = _denominator(config, elements)
+    policy_sum = _sum(terms.loss, options, elements)
+    kl_sum = policy_sum.new_zeros(())
+    if config.use_kl_loss:
+        kl_sum = _sum(_kl(model_output, data, elements), options, elements)
     low, high = _clip_band(options)
-    terms, masked = _objective(config, model_output, data, log_prob, old_log_prob, advantages, weights, keep)
-    denominator = _denominator(rc, keep, log_prob)
-    policy_sum = terms.loss.sum()
-    kl_sum = _kl_sum(model_output, keep, log_prob) if config.use_kl_loss else policy_sum.new_zeros(())
     metrics = LossMetrics.of(
         loss_sum=policy_sum,
         denominator=denominator,
-        keep=keep,
-        log_ratio=select(log_prob.detach() - old_log_prob, keep),
+        keep=elements.keep,
+        log_ratio=select(elements.log_prob.detach() - elements.old_log_prob, elements.keep),
         objective_log_ratio=terms.log_ratio,
         masked=masked,
-        advantages=advantages,
+        advantages=elements.advantages,
         clip_low=low,
         clip_high=high,
+        dual_clip=None if masked is not None else _dual_clip(options, elements),
         kl_sum=kl_sum,
+        valid=elements.valid,
     )
     total = policy_sum + config.kl_loss_coef * kl_sum if config.use_kl_loss else policy_sum
     return LossSums(total, denominator, metrics, correction)
 
 
+def _elements(
+    config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping
+) -> tuple[Elements, RolloutCorrection | None]:
+    """What the objective reads, checked, and in bypass mode the correction that it comes from."""
+    options, rc = config.diffusion_loss, config.rollout_correction
+    log_prob = inputs.require(model_output, "log_probs", "model_output")
+    log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
+    valid = inputs.response_mask(data, log_prob)
+    if valid is not None and options.loss_mode in MEAN_MODES:
+        raise ValueError(
+            f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens have no "
+            "transition means; set loss_mode=flow_grpo, or leave response_mask out for SDE steps"
+        )
+    old_log_prob = inputs.old_log_probs(data, log_prob, bypass=rc.bypass_mode)
+    advantages = inputs.advantages_like(data, log_prob, options.adv_clip_max if valid is None else None)
+    if not rc.bypass_mode:
+        weights, keep = _decoupled_correction(data, log_prob, valid)
+        return Elements(log_prob, old_log_prob, advantages, weights, keep, valid), None
+    if valid is not None and not valid.any():
+        return Elements(log_prob, old_log_prob, advantages, None, valid, valid), None  # nothing to correct
+    timesteps = inputs.optional(data, "timesteps") if valid is None else None
+    correction = compute_rollout_correction(log_prob.detach(), old_log_prob, valid, config=rc, timesteps=timesteps)
+    weights = correction.weights if rc.loss_type == "reinforce" else None
+    return Elements(log_prob, old_log_prob, advantages, weights, correction.mask.bool(), valid), correction
+
+
+def _decoupled_correction(
+    data: TensorMapping, log_prob: Tensor, valid: Tensor | None
+) -> tuple[Float[Tensor, "..."] | None, Bool[Tensor, "..."] | None]:
+    """The batch's weights and keep-mask. A diffusion batch may carry the mask in its weights alone (0 = rejected)."""
+    weights = inputs.like_log_probs(data, "rollout_is_weights", log_prob)
+    keep = inputs.like_log_probs(data, "rollout_keep", log_prob)
+    if valid is not None:
+        return weights, valid if keep is None else valid & keep.bool()
+    if keep is None and weights is not None:
+        keep = weights != 0
+    return weights, None if keep is None else keep.bool()
+
+
 def _objective(
-    config: ActorLossConfig,
-    model_output: TensorMapping,
-    data: TensorMapping,
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    weights: Tensor | None,
-    keep: Tensor | None,
+    config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping, elements: Elements
 ) -> tuple[PolicyTerms, Tensor | None]:
     """The configured objective's terms, and for objectives that do not clip the elements that they leave out."""
     options, rc = config.diffusion_loss, config.rollout_correction
+    log_prob, old_log_prob, advantages, weights, keep, _ = elements
     low, high = _clip_band(options)
     if rc.bypass_mode and rc.loss_type == "reinforce":
         terms = reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep)
         return terms, torch.zeros_like(terms.loss, dtype=torch.bool)
-    if options.loss_mode not in ("grpo_guard", "flow_dppo"):
-        terms = ppo_clip(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high, weights=weights, keep=keep)
+    if options.loss_mode not in MEAN_MODES:
+        terms = ppo_clip(
+            log_prob,
+            old_log_prob,
+            advantages,
+            clip_low=low,
+            clip_high=high,
+            weights=weights,
+            keep=keep,
+            dual_clip=_dual_clip(options, elements),
+        )
         return terms, None
-    shift, std = _mean_shift(model_output, data, log_prob, bypass=rc.bypass_mode)
+    shift, std = inputs.mean_shift(model_output, data, elements, bypass=rc.bypass_mode)
     if options.loss_mode == "flow_dppo":
         threshold, kl = options.kl_mask_threshold, shift / (2 * std**2)
         return flow_dppo(log_prob, old_log_prob, advantages, kl=kl, kl_threshold=threshold, weights=weights, keep=keep)
-    dt = _get(data, "sigmas", "data (loss_mode=grpo_guard)") - _get(data, "next_sigmas", "data (loss_mode=grpo_guard)")
+    sigmas, next_sigmas = (
+        inputs.require(data, name, "data (loss_mode=grpo_guard)") for name in ("sigmas", "next_sigmas")
+    )
     terms = grpo_guard(
         log_prob,
         old_log_prob,
         advantages,
         mean_shift=shift,
         step_std=std,
-        dt=dt,
+        dt=sigmas - next_sigmas,
         clip_low=low,
         clip_high=high,
         weights=weights,
@@ -198,96 +249,46 @@ def _clip_band(options: LossOptions) -> tuple[float, float]:
     return low, options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
 
 
-def _bypass_correction(
-    rc: RolloutCorrectionConfig, log_prob: Tensor, data: TensorMapping, old_log_prob: Tensor
-) -> RolloutCorrection:
-    return compute_rollout_correction(
-        log_prob.detach(), old_log_prob, config=rc, timesteps=_optional(data, "timesteps")
-    )
+def _dual_clip(options: LossOptions, elements: Elements) -> float | None:
+    """Only the token path clips dually."""
+    return None if elements.valid is None else options.clip_ratio_c
 
 
-def _decoupled_correction(
-    data: TensorMapping, log_prob: Tensor
-) -> tuple[Float[Tensor, "..."] | None, Bool[Tensor, "..."] | None]:
-    weights, keep = _optional(data, "rollout_is_weights"), _optional(data, "rollout_keep")
-    for name, value in (("rollout_is_weights", weights), ("rollout_keep", keep)):
-        if value is not None and value.shape != log_prob.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)} but log_probs has {tuple(log_prob.shape)}; they must agree"
-            )
-    if keep is None and weights is not None:
-        keep = weights != 0
-    return weights, None if keep is None else keep.bool()
+def _kl(model_output: TensorMapping, data: TensorMapping, elements: Elements) -> Float[Tensor, "..."]:
+    """KL to the reference of each element, 0 where not kept: from transition means, or of tokens from log-probs."""
+    log_prob, keep = elements.log_prob, elements.keep
+    if elements.valid is not None:
+        inputs.like_log_probs(data, "ref_log_probs", log_prob)
+        reference = inputs.require(data, "ref_log_probs", "data (use_kl_loss=true)")
+        return k3_kl(log_prob, reference, keep=keep)
+    mean, ref_mean, std = inputs.reference_means(model_output, elements)
+    if log_prob.dim() == 1:
+        mean, ref_mean, std = mean.unsqueeze(1), ref_mean.unsqueeze(1), std.unsqueeze(1)
+    return gaussian_kl(mean, ref_mean, std).reshape(log_prob.shape)
 
 
-def _denominator(rc: RolloutCorrectionConfig, keep: Tensor | None, log_prob: Tensor) -> Float[Tensor, ""]:
-    """``all``: every element (a rejection shrinks the gradient); ``kept``: the elements that remain."""
-    if keep is not None and rc.rejection_normalization == "kept":
+def _sum(values: Tensor, options: LossOptions, elements: Elements) -> Float[Tensor, ""]:
+    """The sum whose quotient with ``_denominator`` is the mean; ``values`` are 0 where nothing is kept."""
+    if elements.valid is None or elements.keep is None:
+        return values.sum()
+    return aggregation.aggregate(values, elements.keep, options.loss_agg_mode, options.loss_scale_factor)
+
+
+def _denominator(config: ActorLossConfig, elements: Elements) -> Float[Tensor, ""]:
+    """Tokens: the aggregation's count. SDE steps: ``all`` of them (a rejection shrinks the gradient), or ``kept``."""
+    log_prob, keep = elements.log_prob, elements.keep
+    if elements.valid is not None and keep is not None:
+        return aggregation.count(keep, config.diffusion_loss.loss_agg_mode).to(log_prob.dtype)
+    if keep is not None and config.rollout_correction.rejection_normalization == "kept":
         return keep.sum().to(log_prob.dtype)
     return torch.full((), log_prob.numel(), dtype=log_prob.dtype, device=log_prob.device)
 
 
-def _mean_shift(
-    model_output: TensorMapping, data: TensorMapping, log_prob: Tensor, *, bypass: bool
-) -> tuple[Tensor, Tensor]:
-    """``mean over dims of (mu - mu_old)^2`` and the step's std, both in the shape of the log-probs."""
-    mean = _get(model_output, "transition_means", "model_output (this loss_mode)")
-    std = _get(model_output, "transition_stds", "model_output (this loss_mode)")
-    old_mean = _get(data, "rollout_means" if bypass else "old_transition_means", "data (this loss_mode)")
-    for name, value, shape in (
-        ("transition_stds", std, log_prob.shape),
-        ("transition_means", mean[(..., *[0] * (mean.dim() - log_prob.dim()))], log_prob.shape),
-        ("the old transition means", old_mean, mean.shape),
-    ):
-        if value.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(shape)}")
-    return ((mean - old_mean.detach()) ** 2).flatten(log_prob.dim()).mean(-1), std
-
-
-def _kl_sum(model_output: TensorMapping, keep: Tensor | None, log_prob: Tensor) -> Float[Tensor, ""]:
-    names = ("transition_means", "ref_transition_means", "transition_stds")
-    mean, ref_mean, std = values = [_get(model_output, name, "model_output (use_kl_loss=true)") for name in names]
-    of_means = log_prob.shape + mean.shape[log_prob.dim() :]
-    for name, value, shape in zip(names, values, (of_means, of_means, log_prob.shape), strict=True):
-        if value.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; beside the log-probs it must be {tuple(shape)}")
-    if log_prob.dim() == 1:
-        mean, ref_mean, std = mean.unsqueeze(1), ref_mean.unsqueeze(1), std.unsqueeze(1)
-    kl = gaussian_kl(mean, ref_mean, std).reshape(log_prob.shape)
-    return (kl if keep is None else torch.where(keep, kl, 0.0)).sum()
-
-
-def _old_log_prob(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
-    names = ("rollout_log_probs", "old_log_probs") if bypass else ("old_log_probs",)
-    name = next((n for n in names if _optional(data, n) is not None), None)
-    if name is None:
-        raise ValueError(f"data lacks {' or '.join(names)}; it holds: {', '.join(sorted(map(str, data.keys())))}")
-    if data[name].shape != log_prob.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(data[name].shape)} but log_probs has {tuple(log_prob.shape)}; they must agree"
-        )
-    return data[name]
-
-
-def _advantages(data: TensorMapping, log_prob: Tensor, clip: float) -> Tensor:
-    """Clamped to ``+-clip`` and broadcast from one an image to one a step."""
-    advantages = _get(data, "advantages", "data")
-    if advantages.shape != log_prob.shape:
-        if advantages.shape != log_prob.shape[:1]:
-            raise ValueError(
-                f"advantages has shape {tuple(advantages.shape)}; expected ({log_prob.shape[0]},) or "
-                f"{tuple(log_prob.shape)}"
-            )
-        advantages = advantages.reshape(-1, *([1] * (log_prob.dim() - 1))).expand_as(log_prob)
-    return torch.clamp(advantages.detach(), -clip, clip)
-
-
-def _optional(mapping: TensorMapping, name: str) -> Tensor | None:
-    return mapping[name] if name in mapping.keys() else None  # noqa: SIM118  (a TensorDict refuses plain ``in``)
-
-
-def _get(mapping: TensorMapping, name: str, where: str) -> Tensor:
-    value = _optional(mapping, name)
-    if value is None:
-        raise ValueError(f"{where} lacks {name!r}; it holds: {', '.join(sorted(map(str, mapping.keys())))}")
-    return value
+def _correction_metrics(correction: RolloutCorrection | None, dp_group: object | None) -> dict[str, float]:
+    """The correction's metrics: of this rank, or with a group of all its ranks (also of those with no valid token)."""
+    if dp_group is None:
+        return {} if correction is None else correction.metrics
+    everywhere = MetricAccumulator()
+    if correction is not None:
+        everywhere.add(correction)
+    return everywhere.compute(dp_group)

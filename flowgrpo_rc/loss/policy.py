@@ -2,8 +2,8 @@
 
 In every ratio the numerator comes first: ``ratio = pi_theta / pi_old = exp(log_prob - old_log_prob)``.
 Gradients flow through ``log_prob`` alone; ``old_log_prob``, advantages, weights and the keep-mask are constants.
-Elements that are not kept are selected away *before* the exponential, so that an overflowed ratio there can
-reach neither the loss nor its gradient.
+Whatever an element that is not kept holds (padding, NaN, an overflow) is selected away *before* any arithmetic, so
+that it can reach neither the loss nor its gradient.
 """
 
 from typing import NamedTuple
@@ -34,16 +34,20 @@ def ppo_clip(
     clip_high: float,
     weights: Float[Tensor, "..."] | None = None,
     keep: Bool[Tensor, "..."] | None = None,
+    dual_clip: float | None = None,
 ) -> PolicyTerms:
     """``max(-A*ratio, -A*clip(ratio, 1 - clip_low, 1 + clip_high))``, times ``weights`` if there are any.
 
     PPO (arXiv 1707.06347); on the diffusion path with one advantage an image it is Flow-GRPO's objective
-    (arXiv 2505.05470). Elements with ``keep=False`` have a loss of 0.
+    (arXiv 2505.05470). Elements with ``keep=False`` have a loss of 0. With ``dual_clip`` (above 1) the loss at
+    ``A < 0`` is at most ``-A * dual_clip``, before the weights (dual-clip PPO, arXiv 1912.09729).
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
-    ratio, advantages = torch.exp(log_ratio), advantages.detach()
+    ratio, advantages = torch.exp(log_ratio), kept(advantages.detach(), keep)
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is not None:
+        loss = torch.where((advantages < 0) & (ratio > dual_clip), -advantages * dual_clip, loss)
     return PolicyTerms(weigh(loss, weights, keep), log_ratio)
 
 
@@ -60,7 +64,7 @@ def reinforce(
     ``old_log_prob`` does not enter the loss; the log ratio is returned for the metrics.
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
-    loss = -advantages.detach() * (log_prob if keep is None else torch.where(keep, log_prob, 0.0))
+    loss = -kept(advantages.detach(), keep) * kept(log_prob, keep)
     return PolicyTerms(weigh(loss, weights, keep), log_ratio.detach())
 
 
@@ -72,15 +76,33 @@ def gaussian_kl(
     return kl.view(mean.shape[:2])
 
 
+def k3_kl(
+    log_prob: Float[Tensor, "..."], ref_log_prob: Float[Tensor, "..."], *, keep: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "..."]:
+    """``exp(d) - 1 - d`` with ``d = ref_log_prob - log_prob``: each sample's estimate of KL(pi_theta || pi_ref).
+
+    ``d`` is clamped to the safety bound, beyond which there is no gradient; 0 where an element is not kept.
+
+    Source: J. Schulman, "Approximating KL divergence" (2020), estimator k3.
+    """
+    gap = select(ref_log_prob.detach() - log_prob, keep)
+    return torch.expm1(gap) - gap
+
+
+def kept(values: Tensor, keep: Tensor | None, fill: float = 0.0) -> Tensor:
+    """The values of kept elements, ``fill`` elsewhere; ``keep`` may lack trailing dimensions."""
+    if keep is None:
+        return values
+    return torch.where(keep[(...,) + (None,) * (values.dim() - keep.dim())], values, fill)
+
+
 def select(log_ratio: Tensor, keep: Tensor | None) -> Tensor:
     """The log ratio of kept elements, 0 elsewhere, clamped to the safety bound."""
-    if keep is not None:
-        log_ratio = torch.where(keep, log_ratio, 0.0)
-    return torch.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND)
+    return torch.clamp(kept(log_ratio, keep), -SAFETY_BOUND, SAFETY_BOUND)
 
 
 def weigh(loss: Tensor, weights: Tensor | None, keep: Tensor | None) -> Tensor:
     """The loss times the detached weights, 0 where an element is not kept."""
     if weights is not None:
-        loss = loss * weights.detach()
-    return loss if keep is None else torch.where(keep, loss, 0.0)
+        loss = loss * kept(weights.detach(), keep)
+    return kept(loss, keep)

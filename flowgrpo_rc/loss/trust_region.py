@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.loss.policy import PolicyTerms, ppo_clip, select, weigh
+from flowgrpo_rc.loss.policy import PolicyTerms, kept, ppo_clip, select, weigh
 
 
 def grpo_guard(
@@ -33,7 +33,8 @@ def grpo_guard(
 
     Source: GRPO-Guard, arXiv 2510.22319.
     """
-    guarded = (log_prob - old_log_prob.detach() + mean_shift / (2 * step_std**2)) * step_std
+    std, dt = kept(step_std, keep, 1.0), kept(dt, keep, 1.0)
+    guarded = (kept(log_prob - old_log_prob.detach(), keep) + kept(mean_shift, keep) / (2 * std**2)) * std
     zeros = torch.zeros_like(old_log_prob)
     terms = ppo_clip(guarded, zeros, advantages, clip_low=clip_low, clip_high=clip_high, weights=weights, keep=keep)
     return PolicyTerms(terms.loss / dt, terms.log_ratio)
@@ -60,5 +61,5 @@ def flow_dppo(
     outward = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
     masked = (kl.detach() >= kl_threshold) & outward
     ratio = torch.exp(torch.where(masked, 0.0, log_ratio))
-    loss = torch.where(masked, 0.0, -advantages * ratio)
+    loss = torch.where(masked, 0.0, -kept(advantages.detach(), keep) * ratio)
     return PolicyTerms(weigh(loss, weights, keep), log_ratio), masked

@@ -42,6 +42,10 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 
+    torch_compile: bool = False
+    """Compile the actor's transformer blocks (the rollout engine's stay as they are, so the gap between the two gains
+    the compiler's rounding). The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
+
     prompt_cache_size: int = 1024
     """How many distinct prompts' embeddings are kept on the host."""
 

@@ -96,16 +96,20 @@ def adapter_disabled(transformer: Any):
         transformer.enable_adapters()
 
 
-def save_lora(model: DiffusionModel, transformer: nn.Module, folder: Path) -> None:
+def save_lora(
+    model: DiffusionModel, transformer: nn.Module, folder: Path, state: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the adapter in diffusers' LoRA format, ``lora_alpha`` included.
 
-    ``pipe.load_lora_weights(folder)`` on the same base model then draws the identical image.
+    ``pipe.load_lora_weights(folder)`` on the same base model then draws the identical image. ``state`` gives other
+    weights for this adapter, named as ``adapter_state`` names them.
     """
     from diffusers.training_utils import _collate_lora_metadata
     from peft.utils import get_peft_model_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
-    layers = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(transformer).items()}
+    weights = get_peft_model_state_dict(transformer, state_dict=None if state is None else dict(state))
+    layers = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
     type(model.pipe).save_lora_weights(
         str(folder), transformer_lora_layers=layers, **_collate_lora_metadata({"transformer": transformer})
     )

@@ -9,6 +9,7 @@ from flowgrpo_rc.checks import choice, non_negative, positive
 ENGINES = ("diffusers",)
 SDE_TYPES = ("sde", "cps", "dance_sde")
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8",)
 _HERE = "actor_rollout_ref.rollout"
 
 
@@ -136,11 +137,20 @@ class RolloutConfig:
     dtype: str = "bfloat16"
     """Precision of the engine's transformer and adapter. Latents and log-probs are float32 all the same."""
 
+    quantization: str | None = None
+    """``fp8`` rounds every linear weight matrix of the engine, adapter included, through float8_e4m3fn with one scale
+    per output row and computes with the rounded weights in ``dtype``: the gap that fp8 weights make, on any hardware,
+    without their speed. Validation samples with them too. The actor's weights stay as they are."""
+
     micro_batch_size: int = 32
     """Images per engine forward."""
 
     log_prob_micro_batch_size_per_gpu: int | None = None
     """Images per forward of the scoring pass; null takes the actor's ``ppo_micro_batch_size_per_gpu``."""
+
+    adapter_lag: int = 0
+    """Draw with the actor's adapter of this many batches ago, as an asynchronous engine would. At the start and after
+    a resume it is the oldest adapter known. Validation always has the newest."""
 
     calculate_log_probs: bool = True
     """Record the engine's log-probs. Rollout correction and bypass mode need them."""
@@ -152,7 +162,9 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         choice(f"{_HERE}.name", self.name, ENGINES)
         choice(f"{_HERE}.dtype", self.dtype, DTYPES)
+        choice(f"{_HERE}.quantization", self.quantization, (*QUANTIZATIONS, None))
         positive(f"{_HERE}.micro_batch_size", self.micro_batch_size)
+        non_negative(f"{_HERE}.adapter_lag", self.adapter_lag)
         positive(
             f"{_HERE}.log_prob_micro_batch_size_per_gpu",
             self.log_prob_micro_batch_size_per_gpu,

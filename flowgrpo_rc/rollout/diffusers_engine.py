@@ -8,10 +8,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from flowgrpo_rc.checks import choice
 from flowgrpo_rc.models.base import DiffusionModel, Schedule
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import attach_lora, load_adapter_state
 from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.config import QUANTIZATIONS
+from flowgrpo_rc.rollout.quantize import round_linear_weights
 from flowgrpo_rc.sde import draw, log_prob, transition
 
 
@@ -21,6 +24,12 @@ class DiffusersEngine:
     The transformer's frozen weights are shared with ``model`` when they already have this ``dtype`` and copied
     otherwise; the adapter is always the engine's own, in ``dtype``. Create the engine before the actor attaches
     its adapter.
+
+    ``quantization="fp8"`` rounds every linear weight matrix, the base's once and the adapter's at every ``sync``,
+    through ``float8_e4m3fn`` with one scale per output row; arithmetic stays that of ``dtype``. It measures what fp8
+    weights do to the rollout/training gap and needs no fp8 hardware; it saves neither time nor memory. Validation,
+    which samples with this engine, sees the rounded weights as well. The rounded matrices are the engine's own:
+    ``model`` keeps its weights bit for bit.
     """
 
     def __init__(
@@ -31,22 +40,29 @@ class DiffusersEngine:
         dtype: torch.dtype,
         micro_batch_size: int,
         device: Any,
+        quantization: str | None = None,
     ) -> None:
+        choice("quantization", quantization, (*QUANTIZATIONS, None))
         self._model = model
         self._device = torch.device(device)
         self._micro_batch_size = micro_batch_size
         self.transformer = _copy_transformer(model.transformer, dtype)
+        self._quantized = quantization is not None
+        if self._quantized:
+            round_linear_weights(self.transformer, adapter=False)
         attach_lora(self.transformer, model, lora, dtype=dtype)
         self.transformer.requires_grad_(False).eval()
         self.adapter_version = -1
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Copy the actor's adapter into the engine's, rounding to its dtype.
+        """Copy the actor's adapter into the engine's, rounding to its dtype and then to its quantization.
 
         Raises:
             AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
         """
         load_adapter_state(self.transformer, state)
+        if self._quantized:
+            round_linear_weights(self.transformer, adapter=True)
         self.adapter_version = version
 
     def close(self) -> None:

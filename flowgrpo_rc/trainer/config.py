@@ -31,6 +31,10 @@ class AlgorithmConfig:
     global_std: bool = True
     """Take that standard deviation over the whole batch instead of the prompt's group."""
 
+    rejection_aware_baseline: bool = False
+    """Decoupled mode: an image whose steps were all rejected does not enter its group's mean and standard deviation
+    either. Needs the weights and the rejection before the advantages, so every image gets the scoring pass."""
+
     rollout_correction: Any = field(default_factory=dict)
     """Keys of ``RolloutCorrectionConfig``, or a ``preset`` and what differs from it; null switches it off."""
 
@@ -139,6 +143,12 @@ class FlowGRPOConfig:
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: got {mini}; it counts prompts and must divide "
                 f"data.train_batch_size={prompts}"
+            )
+        if self.algorithm.rejection_aware_baseline and self.rollout_correction.bypass_mode:
+            raise ValueError(
+                "algorithm.rejection_aware_baseline: got true with rollout_correction.bypass_mode=true; there the loss "
+                "itself rejects, long after the advantages. Set algorithm.rollout_correction.bypass_mode=false, or "
+                "rejection_aware_baseline=false"
             )
         sde_type, mode = self.actor_rollout_ref.rollout.algo.sde_type, actor.diffusion_loss.loss_mode
         if mode == "dance_grpo" and sde_type != "dance_sde":

@@ -10,13 +10,14 @@ TIMING_PREFIXES = ("timing_s/", "perf/")
 
 
 class RunFolder:
-    """One run: ``summary.png``, ``config.yaml``, ``metrics.jsonl``, samples, plots, checkpoints and the final LoRA."""
+    """One run: ``summary.png``, ``config.yaml``, ``metrics.jsonl``, samples, plots, checkpoints and the final LoRAs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.metrics, self.summary = root / "metrics.jsonl", root / "summary.png"
         self.samples, self.plots = root / "samples", root / "plots"
-        self.checkpoints, self.lora = root / "checkpoints", root / "lora"
+        self.checkpoints = root / "checkpoints"
+        self.lora, self.lora_ema = root / "lora", root / "lora_ema"
 
     @classmethod
     def open(cls, root: str, *, fresh: bool) -> "RunFolder":

@@ -4,6 +4,8 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ import torch
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
 from flowgrpo_rc.models import DiffusionModel, PromptEncoder, load_model, read_pipeline_class
-from flowgrpo_rc.models.lora import load_lora
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutEngine
@@ -64,6 +65,8 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         )
     accelerator = _accelerator(config, project_dir)
     config.check_processes(accelerator.num_processes)
+    if config.actor_rollout_ref.model.torch_compile:
+        _check_compiler(accelerator.device.type)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
     model, encoder, engine, actor = _load(config, accelerator, total_steps)
     return Run(
@@ -97,6 +100,7 @@ def _load(
         dtype=getattr(torch, parts.rollout.dtype),
         micro_batch_size=parts.rollout.micro_batch_size,
         device=accelerator.device,
+        quantization=parts.rollout.quantization,
     )
     torch.manual_seed(config.trainer.seed)
     mini_batches = config.data.train_batch_size // parts.actor.ppo_mini_batch_size
@@ -111,7 +115,7 @@ def _load(
         score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
     )
     if parts.model.lora_adapter_path:
-        load_lora(actor.transformer, Path(parts.model.lora_adapter_path))
+        actor.load_adapter(Path(parts.model.lora_adapter_path))
     return model, encoder, engine, actor
 
 
@@ -141,6 +145,18 @@ def _check_trackers(names: list[str]) -> None:
         )
     if "wandb" in names:
         _check_wandb()
+
+
+def _check_compiler(device: str) -> None:
+    """What ``torch.compile`` needs on this kind of device is only missed at the first forward, long after loading."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if device == "cpu" and shutil.which(compiler) is None:
+        remedy = f"the C++ compiler {compiler} is not on the PATH; install it, name another in the variable CXX"
+    elif device == "cuda" and importlib.util.find_spec("triton") is None:
+        remedy = "triton is not installed; pip install triton"
+    else:
+        return
+    raise ImportError(f"actor_rollout_ref.model.torch_compile: got true, but {remedy}, or set it to false")
 
 
 def _check_wandb() -> None:

@@ -1,7 +1,5 @@
 """The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -13,15 +11,18 @@ from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.models.lora import adapter_state, load_lora, save_lora
+from flowgrpo_rc.models.lora import save_lora
 from flowgrpo_rc.rollout import RolloutRequest
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for
 from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
-from flowgrpo_rc.trainer.checkpoint import CheckpointStore, random_states, restore_random_states
+from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.announce import announcement
+from flowgrpo_rc.trainer.checkpoint import CheckpointStore
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.interrupt import StopRequest
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.plots import write_plots
+from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
 from flowgrpo_rc.trainer.run_folder import RunFolder
 from flowgrpo_rc.trainer.samples import save_grid, stack_pictures
 from flowgrpo_rc.trainer.setup import Run, build_run
@@ -60,7 +61,8 @@ class FlowGRPOTrainer:
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
         self._resume()
-        self.run.engine.sync(adapter_state(self.run.actor.transformer), self.step)
+        self.adapter = AdapterSync(self.run.engine, self.run.actor, config.actor_rollout_ref.rollout.adapter_lag)
+        self.adapter.push(self.step)
 
     # ------------------------------------------------------------------ one step
 
@@ -71,17 +73,18 @@ class FlowGRPOTrainer:
             batch, images, cond = self._rollout(prompts, rows)
         with self.timer("reward"):
             rewards, metrics = self._reward(images, prompts, batch)
-        with self.timer("advantage"):
-            batch["advantages"], adv_metrics = self._advantages(rewards, batch["group"])
         with self.timer("score"):
             first_scored = self._score(batch, cond)
         with self.timer("correct"):
             gap = self._correct(batch, first_scored)
+        with self.timer("advantage"):
+            batch["advantages"], adv_metrics = self._advantages(rewards, batch)
         with self.timer("update"):
             update = self._update(batch, cond, gap, prompts, first_is_old=first_scored > 0)
         self.step += 1
         with self.timer("sync"):
-            self.run.engine.sync(adapter_state(self.run.actor.transformer), self.step)
+            metrics |= self.adapter.metrics()
+            self.adapter.push(self.step)
         return {**metrics, **adv_metrics, **update.metrics}
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
@@ -115,9 +118,10 @@ class FlowGRPOTrainer:
                 record_means=self._record_means,
             )
         )
-        if trajectories.batch is None or trajectories.adapter_version != self.step:
+        if trajectories.batch is None or trajectories.adapter_version != self.adapter.version:
             raise RuntimeError(
-                f"the rollout engine sampled with adapter version {trajectories.adapter_version}, expected {self.step}"
+                f"the rollout engine sampled with adapter version {trajectories.adapter_version}, expected "
+                f"{self.adapter.version}"
             )
         trajectories.batch["group"] = group
         return trajectories.batch, trajectories.images.numpy(), cond
@@ -143,13 +147,15 @@ class FlowGRPOTrainer:
         metrics |= {"reward/std": float(total.std(correction=0)), "reward/max": float(total.max())}
         return torch.from_numpy(result.total), metrics | {"reward/min": float(total.min())}
 
-    def _advantages(self, rewards: Tensor, group: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def _advantages(self, rewards: Tensor, batch: TensorDict) -> tuple[Tensor, dict[str, float]]:
+        """This process's advantages, from the rewards of all; a rejected image is one without a kept step."""
         algorithm = self.config.algorithm
         result = group_advantages(
             self._gather(rewards),
-            self._gather(group),
+            self._gather(batch["group"]),
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             global_std=algorithm.global_std,
+            keep=self._gather(batch["rollout_keep"].any(1)) if algorithm.rejection_aware_baseline else None,
         )
         own = slice(self.accelerator.process_index * len(rewards), (self.accelerator.process_index + 1) * len(rewards))
         return result.advantages[own].float(), {
@@ -161,13 +167,15 @@ class FlowGRPOTrainer:
         """The old policy's log-probs: the rollout's in bypass mode, else a pass of the actor.
 
         Returns the first row that was scored. The rows before it are the first mini-batch, whose old policy the
-        update's own forward supplies; batch normalisation of the weights needs every row first.
+        update's own forward supplies; batch normalisation of the weights and a baseline that knows of rejection need
+        every row first.
         """
         rc = self.config.rollout_correction
         if rc.bypass_mode:
             apply_bypass_mode_to_diffusion_batch(batch)
             return 0
-        free = self.config.actor_rollout_ref.actor.score == "auto" and not rc.rollout_is_batch_normalize
+        needs_all = rc.rollout_is_batch_normalize or self.config.algorithm.rejection_aware_baseline
+        free = self.config.actor_rollout_ref.actor.score == "auto" and not needs_all
         start = len(self._mini_batches(len(batch))[0]) if free else 0
         shapes = {"old_log_probs": batch["rollout_log_probs"], "rollout_is_weights": batch["rollout_log_probs"]}
         if self.config.actor_rollout_ref.actor.diffusion_loss.needs_old_means:
@@ -267,38 +275,13 @@ class FlowGRPOTrainer:
         """Write ``checkpoints/step_N``; on several processes the main one writes."""
         self._saved_step = self.step
         if self._main:
-            actor = self.run.actor
-            self.checkpoints.save(
-                self.step,
-                {
-                    "step": self.step,
-                    "sampler": self.run.sampler.state_dict(),
-                    "fingerprint": vars(self.run.fingerprint),
-                },
-                {
-                    "optimizer": actor.optimizer.state_dict(),
-                    "lr_scheduler": actor.lr_scheduler.state_dict(),
-                    "random": random_states(),
-                },
-                lambda folder: save_lora(self.run.model, actor.transformer, folder),
-            )
+            save_run(self.run, self.checkpoints, self.step)
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
-        trainer = self.config.trainer
-        source: Path | None = None
-        if trainer.resume_mode == "auto":
-            source = self.checkpoints.latest()
-        elif trainer.resume_mode == "resume_path":
-            source = Path(str(trainer.resume_from_path))
+        source = checkpoint_to_resume(self.config.trainer, self.checkpoints)
         if source is not None:
-            state, tensors = self.checkpoints.load(source, self.run.fingerprint)
-            actor = self.run.actor
-            load_lora(actor.transformer, source)
-            actor.load_optimizer(tensors["optimizer"], tensors["lr_scheduler"])
-            restore_random_states(tensors["random"])
-            self.run.sampler.load_state_dict(state["sampler"])
-            self.step = self._saved_step = int(state["step"])
+            self.step = self._saved_step = load_run(self.run, self.checkpoints, source)
             self.logger.say(f"Resumed from {source} at step {self.step}")
         if self._main:
             self.folder.forget_after(self.step if source is not None else -1)
@@ -307,7 +290,7 @@ class FlowGRPOTrainer:
         self.accelerator.wait_for_everyone()
 
     def _validate(self) -> Validation:
-        with self.timer("validate"):
+        with self.timer("validate"), self.adapter.for_validation():
             result = validate(self.run, self.conditioning)
         if self._main and result.samples:
             save_grid(self.folder.samples / f"step_{self.step:05d}.png", [(f"step {self.step}", result.samples)])
@@ -317,25 +300,9 @@ class FlowGRPOTrainer:
 
     def _announce(self) -> None:
         """Say what the numbers of the configuration come to."""
-        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
-        prompts, world = self.config.data.train_batch_size, self.accelerator.num_processes
-        mini = actor.ppo_mini_batch_size
-        micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // world)
-        rc = self.config.rollout_correction
         say = self.logger.say
-        say(f"Run folder: {self.folder.root}")
-        say(
-            f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
-            f"{rollout.pipeline.width}x{rollout.pipeline.height} on {world} process(es); "
-            f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
-            f"micro-batches of {micro} images x {self._window.size} SDE steps"
-        )
-        say(
-            f"Rollouts: {rollout.name}, {rollout.dtype}, {rollout.algo.sde_type}, window {self._window.size} in "
-            f"[{self._window.first}, {self._window.stop}) of {rollout.pipeline.num_inference_steps} steps. "
-            f"Rollout correction: {'bypass, ' + rc.loss_type if rc.bypass_mode else 'decoupled'}, "
-            f"IS {rc.rollout_is or 'off'}, rejection {rc.rollout_rs or 'off'}"
-        )
+        for text in announcement(self.config, self.folder.root, self._window, self.accelerator.num_processes):
+            say(text)
         if self.step >= self.run.total_steps:
             say(
                 f"This run is already at step {self.step} of {self.run.total_steps}; raise "
@@ -345,7 +312,10 @@ class FlowGRPOTrainer:
     def _finish(self) -> None:
         """The final adapter, the plots, the before/after picture and the closing table."""
         if self._main:
-            save_lora(self.run.model, self.run.actor.transformer, self.folder.lora)
+            actor, average = self.run.actor, self.run.actor.averaged_state()
+            save_lora(self.run.model, actor.transformer, self.folder.lora)
+            if average is not None:
+                save_lora(self.run.model, actor.transformer, self.folder.lora_ema, average)
             rows, pictures = self.folder.rows(), []
             if any("reward/mean" in row for row in rows):
                 clip_ratio = self.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio

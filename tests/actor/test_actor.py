@@ -1,6 +1,8 @@
 """The actor: exact first ratios, splits that do not matter, NaN that stops, and no pass too many."""
 
 import copy
+import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -23,8 +25,8 @@ LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 class Setup:
     """A tiny model, an engine and an actor with the same random adapter, and a rollout of 8 images."""
 
-    def __init__(self, model, dtype=torch.float32, sde_type="sde", cfg=1.0, **config):
-        self.engine = DiffusersEngine(model, LORA, dtype=dtype, micro_batch_size=8, device="cpu")
+    def __init__(self, model, dtype=torch.float32, sde_type="sde", cfg=1.0, lora=LORA, **config):
+        self.engine = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=8, device="cpu")
         settings = {
             "ppo_micro_batch_size_per_gpu": 8,
             "optim": {"lr": 1e-3},
@@ -36,7 +38,7 @@ class Setup:
         self.actor = DiffusionActor(
             model,
             self.config,
-            LORA,
+            lora,
             Accelerator(cpu=True),
             sde_type=sde_type,
             noise_level=0.7,
@@ -190,6 +192,7 @@ def test_epochs_and_mini_batches_make_their_steps(tiny_model):
     setup = Setup(tiny_model, ppo_epochs=3)
     result = setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(4)))
     assert result.optimizer_steps == 6
+    assert setup.actor.averaged_state() is None
     assert result.metrics["actor/ratio_deviation_first"] <= 1e-6
     assert result.metrics["actor/log_ratio_abs_mean"] > 1e-6
 
@@ -244,3 +247,51 @@ def test_gradient_checkpointing_gives_the_same_gradient(tiny_model):
     checkpointed, _ = setup.gradient()
     for name in plain:
         assert_close(checkpointed[name], plain[name], atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend):
+    """``aot_eager`` traces forward and backward as ``inductor`` does, and generates no code."""
+    from flowgrpo_rc.actor import actor
+    from flowgrpo_rc.models import load_model
+
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(actor, "COMPILE_BACKEND", backend)
+    states = []
+    for model, compiled in ((tiny_model, False), (load_model("asset:tiny_qwen_image"), True)):
+        setup = Setup(model, lora=dataclasses.replace(LORA, torch_compile=compiled))
+        blocks = setup.actor.transformer.transformer_blocks
+        assert {block._compiled_call_impl is not None for block in blocks} == {compiled}
+        assert all(block._compiled_call_impl is None for block in setup.engine.transformer.transformer_blocks)
+        before = adapter_state(setup.actor.transformer)
+        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        states.append(adapter_state(setup.actor.transformer))
+    plain, traced = states
+    assert plain.keys() == traced.keys()
+    for name in plain:
+        assert_close(traced[name], plain[name], atol=1e-5, rtol=0)
+    assert max((plain[n] - before[n]).abs().max() for n in plain) > 9e-4  # Adam's first step is lr = 1e-3
+
+
+def test_the_average_follows_its_definition(tiny_model):
+    """``d * average + (1 - d) * weights`` with ``d = min(ema_decay, (1 + k) / (10 + k))``, and 0 at the first step."""
+    setup = Setup(tiny_model, ema_decay=0.19)
+    setup.actor.load_average(None)
+    expected = adapter_state(setup.actor.transformer)
+    for decay in (0.0, 2 / 11, 0.19, 0.19):  # (1 + 2) / (10 + 2) = 0.25 is above 0.19
+        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        weights = adapter_state(setup.actor.transformer)
+        expected = {n: decay * expected[n].double() + (1 - decay) * weights[n].double() for n in weights}
+        averaged = setup.actor.averaged_state()
+        for name in weights:
+            assert_close(averaged[name].double(), expected[name], atol=1e-8, rtol=1e-6)
+    assert any((averaged[n] - weights[n]).abs().max() > 1e-5 for n in weights)
+
+
+def test_a_skipped_step_leaves_the_average(tiny_model):
+    rejecting = {"bypass_mode": True, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "2.0_3.0"}
+    setup = Setup(tiny_model, rollout_correction=rejecting, ema_decay=0.5)
+    with pytest.warns(UserWarning, match="its optimizer step is skipped"):
+        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+    assert setup.actor.average.optimization_step == 0

@@ -38,6 +38,46 @@ def test_identical_rewards_give_zero_and_are_counted():
     assert result.zero_std_fraction == 0.5
 
 
+KEEP = torch.tensor([True, True, False, True, True, False])
+# Kept: of group 7 the rewards 0 and 2 (mean 1, deviation 1), of group 3 twice 4.
+
+
+def test_rejected_images_enter_no_mean_and_no_std():
+    result = group_advantages(REWARDS, GROUP, eps=0.25, keep=KEEP)
+    assert result.advantages.tolist() == [-0.8, 0.0, 0.0, 0.0, 0.8, 0.0]
+    assert (result.group_std_mean, result.zero_std_fraction) == (0.5, 0.5)
+    # kept rewards 0, 4, 4, 2: mean 2.5, squares 6.25 + 2.25 + 2.25 + .25 = 11, variance 11/4
+    over_all = group_advantages(REWARDS, GROUP, eps=0.0, keep=KEEP, global_std=True)
+    assert_close(over_all.advantages, torch.tensor([-1.0, 0, 0, 0, 1, 0], dtype=torch.float64) / (11 / 4) ** 0.5)
+
+
+@pytest.mark.parametrize("global_std", [True, False])
+@pytest.mark.parametrize("norm_by_std", [True, False])
+def test_rejected_is_never_sampled(norm_by_std, global_std):
+    generator = torch.Generator().manual_seed(0)
+    rewards, group = torch.rand(40, generator=generator), torch.arange(40) % 4
+    keep = torch.rand(40, generator=generator) < 0.6
+    settings = {"norm_by_std": norm_by_std, "global_std": global_std}
+    result = group_advantages(rewards, group, keep=keep, **settings)
+    without = group_advantages(rewards[keep], group[keep], **settings)
+    assert torch.equal(result.advantages[keep], without.advantages)
+    assert result.advantages[~keep].abs().max() == 0
+    assert result[1:] == without[1:]
+    everything = group_advantages(rewards, group, keep=torch.ones(40, dtype=torch.bool), **settings)
+    assert torch.equal(everything.advantages, group_advantages(rewards, group, **settings).advantages)
+
+
+@pytest.mark.parametrize("global_std", [True, False])
+def test_fewer_than_two_kept_teach_nothing(global_std):
+    one = torch.tensor([True, False, False, False, False, False])
+    result = group_advantages(REWARDS, GROUP, eps=0.0, global_std=global_std, keep=one | (GROUP == 3))
+    assert result.advantages[GROUP == 7].tolist() == [0.0, 0.0, 0.0]
+    assert result.zero_std_fraction == 0.5
+    nothing = group_advantages(REWARDS, GROUP, global_std=global_std, keep=torch.zeros(6, dtype=torch.bool))
+    assert nothing.advantages.tolist() == [0.0] * 6
+    assert (nothing.group_std_mean, nothing.zero_std_fraction) == (0.0, 1.0)
+
+
 def test_order_and_group_names_do_not_matter():
     permutation = torch.tensor([5, 2, 0, 4, 1, 3])
     straight = group_advantages(REWARDS, GROUP).advantages

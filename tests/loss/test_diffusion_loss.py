@@ -510,7 +510,7 @@ def test_bypass_rejected_overflows_cannot_poison_anything(mode, gap):
     expected = run(make_config(mode, rc), new, data)
     new[tuple(out)] = data["rollout_log_probs"][tuple(out)] + gap
     loss, slope, metrics = run(make_config(mode, rc), new, data)
-    assert_close((loss, slope), expected[:2], **EXACT)
+    assert_close((loss, slope), expected[:2], rtol=1e-12, atol=1e-15)
     assert metrics["actor/ratio_max"] == expected[2]["actor/ratio_max"]
 
 
@@ -629,6 +629,30 @@ def test_kl_gradient_reaches_the_means_of_kept_elements_only(w):
     assert_close(output["transition_means"].grad, (gap * scale[..., None, None]).detach())
     assert output["ref_transition_means"].grad is None
     assert run(make_config(), new, data, **output)[2]["actor/kl_loss"] == 0.0
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 0.0])
+@pytest.mark.parametrize("name", ["transition_means", "ref_transition_means", "transition_stds"])
+@pytest.mark.parametrize("w", [None, 2])
+def test_kl_of_rejected_elements_reaches_nothing(w, name, value):
+    new, data = random_batch(w=w)
+    output = kl_output(5, new.shape)
+    at = (3,) if w is None else (3, 1)
+    data["rollout_keep"] = torch.ones_like(new, dtype=torch.bool)
+    data["rollout_keep"][at] = False
+
+    def gradients():
+        means = output["transition_means"].clone().requires_grad_()
+        with torch.autograd.set_detect_anomaly(True):
+            loss, slope, metrics = run(make_config(kl=0.3), new, data, **{**output, "transition_means": means})
+        return loss, slope, means.grad, metrics
+
+    expected = gradients()
+    output[name][at] = value
+    *tensors, metrics = gradients()
+    assert_close(tensors, list(expected[:3]), **EXACT)
+    assert metrics == expected[3]
+    assert tensors[2][at].eq(0).all()
 
 
 # ---------------------------------------------------------------- inputs
@@ -819,7 +843,7 @@ def _rank(rank, folder):
         torch.distributed.all_reduce(log_probs.grad)
         losses = loss.detach().clone()
         torch.distributed.all_reduce(losses)
-        results.append((losses / 2, log_probs.grad / 2, alone.detach(), metrics["actor/kept_fraction"]))
+        results.append((losses / 2, log_probs.grad / 2, alone.detach(), metrics))
     torch.save(results, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -834,8 +858,10 @@ def test_averaging_over_ranks_gives_the_gradient_of_the_joined_batch(tmp_path):
         expected = run(config, new, data)
         for result in (first, second):
             assert_close(result[:2], expected[:2], msg=lambda m, c=case: f"{c}: {m}")
-        assert first[3] != second[3]
-        assert (first[3] == 0) is not case[2]
+            assert result[3] == pytest.approx(expected[2])  # the correction's metrics among them
+        assert ("actor/rollout_corr/logprob_abs_diff_max" in first[3]) is (case[0] != "decoupled")
         # without the group each rank divides by its own count
         alone = run(config, new[:4], {k: v[:4] for k, v in data.items()})
         assert_close(first[2], alone[0])
+        assert (alone[2]["actor/kept_fraction"] == 0) is not case[2]
+        assert alone[2]["actor/kept_fraction"] != pytest.approx(expected[2]["actor/kept_fraction"])

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from flowgrpo_rc.loss import ppo_clip, reinforce
-from flowgrpo_rc.loss.policy import SAFETY_BOUND, gaussian_kl
+from flowgrpo_rc.loss.policy import SAFETY_BOUND, gaussian_kl, k3_kl
 
 F64 = torch.float64
 BAND = {"clip_low": 0.1, "clip_high": 0.3}  # ratios in [.9, 1.3]: a swapped or flipped band is another one
@@ -59,6 +59,53 @@ def test_ppo_clip_by_hand(advantage, ratio, loss, slope):
     assert_close(terms.loss.detach(), tensor(loss))
     assert_close(slopes(terms, log_prob), tensor(slope))
     assert_close(terms.log_ratio.detach(), tensor(math.log(ratio)))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "loss", "slope"),
+    [
+        (-2.0, 1.5, 3.0, 3.0),  # above the band and A < 0, but below 1.6: -A r
+        (-2.0, 1.7, 3.2, 0.0),  # above 1.6: 2 * 1.6, no slope
+        (-2.0, 0.5, 1.8, 0.0),  # below the band: 2 * .9, no bound needed; with the ratio flipped it would be 3.2
+        (2.0, 1.7, -2.6, 0.0),  # A > 0: as without
+        (2.0, 0.5, -1.0, -1.0),
+        (0.0, 1.7, 0.0, 0.0),
+    ],
+)
+def test_dual_clip_by_hand(advantage, ratio, loss, slope):
+    log_prob = tensor(math.log(ratio) - 1.5).requires_grad_()
+    terms = ppo_clip(log_prob, tensor(-1.5), tensor(advantage), **BAND, dual_clip=1.6)
+    assert_close(terms.loss.detach(), tensor(loss))
+    assert_close(slopes(terms, log_prob), tensor(slope))
+    # the weight comes on top of the bound
+    weighed = ppo_clip(log_prob, tensor(-1.5), tensor(advantage), **BAND, dual_clip=1.6, weights=tensor(3.0))
+    assert_close(weighed.loss.detach(), tensor(3 * loss))
+
+
+def test_dual_clip_is_a_minimum_at_negative_advantages():
+    log_prob, old, advantages, _, _ = random_terms(13, (200,))
+    plain = ppo_clip(log_prob, old, advantages, **BAND).loss
+    dual = ppo_clip(log_prob, old, advantages, **BAND, dual_clip=1.4).loss
+    assert_close(dual, torch.where(advantages < 0, torch.minimum(plain, -1.4 * advantages), plain))
+    assert 0 < (dual < plain).sum() < 100
+    assert_close(ppo_clip(log_prob, old, advantages, **BAND, dual_clip=1e9).loss, plain, rtol=0, atol=0)
+
+
+def test_k3_by_hand():
+    """d = log 2: 2 - 1 - log 2, slope 1 - 2; d = -log 4: 1/4 - 1 + log 4, slope 1 - 1/4; d = 0: none."""
+    log_prob = tensor(-1.0, -1.0, -1.0, -1.0).requires_grad_()
+    reference = tensor(math.log(2) - 1, -math.log(4) - 1, -1.0, math.nan).requires_grad_()
+    kl = k3_kl(log_prob, reference, keep=torch.tensor([True, True, True, False]))
+    assert_close(kl.detach(), tensor(1 - math.log(2), math.log(4) - 0.75, 0.0, 0.0))
+    kl.sum().backward()
+    assert_close(log_prob.grad, tensor(-1.0, 0.75, 0.0, 0.0))
+    assert reference.grad is None
+
+
+def test_k3_of_small_gaps_keeps_its_digits_in_float32():
+    """d^2/2 at d = 1e-3: exp(d) - 1 - d in float32 would be off by a tenth."""
+    kl = k3_kl(torch.zeros(1), torch.tensor([1e-3]))
+    assert_close(kl, torch.tensor([5.0016671e-7]), rtol=1e-3, atol=0)
 
 
 def test_ppo_clip_weights_and_rejection_by_hand():
@@ -250,12 +297,13 @@ def test_rejected_equals_removed():
 
 OBJECTIVES = {
     "ppo_clip": lambda *args, **given: ppo_clip(*args, **BAND, **given),
+    "dual clip": lambda *args, **given: ppo_clip(*args, **BAND, dual_clip=1.5, **given),
     "reinforce": reinforce,
 }
 
 
 @pytest.mark.parametrize("value", [1e4, -1e4, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("where", ["log_prob", "old_log_prob", "weights"])
+@pytest.mark.parametrize("where", ["log_prob", "old_log_prob", "advantages", "weights"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_nothing_at_a_rejected_element_reaches_loss_or_gradient(objective, where, value):
     """Selection comes before the exponential and before the product: 0 times an overflow is NaN."""
@@ -266,8 +314,9 @@ def test_nothing_at_a_rejected_element_reaches_loss_or_gradient(objective, where
 
     def run(values):
         log_prob = values["log_prob"].clone().requires_grad_()
-        terms = call(log_prob, values["old_log_prob"], values["advantages"], weights=values["weights"], keep=keep)
-        return terms.loss.detach(), slopes(terms, log_prob), terms.log_ratio.detach()
+        with torch.autograd.set_detect_anomaly(True):
+            terms = call(log_prob, values["old_log_prob"], values["advantages"], weights=values["weights"], keep=keep)
+            return terms.loss.detach(), slopes(terms, log_prob), terms.log_ratio.detach()
 
     expected = run(given)
     given[where][1] = value

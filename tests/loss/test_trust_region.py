@@ -147,6 +147,39 @@ def test_dppo_counts_what_it_leaves_out():
     assert 0.1 < metrics["actor/pg_clipfrac_inert"] < 0.4
 
 
+REJECTED = ("transition_means", "old_transition_means", "transition_stds", "sigmas", "next_sigmas", "advantages")
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 0.0])
+@pytest.mark.parametrize("name", REJECTED)
+@pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
+def test_what_a_rejected_element_holds_reaches_nothing(mode, name, value):
+    """Neither the loss nor the gradient of log-probs and means; a std or dt of 0 divides nothing."""
+    output, data, old_mean = case()
+    data |= {"old_transition_means": old_mean, "rollout_keep": torch.ones(5, 2, dtype=torch.bool)}
+    data["rollout_keep"][1, 0] = False
+    data["advantages"] = data["advantages"][:, None].repeat(1, 2)
+
+    def gradients():
+        leaves = [output[key].clone().requires_grad_() for key in ("log_probs", "transition_means")]
+        inputs = {**output, "log_probs": leaves[0], "transition_means": leaves[1]}
+        with torch.autograd.set_detect_anomaly(True):
+            loss, metrics = diffusion_loss(config(mode), inputs, data)
+            loss.backward()
+        return loss.detach(), leaves[0].grad, leaves[1].grad, metrics
+
+    expected = gradients()
+    holder = output if name in output else data
+    holder[name] = holder[name].clone()
+    holder[name][1, 0] = value
+    if name == "sigmas" and value == 0.0:
+        data["next_sigmas"][1, 0] = 0.0
+    *tensors, metrics = gradients()
+    assert_close(tensors, list(expected[:3]), rtol=0, atol=0)
+    assert metrics == expected[3]
+    assert tensors[1][1, 0] == 0
+
+
 @pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
 def test_missing_inputs_are_named(mode):
     output, data, old_mean = case()

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout.quantize import round_fp8_rows
 from flowgrpo_rc.rollout.seeds import generator_for
 from flowgrpo_rc.sde import log_prob, transition
 
@@ -17,8 +18,10 @@ STARTS = torch.tensor([0, 0, 2, 2, 1, 1])
 
 @pytest.fixture
 def make_engine(tiny_model):
-    def make(dtype=torch.float32, micro_batch_size=6):
-        engine = DiffusersEngine(tiny_model, LORA, dtype=dtype, micro_batch_size=micro_batch_size, device="cpu")
+    def make(dtype=torch.float32, micro_batch_size=6, quantization=None):
+        engine = DiffusersEngine(
+            tiny_model, LORA, dtype=dtype, micro_batch_size=micro_batch_size, device="cpu", quantization=quantization
+        )
         engine.sync(adapter_state(engine.transformer), 0)
         return engine
 
@@ -44,6 +47,20 @@ def make_request(tiny_model):
         )
 
     return make
+
+
+def rescore(model, engine, request, batch):
+    """Log-probs ``(6, WINDOW)`` of recorded ``sde`` steps under ``engine``'s transformer."""
+    scores = []
+    cond = request.conditioning.rows(request.prompt_index, torch.device("cpu"))
+    for w in range(WINDOW):
+        x, t = batch["latents"][:, w], batch["timesteps"][:, w]
+        with torch.no_grad():
+            velocity = model.velocity(engine.transformer, x, t, cond)
+        sigmas = batch["sigmas"][:, w], batch["next_sigmas"][:, w]
+        step = transition(x, velocity, *sigmas, noise_level=0.7, sde_type="sde")
+        scores.append(log_prob(step, batch["next_latents"][:, w], sde_type="sde"))
+    return torch.stack(scores, 1)
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
@@ -130,6 +147,55 @@ def test_weights_are_shared_only_in_the_same_precision(tiny_model, make_engine):
         assert copies.keys() == own.keys()
         assert all((copies[n].data_ptr() == own[n].data_ptr()) is shared for n in own)
     assert all(p.dtype == torch.float32 for p in own.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_weights_are_the_engines_own(tiny_model, make_engine, dtype):
+    """Every base matrix is rounded; biases and norms are those of an engine without; the model keeps its bits."""
+    before = {n: p.detach().clone() for n, p in tiny_model.transformer.named_parameters()}
+    engine = make_engine(dtype, quantization="fp8")
+    plain = {n: p for n, p in make_engine(dtype).transformer.named_parameters() if ".lora_" not in n}
+    linear = {f"{n}.weight" for n, m in engine.transformer.named_modules() if isinstance(m, torch.nn.Linear)}
+    for name, parameter in engine.transformer.named_parameters():
+        assert parameter.dtype == dtype
+        if ".lora_" not in name:
+            rounded = round_fp8_rows(plain[name]) if name in linear else plain[name]
+            assert torch.equal(parameter, rounded), name
+    changed = {n for n, p in engine.transformer.named_parameters() if n in plain and not torch.equal(p, plain[n])}
+    assert len(changed) > 0.9 * len(linear & plain.keys())
+    assert all(torch.equal(p, before[n]) for n, p in tiny_model.transformer.named_parameters())
+
+
+def test_fp8_rounds_the_adapter_again_at_every_sync(make_engine):
+    engine = make_engine(quantization="fp8")
+    generator = torch.Generator().manual_seed(0)
+    for version in (1, 2):
+        state = {n: torch.randn(v.shape, generator=generator) for n, v in adapter_state(engine.transformer).items()}
+        sent = {n: v.clone() for n, v in state.items()}
+        engine.sync(state, version)
+        held = adapter_state(engine.transformer)
+        assert all(torch.equal(held[n], round_fp8_rows(sent[n])) for n in sent)
+        assert all(torch.equal(state[n], sent[n]) for n in sent)
+
+
+def test_fp8_weights_leave_a_gap_wider_than_bfloat16s(tiny_model, make_engine, make_request):
+    request, exact = make_request(), make_engine()
+    gaps = {}
+    for name, engine in (
+        ("none", exact),
+        ("bfloat16", make_engine(torch.bfloat16)),
+        ("fp8", make_engine(quantization="fp8")),
+    ):
+        batch = engine.generate(make_request()).batch
+        gaps[name] = (rescore(tiny_model, exact, request, batch) - batch["rollout_log_probs"]).abs().mean()
+    assert gaps["none"] < 1e-6
+    assert gaps["bfloat16"] < gaps["fp8"]
+    assert 1e-4 < gaps["fp8"] < 1e-2
+
+
+def test_unknown_quantization_is_refused(tiny_model):
+    with pytest.raises(ValueError, match="quantization: got 'fp4'; choose one of fp8"):
+        DiffusersEngine(tiny_model, LORA, dtype=torch.float32, micro_batch_size=6, device="cpu", quantization="fp4")
 
 
 def test_sync_rounds_and_versions(make_engine):

@@ -122,7 +122,7 @@ KILLED = """
 import os, signal, sys
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-import flowgrpo_rc.trainer.trainer as module
+import flowgrpo_rc.trainer.resume as module
 import torch
 torch.set_num_threads(1)
 config = compose("tiny_qwen_image_ocr", sys.argv[2:])
@@ -159,11 +159,16 @@ def test_twenty_steps_survive_a_kill_in_the_middle_of_a_checkpoint(small_config,
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_update_of_one(small_config, tmp_path):
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled):
     """The same images, the same optimizer steps, dealt out over two gloo processes."""
     from tests_support import overrides_of
 
     settings = ("trainer.resume_mode=disable", "actor_rollout_ref.rollout.dtype=float32")
+    if decoupled:  # the second batch is drawn with a late adapter, so that rejection has something to reject
+        band = "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.0005'"
+        lag = "actor_rollout_ref.rollout.adapter_lag=1"
+        settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING, band, f"{BASELINE}=true", lag)
     one = FlowGRPOTrainer(small_config(*settings, folder="one")).fit().root
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
@@ -176,6 +181,7 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path):
     assert "on 2 process(es)" in " ".join(done.stdout.split())
     single, double = rows_of(one), rows_of(tmp_path / "two")
     assert [r["step"] for r in single] == [r["step"] for r in double]
+    assert (0.1 < single[-1]["actor/kept_fraction"] < 0.9) is decoupled
     for a, b in zip(single, double, strict=True):
         assert a.keys() == b.keys()
         for name in a:
@@ -341,6 +347,39 @@ def test_the_old_policy_is_free_for_the_first_mini_batch(small_config, settings,
         assert 0.05 < auto[-1]["rollout_corr/rollout_rs_masked_fraction"] < 0.95
 
 
+BASELINE = "algorithm.rejection_aware_baseline"
+
+
+def test_a_rejected_image_does_not_move_its_group(small_config):
+    """Advantages are those of the kept images alone, and every image is scored for it, once."""
+    config = small_config(
+        "algorithm.rollout_correction.bypass_mode=false", *REJECTING, f"{BASELINE}=true", "algorithm.global_std=false"
+    )
+    trainer, updates, images, rewards = FlowGRPOTrainer(config), [], [], []
+    actor, reward = trainer.run.actor, trainer.run.reward
+    score, update = actor.score, actor.update
+    actor.score = lambda batch, cond: (images.append(len(batch)), score(batch, cond))[1]
+    actor.update = lambda batch, *args, **kw: (updates.append((batch.clone(), kw)), update(batch, *args, **kw))[1]
+    trainer.run.reward = lambda *args: (rewards.append(reward(*args)), rewards[-1])[1]
+    trainer.train_step()
+    (batch, settings), totals = updates[0], torch.from_numpy(rewards[0].total)
+    keep = batch["rollout_keep"].any(1)
+    assert images == [16]
+    assert settings["first_is_old"] is False
+    assert 0 < keep.sum() < 16
+    assert batch["advantages"][~keep].tolist() == [0.0] * int((~keep).sum())
+    for group in batch["group"].unique():
+        rows = (batch["group"] == group) & keep
+        kept = totals[rows].double()
+        expected = (kept - kept.mean()) / (kept.std(correction=0) + 1e-4)
+        torch.testing.assert_close(batch["advantages"][rows].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_baseline_that_knows_of_rejection_needs_decoupled_mode(small_config):
+    with pytest.raises(ValueError, match=f"{BASELINE}: got true with rollout_correction.bypass_mode=true.*Set algo"):
+        small_config(f"{BASELINE}=true")
+
+
 def test_progressive_windows_move_with_the_step(small_config):
     """Every group of a step trains the same timesteps; the next step the next ones."""
     config = small_config(
@@ -408,4 +447,12 @@ def test_refused_runs_leave_no_folder(small_config, tmp_path):
     path = f"actor_rollout_ref.model.path={tmp_path / 'broken'}"
     with pytest.raises(ValueError, match="cannot be loaded; is the download complete"):
         FlowGRPOTrainer(small_config(path, folder="never"))
+    assert not (tmp_path / "never").exists()
+
+
+def test_compilation_without_a_compiler_is_refused_before_loading(small_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config = small_config("actor_rollout_ref.model.torch_compile=true", folder="never")
+    with pytest.raises(ImportError, match="torch_compile: got true, but the C.. compiler no-such-compiler is not on"):
+        FlowGRPOTrainer(config)
     assert not (tmp_path / "never").exists()

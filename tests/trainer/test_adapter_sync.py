@@ -1,0 +1,189 @@
+"""Which adapter the engine holds: late on purpose for rollouts, the newest or the average for validation."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
+
+LAG = "actor_rollout_ref.rollout.adapter_lag"
+EMA = "actor_rollout_ref.actor.ema_decay"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+class FakeEngine:
+    """Remembers what it was given."""
+
+    def __init__(self):
+        self.adapter_version, self.held, self.syncs = -1, None, 0
+
+    def sync(self, state, version):
+        self.held, self.adapter_version = float(state["layer.lora_A"]), version
+        self.syncs += 1
+
+
+class FakeActor:
+    """An adapter of one number."""
+
+    def __init__(self, average=None):
+        self.transformer = nn.Module()
+        self.transformer.layer = nn.Module()
+        self.transformer.layer.lora_A = nn.Parameter(torch.zeros(()))
+        self.average = average
+
+    def set(self, value):
+        self.transformer.layer.lora_A.data.fill_(value)
+
+    def averaged_state(self):
+        return None if self.average is None else {"layer.lora_A": torch.tensor(self.average)}
+
+
+def walk(lag, versions, average=None):
+    """Push adapters whose value is ten times their version; returns the sync and what the engine had after each."""
+    engine, actor, seen = FakeEngine(), FakeActor(average), []
+    sync = AdapterSync(engine, actor, lag)
+    for version in versions:
+        actor.set(10.0 * version)
+        sync.push(version)
+        assert engine.adapter_version == sync.version
+        seen.append((engine.held, sync.metrics().get("rollout/adapter_lag")))
+    return sync, engine, seen
+
+
+@pytest.mark.parametrize(
+    ("lag", "versions", "seen"),
+    [
+        (0, (0, 1, 2), [(0.0, None), (10.0, None), (20.0, None)]),
+        (1, (0, 1, 2, 3), [(0.0, 0.0), (0.0, 1.0), (10.0, 1.0), (20.0, 1.0)]),
+        (2, (0, 1, 2, 3), [(0.0, 0.0), (0.0, 1.0), (0.0, 2.0), (10.0, 2.0)]),
+        # resumed at step 7: nothing older is known
+        (2, (7, 8, 9, 10), [(70.0, 0.0), (70.0, 1.0), (70.0, 2.0), (80.0, 2.0)]),
+    ],
+)
+def test_the_engine_is_lag_batches_behind(lag, versions, seen):
+    sync, _, got = walk(lag, versions)
+    assert got == seen
+    assert len(sync._waiting) == (0 if lag == 0 else lag + 1)
+
+
+@pytest.mark.parametrize(
+    ("lag", "average", "inside", "syncs"),
+    [(0, None, 30.0, 0), (2, None, 30.0, 2), (0, 25.0, 25.0, 2), (2, 25.0, 25.0, 2)],
+)
+def test_validation_has_the_newest_or_the_average_and_gives_back(lag, average, inside, syncs):
+    sync, engine, _ = walk(lag, (0, 1, 2, 3), average)
+    before = (engine.held, engine.adapter_version, engine.syncs)
+
+    def failing_validation():
+        with sync.for_validation():
+            assert (engine.held, engine.adapter_version) == (inside, 3)
+            raise KeyError("the reward failed")
+
+    with pytest.raises(KeyError):
+        failing_validation()
+    assert (engine.held, engine.adapter_version, engine.syncs - syncs) == before
+
+
+def watch(trainer):
+    """The actor's and the engine's adapter at every ``generate``, by whether it was a training rollout."""
+    seen = {True: [], False: []}
+    engine, actor = trainer.run.engine, trainer.run.actor
+    generate = engine.generate
+
+    def watched(request):
+        states = (adapter_state(actor.transformer), adapter_state(engine.transformer))
+        seen[request.window_starts is not None].append(states)
+        return generate(request)
+
+    engine.generate = watched
+    return seen
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def rows_of(folder):
+    return [{k: v for k, v in r.items() if not k.startswith(TIMING_PREFIXES)} for r in folder.rows()]
+
+
+def test_a_run_with_lag_draws_with_the_adapter_before(small_config):
+    """Float32 throughout: without lag the first ratio is 1; with lag 1 it is not, from the second batch on."""
+    settings = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=3", "trainer.test_freq=1")
+    trainer = FlowGRPOTrainer(small_config(*settings, f"{LAG}=1"))
+    seen = watch(trainer)
+    late = trainer.fit().rows()[1:]
+    actor, engine = zip(*seen[True], strict=True)
+    assert [next(i for i in range(3) if same(actor[i], held)) for held in engine] == [0, 0, 1]
+    assert all(same(*pair) for pair in seen[False])
+    assert [row["rollout/adapter_lag"] for row in late] == [0.0, 1.0, 1.0]
+    prompt = FlowGRPOTrainer(small_config(*settings, folder="prompt")).fit().rows()[1:]
+    assert all("rollout/adapter_lag" not in row and row["actor/ratio_deviation_first"] < 1e-6 for row in prompt)
+    assert late[0]["actor/ratio_deviation_first"] < 1e-6
+    assert all(row["actor/ratio_deviation_first"] > 1e-5 for row in late[1:])
+
+
+def test_a_rollout_of_another_version_is_refused(small_config):
+    trainer = FlowGRPOTrainer(small_config(f"{LAG}=1"))
+    trainer.train_step()
+    trainer.run.engine.adapter_version = 1
+    with pytest.raises(RuntimeError, match="sampled with adapter version 1, expected 0"):
+        trainer.train_step()
+
+
+def test_a_negative_lag_is_refused(small_config):
+    with pytest.raises(ValueError, match="actor_rollout_ref.rollout.adapter_lag: got -1; give 0 or more"):
+        small_config(f"{LAG}=-1")
+
+
+def test_validation_and_lora_ema_are_the_average(small_config):
+    trainer = FlowGRPOTrainer(small_config(f"{EMA}=0.5", "trainer.test_freq=1"))
+    seen, averages = watch(trainer), []
+    validate = trainer._validate
+    trainer._validate = lambda: (averages.append(_copy(trainer.run.actor.averaged_state())), validate())[1]
+    folder = trainer.fit()
+    rounded = [{n: t.bfloat16() for n, t in state.items()} for state in averages]
+    assert all(same(held, average) for (_, held), average in zip(seen[False], rounded, strict=True))
+    assert all(same({n: t.bfloat16() for n, t in actor.items()}, held) for actor, held in seen[True])
+    raw, averaged = load_file(folder.lora / LORA_FILE), load_file(folder.lora_ema / LORA_FILE)
+    own, average = adapter_state(trainer.run.actor.transformer), averages[-1]
+    for name in own:
+        key = f"transformer.{name.replace('.default', '')}"
+        assert torch.equal(raw[key], own[name])
+        assert torch.equal(averaged[key], average[name])
+    assert any(not torch.equal(raw[key], averaged[key]) for key in raw)
+
+
+def test_a_resumed_average_equals_an_uninterrupted_one(small_config):
+    """Four steps in one go, and two, stop, two; the decay is the one given now."""
+    settings = (f"{EMA}=0.9", "trainer.total_training_steps=4", "trainer.test_freq=1")
+    whole = FlowGRPOTrainer(small_config(*settings, folder="whole")).fit()
+    parts = (*settings, "trainer.resume_mode=auto", "trainer.save_freq=2")
+    first = FlowGRPOTrainer(small_config(*parts, folder="parts"))
+    for _ in range(2):
+        first.train_step()
+    first.save()
+    second = FlowGRPOTrainer(small_config(*parts, folder="parts"))
+    assert second.step == 2
+    resumed = second.fit()
+    assert rows_of(resumed) == rows_of(whole)[3:]
+    for name in ("lora", "lora_ema"):
+        assert same(load_file(whole.root / name / LORA_FILE), load_file(resumed.root / name / LORA_FILE))
+    other = FlowGRPOTrainer(small_config(*parts, f"{EMA}=0.25", folder="parts"))
+    assert (other.run.actor.average.decay, other.run.actor.average.optimization_step) == (0.25, 8)
+
+
+def test_an_average_begun_on_resume_starts_from_the_adapter(small_config):
+    settings = ("trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.resume_mode=auto")
+    FlowGRPOTrainer(small_config(*settings)).fit()
+    actor = FlowGRPOTrainer(small_config(*settings, f"{EMA}=0.9")).run.actor
+    assert same(actor.averaged_state(), adapter_state(actor.transformer))
+    assert max(float(p.abs().max()) for n, p in adapter_state(actor.transformer).items() if "lora_B" in n) > 0
+
+
+def _copy(state):
+    return {name: tensor.clone() for name, tensor in state.items()}
