@@ -3,8 +3,9 @@
     python benchmarks/correction.py --json benchmarks/results/correction.json
 
 Both run in one process and alternate; the figure is the median of the pairwise ratios verl / ours. Token-level
-weights, three criteria, all metrics. Runs on the GPU with CUDA events where there is one, else on the CPU; without
-verl 0.9.1 (`pip install --no-deps verl==0.9.1` and what its helper imports) only our own figures are made.
+weights, three criteria, all metrics; once with bounds that the largest differences do not reach, where comparisons can
+be left out, and once with bounds in the midst of them. Runs on the GPU with CUDA events where there is one, else on the
+CPU; without verl 0.9.1 (`make verl` puts it into `.venv/verl`: `PYTHONPATH=.venv/verl`) only our own figures are made.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import math
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,13 @@ OPTIONS: dict[str, Any] = {
     "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2",
     "rollout_rs_threshold": "0.6_1.4,0.01,0.5",
 }
+BINDING: dict[str, Any] = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.05,
+    "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2",
+    "rollout_rs_threshold": "0.95_1.05,0.001,0.01",
+}
+"""At differences of 0.05 a sixth of the elements lies above each bound and a sixth below."""
 LARGEST = SHAPES[-1]
 
 
@@ -58,19 +67,21 @@ def clock(run: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last) / 1e3
 
 
-def compare(rows: int, columns: int, device: str, verl: Callable[..., object] | None) -> dict[str, float]:
+def compare(
+    rows: int, columns: int, device: str, verl: Callable[..., object] | None, options: dict[str, Any] = OPTIONS
+) -> dict[str, float]:
     """Median seconds of ours, and of verl with the median of the pairwise ratios where there is verl."""
     data = batch(rows, columns, device)
     pairs = 200 if rows * columns < 1e5 else 30 if rows * columns < 1e6 else 10
     for _ in range(3):
-        compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
+        compute_rollout_correction_and_rejection_mask(*data, **options)
         if verl is not None:
-            verl(*data, **OPTIONS)
+            verl(*data, **options)
     ours, theirs = [], []
     for _ in range(pairs):
-        ours.append(clock(lambda: compute_rollout_correction_and_rejection_mask(*data, **OPTIONS), device))
+        ours.append(clock(lambda: compute_rollout_correction_and_rejection_mask(*data, **options), device))
         if verl is not None:
-            theirs.append(clock(lambda: verl(*data, **OPTIONS), device))
+            theirs.append(clock(lambda: verl(*data, **options), device))
     out = {"ours_s": statistics.median(ours), "ours_best_s": min(ours), "pairs": pairs}
     if verl is not None:
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
@@ -102,20 +113,23 @@ def slope(points: list[tuple[int, float]]) -> float:
 
 
 def extra_memory(device: str) -> float:
-    """Peak memory of one call beyond its inputs, outputs included, in float32 copies of the log-probs."""
+    """Peak memory of a first call beyond its inputs, outputs and kept buffers included, in float32 copies."""
     copy = LARGEST[0] * LARGEST[1] * 4
     data = batch(*LARGEST, device)
-    compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
+    compute_rollout_correction_and_rejection_mask(*batch(16, 1, device), **BINDING)  # what is loaded or parsed once
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
+        result = compute_rollout_correction_and_rejection_mask(*data, **BINDING)
         assert result.mask.numel()
         return (torch.cuda.max_memory_allocated() - before) / copy
+    tracemalloc.start()  # numpy reports to it, torch to its profiler; the sum of both peaks is an upper bound
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = compute_rollout_correction_and_rejection_mask(*data, **OPTIONS)
+        result = compute_rollout_correction_and_rejection_mask(*data, **BINDING)
+    arrays = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert result.mask.numel()
-    return _peak(profile) / copy
+    return (_peak(profile) + arrays) / copy
 
 
 def _peak(profile: Any) -> int:
@@ -148,26 +162,27 @@ def load_verl() -> Callable[..., object] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     verl = load_verl()
-    shapes = {}
-    for rows, columns in SHAPES:
-        figures = compare(rows, columns, arguments.device, verl)
-        shapes[f"{rows}x{columns}"] = figures
-        text = f"({rows}, {columns}): ours {figures['ours_s'] * 1e6:.0f} us"
-        if verl is not None:
-            text += f", verl {figures['verl_s'] * 1e6:.0f} us, {figures['ratio']:.1f} times"
-        print(text, flush=True)
-    floor = copy_floor(arguments.device)
-    largest = shapes[f"{LARGEST[0]}x{LARGEST[1]}"]["ours_s"]
-    print(f"copy floor at {LARGEST}: {floor * 1e6:.0f} us; ours is {largest / floor:.1f} times that")
     memory = extra_memory(arguments.device)
     print(f"extra memory at {LARGEST}: {memory:.2f} float32 copies of the log-probs, outputs included")
+    shapes = {}
+    for kind, options in (("loose", OPTIONS), ("binding", BINDING)):
+        for rows, columns in SHAPES:
+            figures = compare(rows, columns, arguments.device, verl, options)
+            shapes[f"{rows}x{columns} {kind}"] = figures
+            text = f"({rows}, {columns}), {kind} bounds: ours {figures['ours_s'] * 1e6:.0f} us"
+            if verl is not None:
+                text += f", verl {figures['verl_s'] * 1e6:.0f} us, {figures['ratio']:.1f} times"
+            print(text, flush=True)
+    floor = copy_floor(arguments.device)
+    largest = shapes[f"{LARGEST[0]}x{LARGEST[1]} loose"]["ours_s"]
+    print(f"copy floor at {LARGEST}: {floor * 1e6:.0f} us; ours is {largest / floor:.1f} times that")
     grown = growth(arguments.device)
     for name, figures in grown.items():
         print(f"time against elements, {name}: exponent {figures['exponent']:.2f}")

@@ -10,13 +10,14 @@ computing. Comparisons write 0/1 in the compute dtype, so that they can be added
 """
 
 import math
-from functools import lru_cache
+from bisect import bisect_left, bisect_right
 from typing import Any
 
 import torch
 
-from flowgrpo_rc.correction.layout import Layout, band, round_to
-from flowgrpo_rc.correction.ops import Ops, Tape
+from flowgrpo_rc.correction.layout import Layout, band, element_cuts
+from flowgrpo_rc.correction.ops import Array, Ops, Tape
+from flowgrpo_rc.correction.rows import Rows
 from flowgrpo_rc.correction.thresholds import SAFETY_BOUND, Criterion, ImportanceSampling
 
 # Up to this many elements every figure has a buffer and all are summed at once (few operations); above it they
@@ -28,11 +29,11 @@ TRANSPOSED_COLUMNS = 64
 FAR = 1e38
 # Above this `e + 1` is as good as `exp(lc)`.
 NARROW = -2.0
+# Whether `l` is narrow, and how many of the values it is compared with lie below it and not above it.
+Facts = tuple[bool, int, int]
+_NOTHING: Facts = (False, -1, -1)
 # A kernel's tapes: blocks differ in few facts at a time.
 _TAPES = 8
-
-Array = Any
-"""A numpy array or a tensor, whichever the operations work on."""
 
 
 class Kernel:
@@ -46,23 +47,18 @@ class Kernel:
 
     def __init__(self, layout: Layout, rows: int, columns: int, *, masked: bool, ops: Ops, device: Any) -> None:
         self._layout, self._columns, self._masked, self._ops = layout, columns, masked, ops
-        self._tapes: dict[tuple[bool, ...], tuple[Tape, bool]] = {}
-        self._cuts = [float(ops.number(cut)) for cut in _cuts(layout)] if ops.on_host else []
+        self._tapes: dict[Facts, tuple[Tape, bool]] = {}
+        self._cuts = sorted(float(ops.number(cut)) for cut in element_cuts(layout)) if ops.on_host else []
         self._numbers: dict[float, Array] = {}
         self._transposed = columns <= TRANSPOSED_COLUMNS
         self._dim = 0 if self._transposed else 1
         self._shape = (columns, rows) if self._transposed else (rows, columns)
         self.table = ops.new((layout.height, rows))
         self._row: dict[str, Array] = dict(zip(layout.table, self.table, strict=True))
-        self._buffers(rows)
-        first = len(layout.sums)
-        self._statistics = self.table[first : first + len(layout.row_criteria)]
-        self._outside_rows = ops.new((2, len(layout.row_criteria), rows))
-        first += len(layout.row_criteria)
-        self._extremes = self.table[first : first + 2]
-        self._lower, self._upper = (ops.array(bound) for bound in _bounds(layout.row_criteria, layout.dtype, device))
+        self._buffers()
+        self._rows = Rows(layout, self.table, columns, masked=masked, ops=ops, device=device)
 
-    def _buffers(self, rows: int) -> None:
+    def _buffers(self) -> None:
         """One per summed figure, or a shared one; and those that no figure needs."""
         layout, ops, new = self._layout, self._ops, self._ops.new
         self._summed = self.table[: len(layout.sums)]
@@ -82,8 +78,6 @@ class Kernel:
         self._e, self._temporary = new(self._shape), new(self._shape)
         self._made: dict[str, Array] = {}
         self._weights = self._temporary if layout.plan.importance is None else new(self._shape)
-        self._row_bad, self._divisor, self._row_scratch = new((rows,)), new((rows,)), new((rows,))
-        self._ends = new((2, rows))
         if not self._masked:
             ops.fill(*((self._buffer["n"], 1.0) if self._stacked else (self._row["n"], float(self._columns))))
             return
@@ -98,7 +92,7 @@ class Kernel:
 
         Arrays of `ops`, but for `kept`; `mask`, `weights` and `kept` may be None, `mask` only if not `masked`.
         """
-        ops, turn = self._ops, self._ops.transpose if self._transposed else _same
+        ops, turn = self._ops, self._ops.transpose if self._transposed else lambda x: x
         if self._masked:
             ops.ne(turn(mask), 0, out=self._ones)
         self._difference(self._ready("p", turn(log_prob)), self._ready("q", turn(rollout_log_prob)))
@@ -114,26 +108,25 @@ class Kernel:
         if weights is not None:
             ops.copy(turn(self._weights), out=weights)
         if kept is not None:
-            keep = self._own("bad") if self._rejects_elements else self._spread(self._row_bad)
+            keep = self._own("bad") if self._rejects_elements else self._spread(self._rows.kept)
             ops.keep(mask, turn(keep), kept)
 
-    def _facts(self) -> tuple[bool, ...]:
+    def _facts(self) -> Facts:
         """What the extremes of `l` say about the block; on them alone depends which operations it needs.
 
         On a device nobody looks, and nothing is known.
         """
         self._narrow, self._least, self._most = False, -math.inf, math.inf
         if not self._ops.on_host:
-            return ()
-        row = self._row
-        least, most = float(row["l_min"].min()), float(row["l_max"].max())
+            return _NOTHING
+        least, most = self._ops.ends(self._row["l_min"], self._row["l_max"])
         if not (math.isfinite(least) and math.isfinite(most)):
-            return ()
+            return _NOTHING
         self._least, self._most = least, most
         self._narrow = least > NARROW and most < SAFETY_BOUND
-        return (self._narrow, *[cut < least for cut in self._cuts], *[cut > most for cut in self._cuts])
+        return self._narrow, bisect_left(self._cuts, least), bisect_right(self._cuts, most)
 
-    def _record(self, facts: tuple[bool, ...]) -> None:
+    def _record(self, facts: Facts) -> None:
         """Does the pass and keeps what it did: blocks with the same facts need the same, on the same memory."""
         ops, tape = self._ops, Tape(self._ops)
         self._ops = tape
@@ -154,7 +147,7 @@ class Kernel:
     def _pass(self) -> None:
         """Everything that follows from `l` and its extremes."""
         layout, plan, ops = self._layout, self._layout.plan, self._ops
-        self._rejects_elements = self._rejects_rows = False
+        self._rejects_elements = False
         self._base()
         if plan.importance is not None and plan.importance.level == "token":
             self._token_weights(plan.importance, self._weights)
@@ -169,7 +162,8 @@ class Kernel:
             self._count("veto_low", self._l, below=plan.log_veto)
         if self._stack is not None:
             ops.sum(self._stack, self._dim + 1, out=self._summed)
-        self._rows_pass()
+        self._rows.run(ops)
+        self._finish()
 
     def _number(self, value: float) -> Array:
         number = self._numbers.get(value)
@@ -219,7 +213,7 @@ class Kernel:
         """Largest and smallest valid `l` of each row."""
         dim, ops, row, l = self._dim, self._ops, self._row, self._l  # noqa: E741
         if self._columns == 1:
-            ops.copy(l, out=self._extremes)
+            ops.copy(l, out=self._rows.extremes)
             return
         ops.amax(l, dim, out=row["l_max"])
         ops.amin(l, dim, out=row["l_min"])
@@ -383,119 +377,24 @@ class Kernel:
             self._ops.copy(found, out=self._own("bad"))
             self._rejects_elements = True
 
-    # Row level
+    # Both
 
-    def _rows_pass(self) -> None:
-        """Criteria and weights that act on whole rows, and which elements each row keeps."""
-        layout, plan, row, ops = self._layout, self._layout.plan, self._row, self._ops
-        divisor = row["n"]
-        if self._masked and self._columns > 1:
-            divisor = ops.clamp(divisor, 1.0, math.inf, out=self._divisor)
-        if self._columns == 1:
-            divisor = None
+    def _finish(self) -> None:
+        """Row weights to elements; `bad` becomes 1.0 where nothing rejects; counts what each row keeps."""
+        plan, ops, rows = self._layout.plan, self._ops, self._rows
         if plan.importance is not None and plan.importance.level != "token":
-            self._row_weights(plan.importance, divisor, self._weights)
-        for c, statistic in zip(layout.row_criteria, self._statistics, strict=True):
-            self._statistic(c, divisor, statistic)
-        if layout.row_criteria:
-            ops.gt(self._statistics, self._upper, out=self._outside_rows[0])
-            ops.lt(self._statistics, self._lower, out=self._outside_rows[1])
-            for found in self._outside_rows.reshape(-1, len(self._row_bad)):
-                self._reject_row(found)
-        if plan.log_veto is not None:
-            self._reject_row(row["veto_low"])
-        if plan.can_reject:
-            self._combine()
-
-    def _row_weights(self, spec: ImportanceSampling, divisor: Array, weights: Array) -> None:
-        """One weight per row, from the sum of its `l` ("sequence") or their mean ("geometric")."""
-        row, ops = self._row, self._ops
-        log_ratio = ops.copy(row["l"], out=row["is_log_ratio"])
-        if spec.level == "geometric" and divisor is not None:
-            ops.div(log_ratio, divisor, out=log_ratio)
-        high = ops.gt(log_ratio, self._number(math.log(spec.upper)), out=row["is_high"])
-        low = ops.lt(log_ratio, self._number(math.log(spec.reported_lower)), out=row["is_low"])
-        made = ops.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND, out=row["is_row_weight"])
-        ops.exp(made, out=made)
-        if spec.mode == "zero":
-            for outside in (high, low):
-                inside = ops.eq(outside, self._number(0.0), out=self._row_scratch)
-                ops.mul(made, inside, out=made)
-        elif spec.mode == "mask":
-            self._reject_row(high)
-            if spec.lower > 0:
-                self._reject_row(low)
-        else:
-            ops.clamp(made, spec.lower if spec.mode == "clip" else 0.0, spec.upper, out=made)
-        if self._masked:
-            ops.mul(self._ones, self._spread(made), out=weights)
-        else:
-            ops.copy(self._spread(made), out=weights)
-
-    def _statistic(self, c: Criterion, divisor: Array, statistic: Array) -> None:
-        """Fills a whole-row criterion's statistic; `k1 = -l`."""
-        ops = self._ops
-        if c.aggregate == "seq_max":
-            ends = ops.clamp(self._extremes, -SAFETY_BOUND, SAFETY_BOUND, out=self._ends)
-            # k2 and k3 are convex with their minimum at 0: their maximum over a row is at an extreme of l
-            if c.statistic == "k2":
-                ops.mul(ops.mul(ends, ends, out=ends), self._number(0.5), out=ends)
+            made = self._spread(self._row["is_row_weight"])
+            if self._masked:
+                ops.mul(self._ones, made, out=self._weights)
             else:
-                ops.sub(ops.expm1(ends, out=ops.new(ends.shape)), ends, out=ends)
-            ops.amax(ends, 0, out=statistic)
+                ops.copy(made, out=self._weights)
+        if not plan.can_reject:
             return
-        total = self._row["lc" if c.statistic == "k1" else c.statistic]
-        if c.aggregate == "seq_mean" and divisor is not None:
-            ops.div(total, divisor, out=statistic)
-        else:
-            ops.copy(total, out=statistic)
-        if c.statistic == "k1":
-            ops.neg(statistic, out=statistic)
-
-    def _reject_row(self, found: Array) -> None:
-        if self._rejects_rows:
-            self._ops.add(self._row_bad, found, out=self._row_bad)
-        else:
-            self._ops.copy(found, out=self._row_bad)
-            self._rejects_rows = True
-
-    def _combine(self) -> None:
-        """Turns `bad` into 1.0 where nothing rejects, and counts what each row keeps."""
-        kept, ops, zero = self._row["kept"], self._ops, self._number(0.0)
-        if self._rejects_rows:
-            ops.eq(self._row_bad, zero, out=self._row_bad)
-        else:
-            ops.fill(self._row_bad, 1.0)
         if not self._rejects_elements:
-            ops.mul(self._row["n"], self._row_bad, out=kept)
+            ops.mul(self._row["n"], rows.kept, out=self._row["kept"])
             return
-        keep = ops.eq(self._own("bad"), zero, out=self._own("bad"))
-        if self._rejects_rows:
-            ops.mul(keep, self._spread(self._row_bad), out=keep)
+        keep = ops.eq(self._own("bad"), self._number(0.0), out=self._own("bad"))
+        if rows.rejects:
+            ops.mul(keep, self._spread(rows.kept), out=keep)
         counted = ops.mul(keep, self._ones, out=self._temporary) if self._masked else keep
-        ops.sum(counted, self._dim, out=kept)
-
-
-def _cuts(layout: Layout) -> list[float]:
-    """Values that `l` is compared with, element by element."""
-    cuts = [bound for c in layout.token_criteria if c.statistic == "k1" for bound in (c.lower, c.upper)]
-    spec = layout.plan.importance
-    if spec is not None and spec.level == "token":
-        cuts += [math.log(spec.upper), math.log(spec.reported_lower)]
-    if layout.plan.log_veto is not None:
-        cuts.append(layout.plan.log_veto)
-    return cuts
-
-
-def _same(x: Array) -> Array:
-    return x
-
-
-@lru_cache(maxsize=64)
-def _bounds(
-    criteria: tuple[Criterion, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds of the whole-row statistics, `(criteria, 1)`; kept, so that later calls copy nothing to the device."""
-    bands = [band(c) for c in criteria]
-    low, high = round_to([b[0] for b in bands], dtype), round_to([b[1] for b in bands], dtype)
-    return low.to(device, non_blocking=True), high.to(device, non_blocking=True)
+        ops.sum(counted, self._dim, out=self._row["kept"])

@@ -13,6 +13,10 @@ import torch
 _HOST_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _HOST_BITS = {torch.float32: np.int32, torch.float64: np.int64}
+
+Array = Any
+"""A numpy array or a tensor, whichever the operations work on."""
+
 # From so many elements on numpy's one pass beats two calls that cost less.
 _CLIP_FROM = 2048
 
@@ -47,6 +51,11 @@ class HostOps:
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.float()
         return (tensor.detach() if tensor.requires_grad else tensor).numpy()
+
+    @staticmethod
+    def ends(low: Any, high: Any) -> tuple[float, float]:
+        """Smallest of `low` and largest of `high`."""
+        return float(np.minimum.reduce(low)), float(np.maximum.reduce(high))
 
     @staticmethod
     def copy(x: Any, out: Any) -> Any:

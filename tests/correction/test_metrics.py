@@ -443,3 +443,45 @@ def test_slime_names(level, mode, threshold, lower, upper):
         expected[f"mis_{mode}_fraction_low"], expected[f"mis_{mode}_fraction_high"] = low, high
     _assert_metrics(slime_metrics(result, ppo_ratio_mean=1.25), expected)
     assert slime_metrics(result.moments) == {k: v for k, v in slime_metrics(result).items() if k != "ois"}
+
+
+KINDS = {"tiny": (1e-4, 0.0), "small": (0.3, 0.0), "wide": (6.0, 0.0), "huge": (300.0, 0.0), "one-sided": (0.01, 0.7)}
+
+
+@pytest.mark.parametrize("shape", [(7, 1), (9, 5), (4, 3000), (5, 9000)])
+@pytest.mark.parametrize("mode", ["truncate", "zero", "clip", "mask"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks_of_every_kind_in_turn(masked, mode, shape, monkeypatch):
+    """On the host the operations depend on a block's extremes and are replayed; the device's never do and never are."""
+    threshold = 1.4 if mode == "truncate" else "0.7_1.4"
+    config = replace(EVERYTHING, rollout_is_batch_normalize=False, rollout_is_mode=mode, rollout_is_threshold=threshold)
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for scale, shift in KINDS.values():
+        p = -torch.rand(shape, generator=generator, dtype=torch.float64)
+        l = shift + scale * torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E741
+        mask = torch.rand(shape, generator=generator) < 0.8
+        mask[:, 0] = True
+        batches.append((p, p - l, mask if masked else None))
+    here = [compute_rollout_correction(*batch, config=config) for _ in range(2) for batch in batches]
+    monkeypatch.setattr(blocks, "ops_for", lambda device, dtype: DeviceOps(dtype, device))
+    for found, batch in zip(here, 2 * batches, strict=True):
+        there = compute_rollout_correction(*batch, config=config)
+        torch.testing.assert_close(found.weights, there.weights, rtol=1e-12, atol=0)
+        assert torch.equal(found.mask, there.mask)
+        _assert_metrics(found.metrics, there.metrics)
+
+
+def test_threads_share_a_large_batch():
+    p, q, mask = reference.random_case(5, 300, 5000, dtype=torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(compute_rollout_correction(p, q, mask, config=EVERYTHING))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0].weights, results[1].weights)
+    assert torch.equal(results[0].mask, results[1].mask)
+    assert results[0].metrics == results[1].metrics
