@@ -30,8 +30,9 @@ $(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
 	touch $@
 
 # On a machine with a CUDA device: the tests that need one, and the benchmarks, with their figures.
-gpu: $(STAMP)
+gpu: $(VERL)/.installed
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	PYTHONPATH=$(VERL) $(BIN)/python benchmarks/correction.py --json benchmarks/results/correction_gpu.json
 	$(BIN)/python benchmarks/step_time.py --out benchmarks/results/step_time_gpu.json trainer.device=auto
 
 install: $(STAMP)

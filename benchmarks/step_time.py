@@ -5,6 +5,11 @@
 Steps of the demo in three modes alternate in one process; the figures are medians of pairwise ratios. "decoupled"
 scores only the mini-batches whose old policy the update does not supply itself (``actor.score=auto``). The share of a
 step that is model compute (transformer, VAE, text encoder) is measured around those modules.
+
+    python benchmarks/step_time.py --sizes 8,32,128 --out benchmarks/results/step_shares.json
+
+What a step spends, for batches of so many images, outside model compute and reward, and on the loss and the rollout
+correction alone (forward; decoupled, everything scored: the mode that corrects most).
 """
 
 import argparse
@@ -18,8 +23,11 @@ from pathlib import Path
 import torch
 from machine import describe
 
+from flowgrpo_rc.actor import actor as actor_module
 from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer import trainer as trainer_module
 
 STAGES = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
 MODES = {
@@ -29,17 +37,27 @@ MODES = {
 }
 
 
+_CORRECT = ((actor_module, "correct_diffusion_batch"), (trainer_module, "correct_diffusion_batch"))
+
+
 class ModelClock:
     """Seconds spent inside the forwards of some modules and in backward passes."""
 
     def __init__(self, trainer: FlowGRPOTrainer) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         run = trainer.run
+        assert isinstance(run.engine, DiffusersEngine), "these figures are the diffusers engine's"
         self._wrap(run.engine.transformer, "forward", "transformer")
         self._wrap(run.actor.transformer, "forward", "transformer")
         self._wrap(run.model.pipe.vae, "decode", "vae")
         self._wrap(run.model.pipe.text_encoder, "forward", "text_encoder")
         self._wrap(run.accelerator, "backward", "backward")
+
+    def watch_loss(self) -> None:
+        """Also time the loss and the correction, in the actor and the trainer that use them."""
+        self._wrap(actor_module, "diffusion_loss_sums", "loss")
+        for module, name in _CORRECT:
+            self._wrap(module, name, "correction")
 
     def _wrap(self, owner: object, name: str, label: str) -> None:
         original = getattr(owner, name)
@@ -84,6 +102,59 @@ def measure(steps: int, overrides: list[str]) -> dict[str, list[dict[str, float]
     return samples
 
 
+def shares(images: int, steps: int, overrides: list[str]) -> dict[str, float]:
+    """Median shares of a step with so many images, 8 a prompt, in two optimizer steps where there are two prompts."""
+    prompts = images // 8
+    settings = [
+        *MODES["decoupled-all-scored"],
+        f"data.train_batch_size={prompts}",
+        "actor_rollout_ref.rollout.n=8",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, prompts // 2)}",
+    ]
+    originals = [(m, n, getattr(m, n)) for m, n in ((actor_module, "diffusion_loss_sums"), *_CORRECT)]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = FlowGRPOTrainer(
+            compose("tiny_qwen_image_ocr", [*settings, f"trainer.default_local_dir={folder}/run", *overrides])
+        )
+        clock = ModelClock(trainer)
+        clock.watch_loss()
+        try:
+            for index in range(steps + 1):
+                trainer.train_step()
+                times, inside = trainer.timer.take(), clock.take()
+                if index > 0:
+                    rows.append((times, inside))
+        finally:
+            for module, name, original in originals:
+                setattr(module, name, original)
+    model = ("transformer", "vae", "text_encoder", "backward")
+
+    def share(of) -> float:
+        return statistics.median(of(times, inside) / times["timing_s/step"] for times, inside in rows)
+
+    return {
+        "step_s": statistics.median(times["timing_s/step"] for times, _ in rows),
+        "model": share(lambda _, inside: sum(inside.get(name, 0.0) for name in model)),
+        "reward": share(lambda times, _: times["timing_s/reward"]),
+        "loss_and_correction": share(lambda _, inside: inside["loss"] + inside["correction"]),
+    }
+
+
+def report_shares(sizes: list[int], steps: int, overrides: list[str]) -> dict[str, dict[str, float]]:
+    """Prints and returns ``shares`` for every size."""
+    result = {}
+    for images in sizes:
+        row = result[str(images)] = shares(images, steps, overrides)
+        row["elsewhere"] = 1 - row["model"] - row["reward"]
+        print(
+            f"{images:4} images: step {row['step_s']:.2f} s, model {row['model']:.1%}, reward {row['reward']:.1%}, "
+            f"elsewhere {row['elsewhere']:.1%}; loss and correction {row['loss_and_correction']:.2%}",
+            flush=True,
+        )
+    return result
+
+
 def summarise(samples: dict[str, list[dict[str, float]]]) -> dict:
     """Medians per stage, and the ratios."""
     stages = {
@@ -113,16 +184,10 @@ def summarise(samples: dict[str, list[dict[str, float]]]) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15, help="pairs of steps")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides for both modes")
-    arguments = parser.parse_args()
-    result = {"machine": describe(), **summarise(measure(arguments.steps, arguments.overrides))}
-    print(
-        f"{'stage':10} " + " ".join(f"{mode:>21}" for mode in MODES) + f"   seconds, median of {arguments.steps} steps"
-    )
+def report_ratios(steps: int, overrides: list[str]) -> dict:
+    """Prints and returns ``summarise``."""
+    result = summarise(measure(steps, overrides))
+    print(f"{'stage':10} " + " ".join(f"{mode:>21}" for mode in MODES) + f"   seconds, median of {steps} steps")
     for stage in (*STAGES, "step"):
         values = (result["median_seconds"][mode][stage] for mode in MODES)
         print(f"{stage:10} " + " ".join(f"{v:21.4f}" for v in values))
@@ -130,6 +195,21 @@ def main() -> None:
     print(f"{'model':10} " + " ".join(f"{shares[mode]:21.1%}" for mode in MODES) + "   compute, share of the step")
     for mode, ratio in result["step_over_all_scored"].items():
         print(f"step time of {mode} over decoupled with everything scored: {ratio:.3f}")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=15, help="pairs of steps")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--sizes", help="images per batch, comma-separated: shares of a step instead of ratios")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for both modes")
+    arguments = parser.parse_args()
+    if arguments.sizes:
+        sizes = [int(size) for size in arguments.sizes.split(",")]
+        result = {"machine": describe(), "sizes": report_shares(sizes, arguments.steps, arguments.overrides)}
+    else:
+        result = {"machine": describe(), **report_ratios(arguments.steps, arguments.overrides)}
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1))

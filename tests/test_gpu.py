@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from flowgrpo_rc import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
+from flowgrpo_rc.actor import DiffusionLossConfig
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.gpu
@@ -46,3 +48,51 @@ def test_rollouts_equal_the_cpus(small_config):
     ).fit()
     assert cuda.rows()[0]["val/reward/mean"] == pytest.approx(cpu.rows()[0]["val/reward/mean"], abs=1e-3)
     assert torch.cuda.max_memory_allocated() > 0
+
+
+def loss_and_slope(path, mode, dtype, device):
+    """Loss, gradient and metrics of a seeded batch, computed on ``device`` and brought back."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (16, 3) if path == "steps" else (8, 200)
+    old = -torch.rand(shape, generator=generator)
+    scale = 1e-3 if path == "steps" else 0.1
+    data = {
+        "old_log_probs": old,
+        "rollout_log_probs": old + scale * torch.randn(shape, generator=generator),
+        "advantages": torch.randn(shape[0], generator=generator),
+    }
+    new = old + scale * torch.randn(shape, generator=generator)
+    if path == "tokens":
+        ends = torch.randint(50, 201, (shape[0], 1), generator=generator)
+        data["response_mask"] = (torch.arange(shape[1]) < ends).int()
+    correction = {"rollout_is": "token", "rollout_is_threshold": 1 + scale, "rollout_rs": "token_k1"}
+    correction |= {"rollout_rs_threshold": 1 + 2 * scale, **mode}
+    loss = {"clip_ratio": scale, "clip_ratio_c": 1 + 2 * scale}
+    config = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(**loss), rollout_correction=correction)
+    data = {name: t.to(device, dtype if t.is_floating_point() else t.dtype) for name, t in data.items()}
+    if path == "steps" and not mode["bypass_mode"]:
+        data, _ = apply_rollout_correction_to_diffusion_batch(data, config.rollout_correction)
+    log_probs = new.to(device, dtype).requires_grad_()
+    value, metrics = diffusion_loss(config, {"log_probs": log_probs}, data)
+    value.backward()
+    return value.detach().cpu(), log_probs.grad.float().cpu(), metrics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", ["steps", "tokens"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"bypass_mode": False},
+        {"bypass_mode": True},
+        {"bypass_mode": True, "loss_type": "reinforce"},
+    ],
+)
+def test_both_paths_equal_the_cpu(mode, path, dtype):
+    """The inputs are rounded before they reach the device, so only the arithmetic differs."""
+    there, here = (loss_and_slope(path, mode, dtype, device) for device in ("cuda", "cpu"))
+    torch.testing.assert_close(there[0], here[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(there[1], here[1], rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-7)
+    assert there[2].keys() == here[2].keys()
+    for name, value in here[2].items():
+        assert there[2][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
