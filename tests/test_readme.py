@@ -17,6 +17,15 @@ def test_the_library_example_runs():
     assert "rollout_corr/logprob_abs_diff_mean" in scope["metrics"]
 
 
+def test_the_token_example_runs():
+    text = (ROOT / "docs" / "training.md").read_text()
+    scope: dict = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.S).group(1), scope)
+    gradient = scope["log_probs"].grad
+    assert gradient[scope["mask"]].abs().sum() > 0
+    assert gradient[~scope["mask"]].abs().sum() == 0
+
+
 def test_every_explained_metric_is_logged(small_config):
     from flowgrpo_rc.trainer import FlowGRPOTrainer
 

@@ -27,41 +27,52 @@ def run_blocks(
     p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], m: Shaped[Tensor, "B T"] | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor, Float[Tensor, "figures B"]]:
     """The weights (None without importance sampling), `mask * keep`, and the table of every row's figures."""
-    rows, columns = p.shape
-    plan = layout.plan
-    weights = None if plan.importance is None else p.new_empty((rows, columns), dtype=layout.dtype)
-    if plan.can_reject:
-        kept = p.new_empty((rows, columns), dtype=torch.bool if m is None else m.dtype)
-    elif m is None:
-        kept = p.new_ones((rows, columns), dtype=torch.bool)
-    else:
-        kept = m.clone(memory_format=torch.contiguous_format)
-    target = kept if plan.can_reject else None
+    can_reject = layout.plan.can_reject
     ops = ops_for(p.device, layout.dtype)
-    if isinstance(ops, HostOps):
-        with np.errstate(all="ignore"):
-            return weights, kept, torch.from_numpy(_on_host(ops, layout, p, q, m, weights, target))
+    on_host = isinstance(ops, HostOps)
+    weights = None
+    if layout.plan.importance is not None:
+        weights = ops.new(p.shape)
+    if can_reject:
+        kept = p.new_empty(p.shape, dtype=torch.bool if m is None else m.dtype)
+    elif m is None:
+        kept = p.new_ones(p.shape, dtype=torch.bool)
+    else:
+        kept = m.detach().clone(memory_format=torch.contiguous_format)
+    run = _on_host if on_host else _on_device
+    table = run(ops, layout, p, q, m, weights, kept if can_reject else None)
+    if on_host:
+        return None if weights is None else torch.from_numpy(weights), kept, torch.from_numpy(table)
+    return weights, kept, table
+
+
+@torch.no_grad()
+def _on_device(
+    ops: Ops, layout: Layout, p: Tensor, q: Tensor, m: Tensor | None, weights: Array, kept: Tensor | None
+) -> Array:
+    rows, columns = p.shape
     step = max(1, DEVICE_BLOCK // columns)
     table = ops.new((layout.height, rows))
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         kernel = Kernel(layout, part.stop - start, columns, masked=m is not None, ops=ops, device=p.device)
-        kernel.run(p[part], q[part], *(x if x is None else x[part] for x in (m, weights, target)))
+        kernel.run(p[part], q[part], *(x if x is None else x[part] for x in (m, weights, kept)))
         table[:, part] = kernel.table
-    return weights, kept, table
+    return table
 
 
 def _on_host(
-    ops: Ops, layout: Layout, p: Tensor, q: Tensor, m: Tensor | None, weights: Tensor | None, kept: Tensor | None
+    ops: Ops, layout: Layout, p: Tensor, q: Tensor, m: Tensor | None, weights: Array, kept: Tensor | None
 ) -> Array:
     rows, columns = p.shape
     inputs = ops.array(p), ops.array(q)
-    others = [x if x is None else ops.array(x) for x in (m, weights)] + [kept]
+    others = [None if m is None else ops.array(m), weights, kept]
     step = max(1, HOST_BLOCK // columns)
     if step >= rows:
-        masked = others[0] is not None and not others[0].all()
+        masked = m is not None and not np.logical_and.reduce(others[0], axis=None)
         kernel = _kernel(ops, layout, rows, columns, masked)
-        kernel.run(*inputs, *others)
+        with np.errstate(all="ignore"):
+            kernel.run(*inputs, *others)
         return kernel.table
     table = ops.new((layout.height, rows))
 

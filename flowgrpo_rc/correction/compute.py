@@ -147,7 +147,6 @@ def compute_offpolicy_metrics(
     return run_plan(log_prob, rollout_log_prob, mask, plan=CorrectionPlan(), timesteps=timesteps).metrics
 
 
-@torch.no_grad()
 def run_plan(
     log_prob: Float[Tensor, "..."],
     rollout_log_prob: Float[Tensor, "..."],
@@ -219,6 +218,7 @@ def _normalise(weights: Tensor, layout: Layout, table: Float[Tensor, "K B"], dp_
     return divisor.reshape(1)
 
 
+@torch.no_grad()
 def _timestep_parts(p: Tensor, q: Tensor, m: Tensor | None, timesteps: Tensor) -> list[Tensor]:
     """`|l|`, validity and timestep of every element, flat, for grouping on the host."""
     gap = p.double() - q.double()

@@ -19,6 +19,7 @@ Array = Any
 
 # From so many elements on numpy's one pass beats two calls that cost less.
 _CLIP_FROM = 2048
+_CHUNK = 512
 
 
 class HostOps:
@@ -28,7 +29,22 @@ class HostOps:
     sub, add, mul, div, bitwise_and = np.subtract, np.add, np.multiply, np.divide, np.bitwise_and
     abs, exp, expm1, neg = np.absolute, np.exp, np.expm1, np.negative
     maximum, minimum = np.maximum, np.minimum
-    gt, lt, eq, ne = np.greater, np.less, np.equal, np.not_equal
+
+    @staticmethod
+    def gt(x: Any, bound: Any, out: Any) -> Any:
+        return _as_numbers(np.greater(x, bound), out)
+
+    @staticmethod
+    def lt(x: Any, bound: Any, out: Any) -> Any:
+        return _as_numbers(np.less(x, bound), out)
+
+    @staticmethod
+    def eq(x: Any, value: Any, out: Any) -> Any:
+        return _as_numbers(np.equal(x, value), out)
+
+    @staticmethod
+    def ne(x: Any, value: Any, out: Any) -> Any:
+        return _as_numbers(np.not_equal(x, value), out)
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._bits = _HOST_DTYPES[dtype], _HOST_BITS[dtype]
@@ -78,7 +94,15 @@ class HostOps:
 
     @staticmethod
     def sum(x: Any, axis: int, out: Any) -> Any:
-        return np.add.reduce(x, axis, None, out)
+        if axis != 1 or x.ndim != 2 or x.shape[1] < 2 * _CHUNK:
+            return np.add.reduce(x, axis, None, out)
+        # einsum sums a row several times faster, if one after the other: in chunks, it is as accurate
+        rows, columns = x.shape
+        whole = columns - columns % _CHUNK
+        chunks = np.empty((rows, columns // _CHUNK + 1), x.dtype)
+        np.einsum("ijk->ij", x[:, :whole].reshape(rows, -1, _CHUNK), out=chunks[:, :-1])
+        np.einsum("ij->i", x[:, whole:], out=chunks[:, -1])
+        return np.add.reduce(chunks, 1, None, out)
 
     @staticmethod
     def amax(x: Any, axis: int, out: Any) -> Any:
@@ -101,6 +125,12 @@ class HostOps:
             np.not_equal(keep, 0.0, out=out.numpy())
         else:
             np.multiply(mask, keep, out=out.numpy(), casting="unsafe")
+
+
+def _as_numbers(found: Any, out: Any) -> Any:
+    """0 and 1; by way of booleans, since numpy's comparisons into numbers are slow."""
+    np.copyto(out, found)
+    return out
 
 
 class DeviceOps:
