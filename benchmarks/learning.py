@@ -29,7 +29,7 @@ CONFIG = "tiny_qwen_image_ocr"
 TIMEOUT = 3600
 REFERENCE = "float32_bypass"
 """The setting without a gap; drawn in grey behind all others."""
-STAGES = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
+STAGES = ("rollout", "probe", "reward", "advantage", "score", "correct", "update", "sync")
 """What counts as a step's time: validation, logging and saving do not."""
 
 Overrides = dict[str, Any]

@@ -29,7 +29,7 @@ from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import trainer as trainer_module
 
-STAGES = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
+STAGES = ("rollout", "probe", "reward", "advantage", "score", "correct", "update", "sync")
 MODES = {
     "bypass": ("algorithm.rollout_correction.bypass_mode=true",),
     "decoupled": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=auto"),

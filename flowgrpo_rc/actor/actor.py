@@ -150,6 +150,17 @@ class DiffusionActor:
         scored = [self._as_old_policy(self._forward(batch[r], conditioning)) for r in rows]
         return {name: torch.cat([part[name] for part in scored]) for name in self._old_names.values()}
 
+    @torch.no_grad()
+    def rescore(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
+        """The recorded steps under the present policy with their transitions, on the host.
+
+        ``log_probs`` and ``transition_stds`` ``(B, W)``, ``transition_means`` ``(B, W, *L)``.
+        """
+        rows = torch.arange(len(batch)).split(self._score_batch_size)
+        parts = [self._forward(batch[r], conditioning, means=True) for r in rows]
+        names = ("log_probs", "transition_means", "transition_stds")
+        return {name: torch.cat([part[name].cpu() for part in parts]) for name in names}
+
     def update(
         self,
         batch: TensorDict,
@@ -239,7 +250,7 @@ class DiffusionActor:
             gap.add(sums.correction)
         return sums.metrics
 
-    def _forward(self, data: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
+    def _forward(self, data: TensorDict, conditioning: Conditioning, *, means: bool = False) -> dict[str, Tensor]:
         """All steps of all images in one forward: log-probs ``(b, W)`` and what the KL loss needs."""
         device = self._accelerator.device
         b, w = data["latents"].shape[:2]
@@ -250,7 +261,7 @@ class DiffusionActor:
         cond = conditioning.rows(data["prompt_index"].repeat_interleave(w), device)
         law = self._law(flat, cond)
         output = {"log_probs": log_prob(law, flat["next_latents"], sde_type=self._sde_type).view(b, w)}
-        if self._config.use_kl_loss or self._config.diffusion_loss.needs_old_means:
+        if means or self._config.use_kl_loss or self._config.diffusion_loss.needs_old_means:
             output["transition_means"] = law.mean.unflatten(0, (b, w))
             output["transition_stds"] = law.step_std.view(b, w)
         if self._config.use_kl_loss and torch.is_grad_enabled():

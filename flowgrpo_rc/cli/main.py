@@ -1,10 +1,11 @@
-"""``flowgrpo-rc``: train, demo, prepare-data, explain-config."""
+"""``flowgrpo-rc``: train, demo, probe, prepare-data, explain-config."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from flowgrpo_rc import __version__
+from flowgrpo_rc.cli.probe import add_probe
 
 DEMO_CONFIG = "tiny_qwen_image_ocr"
 INTERRUPTED = 130
@@ -12,7 +13,8 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 refused before training, 130 interrupted."""
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 refused before training, 3 a probe found
+    the configuration not safe, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     return arguments.run(arguments)
 
@@ -39,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
         command.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. actor_rollout_ref.rollout.n=8")
         command.set_defaults(run=_train)
+
+    add_probe(commands, "flowgrpo_trainer")
 
     prepare = commands.add_parser("prepare-data", help="turn a known data set into parquet files")
     prepare.add_argument("dataset", choices=["ocr"], help="ocr: train.txt and test.txt, a prompt a line")

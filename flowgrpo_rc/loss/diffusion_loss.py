@@ -141,7 +141,7 @@ def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, da
     kl_sum = policy_sum.new_zeros(())
     if config.use_kl_loss:
         kl_sum = _sum(_kl(model_output, data, elements), options, elements)
-    low, high = _clip_band(options)
+    low, high = clip_band(options)
     metrics = LossMetrics.of(
         loss_sum=policy_sum,
         denominator=denominator,
@@ -205,7 +205,7 @@ def _objective(
     """The configured objective's terms, and for objectives that do not clip the elements that they leave out."""
     options, rc = config.diffusion_loss, config.rollout_correction
     log_prob, old_log_prob, advantages, weights, keep, _ = elements
-    low, high = _clip_band(options)
+    low, high = clip_band(options)
     if rc.bypass_mode and rc.loss_type == "reinforce":
         terms = reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep)
         return terms, torch.zeros_like(terms.loss, dtype=torch.bool)
@@ -243,7 +243,7 @@ def _objective(
     return terms, None
 
 
-def _clip_band(options: LossOptions) -> tuple[float, float]:
+def clip_band(options: LossOptions) -> tuple[float, float]:
     """Half widths below and above a ratio of 1."""
     low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
     return low, options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high

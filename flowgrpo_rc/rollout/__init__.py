@@ -9,11 +9,27 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.rollout.base import RolloutEngine, RolloutError, RolloutRequest, Trajectories
+    from flowgrpo_rc.rollout.base import (
+        Echo,
+        RolloutEngine,
+        RolloutError,
+        RolloutRequest,
+        RolloutSyncError,
+        Trajectories,
+    )
     from flowgrpo_rc.rollout.config import RolloutConfig
     from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 
-__all__ = ["DiffusersEngine", "RolloutConfig", "RolloutEngine", "RolloutError", "RolloutRequest", "Trajectories"]
+__all__ = [
+    "DiffusersEngine",
+    "Echo",
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutError",
+    "RolloutRequest",
+    "RolloutSyncError",
+    "Trajectories",
+]
 
 _HOMES = {"RolloutConfig": "config", "DiffusersEngine": "diffusers_engine"}
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'base')}" for name in __all__})

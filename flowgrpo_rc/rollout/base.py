@@ -1,11 +1,11 @@
 """The rollout protocol: what a trainer asks of an engine and what it gets back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+from uuid import uuid4
 
-import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -16,6 +16,10 @@ class RolloutError(RuntimeError):
     """An engine could not sample, or sampled something unfit for training."""
 
 
+class RolloutSyncError(RolloutError):
+    """An engine sampled with another adapter, schedule, guidance or noise than the trainer asked for."""
+
+
 @dataclass(frozen=True)
 class RolloutRequest:
     """Images to sample: row ``i`` draws ``prompts`` row ``prompt_index[i]`` with its own random stream."""
@@ -24,8 +28,9 @@ class RolloutRequest:
     """Embeddings of the distinct prompts, guidance and size."""
     prompt_index: Int[Tensor, " B"]
     num_inference_steps: int
-    generators: Sequence[torch.Generator]
-    """One an image: starting noise first, then one draw per stochastic step."""
+    seeds: Sequence[int]
+    """One an image. The engine draws from ``torch.Generator().manual_seed(seed)`` on the host: starting noise first,
+    then once per stochastic step."""
     window_starts: Int[Tensor, " B"] | None
     """First stochastic step of each image; ``None`` samples the deterministic ODE and records nothing."""
     window_size: int = 0
@@ -33,6 +38,35 @@ class RolloutRequest:
     sde_type: str = "sde"
     record_means: bool = False
     """Also return ``rollout_means``, the mean of each recorded step."""
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+    """Its own; results find their request by it."""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """What an engine used, read where it used it and never copied from the request; rows in the order of the images."""
+
+    request_id: str
+    timesteps: Float[Tensor, " N"]
+    """What it told the transformer at each step; float32, on the host."""
+    sigmas: Float[Tensor, " N+1"]
+    """Noise levels of the steps it took; float32, on the host."""
+    true_cfg_scale: float
+    """1 without a negative prompt."""
+    guidance_scale: float | None
+    noise_level: float
+    """Of the stochastic steps; 0 when there were none."""
+    sde_type: str
+    window_starts: Int[Tensor, " B"] | None
+    """First stochastic step of each image; ``None`` when no step was stochastic."""
+    window_size: int
+    seeds: tuple[int, ...]
+    dtype: str
+    """The transformer's compute dtype, e.g. ``bfloat16``."""
+    adapter_version: int
+    """The version of the adapter that drew the images."""
+    adapter_digest: str
+    """``adapter_digest`` of the weights that drew them."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +78,13 @@ class Trajectories:
     """``latents``, ``next_latents``, ``timesteps``, ``sigmas``, ``next_sigmas``, ``rollout_log_probs``,
     ``prompt_index`` and on request ``rollout_means``, all on the host, floats in float32; ``None`` for a deterministic
     request."""
-    adapter_version: int
-    """The version of the adapter that drew them."""
+    echo: Echo
+    """What the engine used."""
+
+    @property
+    def adapter_version(self) -> int:
+        """The version of the adapter that drew them."""
+        return self.echo.adapter_version
 
 
 @runtime_checkable
@@ -58,8 +97,16 @@ class RolloutEngine(Protocol):
         """Sample; the order of images is the request's."""
         ...
 
-    def sync(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take over the actor's adapter weights; every tensor must bind."""
+    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
+        """Take over the actor's adapter weights; every tensor must bind and ``state`` stays as it is.
+
+        Returns the digest of the adapter as the engine now holds it.
+        """
+        ...
+
+    def digest_of(self, state: Mapping[str, Tensor]) -> str:
+        """The digest of an adapter that holds exactly ``state``, after the engine's rounding; from ``state`` alone,
+        whatever the engine holds."""
         ...
 
     def close(self) -> None:

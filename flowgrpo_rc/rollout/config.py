@@ -125,6 +125,21 @@ class ValConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ProbeConfig:
+    """The section ``rollout.probe``: stored steps that the actor rescores, to tell engine gap from staleness."""
+
+    images: int = 4
+    """Images a batch, over all prompts and processes, with all their stochastic steps; 0 switches the probe off."""
+
+    warn_gap: float | None = None
+    """Warn, once a run, when ``rollout_sync/engine_gap_abs_mean`` exceeds this; null: never."""
+
+    def __post_init__(self) -> None:
+        non_negative(f"{_HERE}.probe.images", self.images)
+        positive(f"{_HERE}.probe.warn_gap", self.warn_gap, optional=True)
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The section ``actor_rollout_ref.rollout``."""
 
@@ -158,6 +173,7 @@ class RolloutConfig:
     algo: RolloutAlgoConfig = field(default_factory=RolloutAlgoConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     val_kwargs: ValConfig = field(default_factory=ValConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
 
     def __post_init__(self) -> None:
         choice(f"{_HERE}.name", self.name, ENGINES)

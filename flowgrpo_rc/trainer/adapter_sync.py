@@ -1,18 +1,19 @@
 """How the actor's adapter reaches the rollout engine: after every step, late on purpose, or averaged for validation."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor
-from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.models.lora import adapter_state, load_adapter_state
 from flowgrpo_rc.rollout import RolloutEngine
+from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 
 
 class AdapterSync:
-    """Keeps the engine at the adapter that rollouts are to be drawn with.
+    """Keeps the engine at the adapter that rollouts are to be drawn with, and checks that it holds it.
 
     With ``lag`` above 0 that is the adapter as it was ``lag`` batches ago, as an asynchronous engine would have it;
     the ``lag + 1`` newest states wait on the host. Until so many are known (the first steps, or after a resume, whose
@@ -28,14 +29,25 @@ class AdapterSync:
         self._engine, self._actor, self._lag = engine, actor, lag
         self._newest = -1
         self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=lag + 1)
+        self.held = HeldAdapter(-1, "")
+        """What the engine holds now."""
 
     @property
     def version(self) -> int:
         """The version that the next rollouts must report."""
         return self._waiting[0][0] if self._waiting else self._newest
 
+    @property
+    def behind(self) -> int:
+        """Steps between the adapter that draws rollouts and the actor's."""
+        return self._newest - self.version
+
     def push(self, version: int) -> None:
-        """The actor's adapter now has this version: give the engine the one whose turn it is."""
+        """The actor's adapter now has this version: give the engine the one whose turn it is.
+
+        Raises:
+            RolloutSyncError: the engine does not hold what it was given.
+        """
         self._newest = version
         if self._lag:
             state = adapter_state(self._actor.transformer)
@@ -44,21 +56,37 @@ class AdapterSync:
 
     def metrics(self) -> dict[str, float]:
         """``rollout/adapter_lag``, the steps between the adapter that samples now and the actor's, if there may be."""
-        return {"rollout/adapter_lag": float(self._newest - self.version)} if self._lag else {}
+        return {"rollout/adapter_lag": float(self.behind)} if self._lag else {}
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
         """Inside, the engine holds the averaged adapter, or without an average the newest one."""
         averaged = self._actor.averaged_state()
-        if averaged is None and self.version == self._newest:
+        if averaged is None and not self.behind:
             yield
             return
-        self._engine.sync(adapter_state(self._actor.transformer) if averaged is None else averaged, self._newest)
+        self._sync(adapter_state(self._actor.transformer) if averaged is None else averaged, self._newest)
         try:
             yield
         finally:
             self._sync_for_rollouts()
 
+    @contextmanager
+    def actor_at_rollout_version(self) -> Iterator[None]:
+        """Inside, the actor has the adapter that rollouts are drawn with; afterwards its own again, bit for bit."""
+        if not self.behind:
+            yield
+            return
+        own = adapter_state(self._actor.transformer)
+        load_adapter_state(self._actor.transformer, self._waiting[0][1])
+        try:
+            yield
+        finally:
+            load_adapter_state(self._actor.transformer, own)
+
     def _sync_for_rollouts(self) -> None:
-        state = self._waiting[0][1] if self._waiting else adapter_state(self._actor.transformer)
-        self._engine.sync(state, self.version)
+        self._sync(self._waiting[0][1] if self._waiting else adapter_state(self._actor.transformer), self.version)
+
+    def _sync(self, state: Mapping[str, Tensor], version: int) -> None:
+        self.held = HeldAdapter(version, self._engine.digest_of(state))
+        check_adapter(self.held, version, self._engine.sync(state, version))

@@ -12,8 +12,9 @@ from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import save_lora
-from flowgrpo_rc.rollout import RolloutRequest
-from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for
+from flowgrpo_rc.rollout import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.proof import check_rollout
+from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.announce import announcement
@@ -22,6 +23,7 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.interrupt import StopRequest
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.plots import write_plots
+from flowgrpo_rc.trainer.probe import Probe
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
 from flowgrpo_rc.trainer.run_folder import RunFolder
 from flowgrpo_rc.trainer.samples import save_grid, stack_pictures
@@ -49,7 +51,7 @@ class FlowGRPOTrainer:
         self.folder.create()
         self.accelerator = self.run.accelerator
         algo = config.actor_rollout_ref.rollout.algo
-        self._window = SDEWindow.for_schedule(
+        self.window = SDEWindow.for_schedule(
             config.actor_rollout_ref.rollout.pipeline.num_inference_steps,
             algo.sde_window_size,
             None if algo.sde_window_range is None else (algo.sde_window_range[0], algo.sde_window_range[1]),
@@ -61,8 +63,10 @@ class FlowGRPOTrainer:
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
         self._resume()
-        self.adapter = AdapterSync(self.run.engine, self.run.actor, config.actor_rollout_ref.rollout.adapter_lag)
+        rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
+        self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
+        self.probe = Probe(rollout, actor, self.adapter, self._gather, config.data.train_batch_size * rollout.n)
 
     # ------------------------------------------------------------------ one step
 
@@ -71,6 +75,8 @@ class FlowGRPOTrainer:
         prompts, rows = self._next_prompts()
         with self.timer("rollout"):
             batch, images, cond = self._rollout(prompts, rows)
+        with self.timer("probe"):
+            sync_metrics = self.probe(batch, cond, self.step)
         with self.timer("reward"):
             rewards, metrics = self._reward(images, prompts, batch)
         with self.timer("score"):
@@ -85,7 +91,7 @@ class FlowGRPOTrainer:
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
             self.adapter.push(self.step)
-        return {**metrics, **adv_metrics, **update.metrics}
+        return {**metrics, **adv_metrics, **update.metrics, **sync_metrics}
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -105,34 +111,37 @@ class FlowGRPOTrainer:
         cond = self.conditioning(prompts, rollout.pipeline.true_cfg_scale)
         group = rows.repeat_interleave(rollout.n)
         image = group * rollout.n + torch.arange(rollout.n).repeat(len(rows))
-        trajectories = self.run.engine.generate(
+        trajectories = self.generate(
             RolloutRequest(
                 conditioning=cond,
                 prompt_index=torch.arange(len(rows)).repeat_interleave(rollout.n),
                 num_inference_steps=rollout.pipeline.num_inference_steps,
-                generators=[generator_for(seed, IMAGE, self.step, i) for i in image.tolist()],
+                seeds=[seed_for(seed, IMAGE, self.step, i) for i in image.tolist()],
                 window_starts=torch.tensor(self._window_starts(rows.tolist())).repeat_interleave(rollout.n),
-                window_size=self._window.size,
+                window_size=self.window.size,
                 noise_level=rollout.algo.noise_level,
                 sde_type=rollout.algo.sde_type,
                 record_means=self._record_means,
             )
         )
-        if trajectories.batch is None or trajectories.adapter_version != self.adapter.version:
-            raise RuntimeError(
-                f"the rollout engine sampled with adapter version {trajectories.adapter_version}, expected "
-                f"{self.adapter.version}"
-            )
+        assert trajectories.batch is not None
         trajectories.batch["group"] = group
         return trajectories.batch, trajectories.images.numpy(), cond
+
+    def generate(self, request: RolloutRequest) -> Trajectories:
+        """Sample, and stop unless the engine used the adapter, schedule, guidance and noise that were asked for."""
+        trajectories = self.run.engine.generate(request)
+        dtype = self.config.actor_rollout_ref.rollout.dtype
+        check_rollout(request, trajectories, self.run.model, self.adapter.held, dtype)
+        return trajectories
 
     def _window_starts(self, groups: list[int]) -> list[int]:
         """First stochastic step of each prompt group."""
         algo = self.config.actor_rollout_ref.rollout.algo
         if algo.sample_strategy == "progressive":
-            return [progressive_window_start(self._window, self.step, algo.iters_per_group)] * len(groups)
+            return [progressive_window_start(self.window, self.step, algo.iters_per_group)] * len(groups)
         seed = self.config.trainer.seed
-        return [draw_window_start(self._window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
+        return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
 
     def _reward(
         self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict
@@ -291,7 +300,7 @@ class FlowGRPOTrainer:
 
     def _validate(self) -> Validation:
         with self.timer("validate"), self.adapter.for_validation():
-            result = validate(self.run, self.conditioning)
+            result = validate(self.run, self.conditioning, self.generate)
         if self._main and result.samples:
             save_grid(self.folder.samples / f"step_{self.step:05d}.png", [(f"step {self.step}", result.samples)])
         return result
@@ -301,7 +310,7 @@ class FlowGRPOTrainer:
     def _announce(self) -> None:
         """Say what the numbers of the configuration come to."""
         say = self.logger.say
-        for text in announcement(self.config, self.folder.root, self._window, self.accelerator.num_processes):
+        for text in announcement(self.config, self.folder.root, self.window, self.accelerator.num_processes):
             say(text)
         if self.step >= self.run.total_steps:
             say(

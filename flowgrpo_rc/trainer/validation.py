@@ -9,8 +9,8 @@ import torch
 
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.rollout import RolloutRequest
-from flowgrpo_rc.rollout.seeds import VALIDATION, generator_for
+from flowgrpo_rc.rollout import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.trainer.samples import Sample
 from flowgrpo_rc.trainer.setup import Run
 
@@ -23,7 +23,11 @@ class Validation:
     samples: list[Sample]
 
 
-def validate(run: Run, conditioning: Callable[[list[PromptRecord], float], Conditioning]) -> Validation:
+Encode = Callable[[list[PromptRecord], float], Conditioning]
+Generate = Callable[[RolloutRequest], Trajectories]
+
+
+def validate(run: Run, conditioning: Encode, generate: Generate) -> Validation:
     """Score ``val_kwargs.n`` images of every validation prompt.
 
     Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
@@ -33,7 +37,7 @@ def validate(run: Run, conditioning: Callable[[list[PromptRecord], float], Condi
     accelerator = run.accelerator
     count = len(run.val_prompts) * val.n
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
-    results = _score(run, conditioning, own) if own else []
+    results = _score(run, conditioning, generate, own) if own else []
     if accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
@@ -54,9 +58,7 @@ def validate(run: Run, conditioning: Callable[[list[PromptRecord], float], Condi
     return Validation(metrics, samples)
 
 
-def _score(
-    run: Run, conditioning: Callable[[list[PromptRecord], float], Conditioning], own: list[int]
-) -> list[dict[str, Any]]:
+def _score(run: Run, conditioning: Encode, generate: Generate, own: list[int]) -> list[dict[str, Any]]:
     """Sample and reward image numbers ``own``; number ``k * prompts + i`` is image ``k`` of prompt ``i``."""
     rollout = run.config.actor_rollout_ref.rollout
     val, shown = rollout.val_kwargs, run.config.trainer.log_val_generations
@@ -64,12 +66,12 @@ def _score(
     distinct = {(r.prompt, r.negative_prompt): r for r in records}
     row = {key: i for i, key in enumerate(distinct)}
     scale = rollout.pipeline.true_cfg_scale
-    trajectories = run.engine.generate(
+    trajectories = generate(
         RolloutRequest(
             conditioning=conditioning(list(distinct.values()), val.pipeline.true_cfg_scale or scale),
             prompt_index=torch.tensor([row[r.prompt, r.negative_prompt] for r in records]),
             num_inference_steps=val.pipeline.num_inference_steps or rollout.pipeline.num_inference_steps,
-            generators=[generator_for(val.seed, VALIDATION, 0, i) for i in own],
+            seeds=[seed_for(val.seed, VALIDATION, 0, i) for i in own],
             window_starts=None,
         )
     )

@@ -17,7 +17,7 @@ from flowgrpo_rc.batch import (
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
-from flowgrpo_rc.rollout.seeds import generator_for
+from flowgrpo_rc.rollout.seeds import seed_for
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 
@@ -55,7 +55,7 @@ class Setup:
             conditioning=self.cond,
             prompt_index=torch.tensor([0] * 4 + [1] * 4),
             num_inference_steps=5,
-            generators=[generator_for(0, 0, 0, i) for i in range(8)],
+            seeds=[seed_for(0, 0, 0, i) for i in range(8)],
             window_starts=torch.tensor([0] * 4 + [1] * 4),
             window_size=2,
             noise_level=0.7,

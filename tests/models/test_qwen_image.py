@@ -9,13 +9,10 @@ from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, Unsuppo
 from flowgrpo_rc.models.load import read_pipeline_class
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
-from flowgrpo_rc.rollout.seeds import generator_for
+from flowgrpo_rc.rollout.seeds import seed_for
 
 PROMPTS = ['the text "42"', 'the text "07"', 'the text "93"']
-
-
-def generators():
-    return [generator_for(0, 0, 0, i) for i in range(3)]
+SEEDS = [seed_for(0, 0, 0, i) for i in range(3)]
 
 
 def sample(model, cfg_scale, steps):
@@ -27,7 +24,7 @@ def sample(model, cfg_scale, steps):
     encoder = PromptEncoder(model, 512, 16)
     negative = encoder([" "] * 3) if cfg_scale > 1 else None
     conditioning = Conditioning(encoder(PROMPTS), negative, cfg_scale, None, 32, 32)
-    request = RolloutRequest(conditioning, torch.arange(3), steps, generators(), None)
+    request = RolloutRequest(conditioning, torch.arange(3), steps, SEEDS, None)
     return engine.generate(request)
 
 
@@ -40,7 +37,7 @@ def test_images_equal_the_diffusers_pipeline(tiny_model, cfg_scale):
         width=32,
         num_inference_steps=6,
         true_cfg_scale=cfg_scale,
-        generator=generators(),
+        generator=[torch.Generator().manual_seed(seed) for seed in SEEDS],
         output_type="np",
         **negative,
     ).images

@@ -8,7 +8,7 @@ from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.quantize import round_fp8_rows
-from flowgrpo_rc.rollout.seeds import generator_for
+from flowgrpo_rc.rollout.seeds import seed_for
 from flowgrpo_rc.sde import log_prob, transition
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=4)
@@ -39,7 +39,7 @@ def make_request(tiny_model):
             conditioning=Conditioning(prompts, negative, cfg, None, 32, 32),
             prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
             num_inference_steps=STEPS,
-            generators=[generator_for(seed, 0, 0, i) for i in range(6)],
+            seeds=[seed_for(seed, 0, 0, i) for i in range(6)],
             window_starts=STARTS,
             window_size=WINDOW,
             noise_level=0.7,

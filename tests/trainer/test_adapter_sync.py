@@ -24,6 +24,10 @@ class FakeEngine:
     def sync(self, state, version):
         self.held, self.adapter_version = float(state["layer.lora_A"]), version
         self.syncs += 1
+        return str(self.held)
+
+    def digest_of(self, state):
+        return str(float(state["layer.lora_A"]))
 
 
 class FakeActor:

@@ -242,10 +242,15 @@ def test_fresh_runs_do_not_overwrite_each_other(small_config):
     assert rows_of(first) == rows_of(second)
 
 
+NO_PROBE = "actor_rollout_ref.rollout.probe.images=0"
+"""It has a scoring pass of its own."""
+
+
 def test_bypass_skips_the_scoring_pass(small_config):
     calls = {}
     for mode in ("true", "false"):
-        trainer = FlowGRPOTrainer(small_config(f"algorithm.rollout_correction.bypass_mode={mode}", folder=mode))
+        bypass = f"algorithm.rollout_correction.bypass_mode={mode}"
+        trainer = FlowGRPOTrainer(small_config(bypass, NO_PROBE, folder=mode))
         original, calls[mode] = trainer.run.actor.score, 0
 
         def counted(*args, _original=original, _mode=mode):
@@ -300,6 +305,7 @@ def decoupled_runs(small_config, *overrides):
         config = small_config(
             "algorithm.rollout_correction.bypass_mode=false",
             f"actor_rollout_ref.actor.score={score}",
+            NO_PROBE,
             *overrides,
             folder=f"{score}{len(overrides)}",
         )
@@ -353,7 +359,11 @@ BASELINE = "algorithm.rejection_aware_baseline"
 def test_a_rejected_image_does_not_move_its_group(small_config):
     """Advantages are those of the kept images alone, and every image is scored for it, once."""
     config = small_config(
-        "algorithm.rollout_correction.bypass_mode=false", *REJECTING, f"{BASELINE}=true", "algorithm.global_std=false"
+        "algorithm.rollout_correction.bypass_mode=false",
+        *REJECTING,
+        f"{BASELINE}=true",
+        "algorithm.global_std=false",
+        NO_PROBE,
     )
     trainer, updates, images, rewards = FlowGRPOTrainer(config), [], [], []
     actor, reward = trainer.run.actor, trainer.run.reward
@@ -425,15 +435,14 @@ def test_non_finite_update_names_the_prompts(small_config):
     from flowgrpo_rc.actor import NonFiniteUpdateError
 
     trainer = FlowGRPOTrainer(small_config("data.shuffle=false"))
-    generate = trainer.run.engine.generate
+    rollout = trainer._rollout
 
-    def broken(request):
-        trajectories = generate(request)
-        if trajectories.batch is not None:
-            trajectories.batch["next_latents"][5] = torch.nan
-        return trajectories
+    def broken(*args):
+        batch, images, cond = rollout(*args)
+        batch["next_latents"][5] = torch.nan
+        return batch, images, cond
 
-    trainer.run.engine.generate = broken
+    trainer._rollout = broken
     prompt = trainer.run.train_prompts[1].prompt
     with pytest.raises(NonFiniteUpdateError, match=rf"step 1: .*rows \[5\].*their prompts: '{prompt}'"):
         trainer.train_step()

@@ -1,0 +1,268 @@
+"""Before training: how far apart are rollout engine and actor, and does bypass mode survive that?
+
+Every step that the configuration trains is sampled by the engine, with the window where training would put it, and
+rescored by the actor under the very same weights. In bypass mode the clip is centred at the engine's log-probs, so
+whatever of that gap lies outside the band is clipped before anything has been learned; what is left of the batch is
+chosen by the engine's error instead of the reward.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from tensordict import TensorDict
+from torch import Tensor
+
+from flowgrpo_rc.loss.diffusion_loss import clip_band
+from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.rollout import RolloutRequest
+from flowgrpo_rc.rollout.seeds import PROBE, seed_for
+from flowgrpo_rc.sde import transition_kl
+from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
+
+CLIPPED_LIMIT = 0.1
+"""Share of samples outside the band before any learning above which bypass mode is called not safe."""
+BROKEN_GAP = 0.05
+"""Mean |log ratio| of one step above which the engine computes something else, whatever the mode."""
+WIDEST_CLIP = 1e-2
+"""A recommended band is not wider: beyond it PPO's clip no longer limits the policy's own movement."""
+
+
+@dataclass(frozen=True)
+class StepGap:
+    """The gap ``l = log pi_actor - log pi_engine`` at one timestep, same weights; or over all of them."""
+
+    timestep: float | None
+    """None: all steps together."""
+    count: int
+    mean: float
+    abs_mean: float
+    abs_median: float
+    abs_q90: float
+    abs_q99: float
+    abs_max: float
+    clipped: float
+    """Share of ``exp(l)`` outside the clip band."""
+    nats: float | None
+    """``abs_mean`` times the latent dimensions: of the whole step. None for ``cps``, which has another scale."""
+    kl_nats: float | None
+    """Closed-form KL of the step's Gaussian, engine to actor, in nats; None for ``cps``."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the gap means for this configuration."""
+
+    safe: bool
+    mode: str
+    """``bypass`` or ``decoupled``."""
+    clip_ratio: float
+    """Three times the gap's 90 % quantile, at least the configured band."""
+    rejection_band: str
+    """For ``rollout_rs=seq_mean_k1``: holds 99 % of the images for the gap alone."""
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """The whole measurement."""
+
+    setting: dict[str, Any]
+    steps: tuple[StepGap, ...]
+    overall: StepGap
+    advice: Advice
+    seconds: dict[str, float]
+    """Of the probe's own images: ``rollout``, ``score``, ``update``."""
+    saved: float
+    """Share of rollout, score and update that bypass mode leaves out, against scoring everything."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+        return asdict(self)
+
+
+def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
+    """Measures with ``images`` at every place of the SDE window. The trainer is used up: its adapter moves.
+
+    Raises:
+        ValueError: fewer than 2 images.
+        RolloutError: the engine sampled something else than it was asked for.
+    """
+    if images < 2:
+        raise ValueError(f"images: got {images}; give at least 2 a window place")
+    config, seconds = trainer.config, {}
+    batch, conditioning, seconds["rollout"] = _sample(trainer, images)
+    actor = trainer.run.actor
+    scored, seconds["score"] = _timed(trainer, lambda: actor.rescore(batch, conditioning))
+    gap = scored["log_probs"].double() - batch["rollout_log_probs"].double()
+    kl = _kl_nats(batch, scored, config)
+    low, high = clip_band(config.actor_rollout_ref.actor.diffusion_loss)
+    dimensions = batch["latents"].shape[2:].numel()
+    steps = []
+    for timestep in sorted(set(batch["timesteps"].flatten().tolist()), reverse=True):
+        here = batch["timesteps"] == timestep
+        steps.append(step_gap(gap[here], low, high, timestep, dimensions, None if kl is None else kl[here]))
+    overall = step_gap(gap.flatten(), low, high, None, dimensions, None if kl is None else kl.flatten())
+    _, seconds["update"] = _timed(trainer, lambda: _update(trainer, batch, conditioning))
+    return Preflight(
+        setting=_setting(config, batch),
+        steps=tuple(steps),
+        overall=overall,
+        advice=advise(config, overall, gap),
+        seconds=seconds,
+        saved=seconds["score"] / sum(seconds.values()),
+    )
+
+
+def step_gap(
+    gap: Float[Tensor, " n"],
+    clip_low: float,
+    clip_high: float,
+    timestep: float | None,
+    dimensions: int,
+    kl_nats: Float[Tensor, " n"] | None,
+) -> StepGap:
+    """The statistics of one step's gaps; nats are left out where ``kl_nats`` is None (``cps``)."""
+    size = gap.abs()
+    median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
+    ratio = gap.exp()
+    return StepGap(
+        timestep=timestep,
+        count=len(gap),
+        mean=float(gap.mean()),
+        abs_mean=float(size.mean()),
+        abs_median=median,
+        abs_q90=q90,
+        abs_q99=q99,
+        abs_max=float(size.max()),
+        clipped=float(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).double().mean()),
+        nats=None if kl_nats is None else float(size.mean()) * dimensions,
+        kl_nats=None if kl_nats is None else float(kl_nats.mean()),
+    )
+
+
+def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) -> Advice:
+    """The verdict on this configuration, with its reasons in words."""
+    rc, loss = config.rollout_correction, config.actor_rollout_ref.actor.diffusion_loss
+    clips = rc.bypass_mode and rc.loss_type == "ppo_clip"
+    wanted = max(loss.clip_ratio, _round_up(3 * overall.abs_q90))
+    image = float(torch.quantile(gap.mean(1).abs(), 0.99))
+    reasons, safe = [], True
+    if overall.abs_mean > BROKEN_GAP:
+        safe = False
+        reasons.append(
+            f"the mean |log ratio| is {overall.abs_mean:.2g}: the engine computes something else than the actor "
+            "(schedule, guidance, adapter or latents), which no correction repairs"
+        )
+    share, band = f"{overall.clipped:.0%}", f"{loss.clip_ratio:g}"
+    if clips and overall.clipped > CLIPPED_LIMIT:
+        safe = False
+        reasons.append(
+            f"bypass mode clips around the engine's log-probs, and {share} of the samples lie outside "
+            f"clip_ratio={band} before anything is learned (limit {CLIPPED_LIMIT:.0%}); what is left is chosen by the "
+            "engine's error"
+        )
+    elif clips:
+        reasons.append(f"{share} of the samples lie outside clip_ratio={band} before anything is learned")
+    elif rc.bypass_mode:
+        reasons.append("reinforce does not clip, so the gap cannot empty the band")
+    else:
+        reasons.append("decoupled mode centres the clip on the actor's own log-probs, so the gap is not clipped")
+    if clips and config.actor_rollout_ref.rollout.adapter_lag:
+        reasons.append(
+            f"adapter_lag={config.actor_rollout_ref.rollout.adapter_lag} adds the policy's own movement to this gap; "
+            "before training it cannot be measured"
+        )
+    mode = "bypass" if wanted <= WIDEST_CLIP and overall.abs_mean <= BROKEN_GAP else "decoupled"
+    if not safe and mode == "bypass":
+        reasons.append(f"clip_ratio={wanted:g} holds the gap; decoupled mode does without")
+    half = max(image, 1e-6)
+    edges = f"{math.exp(-half):.6g}_{math.exp(half):.6g}"
+    return Advice(safe, mode, wanted if mode == "bypass" else loss.clip_ratio, edges, tuple(reasons))
+
+
+def _round_up(value: float) -> float:
+    """To the next of 1, 2, 5 times a power of ten."""
+    if value <= 0:
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 2, 5, 10) if value <= step * power * (1 + 1e-9))
+
+
+def _sample(trainer: FlowGRPOTrainer, images: int) -> tuple[TensorDict, Conditioning, float]:
+    """``images`` of the training prompts at every place that the window may take."""
+    rollout, run = trainer.config.actor_rollout_ref.rollout, trainer.run
+    window = trainer.window
+    places = torch.arange(window.first, window.stop - window.size + 1).repeat_interleave(images)
+    count = min(images, len(run.train_prompts))
+    conditioning = trainer.conditioning(run.train_prompts[:count], rollout.pipeline.true_cfg_scale)
+    request = RolloutRequest(
+        conditioning=conditioning,
+        prompt_index=torch.arange(len(places)) % count,
+        num_inference_steps=rollout.pipeline.num_inference_steps,
+        seeds=[seed_for(trainer.config.trainer.seed, PROBE, 0, i) for i in range(len(places))],
+        window_starts=places,
+        window_size=window.size,
+        noise_level=rollout.algo.noise_level,
+        sde_type=rollout.algo.sde_type,
+        record_means=True,
+    )
+    trajectories, seconds = _timed(trainer, lambda: trainer.generate(request))
+    assert trajectories.batch is not None
+    return trajectories.batch, conditioning, seconds
+
+
+def _kl_nats(batch: TensorDict, scored: dict[str, Tensor], config: FlowGRPOConfig) -> Float[Tensor, "B W"] | None:
+    """KL of each step's Gaussian, from the means that both sides computed."""
+    if config.actor_rollout_ref.rollout.algo.sde_type == "cps":
+        return None
+    mean, std = scored["transition_means"].double(), scored["transition_stds"].double()
+    kl = transition_kl(batch["rollout_means"].double().flatten(0, 1), mean.flatten(0, 1), std.flatten())
+    return kl.view(std.shape) * mean.shape[2:].numel()
+
+
+def _update(trainer: FlowGRPOTrainer, batch: TensorDict, conditioning: Conditioning) -> None:
+    """One optimizer step on made-up advantages, for its time."""
+    signs = torch.ones(len(batch))
+    signs[::2] = -1
+    batch["advantages"] = signs
+    batch["old_log_probs"] = batch["rollout_log_probs"]
+    if "rollout_means" in batch.keys():  # noqa: SIM118
+        batch["old_transition_means"] = batch["rollout_means"]
+    batch["rollout_is_weights"] = torch.ones_like(batch["rollout_log_probs"])
+    batch["rollout_keep"] = torch.ones_like(batch["rollout_log_probs"], dtype=torch.bool)
+    trainer.run.actor.update(batch, conditioning, [torch.arange(len(batch))])
+
+
+def _timed(trainer: FlowGRPOTrainer, call: Callable[[], Any]) -> tuple[Any, float]:
+    start = _now(trainer)
+    result = call()
+    return result, _now(trainer) - start
+
+
+def _now(trainer: FlowGRPOTrainer) -> float:
+    if trainer.accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _setting(config: FlowGRPOConfig, batch: TensorDict) -> dict[str, Any]:
+    rollout, rc = config.actor_rollout_ref.rollout, config.rollout_correction
+    return {
+        "model": config.actor_rollout_ref.model.path,
+        "engine": rollout.name,
+        "rollout_dtype": rollout.dtype,
+        "quantization": rollout.quantization,
+        "actor_dtype": config.actor_rollout_ref.model.dtype,
+        "sde_type": rollout.algo.sde_type,
+        "bypass_mode": rc.bypass_mode,
+        "loss_type": rc.loss_type,
+        "clip_ratio": config.actor_rollout_ref.actor.diffusion_loss.clip_ratio,
+        "latent_dimensions": batch["latents"].shape[2:].numel(),
+        "images": len(batch),
+    }

@@ -1,0 +1,108 @@
+"""The probe before training: its statistics on gaps of known distribution, its verdicts, its command."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.preflight import advise, run_preflight, step_gap
+
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+CLIP = "actor_rollout_ref.actor.diffusion_loss.clip_ratio"
+
+
+def test_statistics_of_a_known_distribution():
+    """A normal gap of mean 1e-4 and deviation 1e-3: quantiles, moments and the share outside an uneven band."""
+    generator = torch.Generator().manual_seed(0)
+    gap = 1e-4 + 1e-3 * torch.randn(400_000, generator=generator, dtype=torch.float64)
+    found = step_gap(gap, 1e-3, 2e-3, 500.0, 512, torch.full_like(gap, 0.2))
+
+    def below(x):
+        return 0.5 * (1 + math.erf((x - 1e-4) / 1e-3 / math.sqrt(2)))
+
+    outside = below(math.log(1 - 1e-3)) + 1 - below(math.log(1 + 2e-3))
+    flipped = below(math.log(1 - 2e-3)) + 1 - below(math.log(1 + 1e-3))
+    assert found.clipped == pytest.approx(outside, abs=3e-3)
+    assert abs(found.clipped - flipped) > 0.01
+    assert found.mean == pytest.approx(1e-4, abs=5e-6)
+    assert found.abs_mean == pytest.approx(8.02e-4, rel=5e-3)
+    for quantile, value in ((0.5, found.abs_median), (0.9, found.abs_q90), (0.99, found.abs_q99)):
+        assert below(value) - below(-value) == pytest.approx(quantile, abs=3e-3)
+    assert found.abs_max == gap.abs().max()
+    assert found.nats == found.abs_mean * 512
+    assert found.kl_nats == pytest.approx(0.2)
+    assert found.count == 400_000
+
+
+def test_cps_has_no_nats():
+    found = step_gap(torch.tensor([0.0, 1e-3]).double(), 1e-4, 1e-4, None, 512, None)
+    assert found.nats is None
+    assert found.kl_nats is None
+    assert found.clipped == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scale", "safe", "mode", "clip"),
+    [
+        ((BYPASS, f"{CLIP}=0.001"), 2e-4, True, "bypass", 1e-3),
+        ((BYPASS, f"{CLIP}=0.001"), 1e-3, False, "bypass", 5e-3),
+        ((BYPASS, f"{CLIP}=0.01"), 1e-3, True, "bypass", 1e-2),
+        ((BYPASS, f"{CLIP}=0.001"), 1e-2, False, "decoupled", 1e-3),
+        ((BYPASS, "algorithm.rollout_correction.loss_type=reinforce", f"{CLIP}=0.001"), 1e-3, True, "bypass", 5e-3),
+        (("algorithm.rollout_correction.bypass_mode=false", f"{CLIP}=0.0001"), 1e-3, True, "bypass", 5e-3),
+        (("algorithm.rollout_correction.bypass_mode=false", f"{CLIP}=0.0001"), 0.2, False, "decoupled", 1e-4),
+    ],
+)
+def test_verdicts(small_config, overrides, scale, safe, mode, clip):
+    """Bypass with PPO is refused where the gap empties its band; decoupled mode only where the engine is broken."""
+    config = small_config(*overrides)
+    gap = scale * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    width = config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
+    advice = advise(config, step_gap(gap.flatten(), width, width, None, 512, None), gap)
+    assert (advice.safe, advice.mode) == (safe, mode)
+    assert advice.clip_ratio == pytest.approx(clip)
+    low, high = map(float, advice.rejection_band.split("_"))
+    inside = ((gap.mean(1) > math.log(low)) & (gap.mean(1) < math.log(high))).double().mean()
+    assert inside == pytest.approx(0.99, abs=2e-3)
+    assert low * high == pytest.approx(1, rel=1e-5)
+
+
+def test_equal_engines_have_no_gap(small_config):
+    trainer = FlowGRPOTrainer(small_config(BYPASS, "actor_rollout_ref.rollout.dtype=float32"))
+    result = run_preflight(trainer, 2)
+    assert result.overall.abs_max < 1e-6
+    assert result.overall.kl_nats < 1e-9
+    assert result.advice.safe
+    assert len(result.steps) == 3  # every step that the window can reach
+    assert sum(step.count for step in result.steps) == result.overall.count == 2 * 2 * 2
+    assert 0 < result.saved < 1
+
+
+def test_the_gap_is_that_of_the_means(small_config):
+    """For a Gaussian step the mean-pooled gap and the KL come from the same shift of the mean."""
+    trainer = FlowGRPOTrainer(small_config(BYPASS, "actor_rollout_ref.rollout.quantization=fp8"))
+    result = run_preflight(trainer, 8)
+    for step in result.steps:
+        # the gap is N(-KL, 2 KL) in nats for a draw of the engine: its size is that of sqrt(2 KL)
+        assert 0.3 < step.nats / math.sqrt(2 * step.kl_nats) < 1.6
+    assert result.steps[-1].abs_mean > result.steps[0].abs_mean  # grows towards the image
+
+
+def test_the_command_gates_on_its_exit_code(tmp_path, capsys):
+    common = ["--config-name", "tiny_qwen_image_ocr", "--images", "4", "--out", str(tmp_path), BYPASS]
+    common += ["reward.functions.ocr=0", "reward.functions.jpeg_compressibility=1"]
+    assert main(["probe", *common, f"{CLIP}=0.01"]) == 0
+    assert "Verdict: SAFE" in capsys.readouterr().out
+    assert main(["probe", *common, f"{CLIP}=0.00001"]) == 3
+    said = capsys.readouterr().out
+    assert "Verdict: NOT SAFE" in said
+    assert "clip_ratio=1e-05 before anything is learned" in said
+    saved = json.loads((tmp_path / "probe.json").read_text())
+    assert saved["advice"]["safe"] is False
+    assert saved["overall"]["clipped"] > 0.5
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
+    assert main(["probe", *common, "--images", "1"]) == 2
+    assert "--images: got 1" in capsys.readouterr().err

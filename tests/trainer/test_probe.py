@@ -1,0 +1,209 @@
+"""The probe: its numbers by hand, the split into engine gap and staleness, and that it leaves no trace."""
+
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.rollout import RolloutConfig
+from flowgrpo_rc.rollout.config import ProbeConfig
+from flowgrpo_rc.sde import log_prob, transition
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
+
+PROBE = "actor_rollout_ref.rollout.probe"
+LAG = "actor_rollout_ref.rollout.adapter_lag"
+FLOAT32 = "actor_rollout_ref.rollout.dtype=float32"
+FAST = "actor_rollout_ref.actor.optim.lr=0.01"
+
+
+def watched(config):
+    """A trainer and what its probe was given: ``(batch, conditioning, step)``."""
+    trainer, calls = FlowGRPOTrainer(config), []
+    probe = trainer.probe
+    trainer.probe = lambda *args: (calls.append((args[0].clone(), *args[1:])), probe(*args))[1]
+    return trainer, probe, calls
+
+
+def by_hand(trainer, batch, conditioning, rows):
+    """Log-probs of some rows, one forward a row and step."""
+    model, scores = trainer.run.model, torch.zeros(len(rows), batch["sigmas"].shape[1])
+    for i, row in enumerate(rows.tolist()):
+        cond = conditioning.rows(batch["prompt_index"][row : row + 1], torch.device("cpu"))
+        for w in range(scores.shape[1]):
+            part = {name: batch[name][row : row + 1, w] for name in ("latents", "timesteps", "sigmas", "next_sigmas")}
+            with torch.no_grad():
+                velocity = model.velocity(model.transformer, part["latents"], part["timesteps"], cond)
+            law = transition(
+                part["latents"], velocity, part["sigmas"], part["next_sigmas"], noise_level=0.7, sde_type="sde"
+            )
+            scores[i, w] = log_prob(law, batch["next_latents"][row : row + 1, w], sde_type="sde")
+    return scores
+
+
+def test_its_numbers_are_a_rescoring_by_hand(small_config):
+    trainer, probe, calls = watched(small_config())
+    original = trainer.probe
+    for step in range(2):
+        rows, scores = torch.tensor([0, 4, 8, 12]) + step, []
+
+        def rescoring(*args, scores=scores, rows=rows):
+            scores.append(by_hand(trainer, args[0], args[1], rows))
+            return original(*args)
+
+        trainer.probe = rescoring
+        row, batch = trainer.train_step(), calls[-1][0]
+        assert probe.rows(batch, step).tolist() == rows.tolist()
+        gap = (batch["rollout_log_probs"][rows] - scores[0]).abs()
+        assert row["rollout_sync/engine_gap_abs_mean"] == pytest.approx(float(gap.mean()), abs=1e-7)
+        assert row["rollout_sync/engine_gap_abs_max"] == pytest.approx(float(gap.max()), abs=5e-7)
+        assert row["rollout_sync/engine_gap_nats"] == pytest.approx(512 * row["rollout_sync/engine_gap_abs_mean"])
+        assert 1e-5 < gap.mean() < 1e-2  # bfloat16 rollouts
+        assert row["rollout_sync/probe_forwards"] == 4 * batch["sigmas"].shape[1]
+        assert row["rollout_sync/staleness_abs_mean"] == row["rollout_sync/version_lag"] == 0
+
+
+def sync_metrics(row):
+    return {k.removeprefix("rollout_sync/"): v for k, v in row.items() if k.startswith("rollout_sync/")}
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
+def test_without_lag_in_float32_there_is_no_gap(small_config, sde_type):
+    config = small_config(FLOAT32, f"actor_rollout_ref.rollout.algo.sde_type={sde_type}")
+    for row in FlowGRPOTrainer(config).fit().rows()[1:]:
+        values = sync_metrics(row)
+        assert values["engine_gap_abs_max"] <= 1e-6
+        assert values["staleness_abs_mean"] == values["version_lag"] == 0
+        assert ("engine_gap_nats" in values) is (sde_type != "cps")
+
+
+@pytest.mark.parametrize("bypass", ["true", "false"])
+def test_with_lag_the_difference_is_staleness(small_config, bypass):
+    """Float32: the engine gap stays at rounding while the actor is 0, 1, 2, 2 steps ahead."""
+    settings = (f"algorithm.rollout_correction.bypass_mode={bypass}", "trainer.total_training_steps=4")
+    rows = FlowGRPOTrainer(small_config(FLOAT32, f"{LAG}=2", *settings)).fit().rows()[1:]
+    values = [sync_metrics(row) for row in rows]
+    assert [v["version_lag"] for v in values] == [0, 1, 2, 2]
+    assert [v["probe_forwards"] for v in values] == [values[0]["probe_forwards"] * n for n in (1, 2, 2, 2)]
+    assert all(v["engine_gap_abs_max"] <= 1e-6 for v in values)
+    assert values[0]["staleness_abs_mean"] == 0
+    assert all(v["staleness_abs_mean"] > 1e-5 for v in values[1:])
+
+
+def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
+    """Both at once: each part equals a rescoring by hand under its own weights, and they add up."""
+    trainer = FlowGRPOTrainer(small_config(f"{LAG}=2", FAST))
+    for _ in range(3):
+        trainer.train_step()
+    (batch, _, cond), probe, step = trainer._rollout(*trainer._next_prompts()), trainer.probe, trainer.step
+    rows = probe.rows(batch, step)
+    scored = probe.rescore(batch, rows, cond)
+    assert_close(scored.rollout, batch["rollout_log_probs"][rows], rtol=0, atol=0)
+    assert_close(scored.present, by_hand(trainer, batch, cond, rows), rtol=0, atol=1e-6)
+    with trainer.adapter.actor_at_rollout_version():
+        assert_close(scored.same_weights, by_hand(trainer, batch, cond, rows), rtol=0, atol=1e-6)
+    metrics = probe(batch, cond, step)
+    gap, stale = (scored.same_weights - scored.rollout).abs(), (scored.present - scored.same_weights).abs()
+    assert metrics["rollout_sync/engine_gap_abs_mean"] == pytest.approx(float(gap.mean()), rel=1e-5)
+    assert metrics["rollout_sync/staleness_abs_mean"] == pytest.approx(float(stale.mean()), rel=1e-5)
+    assert gap.mean() > 1e-5
+    assert stale.mean() > 1e-5
+
+
+def test_the_adapter_and_the_random_streams_stay(small_config):
+    trainer, probe, calls = watched(small_config(f"{LAG}=1", "actor_rollout_ref.actor.ema_decay=0.5"))
+    for _ in range(2):
+        trainer.train_step()
+    actor, engine = trainer.run.actor, trainer.run.engine
+    tensors = [p for n, p in actor.transformer.named_parameters() if ".lora_" in n]
+    states = [adapter_state(t) for t in (actor.transformer, engine.transformer)] + [actor.averaged_state()]
+    states = [{n: v.clone() for n, v in state.items()} for state in states]
+    random = torch.get_rng_state()
+    with trainer.adapter.actor_at_rollout_version():
+        assert not same(adapter_state(actor.transformer), states[0])
+    batch, cond, step = calls[-1]
+    before = batch.clone()
+    probe(batch, cond, step)
+    after = [adapter_state(actor.transformer), adapter_state(engine.transformer), actor.averaged_state()]
+    assert all(same(a, b) for a, b in zip(after, states, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p is q for p, q in zip(tensors, actor._parameters, strict=True))
+    assert set(batch.keys()) == set(before.keys())
+    assert all(torch.equal(batch[n], before[n]) for n in batch.keys())  # noqa: SIM118
+
+
+def test_the_adapter_comes_back_when_scoring_fails(small_config):
+    trainer, probe, calls = watched(small_config(f"{LAG}=1"))
+    for _ in range(2):
+        trainer.train_step()
+    own = adapter_state(trainer.run.actor.transformer)
+    trainer.run.actor.score = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        probe(*calls[-1])
+    assert same(adapter_state(trainer.run.actor.transformer), own)
+
+
+@pytest.mark.parametrize("settings", [(), (f"{LAG}=1", "algorithm.rollout_correction.bypass_mode=false")])
+def test_a_run_is_the_same_without_it(small_config, settings):
+    runs = [FlowGRPOTrainer(small_config(*settings, f"{PROBE}.images={n}", folder=str(n))).fit() for n in (0, 5)]
+    off, on = ([strip(row) for row in run.rows()] for run in runs)
+    assert off == on
+    assert not any(k.startswith("rollout_sync/") for row in runs[0].rows() for k in row)
+    assert sync_metrics(runs[1].rows()[1])["probe_forwards"] == 10
+
+
+def strip(row):
+    return {k: v for k, v in row.items() if not k.startswith(("rollout_sync/", *TIMING_PREFIXES))}
+
+
+def test_its_images_do_not_depend_on_the_processes_and_move_on(small_config):
+    trainer, probe, calls = watched(small_config(f"{PROBE}.images=5"))
+    trainer.train_step()
+    batch = calls[0][0]
+    seen = set()
+    for step in range(16):
+        rows = probe.rows(batch, step).tolist()
+        halves = [(half.nonzero().flatten(), half) for half in (batch["group"] % 2 == 0, batch["group"] % 2 == 1)]
+        dealt = [int(numbers[i]) for numbers, half in halves for i in probe.rows(batch[half], step).tolist()]
+        assert (len(rows), sorted(dealt)) == (5, rows)
+        seen |= set(rows)
+    assert seen == set(range(16))
+
+
+def test_more_images_than_there_are_probe_all(small_config):
+    trainer, _, calls = watched(small_config(f"{PROBE}.images=1000"))
+    metrics = trainer.train_step()
+    assert metrics["rollout_sync/probe_forwards"] == calls[0][0]["sigmas"].numel()
+
+
+def test_a_wide_gap_warns_once_a_run(small_config):
+    trainer = FlowGRPOTrainer(small_config(f"{PROBE}.warn_gap=1e-5"))
+    with pytest.warns(UserWarning, match=r"step 1: rollout_sync/engine_gap_abs_mean is \S+ \(largest .*warn_gap=1e-05"):
+        trainer.train_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.train_step()
+
+
+@pytest.mark.parametrize("settings", [(f"{PROBE}.warn_gap=0.1",), (FLOAT32, f"{PROBE}.warn_gap=1e-5")])
+def test_a_gap_below_the_level_does_not_warn(small_config, settings):
+    trainer = FlowGRPOTrainer(small_config(*settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.train_step()
+
+
+def test_its_settings_are_checked():
+    assert RolloutConfig().probe == ProbeConfig(images=4, warn_gap=None)
+    with pytest.raises(ValueError, match="actor_rollout_ref.rollout.probe.images: got -1; give 0 or more"):
+        ProbeConfig(images=-1)
+    with pytest.raises(
+        ValueError, match="actor_rollout_ref.rollout.probe.warn_gap: got 0.0; give a number above 0 or n"
+    ):
+        ProbeConfig(warn_gap=0.0)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
