@@ -78,6 +78,7 @@ NONE = correction(bypass=False)
 DECOUPLED_IS = correction(bypass=False, weights="sequence")
 BYPASS = correction(bypass=True)
 FP8: Overrides = {f"{ROLLOUT}.quantization": "fp8"}
+AUTO: Overrides = {f"{LOSS}.clip_ratio": "auto"}
 STALE: Overrides = {f"{ROLLOUT}.adapter_lag": 4}
 
 SETTINGS: dict[str, Overrides] = {
@@ -95,6 +96,9 @@ SETTINGS: dict[str, Overrides] = {
     "fp8_bypass": {**BYPASS, **FP8},
     "fp8_bypass_rs": {**correction(bypass=True, band=FP8_BAND), **FP8},
     "fp8_decoupled_is": {**DECOUPLED_IS, **FP8},
+    "float32_bypass_auto": {**BYPASS, **AUTO, f"{ROLLOUT}.dtype": "float32"},
+    "bypass_auto": {**BYPASS, **AUTO},
+    "fp8_bypass_auto": {**BYPASS, **FP8, **AUTO},
     "fp8_bypass_wide": {**BYPASS, **FP8, f"{LOSS}.clip_ratio": 1e-2},
 }
 

@@ -272,6 +272,7 @@ class DiffusionActor:
     def _policy_data(self, data: TensorDict) -> dict[str, Tensor]:
         """The keys that the loss reads, on the actor's device; latents stay where they are."""
         names = ["old_log_probs", "rollout_log_probs", "advantages", "timesteps", "rollout_is_weights", "rollout_keep"]
+        names += ["clip_widths"] if self._config.diffusion_loss.clip_ratio == "auto" else []
         if self._config.diffusion_loss.needs_old_means:
             names += ["sigmas", "next_sigmas", "old_transition_means", "rollout_means"]
         return {name: data[name].to(self._accelerator.device) for name in names if name in data.keys()}  # noqa: SIM118

@@ -24,10 +24,17 @@ class DiffusionLossConfig:
     """``flow_grpo``; ``dance_grpo`` is the same objective for rollouts with ``sde_type=dance_sde``; ``grpo_guard``
     takes the timestep's bias and scale out of the ratio; ``flow_dppo`` clips by a KL trust region instead."""
 
-    clip_ratio: float = 1e-4
+    clip_ratio: float | str = 1e-4
     """Half width of the band around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are means over
     the latent dimensions, so ratios move by 1e-5 to 1e-2; in bypass mode the band must be wider than the
     rollout/training gap."""
+
+    auto_clip_min: float = 1e-4
+    """``clip_ratio=auto`` (bypass mode): the band at each timestep is three times the 90 % quantile of the gap that the
+    probe measures there, and at least this wide;"""
+
+    auto_clip_max: float = 1e-2
+    """and at most this."""
 
     clip_ratio_low: float | None = None
     """Half width below 1; null takes ``clip_ratio``."""
@@ -54,7 +61,24 @@ class DiffusionLossConfig:
     def __post_init__(self) -> None:
         here = f"{_HERE}.diffusion_loss"
         choice(f"{here}.loss_mode", self.loss_mode, LOSS_MODES)
-        positive(f"{here}.clip_ratio", self.clip_ratio)
+        if self.clip_ratio != "auto":
+            if isinstance(self.clip_ratio, str):
+                raise ValueError(f"{here}.clip_ratio: got {self.clip_ratio!r}; give a number or auto")
+            positive(f"{here}.clip_ratio", self.clip_ratio)
+        elif self.clip_ratio_low is not None or self.clip_ratio_high is not None:
+            raise ValueError(
+                f"{here}.clip_ratio: got auto with clip_ratio_low or clip_ratio_high; give numbers, or only auto"
+            )
+        elif self.loss_mode in MEAN_MODES:
+            raise ValueError(
+                f"{here}.clip_ratio: got auto with loss_mode={self.loss_mode}, whose ratio has another scale; give a "
+                "number"
+            )
+        positive(f"{here}.auto_clip_min", self.auto_clip_min)
+        if not self.auto_clip_max >= self.auto_clip_min:
+            raise ValueError(
+                f"{here}.auto_clip_max: got {self.auto_clip_max}; give at least auto_clip_min={self.auto_clip_min}"
+            )
         positive(f"{here}.clip_ratio_low", self.clip_ratio_low, optional=True)
         positive(f"{here}.clip_ratio_high", self.clip_ratio_high, optional=True)
         positive(f"{here}.adv_clip_max", self.adv_clip_max)
@@ -162,6 +186,11 @@ class DiffusionActorConfig:
             raise ValueError(
                 f"{_HERE}.diffusion_loss.loss_mode: got {self.diffusion_loss.loss_mode} with loss_type=reinforce, "
                 "which has no ratio to guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"
+            )
+        if self.diffusion_loss.clip_ratio == "auto" and not (rc.bypass_mode and rc.loss_type == "ppo_clip"):
+            raise ValueError(
+                f"{_HERE}.diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips around; "
+                "give a number, or set rollout_correction.bypass_mode=true with loss_type=ppo_clip"
             )
         if rc.bypass_mode and rc.rollout_is_batch_normalize:
             raise ValueError(

@@ -17,7 +17,7 @@ advantages are not clamped.
 """
 
 import warnings
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -44,7 +44,7 @@ class LossOptions(Protocol):
 
     loss_mode: str
     kl_mask_threshold: float
-    clip_ratio: float
+    clip_ratio: float | str
     clip_ratio_low: float | None
     clip_ratio_high: float | None
     clip_ratio_c: float
@@ -97,7 +97,8 @@ def diffusion_loss(
             ``advantages`` ``(B,)`` or the shape of the log-probs; decoupled correction adds
             ``rollout_is_weights`` and ``rollout_keep``; ``timesteps`` gives the per-timestep gap metrics.
             ``grpo_guard`` and ``flow_dppo`` compare with ``old_transition_means`` (bypass mode: ``rollout_means``);
-            ``grpo_guard`` also reads ``sigmas`` and ``next_sigmas``.
+            ``grpo_guard`` also reads ``sigmas`` and ``next_sigmas``. ``clip_ratio=auto`` reads ``clip_widths``, the
+            half width of the clip band of every element.
             With ``response_mask`` ``(B, T)`` (non-zero: a valid token) the token path is taken: log-probs ``(B, T)``,
             and ``use_kl_loss`` reads ``ref_log_probs`` ``(B, T)`` from here instead of means. What masked positions
             hold has no effect.
@@ -141,7 +142,7 @@ def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, da
     kl_sum = policy_sum.new_zeros(())
     if config.use_kl_loss:
         kl_sum = _sum(_kl(model_output, data, elements), options, elements)
-    low, high = clip_band(options)
+    low, high = clip_band(options, inputs.like_log_probs(data, "clip_widths", elements.log_prob))
     metrics = LossMetrics.of(
         loss_sum=policy_sum,
         denominator=denominator,
@@ -205,7 +206,7 @@ def _objective(
     """The configured objective's terms, and for objectives that do not clip the elements that they leave out."""
     options, rc = config.diffusion_loss, config.rollout_correction
     log_prob, old_log_prob, advantages, weights, keep, _ = elements
-    low, high = clip_band(options)
+    low, high = clip_band(options, inputs.like_log_probs(data, "clip_widths", log_prob))
     if rc.bypass_mode and rc.loss_type == "reinforce":
         terms = reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep)
         return terms, torch.zeros_like(terms.loss, dtype=torch.bool)
@@ -243,10 +244,17 @@ def _objective(
     return terms, None
 
 
-def clip_band(options: LossOptions) -> tuple[float, float]:
-    """Half widths below and above a ratio of 1."""
-    low = options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low
-    return low, options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high
+def clip_band(options: LossOptions, widths: Tensor | None = None) -> tuple[Any, Any]:
+    """Half widths below and above a ratio of 1: numbers, or with ``clip_ratio=auto`` the batch's ``clip_widths``."""
+    width: Any = options.clip_ratio
+    if width == "auto":
+        if widths is None:
+            raise ValueError(
+                "data lacks 'clip_widths', which clip_ratio=auto reads; add it, or give clip_ratio a number"
+            )
+        width = widths
+    low = width if options.clip_ratio_low is None else options.clip_ratio_low
+    return low, width if options.clip_ratio_high is None else options.clip_ratio_high
 
 
 def _dual_clip(options: LossOptions, elements: Elements) -> float | None:

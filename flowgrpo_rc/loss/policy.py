@@ -30,8 +30,8 @@ def ppo_clip(
     old_log_prob: Float[Tensor, "..."],
     advantages: Float[Tensor, "..."],
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | Float[Tensor, "..."],
+    clip_high: float | Float[Tensor, "..."],
     weights: Float[Tensor, "..."] | None = None,
     keep: Bool[Tensor, "..."] | None = None,
     dual_clip: float | None = None,
@@ -44,7 +44,7 @@ def ppo_clip(
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
     ratio, advantages = torch.exp(log_ratio), kept(advantages.detach(), keep)
-    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)  # pyright: ignore[reportCallIssue, reportArgumentType]
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
     if dual_clip is not None:
         loss = torch.where((advantages < 0) & (ratio > dual_clip), -advantages * dual_clip, loss)

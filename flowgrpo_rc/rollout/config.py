@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flowgrpo_rc.checks import choice, non_negative, positive
 
-ENGINES = ("diffusers",)
+ENGINES = ("diffusers", "vllm_omni")
 SDE_TYPES = ("sde", "cps", "dance_sde")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
@@ -144,7 +144,7 @@ class RolloutConfig:
     """The section ``actor_rollout_ref.rollout``."""
 
     name: str = "diffusers"
-    """The engine: ``diffusers`` samples in this process."""
+    """The engine: ``diffusers`` samples in this process, ``vllm_omni`` in one of its own that runs vllm-omni."""
 
     n: int = 16
     """Images per prompt: the group that advantages compare."""
@@ -179,6 +179,11 @@ class RolloutConfig:
         choice(f"{_HERE}.name", self.name, ENGINES)
         choice(f"{_HERE}.dtype", self.dtype, DTYPES)
         choice(f"{_HERE}.quantization", self.quantization, (*QUANTIZATIONS, None))
+        if self.name == "vllm_omni" and self.quantization is not None:
+            raise ValueError(
+                f"{_HERE}.quantization: got {self.quantization}; only the diffusers engine rounds its weights, so "
+                f"leave it null or set {_HERE}.name=diffusers"
+            )
         positive(f"{_HERE}.micro_batch_size", self.micro_batch_size)
         non_negative(f"{_HERE}.adapter_lag", self.adapter_lag)
         positive(

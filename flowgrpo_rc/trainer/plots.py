@@ -20,7 +20,7 @@ def series(rows: Sequence[Row], *names: str) -> tuple[list[int], list[float]]:
     return [s for s, _ in points], [v for _, v in points]
 
 
-def write_plots(folder: RunFolder, clip_ratio: float) -> list[Path]:
+def write_plots(folder: RunFolder, clip_ratio: float | str) -> list[Path]:
     """``reward.png``, ``clip_fraction.png``, ``log_prob_gap.png``, ``rejected_fraction.png``, ``overview.png``."""
     import matplotlib
 
@@ -74,11 +74,20 @@ def _clip(axes: Any, rows: Sequence[Row]) -> None:
     _finish(axes, "Share of ratios outside the clip band", "fraction")
 
 
-def _gap(axes: Any, rows: Sequence[Row], clip_ratio: float) -> None:
+def _gap(axes: Any, rows: Sequence[Row], clip_ratio: float | str) -> None:
     steps, values = series(rows, *GAP)
     axes.plot(steps, values, label="mean |log pi_train - log pi_rollout|")
     axes.plot(*series(rows, *GAP_MAX), label="largest")
-    axes.axhline(clip_ratio, color="black", linestyle="--", linewidth=1, label=f"clip_ratio = {clip_ratio:g}")
+    if isinstance(clip_ratio, str):
+        axes.plot(
+            *series(rows, "actor/clip_ratio_auto_mean"),
+            color="black",
+            linestyle="--",
+            linewidth=1,
+            label="clip_ratio (auto)",
+        )
+    else:
+        axes.axhline(clip_ratio, color="black", linestyle="--", linewidth=1, label=f"clip_ratio = {clip_ratio:g}")
     if any(v > 0 for v in values):
         axes.set_yscale("log")
     axes.margins(y=0.4)  # room for the legend

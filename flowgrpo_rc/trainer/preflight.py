@@ -96,6 +96,10 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
     if images < 2:
         raise ValueError(f"images: got {images}; give at least 2 a window place")
     config, seconds = trainer.config, {}
+    if trainer.run.bands is not None:
+        raise ValueError(
+            "clip_ratio: got auto, which measures the gap by itself; probe with a number, e.g. auto_clip_min"
+        )
     batch, conditioning, seconds["rollout"] = _sample(trainer, images)
     actor = trainer.run.actor
     scored, seconds["score"] = _timed(trainer, lambda: actor.rescore(batch, conditioning))
@@ -148,9 +152,10 @@ def step_gap(
 
 def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) -> Advice:
     """The verdict on this configuration, with its reasons in words."""
-    rc, loss = config.rollout_correction, config.actor_rollout_ref.actor.diffusion_loss
+    rc = config.rollout_correction
+    width = float(max(clip_band(config.actor_rollout_ref.actor.diffusion_loss)))
     clips = rc.bypass_mode and rc.loss_type == "ppo_clip"
-    wanted = max(loss.clip_ratio, _round_up(3 * overall.abs_q90))
+    wanted = max(width, _round_up(3 * overall.abs_q90))
     image = float(torch.quantile(gap.mean(1).abs(), 0.99))
     reasons, safe = [], True
     if overall.abs_mean > BROKEN_GAP:
@@ -159,7 +164,7 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) 
             f"the mean |log ratio| is {overall.abs_mean:.2g}: the engine computes something else than the actor "
             "(schedule, guidance, adapter or latents), which no correction repairs"
         )
-    share, band = f"{overall.clipped:.0%}", f"{loss.clip_ratio:g}"
+    share, band = f"{overall.clipped:.0%}", f"{width:g}"
     if clips and overall.clipped > CLIPPED_LIMIT:
         safe = False
         reasons.append(
@@ -183,7 +188,7 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) 
         reasons.append(f"clip_ratio={wanted:g} holds the gap; decoupled mode does without")
     half = max(image, 1e-6)
     edges = f"{math.exp(-half):.6g}_{math.exp(half):.6g}"
-    return Advice(safe, mode, wanted if mode == "bypass" else loss.clip_ratio, edges, tuple(reasons))
+    return Advice(safe, mode, wanted if mode == "bypass" else width, edges, tuple(reasons))
 
 
 def _round_up(value: float) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
@@ -20,6 +21,7 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.bands import ClipBands
 
 _PREFIX = "rollout_sync"
 
@@ -45,6 +47,7 @@ class Probe:
         adapter: knows the engine's version and can give it to the actor for a while.
         gather: concatenates every process's tensor in rank order.
         images_per_batch: over all processes.
+        bands: learns from what is measured, for ``clip_ratio=auto``.
     """
 
     def __init__(
@@ -54,19 +57,27 @@ class Probe:
         adapter: AdapterSync,
         gather: Callable[[Tensor], Tensor],
         images_per_batch: int,
+        bands: ClipBands | None = None,
     ) -> None:
         self._rollout, self._actor, self._adapter, self._gather = rollout, actor, adapter, gather
         self._total = images_per_batch
         self._images = min(rollout.probe.images, images_per_batch)
+        self._bands = bands
         self._warned = False
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
         """Metrics over all processes; empty when the probe is off."""
         if not self._images:
             return {}
-        scored = self.rescore(batch, self.rows(batch, step), conditioning)
+        rows = self.rows(batch, step)
+        scored = self.rescore(batch, rows, conditioning)
         metrics = self._metrics(scored, batch["latents"].shape[2:].numel())
         self._warn(metrics, step)
+        if self._bands is not None:
+            own = (batch["timesteps"][rows].flatten().tolist(), (scored.present - scored.rollout).flatten().tolist())
+            for timesteps, gaps in gather_object([own]):
+                self._bands.observe(timesteps, gaps)
+            metrics |= self._bands.metrics()
         return metrics
 
     def rows(self, batch: TensorDict, step: int) -> Int[Tensor, " b"]:

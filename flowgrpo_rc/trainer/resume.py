@@ -9,7 +9,8 @@ from flowgrpo_rc.trainer.setup import Run
 
 
 def save_run(run: Run, store: CheckpointStore, step: int) -> None:
-    """Write ``step_N``: adapter, its average if there is one, optimizer, schedule, random states, data position."""
+    """Write ``step_N``: adapter, its average if there is one, optimizer, schedule, random states, clip bands, data
+    position."""
     actor = run.actor
     tensors = {
         "optimizer": actor.optimizer.state_dict(),
@@ -18,6 +19,8 @@ def save_run(run: Run, store: CheckpointStore, step: int) -> None:
     }
     if actor.average is not None:
         tensors["average"] = actor.average.state_dict()
+    if run.bands is not None:
+        tensors["clip_bands"] = run.bands.state_dict()
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": vars(run.fingerprint)},
@@ -43,6 +46,8 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
     run.actor.load_adapter(source)
     run.actor.load_optimizer(tensors["optimizer"], tensors["lr_scheduler"])
     run.actor.load_average(tensors.get("average"))
+    if run.bands is not None and "clip_bands" in tensors:
+        run.bands.load_state_dict(tensors["clip_bands"])
     restore_random_states(tensors["random"])
     run.sampler.load_state_dict(state["sampler"])
     return int(state["step"])

@@ -18,6 +18,7 @@ from flowgrpo_rc.models import DiffusionModel, PromptEncoder, load_model, read_p
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutEngine
+from flowgrpo_rc.trainer.bands import ClipBands
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
@@ -38,6 +39,8 @@ class Run:
     actor: DiffusionActor
     total_steps: int
     fingerprint: Fingerprint
+    bands: ClipBands | None = None
+    """With ``clip_ratio=auto``."""
 
 
 def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
@@ -49,6 +52,10 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
     """
     rollout, data = config.actor_rollout_ref.rollout, config.data
     _check_trackers(config.trainer.logger)
+    if rollout.name == "vllm_omni":
+        from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
+
+        check_versions()
     read_pipeline_class(config.actor_rollout_ref.model.path)
     train = _prompts(config, "data.train_files", data.train_files, data.train_max_samples)
     if not train:
@@ -82,6 +89,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         actor=actor,
         total_steps=total_steps,
         fingerprint=_fingerprint(config, model),
+        bands=_clip_bands(config),
     )
 
 
@@ -94,14 +102,7 @@ def _load(
     model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
     model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
     encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
-    engine = DiffusersEngine(
-        model,
-        parts.model,
-        dtype=getattr(torch, parts.rollout.dtype),
-        micro_batch_size=parts.rollout.micro_batch_size,
-        device=accelerator.device,
-        quantization=parts.rollout.quantization,
-    )
+    engine = _engine(config, model, accelerator.device)
     torch.manual_seed(config.trainer.seed)
     mini_batches = config.data.train_batch_size // parts.actor.ppo_mini_batch_size
     actor = DiffusionActor(
@@ -117,6 +118,28 @@ def _load(
     if parts.model.lora_adapter_path:
         actor.load_adapter(Path(parts.model.lora_adapter_path))
     return model, encoder, engine, actor
+
+
+def _engine(config: FlowGRPOConfig, model: DiffusionModel, device: Any) -> RolloutEngine:
+    parts = config.actor_rollout_ref
+    dtype, size = getattr(torch, parts.rollout.dtype), parts.rollout.micro_batch_size
+    if parts.rollout.name == "vllm_omni":
+        from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
+
+        return VllmOmniEngine(model, parts.model, dtype=dtype, micro_batch_size=size, device=device)
+    return DiffusersEngine(
+        model,
+        parts.model,
+        dtype=dtype,
+        micro_batch_size=size,
+        device=device,
+        quantization=parts.rollout.quantization,
+    )
+
+
+def _clip_bands(config: FlowGRPOConfig) -> ClipBands | None:
+    loss = config.actor_rollout_ref.actor.diffusion_loss
+    return ClipBands(loss.auto_clip_min, loss.auto_clip_max) if loss.clip_ratio == "auto" else None
 
 
 def _accelerator(config: FlowGRPOConfig, project_dir: str) -> Any:

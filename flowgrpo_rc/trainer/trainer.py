@@ -66,7 +66,8 @@ class FlowGRPOTrainer:
         rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
-        self.probe = Probe(rollout, actor, self.adapter, self._gather, config.data.train_batch_size * rollout.n)
+        images = config.data.train_batch_size * rollout.n
+        self.probe = Probe(rollout, actor, self.adapter, self._gather, images, self.run.bands)
 
     # ------------------------------------------------------------------ one step
 
@@ -182,6 +183,8 @@ class FlowGRPOTrainer:
         rc = self.config.rollout_correction
         if rc.bypass_mode:
             apply_bypass_mode_to_diffusion_batch(batch)
+            if self.run.bands is not None:
+                batch["clip_widths"] = self.run.bands.widths(batch["timesteps"])
             return 0
         needs_all = rc.rollout_is_batch_normalize or self.config.algorithm.rejection_aware_baseline
         free = self.config.actor_rollout_ref.actor.score == "auto" and not needs_all
