@@ -865,3 +865,24 @@ def test_averaging_over_ranks_gives_the_gradient_of_the_joined_batch(tmp_path):
         assert_close(first[2], alone[0])
         assert (alone[2]["actor/kept_fraction"] == 0) is not case[2]
         assert alone[2]["actor/kept_fraction"] != pytest.approx(expected[2]["actor/kept_fraction"])
+
+
+def test_auto_clips_every_element_by_its_own_width():
+    """Bands of 0.1 and 0.001: the same ratios are inside one and outside the other."""
+    config = make_config("bypass ppo_clip")
+    config.diffusion_loss.clip_ratio = "auto"
+    config.diffusion_loss.clip_ratio_low = config.diffusion_loss.clip_ratio_high = None
+    rollout = torch.zeros(2, 2, dtype=torch.float64)
+    log_probs = torch.tensor([[1.01, 1.01], [0.99, 0.99]], dtype=torch.float64).log().requires_grad_()
+    data = {"rollout_log_probs": rollout, "advantages": torch.tensor([1.0, -1.0], dtype=torch.float64)}
+    with pytest.raises(ValueError, match="data lacks 'clip_widths'"):
+        diffusion_loss(config, {"log_probs": log_probs}, data)
+    data["clip_widths"] = torch.tensor([[0.1, 0.001], [0.1, 0.001]], dtype=torch.float64)
+    loss, metrics = diffusion_loss(config, {"log_probs": log_probs}, data)
+    loss.backward()
+    # inside: -A * ratio; outside: the clipped ratio, without a gradient
+    assert loss.item() == pytest.approx((-1.01 - 1.001 + 0.99 + 0.999) / 4)
+    assert log_probs.grad.flatten().tolist() == pytest.approx([-1.01 / 4, 0.0, 0.99 / 4, 0.0])
+    assert metrics["actor/pg_clipfrac"] == 0.5
+    with pytest.raises(ValueError, match="clip_widths has shape"):
+        diffusion_loss(config, {"log_probs": log_probs}, {**data, "clip_widths": torch.ones(2)})
