@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 VERL   := $(VENV)/verl
+VLLM   := .venv-vllm
 
-.PHONY: demo test lint unit verl gpu install clean
+.PHONY: demo test lint unit verl vllm gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
@@ -29,6 +30,14 @@ $(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VERL) -r tests/integrations/requirements-verl.txt
 	touch $@
 
+# The engine vllm_omni against the real vllm-omni on a CPU, in an environment of its own (three minutes to set up).
+vllm: $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_omni $(PYTEST_ARGS)
+
+$(VLLM)/.installed: scripts/install_vllm_omni_cpu.sh scripts/torchvision_on_cpu.py constraints-vllm.txt pyproject.toml
+	PYTHON=$(PYTHON) scripts/install_vllm_omni_cpu.sh $(VLLM)
+	touch $@
+
 # On a machine with a CUDA device: the tests that need one, and the benchmarks, with their figures.
 gpu: $(VERL)/.installed
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -45,4 +54,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) $(VLLM) outputs

@@ -1,0 +1,18 @@
+"""Rollouts in vllm-omni's own engine, in a process of its own.
+
+``engine.py`` lives in the trainer and imports no vllm; ``server.py`` is the other process. ``plugin.py`` and
+``platform.py`` make vllm-omni run on a machine without an accelerator.
+"""
+
+from typing import TYPE_CHECKING
+
+from flowgrpo_rc.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.rollout.vllm_omni.engine import VllmOmniEngine
+    from flowgrpo_rc.rollout.vllm_omni.process import Timeouts
+
+__all__ = ["Timeouts", "VllmOmniEngine"]
+
+_HOMES = {"VllmOmniEngine": "engine", "Timeouts": "process"}
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES[name]}" for name in __all__})

@@ -1,0 +1,91 @@
+"""An adapter on its way to vllm-omni: its names there, what its layers will hold, what the trainer must send.
+
+Imports no vllm: the trainer's side and the engine's process share it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo_rc.models.base import DiffusionModel
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.lora import AdapterMismatchError
+
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+@dataclass(frozen=True)
+class AdapterPush:
+    """One adapter as it is sent to the engine's process."""
+
+    state: dict[str, Tensor]
+    """Tensors of their own on the host, named as the actor names them."""
+    version: int
+    rank: int
+    alpha: int
+
+
+def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the adapter that ``attach_lora`` gives the actor, from the base model alone."""
+    targets = model.default_lora_targets if config.target_modules is None else config.target_modules
+    endings = [targets] if isinstance(targets, str) else list(targets)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for full_name, module in model.transformer.named_modules():
+        name = full_name.removesuffix(".base_layer")
+        if not isinstance(module, nn.Linear) or ".lora_" in name:
+            continue
+        if endings == ["all-linear"] or any(name == e or name.endswith(f".{e}") for e in endings):
+            shapes[name + _A] = (config.lora_rank, module.in_features)
+            shapes[name + _B] = (module.out_features, config.lora_rank)
+    return shapes
+
+
+def check_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Every tensor is there, none besides, each of its shape.
+
+    Raises:
+        AdapterMismatchError: names the first that is not.
+    """
+    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if missing or unexpected:
+        raise AdapterMismatchError(
+            f"the adapter does not bind: {len(missing)} of {len(expected)} weights missing (first: "
+            f"{missing[0] if missing else '-'}), {len(unexpected)} unexpected (first: "
+            f"{unexpected[0] if unexpected else '-'})"
+        )
+    for name, shape in expected.items():
+        if tuple(state[name].shape) != shape:
+            raise AdapterMismatchError(
+                f"the adapter does not bind: {name} is {tuple(state[name].shape)}, expected {shape}; "
+                "lora_rank or target_modules differ"
+            )
+
+
+def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
+    """What vllm-omni's layers hold of ``state``: its dtype, and ``alpha / rank`` multiplied into the B matrices."""
+    held = {}
+    for name, tensor in state.items():
+        rounded = tensor.detach().to("cpu", dtype)
+        held[name] = rounded * scaling if name.endswith(_B) and scaling != 1 else rounded
+    return held
+
+
+def pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """``{module: (A, B)}``, modules named as the actor names them."""
+    modules = sorted({name.removesuffix(_A).removesuffix(_B) for name in state})
+    absent = [m + ending for m in modules for ending in (_A, _B) if m + ending not in state]
+    if absent:
+        raise AdapterMismatchError(f"the adapter does not bind: {absent[0]} is missing")
+    return {m: (state[m + _A], state[m + _B]) for m in modules}
+
+
+def unpaired(held: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """``pairs`` undone."""
+    return {m + ending: t for m, ab in held.items() for ending, t in zip((_A, _B), ab, strict=True)}
+
+
+def engine_module(module: str) -> str:
+    """The actor's module name as vllm-omni has it: diffusers' ``to_out`` is a list of a linear layer and a dropout."""
+    return module.removesuffix(".0") if module.endswith(".to_out.0") else module

@@ -1,0 +1,169 @@
+"""The trainer's side of the vllm_omni engine; imports no vllm."""
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from flowgrpo_rc.models.base import DiffusionModel, Prompts
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, check_state, expected_shapes
+from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, Timeouts, engine_environment
+from flowgrpo_rc.rollout.vllm_omni.protocol import Sampled, Settings
+from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
+
+
+class VllmOmniEngine:
+    """Samples in a process of its own that runs vllm-omni with the pipeline at ``lora.path``.
+
+    The digests of this engine are those of vllm-omni's LoRA layers, read back from their buffers: the adapter in
+    ``dtype`` with ``lora_alpha / lora_rank`` multiplied into the B matrices.
+
+    A process that dies or hangs is started anew once for every call, gets the last adapter again and repeats the call.
+
+    Args:
+        model: the trainer's model; tells names, shapes and the precision of decoding.
+        lora: the section ``actor_rollout_ref.model``.
+        dtype: of vllm-omni's transformer and adapter.
+        micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
+        device: the trainer's; the engine takes the same GPU.
+        timeouts: when to give the process up.
+
+    Raises:
+        ImportError: vllm, vllm-omni or diffusers are not of the working set.
+        RolloutError: the process does not start.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        lora: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        micro_batch_size: int,
+        device: Any,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        check_versions()
+        if type(model.pipe).__name__ != "QwenImagePipeline":
+            raise ValueError(
+                f"actor_rollout_ref.rollout.name=vllm_omni draws Qwen-Image only so far, got "
+                f"{type(model.pipe).__name__}; use rollout.name=diffusers"
+            )
+        self._lora, self._dtype = lora, dtype
+        self._expected = expected_shapes(model, lora)
+        self._timeouts = Timeouts() if timeouts is None else timeouts
+        self._environment = engine_environment(device)
+        self._settings = Settings(
+            model=resolve_asset(lora.path),
+            dtype=str(dtype).removeprefix("torch."),
+            vae_dtype=str(model.pipe.vae.dtype).removeprefix("torch."),
+            max_batch=micro_batch_size,
+            batch_wait_ms=100.0,
+            init_timeout=self._timeouts.startup,
+            parent=0,
+            die_with_thread=False,
+        )
+        self.adapter_version = -1
+        self.restarts = 0
+        """How often the process has been started anew."""
+        self._pushed: tuple[AdapterPush, str] | None = None
+        self._start()
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
+        """Send copies of the adapter; returns the digest of what vllm-omni's layers then hold.
+
+        Raises:
+            AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
+            RolloutError: the process is down and does not come back.
+        """
+        check_state(state, self._expected)
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+        push = AdapterPush(copies, version, self._lora.lora_rank, self._lora.lora_alpha)
+        digest = self._call("sync", push)
+        self._pushed, self.adapter_version = (push, digest), version
+        return digest
+
+    def digest_of(self, state: Mapping[str, Tensor]) -> str:
+        """The digest of ``state`` rounded and scaled as ``sync`` leaves it in the engine."""
+        return adapter_digest(as_held(state, self._dtype, self._lora.lora_alpha / self._lora.lora_rank))
+
+    def generate(self, request: RolloutRequest) -> Trajectories:
+        """Sample every image of the request.
+
+        Raises:
+            RolloutError: no adapter has been synchronised yet, an image could not be drawn, or the process is down
+                and does not come back.
+        """
+        if self.adapter_version < 0:
+            raise RolloutError("the rollout engine has no adapter yet: call sync() before generate()")
+        sampled: Sampled = self._call("generate", (_on_host(request), self.adapter_version))
+        batch = None
+        if request.window_starts is not None:
+            batch = TensorDict(dict(sampled.record), batch_size=[len(request.prompt_index)])
+            batch["prompt_index"] = request.prompt_index.clone()
+        return Trajectories(sampled.images, batch, sampled.echo)
+
+    def close(self) -> None:
+        """End the process."""
+        self._closing()
+
+    @property
+    def pid(self) -> int:
+        """The engine's process."""
+        return self._process.pid
+
+    @property
+    def startup_seconds(self) -> float:
+        """From the start of the process until the model was loaded."""
+        return self._process.ready.seconds
+
+    def _start(self) -> None:
+        self._process = EngineProcess(self._settings, self._timeouts, self._environment)
+        self._closing = weakref.finalize(self, self._process.close)
+
+    def _call(self, method: str, argument: Any) -> Any:
+        try:
+            return self._process.call(method, argument)
+        except EngineDownError as error:
+            self._closing.detach()
+            warnings.warn(f"{error}; starting it anew", stacklevel=3)
+        self.restarts += 1
+        self._start()
+        if self._pushed is not None and method != "sync":
+            push, digest = self._pushed
+            again = self._process.call("sync", push)
+            if again != digest:
+                raise RolloutError(
+                    f"the restarted engine holds adapter version {push.version} with digest {again[:16]}, not "
+                    f"{digest[:16]}"
+                )
+        return self._process.call(method, argument)
+
+
+def _on_host(request: RolloutRequest) -> RolloutRequest:
+    """The request with tensors of their own on the host, ready to be pickled."""
+    cond = request.conditioning
+    conditioning = replace(
+        cond, prompts=_own(cond.prompts), negative=None if cond.negative is None else _own(cond.negative)
+    )
+    starts = request.window_starts
+    return replace(
+        request,
+        conditioning=conditioning,
+        prompt_index=request.prompt_index.to("cpu", copy=True),
+        window_starts=None if starts is None else starts.to("cpu", copy=True),
+    )
+
+
+def _own(prompts: Prompts) -> Prompts:
+    mask = prompts.mask
+    return Prompts(prompts.embeds.to("cpu", copy=True), None if mask is None else mask.to("cpu", copy=True))

@@ -1,0 +1,189 @@
+"""What happens to a rollout when the engine's process dies, hangs or is refused an adapter, and to it when we die."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from torch.testing import assert_close
+
+pytest.importorskip("vllm")
+
+from engine_pair import TIMEOUTS, make_pair, random_adapter, request_for, zero_adapter
+
+from flowgrpo_rc.models.lora import AdapterMismatchError
+from flowgrpo_rc.rollout.base import RolloutError, RolloutSyncError
+from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
+from flowgrpo_rc.rollout.vllm_omni import Timeouts
+from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush
+from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
+
+LONG = 100
+"""Steps of a rollout that is still running when something happens to it."""
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Float32, at version 4 of a random adapter; a fault test leaves a working engine or starts one anew."""
+    pair = make_pair()
+    pair.sync(random_adapter(pair), 4)
+    yield pair
+    pair.vllm.close()
+
+
+def later(seconds, action, *arguments):
+    thread = threading.Timer(seconds, action, arguments)
+    thread.start()
+    return thread
+
+
+def is_running(pid):
+    """False for zombies too: they hold nothing."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_killed_in_the_middle_of_a_rollout(pair):
+    """It comes back with the adapter it had, at its version, and the rollout is the one that was asked for."""
+    request = request_for(pair.model, steps=LONG)
+    expected = pair.vllm.generate(request)
+    first, restarts = pair.vllm.pid, pair.vllm.restarts
+    later(0.5, os.kill, first, signal.SIGKILL)
+    with pytest.warns(UserWarning, match=rf"process {first} died of signal 9 while sampling; log: .*starting it anew"):
+        result = pair.vllm.generate(request)
+    assert (pair.vllm.restarts, is_running(first)) == (restarts + 1, False)
+    assert_close(result.batch["next_latents"], expected.batch["next_latents"], atol=0, rtol=0)
+    check_rollout(request, result, pair.model, HeldAdapter(4, expected.echo.adapter_digest), "float32")
+
+
+def test_stopped_process_is_ended_and_replaced(pair, monkeypatch):
+    """SIGSTOP: alive for the kernel, silent for us."""
+    request, first = request_for(pair.model), pair.vllm.pid
+    monkeypatch.setattr(pair.vllm._process, "_timeouts", Timeouts(silence=3.0))
+    os.kill(first, signal.SIGSTOP)
+    with pytest.warns(UserWarning, match="gave no sign of life for 3 s while sampling; it was ended"):
+        result = pair.vllm.generate(request)
+    assert not is_running(first)
+    assert result.adapter_version == 4
+
+
+def test_rollout_that_takes_too_long_twice_is_an_error_with_its_cause(pair, monkeypatch):
+    """The process beats on while its engine hangs; the second time there is no third."""
+    pair.vllm.generate(request_for(pair.model))
+    start = pair.vllm._start
+
+    def start_impatient():
+        start()
+        impatient()
+
+    def impatient():
+        monkeypatch.setattr(pair.vllm._process, "_timeouts", Timeouts(request=0.5, silence=3.0))
+
+    impatient()
+    monkeypatch.setattr(pair.vllm, "_start", start_impatient)
+    with (
+        pytest.warns(UserWarning, match=r"took more than 0.5 s for sampling; it was ended"),
+        pytest.raises(RolloutError, match=r"process \d+ took more than 0.5 s for sampling; it was ended; log: "),
+    ):
+        pair.vllm.generate(request_for(pair.model, steps=500))
+    monkeypatch.setattr(pair.vllm, "_start", start)
+    with pytest.warns(UserWarning, match="starting it anew"):
+        assert pair.vllm.generate(request_for(pair.model)).adapter_version == 4
+
+
+def test_died_between_calls_and_sync_brings_it_back(pair):
+    os.kill(pair.vllm.pid, signal.SIGKILL)
+    state = random_adapter(pair, seed=9)
+    with pytest.warns(UserWarning, match="died of signal 9 .*starting it anew"):
+        digest = pair.vllm.sync(state, 5)
+    assert digest == pair.vllm.digest_of(state)
+    result = pair.vllm.generate(request_for(pair.model))
+    assert (result.echo.adapter_version, result.echo.adapter_digest) == (5, digest)
+    pair.sync(random_adapter(pair), 4)
+
+
+def test_vllm_omni_refuses_what_does_not_bind(pair):
+    """Past the trainer's own check, straight at the engine's process; the adapter before stays in use."""
+    good = random_adapter(pair)
+    digest = pair.sync(good, 4)
+    module = next(n for n in good if "to_out.0.lora_A" in n).removesuffix(".lora_A.default.weight")
+    renamed = {n.replace(module, module.replace("to_out.0", "to_nowhere")): t for n, t in good.items()}
+    lacking = {n: t for n, t in good.items() if n != f"{module}.lora_B.default.weight"}
+    narrow = {n: t[:-1] if "to_q.lora_B" in n else t for n, t in good.items()}
+    for state, says in (
+        (renamed, "binding is incomplete|reach no layer"),
+        (lacking, "does not bind: .*to_out.0.lora_B.default.weight is missing|does not load"),
+    ):
+        with pytest.raises(AdapterMismatchError, match=says):
+            pair.vllm._process.call("sync", AdapterPush(state, 6, 4, 8))
+        result = pair.vllm.generate(request_for(pair.model))
+        assert (result.echo.adapter_version, result.echo.adapter_digest) == (4, digest)
+    try:
+        held = pair.vllm._process.call("sync", AdapterPush(narrow, 6, 4, 8))
+    except AdapterMismatchError:
+        held = digest
+    assert held != pair.vllm.digest_of(narrow)
+    pair.sync(good, 4)
+
+
+def test_an_older_version_is_not_sampled_with(pair):
+    """The process holds version 4; a trainer that believes in another gets an error, no images."""
+    with pytest.raises(RolloutError, match="the engine holds adapter version 4, not 3"):
+        pair.vllm._process.call("generate", (request_for(pair.model), 3))
+
+
+def test_a_stale_adapter_left_in_place_is_found_out(pair):
+    """The version lies, the digest does not."""
+    stale, newest = random_adapter(pair), zero_adapter(pair)
+    pair.sync(stale, 4)
+    request = request_for(pair.model)
+    result = pair.vllm.generate(request)
+    with pytest.raises(RolloutSyncError, match="adapter version 4: digest of the engine's weights"):
+        check_rollout(request, result, pair.model, HeldAdapter(4, pair.vllm.digest_of(newest)), "float32")
+
+
+def test_model_that_cannot_be_loaded_ends_in_one_line(pair, tmp_path, monkeypatch):
+    settings = replace(pair.vllm._settings, model=str(tmp_path))
+    with pytest.raises(RolloutError, match="ended with code 1 while starting; log: .*, which ends: ") as caught:
+        EngineProcess(settings, TIMEOUTS, pair.vllm._environment)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_orphan_when_the_trainer_is_killed(tmp_path):
+    """kill -9 leaves the trainer no time to close anything."""
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from engine_pair import make_pair;"
+        "pair = make_pair(); print(pair.vllm.pid, flush=True); time.sleep(120)"
+    )
+    command = [sys.executable, "-c", script, os.path.dirname(__file__)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    try:
+        engine = int(trainer.stdout.readline())
+        assert is_running(engine)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    deadline = time.monotonic() + 10
+    while is_running(engine) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(engine)
+
+
+def test_close_ends_the_process_and_removes_its_log():
+    pair = make_pair()
+    pid, log = pair.vllm.pid, pair.vllm._process.log
+    assert log.exists()
+    started = time.monotonic()
+    pair.vllm.close()
+    assert time.monotonic() - started < TIMEOUTS.close
+    assert not is_running(pid)
+    assert not log.exists()
+    pair.vllm.close()

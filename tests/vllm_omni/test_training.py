@@ -1,0 +1,50 @@
+"""Training with rollouts in the real vllm-omni: the same run as with the ``diffusers`` engine."""
+
+import json
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
+
+SETTINGS = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=3")
+
+
+def rows_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMING_PREFIXES)} for x in lines]
+
+
+@pytest.mark.slow
+def test_a_run_is_the_diffusers_engines_even_when_the_engine_is_killed_in_it(small_config):
+    """Every metric of three steps; after the first step the engine's process is killed and comes back."""
+    expected = rows_of(FlowGRPOTrainer(small_config(*SETTINGS, folder="diffusers")).fit().root)
+    name = "actor_rollout_ref.rollout.name=vllm_omni"
+    trainer = FlowGRPOTrainer(small_config(*SETTINGS, name, folder="vllm_omni"))
+    engine, generate = trainer.run.engine, trainer.run.engine.generate
+    calls = []
+
+    def generate_and_kill_once(request):
+        calls.append(request)
+        if len(calls) == 2:
+            os.kill(engine.pid, signal.SIGKILL)
+        return generate(request)
+
+    engine.generate = generate_and_kill_once
+    with pytest.warns(UserWarning, match="died of signal 9"):
+        got = rows_of(trainer.fit().root)
+    assert engine.restarts == 1
+    assert [row.keys() for row in got] == [row.keys() for row in expected]
+    compared = 0
+    for row, other in zip(got, expected, strict=True):
+        for key, value in other.items():
+            if isinstance(value, float) and key.startswith(("reward", "actor", "critic", "rollout")):
+                assert row[key] == pytest.approx(value, rel=1e-2, abs=1e-4), key
+                compared += 1
+        for key in ("rollout_sync/engine_gap_abs_mean",):
+            assert row.get(key, 0.0) < 1e-5
+    assert compared > 20
