@@ -189,8 +189,8 @@ class DiffusionActorConfig:
             )
         if self.diffusion_loss.clip_ratio == "auto" and not (rc.bypass_mode and rc.loss_type == "ppo_clip"):
             raise ValueError(
-                f"{_HERE}.diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips around; "
-                "give a number, or set rollout_correction.bypass_mode=true with loss_type=ppo_clip"
+                f"{_HERE}.diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips "
+                "around; give a number, or set rollout_correction.bypass_mode=true with loss_type=ppo_clip"
             )
         if rc.bypass_mode and rc.rollout_is_batch_normalize:
             raise ValueError(

@@ -152,8 +152,8 @@ class FlowGRPOConfig:
             )
         if actor.diffusion_loss.clip_ratio == "auto" and not self.actor_rollout_ref.rollout.probe.images:
             raise ValueError(
-                "actor_rollout_ref.actor.diffusion_loss.clip_ratio: got auto, which follows what the probe measures; set "
-                "actor_rollout_ref.rollout.probe.images to 1 or more"
+                "actor_rollout_ref.actor.diffusion_loss.clip_ratio: got auto, which follows what the probe measures; "
+                "set actor_rollout_ref.rollout.probe.images to 1 or more"
             )
         sde_type, mode = self.actor_rollout_ref.rollout.algo.sde_type, actor.diffusion_loss.loss_mode
         if mode == "dance_grpo" and sde_type != "dance_sde":
