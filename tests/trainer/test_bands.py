@@ -93,3 +93,17 @@ def test_an_fp8_run_is_not_clipped_by_its_gap_and_resumes_exactly(small_config):
     again = FlowGRPOTrainer(small_config(*AUTO, "trainer.resume_mode=auto", folder="parts")).fit().rows()
     last = {k: v for k, v in again[-1].items() if not k.startswith("timing")}
     assert last == {k: v for k, v in whole[-1].items() if not k.startswith("timing")}
+
+
+def test_without_a_gap_calibration_changes_nothing(small_config):
+    """Float32 rollouts: the band is the narrowest one, and the run that of a fixed clip of that width."""
+    clip = "actor_rollout_ref.actor.diffusion_loss"
+    float32 = ("algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.dtype=float32")
+    fixed = FlowGRPOTrainer(small_config(*float32, f"{clip}.clip_ratio=0.001", folder="fixed")).fit().rows()
+    auto = (f"{clip}.clip_ratio=auto", f"{clip}.auto_clip_min=0.001")
+    calibrated = FlowGRPOTrainer(small_config(*float32, *auto, folder="auto")).fit().rows()
+    for row, expected in zip(calibrated, fixed, strict=True):
+        for name, value in expected.items():
+            if not name.startswith("timing"):
+                assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+        assert row.get("actor/clip_ratio_auto_mean", 0.001) == 0.001
