@@ -17,7 +17,7 @@ from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
-from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine, _Used
+from flowgrpo_rc.rollout.sampling import Used, sample
 from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
 
 EXTRA = "flowgrpo"
@@ -58,13 +58,6 @@ class VllmQwenImage(QwenImage):
         return (output[0] if isinstance(output, tuple) else output.sample).float()
 
 
-class _Loop(DiffusersEngine):
-    """The in-process engine's sampling loop, around a transformer that is already here."""
-
-    def __init__(self, model: QwenImage, transformer: nn.Module, device: torch.device) -> None:
-        self._model, self.transformer, self._device = model, transformer, device
-
-
 class RolloutPipeline(QwenImagePipeline):
     """Qwen-Image sampling for FlowGRPO; takes prompt embeddings, so it keeps no text encoder."""
 
@@ -93,10 +86,9 @@ class RolloutPipeline(QwenImagePipeline):
         request, own = _rollout_request(req, self.device)
         assert self.model is not None
         cond = request.conditioning
-        used, rows = _Used(), torch.arange(req.num_reqs)
+        used, rows = Used(), torch.arange(req.num_reqs)
         schedule = self.model.schedule(request.num_inference_steps, cond.height, cond.width)
-        loop = _Loop(self.model, self.transformer, self.device)
-        latents, record = loop._sample(request, schedule, rows, used)
+        latents, record = sample(self.model, self.transformer, request, schedule, rows, used, self.device)
         images = self.model.decode(latents, cond.height, cond.width)
         echo = used.echo(
             request_id=request.request_id,
