@@ -46,6 +46,11 @@ def run_probe(arguments: argparse.Namespace) -> int:
             refused = (*refused, CheckpointError)
             if arguments.images < 2:
                 raise ValueError(f"--images: got {arguments.images}; give at least 2")
+            if config.actor_rollout_ref.actor.diffusion_loss.clip_ratio == "auto":
+                raise ValueError(
+                    "actor_rollout_ref.actor.diffusion_loss.clip_ratio: got auto, which measures the gap by itself; "
+                    "probe with a number, e.g. that of auto_clip_min"
+                )
             trainer = FlowGRPOTrainer(config)
         except refused as error:
             print(f"error: {error}", file=sys.stderr)

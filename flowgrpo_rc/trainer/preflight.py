@@ -90,7 +90,7 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
     """Measures with ``images`` at every place of the SDE window. The trainer is used up: its adapter moves.
 
     Raises:
-        ValueError: fewer than 2 images.
+        ValueError: fewer than 2 images, or a clip that follows the gap (``clip_ratio=auto``).
         RolloutError: the engine sampled something else than it was asked for.
     """
     if images < 2:

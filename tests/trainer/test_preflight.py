@@ -106,3 +106,5 @@ def test_the_command_gates_on_its_exit_code(tmp_path, capsys):
     assert (tmp_path / "probe.png").stat().st_size > 10_000
     assert main(["probe", *common, "--images", "1"]) == 2
     assert "--images: got 1" in capsys.readouterr().err
+    assert main(["probe", *common, f"{CLIP}=auto"]) == 2
+    assert "clip_ratio: got auto" in capsys.readouterr().err
