@@ -15,7 +15,7 @@ from torch import Tensor
 from flowgrpo_rc.correction.buffers import cached
 from flowgrpo_rc.correction.kernel import Array, Kernel
 from flowgrpo_rc.correction.layout import Layout
-from flowgrpo_rc.correction.ops import HostOps, Ops, ops_for
+from flowgrpo_rc.correction.ops import Ops, ops_for
 
 # Elements per block: on the host, what stays in a core's cache; on a device, what keeps it busy at bounded memory.
 HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 19
@@ -29,7 +29,6 @@ def run_blocks(
     """The weights (None without importance sampling), `mask * keep`, and the table of every row's figures."""
     can_reject = layout.plan.can_reject
     ops = ops_for(p.device, layout.dtype)
-    on_host = isinstance(ops, HostOps)
     weights = None
     if layout.plan.importance is not None:
         weights = ops.new(p.shape)
@@ -39,9 +38,9 @@ def run_blocks(
         kept = p.new_ones(p.shape, dtype=torch.bool)
     else:
         kept = m.detach().clone(memory_format=torch.contiguous_format)
-    run = _on_host if on_host else _on_device
+    run = _on_host if ops.on_host else _on_device
     table = run(ops, layout, p, q, m, weights, kept if can_reject else None)
-    if on_host:
+    if ops.on_host:
         return None if weights is None else torch.from_numpy(weights), kept, torch.from_numpy(table)
     return weights, kept, table
 

@@ -27,9 +27,7 @@ STACKED_ELEMENTS = 16384
 TRANSPOSED_COLUMNS = 64
 # Beyond any log ratio, yet safe to add to one: takes invalid elements out of minima and maxima.
 FAR = 1e38
-# Above this `e + 1` is as good as `exp(lc)`.
-NARROW = -2.0
-# Whether `l` is narrow, and how many of the values it is compared with lie below it and not above it.
+# Whether `l` is within the safety bound, and how many of the values it is compared with lie below it and not above it.
 Facts = tuple[bool, int, int]
 _NOTHING: Facts = (False, -1, -1)
 # A kernel's tapes: blocks differ in few facts at a time.
@@ -49,7 +47,6 @@ class Kernel:
         self._layout, self._columns, self._masked, self._ops = layout, columns, masked, ops
         self._tapes: dict[Facts, tuple[Tape, bool]] = {}
         self._cuts = sorted(float(ops.number(cut)) for cut in element_cuts(layout)) if ops.on_host else []
-        self._numbers: dict[float, Array] = {}
         self._transposed = columns <= TRANSPOSED_COLUMNS
         self._dim = 0 if self._transposed else 1
         self._shape = (columns, rows) if self._transposed else (rows, columns)
@@ -123,7 +120,7 @@ class Kernel:
         if not (math.isfinite(least) and math.isfinite(most)):
             return _NOTHING
         self._least, self._most = least, most
-        self._narrow = least > NARROW and most < SAFETY_BOUND
+        self._narrow = least > -SAFETY_BOUND and most < SAFETY_BOUND
         return self._narrow, bisect_left(self._cuts, least), bisect_right(self._cuts, most)
 
     def _record(self, facts: Facts) -> None:
@@ -141,8 +138,8 @@ class Kernel:
         if self._most == math.inf:
             return True
         if above < math.inf:
-            return not self._most < float(self._number(above))
-        return not self._least > float(self._number(below))
+            return not self._most < float(self._ops.number(above))
+        return not self._least > float(self._ops.number(below))
 
     def _pass(self) -> None:
         """Everything that follows from `l` and its extremes."""
@@ -154,7 +151,7 @@ class Kernel:
         if "k2" in layout.means:
             k2 = self._buffer["k2"]
             ops.mul(self._lc, self._lc, out=k2)
-            ops.mul(k2, self._number(0.5), out=k2)
+            ops.mul(k2, self._ops.number(0.5), out=k2)
             self._done("k2")
         for criterion in layout.token_criteria:
             self._token_criterion(criterion)
@@ -164,12 +161,6 @@ class Kernel:
             ops.sum(self._stack, self._dim + 1, out=self._summed)
         self._rows.run(ops)
         self._finish()
-
-    def _number(self, value: float) -> Array:
-        number = self._numbers.get(value)
-        if number is None:
-            number = self._numbers[value] = self._ops.number(value)
-        return number
 
     def _spread(self, row: Array) -> Array:
         """A figure of each row, as it broadcasts to the block's elements."""
@@ -225,8 +216,8 @@ class Kernel:
 
     def _far(self, out: Array) -> Array:
         """0 at valid elements, `-FAR` at the others: out of the way of a maximum."""
-        self._ops.sub(self._ones, self._number(1.0), out=out)
-        return self._ops.mul(out, self._number(FAR), out=out)
+        self._ops.sub(self._ones, self._ops.number(1.0), out=out)
+        return self._ops.mul(out, self._ops.number(FAR), out=out)
 
     def _base(self) -> None:
         """`lc`, `e`, and the sums that every call reports."""
@@ -257,12 +248,7 @@ class Kernel:
     def _token_weights(self, spec: ImportanceSampling, weights: Array) -> None:
         """Per-element weights, the sums of `d` and `d^2`, and the elements beyond the bounds."""
         d, ops = self._buffer["d"], self._ops
-        if self._narrow and self._masked:
-            ops.add(self._e, self._ones, out=weights)
-        elif self._narrow:
-            ops.add(self._e, self._number(1.0), out=weights)
-        else:
-            ops.exp(self._lc, out=weights)
+        ops.exp(self._lc, out=weights)
         if spec.mode in ("zero", "mask"):
             self._outside(spec, weights)
         else:
@@ -286,7 +272,7 @@ class Kernel:
     def _unbounded(self, weights: Array) -> None:
         """Weights that no bound changes: `d = e`."""
         ops, row = self._ops, self._row
-        if self._masked and not self._narrow:
+        if self._masked:
             ops.mul(weights, self._ones, out=weights)
         if self._stacked:
             ops.copy(self._e, out=self._buffer["d"])
@@ -310,7 +296,7 @@ class Kernel:
         if spec.mode == "mask":
             self._reject(outside)
             return
-        inside = ops.eq(outside, self._number(0.0), out=self._own("other"))
+        inside = ops.eq(outside, self._ops.number(0.0), out=self._own("other"))
         ops.mul(weights, inside, out=weights)
         ops.mul(d, inside, out=d)
         ops.sub(d, outside, out=d)
@@ -360,9 +346,9 @@ class Kernel:
             ops.fill(found if self._stacked else self._row[name], 0.0)
             return None
         if above < math.inf:
-            ops.gt(values, self._number(above), out=found)
+            ops.gt(values, self._ops.number(above), out=found)
         else:
-            ops.lt(values, self._number(below), out=found)
+            ops.lt(values, self._ops.number(below), out=found)
         if self._masked and (above < 0.0 or below > 0.0):  # invalid elements hold 0
             ops.mul(found, self._ones, out=found)
         self._done(name)
@@ -393,7 +379,7 @@ class Kernel:
         if not self._rejects_elements:
             ops.mul(self._row["n"], rows.kept, out=self._row["kept"])
             return
-        keep = ops.eq(self._own("bad"), self._number(0.0), out=self._own("bad"))
+        keep = ops.eq(self._own("bad"), self._ops.number(0.0), out=self._own("bad"))
         if rows.rejects:
             ops.mul(keep, self._spread(rows.kept), out=keep)
         counted = ops.mul(keep, self._ones, out=self._temporary) if self._masked else keep

@@ -22,6 +22,16 @@ _CLIP_FROM = 2048
 _CHUNK = 512
 
 
+def _comparison(compare: Any) -> Any:
+    """0 and 1 into `out`, by way of booleans: numpy's comparisons into numbers are slow."""
+
+    def into(x: Any, y: Any, out: Any) -> Any:
+        np.copyto(out, compare(x, y))
+        return out
+
+    return staticmethod(into)
+
+
 class HostOps:
     """numpy, for tensors on the CPU; arrays share the tensors' memory."""
 
@@ -30,21 +40,7 @@ class HostOps:
     abs, exp, expm1, neg = np.absolute, np.exp, np.expm1, np.negative
     maximum, minimum = np.maximum, np.minimum
 
-    @staticmethod
-    def gt(x: Any, bound: Any, out: Any) -> Any:
-        return _as_numbers(np.greater(x, bound), out)
-
-    @staticmethod
-    def lt(x: Any, bound: Any, out: Any) -> Any:
-        return _as_numbers(np.less(x, bound), out)
-
-    @staticmethod
-    def eq(x: Any, value: Any, out: Any) -> Any:
-        return _as_numbers(np.equal(x, value), out)
-
-    @staticmethod
-    def ne(x: Any, value: Any, out: Any) -> Any:
-        return _as_numbers(np.not_equal(x, value), out)
+    gt, lt, eq, ne = (_comparison(f) for f in (np.greater, np.less, np.equal, np.not_equal))
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._bits = _HOST_DTYPES[dtype], _HOST_BITS[dtype]
@@ -127,19 +123,12 @@ class HostOps:
             np.multiply(mask, keep, out=out.numpy(), casting="unsafe")
 
 
-def _as_numbers(found: Any, out: Any) -> Any:
-    """0 and 1; by way of booleans, since numpy's comparisons into numbers are slow."""
-    np.copyto(out, found)
-    return out
-
-
 class DeviceOps:
     """torch, for tensors anywhere; nothing waits for the device."""
 
     on_host = False
     sub, add, mul, div, bitwise_and = torch.sub, torch.add, torch.mul, torch.div, torch.bitwise_and
     abs, exp, expm1, neg = torch.abs, torch.exp, torch.expm1, torch.neg
-    maximum, minimum = torch.maximum, torch.minimum
     gt, lt, eq, ne = torch.gt, torch.lt, torch.eq, torch.ne
     clamp, sum, amax, amin = torch.clamp, torch.sum, torch.amax, torch.amin
     transpose = torch.t
@@ -158,7 +147,10 @@ class DeviceOps:
 
     def number(self, value: float) -> Any:
         """A constant as the operations take it fastest, rounded to the compute dtype: a tensor on the host."""
-        return torch.tensor(value, dtype=self._like.dtype, device="cpu")
+        number = self._numbers.get(value)
+        if number is None:
+            number = self._numbers[value] = torch.tensor(value, dtype=self._like.dtype, device="cpu")
+        return number
 
     @staticmethod
     def array(tensor: torch.Tensor) -> Any:

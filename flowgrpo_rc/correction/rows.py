@@ -55,7 +55,7 @@ class Rows:
         if plan.log_veto is not None:
             self._reject(row["veto_low"])
         if self.rejects:
-            ops.eq(self.kept, self._number(0.0), out=self.kept)
+            ops.eq(self.kept, self._ops.number(0.0), out=self.kept)
         else:
             ops.fill(self.kept, 1.0)
 
@@ -65,13 +65,13 @@ class Rows:
         log_ratio = ops.copy(row["l"], out=row["is_log_ratio"])
         if spec.level == "geometric" and divisor is not None:
             ops.div(log_ratio, divisor, out=log_ratio)
-        high = ops.gt(log_ratio, self._number(math.log(spec.upper)), out=row["is_high"])
-        low = ops.lt(log_ratio, self._number(math.log(spec.reported_lower)), out=row["is_low"])
+        high = ops.gt(log_ratio, self._ops.number(math.log(spec.upper)), out=row["is_high"])
+        low = ops.lt(log_ratio, self._ops.number(math.log(spec.reported_lower)), out=row["is_low"])
         made = ops.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND, out=row["is_row_weight"])
         ops.exp(made, out=made)
         if spec.mode == "zero":
             for outside in (high, low):
-                inside = ops.eq(outside, self._number(0.0), out=self._scratch)
+                inside = ops.eq(outside, self._ops.number(0.0), out=self._scratch)
                 ops.mul(made, inside, out=made)
         elif spec.mode == "mask":
             self._reject(high)
@@ -87,7 +87,7 @@ class Rows:
             ends = ops.clamp(self.extremes, -SAFETY_BOUND, SAFETY_BOUND, out=self._ends)
             # k2 and k3 are convex with their minimum at 0: their maximum over a row is at an extreme of l
             if c.statistic == "k2":
-                ops.mul(ops.mul(ends, ends, out=ends), self._number(0.5), out=ends)
+                ops.mul(ops.mul(ends, ends, out=ends), self._ops.number(0.5), out=ends)
             else:
                 ops.sub(ops.expm1(ends, out=ops.new(ends.shape)), ends, out=ends)
             ops.amax(ends, 0, out=statistic)
@@ -106,9 +106,6 @@ class Rows:
         else:
             self._ops.copy(found, out=self.kept)
             self.rejects = True
-
-    def _number(self, value: float) -> Array:
-        return self._ops.number(value)
 
 
 @lru_cache(maxsize=64)

@@ -485,3 +485,16 @@ def test_threads_share_a_large_batch():
     assert torch.equal(results[0].weights, results[1].weights)
     assert torch.equal(results[0].mask, results[1].mask)
     assert results[0].metrics == results[1].metrics
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("shape", [(8, 2), (8, 300)])
+def test_a_row_s_weights_do_not_depend_on_its_neighbours(shape, level):
+    """Bit for bit, although the host leaves out what a whole block's extremes rule out."""
+    p, q, mask = reference.random_case(4, *shape, dtype=torch.float32)
+    q = p - (p - q).clamp(-0.1, 0.1)
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=2.0)
+    calm = compute_rollout_correction(p, q, mask, config=config)
+    q[-1] = p[-1] - 30.0
+    wild = compute_rollout_correction(p, q, mask, config=config)
+    assert torch.equal(calm.weights[:-1], wild.weights[:-1])
