@@ -41,16 +41,10 @@ def run_probe(arguments: argparse.Namespace) -> int:
                 config.trainer.resume_mode = "disable"
             from flowgrpo_rc.rollout import RolloutError
             from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
-            from flowgrpo_rc.trainer.preflight import run_preflight
+            from flowgrpo_rc.trainer.preflight import check_preflight, run_preflight
 
             refused = (*refused, CheckpointError)
-            if arguments.images < 2:
-                raise ValueError(f"--images: got {arguments.images}; give at least 2")
-            if config.actor_rollout_ref.actor.diffusion_loss.clip_ratio == "auto":
-                raise ValueError(
-                    "actor_rollout_ref.actor.diffusion_loss.clip_ratio: got auto, which measures the gap by itself; "
-                    "probe with a number, e.g. that of auto_clip_min"
-                )
+            check_preflight(config, arguments.images)
             trainer = FlowGRPOTrainer(config)
         except refused as error:
             print(f"error: {error}", file=sys.stderr)

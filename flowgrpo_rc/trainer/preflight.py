@@ -86,20 +86,30 @@ class Preflight:
         return asdict(self)
 
 
+def check_preflight(config: FlowGRPOConfig, images: int) -> None:
+    """Refuse, before anything is loaded, what cannot be measured.
+
+    Raises:
+        ValueError: fewer than 2 images, or a clip that follows the gap (``clip_ratio=auto``).
+    """
+    if images < 2:
+        raise ValueError(f"images: got {images}; give at least 2 a window place")
+    if config.actor_rollout_ref.actor.diffusion_loss.clip_ratio == "auto":
+        raise ValueError(
+            "actor_rollout_ref.actor.diffusion_loss.clip_ratio: got auto, which measures the gap by itself; probe with "
+            "a number, e.g. that of auto_clip_min"
+        )
+
+
 def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
     """Measures with ``images`` at every place of the SDE window. The trainer is used up: its adapter moves.
 
     Raises:
-        ValueError: fewer than 2 images, or a clip that follows the gap (``clip_ratio=auto``).
+        ValueError: see ``check_preflight``.
         RolloutError: the engine sampled something else than it was asked for.
     """
-    if images < 2:
-        raise ValueError(f"images: got {images}; give at least 2 a window place")
+    check_preflight(trainer.config, images)
     config, seconds = trainer.config, {}
-    if trainer.run.bands is not None:
-        raise ValueError(
-            "clip_ratio: got auto, which measures the gap by itself; probe with a number, e.g. auto_clip_min"
-        )
     batch, conditioning, seconds["rollout"] = _sample(trainer, images)
     actor = trainer.run.actor
     scored, seconds["score"] = _timed(trainer, lambda: actor.rescore(batch, conditioning))
@@ -152,10 +162,10 @@ def step_gap(
 
 def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) -> Advice:
     """The verdict on this configuration, with its reasons in words."""
-    rc = config.rollout_correction
-    width = float(max(clip_band(config.actor_rollout_ref.actor.diffusion_loss)))
-    clips = rc.bypass_mode and rc.loss_type == "ppo_clip"
-    wanted = max(width, _round_up(3 * overall.abs_q90))
+    rc, loss = config.rollout_correction, config.actor_rollout_ref.actor.diffusion_loss
+    width, needed = float(max(clip_band(loss))), _round_up(3 * overall.abs_q90)
+    clips = rc.bypass_mode and rc.loss_type == "ppo_clip" and not loss.needs_old_means
+    wanted = max(width, needed)
     image = float(torch.quantile(gap.mean(1).abs(), 0.99))
     reasons, safe = [], True
     if overall.abs_mean > BROKEN_GAP:
@@ -174,6 +184,11 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) 
         )
     elif clips:
         reasons.append(f"{share} of the samples lie outside clip_ratio={band} before anything is learned")
+    elif rc.bypass_mode and rc.loss_type == "ppo_clip":
+        reasons.append(
+            f"loss_mode={loss.loss_mode} does not clip the ratio that is measured here, so its share outside the band "
+            "says nothing about it; watch actor/pg_clipfrac_inert in the first steps"
+        )
     elif rc.bypass_mode:
         reasons.append("reinforce does not clip, so the gap cannot empty the band")
     else:
@@ -183,7 +198,7 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) 
             f"adapter_lag={config.actor_rollout_ref.rollout.adapter_lag} adds the policy's own movement to this gap; "
             "before training it cannot be measured"
         )
-    mode = "bypass" if wanted <= WIDEST_CLIP and overall.abs_mean <= BROKEN_GAP else "decoupled"
+    mode = "bypass" if needed <= WIDEST_CLIP and overall.abs_mean <= BROKEN_GAP else "decoupled"
     if not safe and mode == "bypass":
         reasons.append(f"clip_ratio={wanted:g} holds the gap; decoupled mode does without")
     half = max(image, 1e-6)
@@ -237,8 +252,7 @@ def _update(trainer: FlowGRPOTrainer, batch: TensorDict, conditioning: Condition
     signs[::2] = -1
     batch["advantages"] = signs
     batch["old_log_probs"] = batch["rollout_log_probs"]
-    if "rollout_means" in batch.keys():  # noqa: SIM118
-        batch["old_transition_means"] = batch["rollout_means"]
+    batch["old_transition_means"] = batch["rollout_means"]
     batch["rollout_is_weights"] = torch.ones_like(batch["rollout_log_probs"])
     batch["rollout_keep"] = torch.ones_like(batch["rollout_log_probs"], dtype=torch.bool)
     trainer.run.actor.update(batch, conditioning, [torch.arange(len(batch))])

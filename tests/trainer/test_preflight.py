@@ -50,6 +50,7 @@ def test_cps_has_no_nats():
         ((BYPASS, f"{CLIP}=0.001"), 2e-4, True, "bypass", 1e-3),
         ((BYPASS, f"{CLIP}=0.001"), 1e-3, False, "bypass", 5e-3),
         ((BYPASS, f"{CLIP}=0.01"), 1e-3, True, "bypass", 1e-2),
+        ((BYPASS, f"{CLIP}=0.05"), 1e-4, True, "bypass", 5e-2),
         ((BYPASS, f"{CLIP}=0.001"), 1e-2, False, "decoupled", 1e-3),
         ((BYPASS, "algorithm.rollout_correction.loss_type=reinforce", f"{CLIP}=0.001"), 1e-3, True, "bypass", 5e-3),
         (("algorithm.rollout_correction.bypass_mode=false", f"{CLIP}=0.0001"), 1e-3, True, "bypass", 5e-3),
@@ -68,6 +69,16 @@ def test_verdicts(small_config, overrides, scale, safe, mode, clip):
     inside = ((gap.mean(1) > math.log(low)) & (gap.mean(1) < math.log(high))).double().mean()
     assert inside == pytest.approx(0.99, abs=2e-3)
     assert low * high == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
+def test_objectives_with_another_ratio_are_not_judged_by_this_one(small_config, loss_mode):
+    config = small_config(BYPASS, f"{CLIP}=0.0001", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={loss_mode}")
+    gap = 1e-3 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    advice = advise(config, step_gap(gap.flatten(), 1e-4, 1e-4, None, 512, None), gap)
+    assert advice.safe
+    assert len(advice.reasons) == 1
+    assert f"loss_mode={loss_mode} does not clip the ratio that is measured here" in advice.reasons[0]
 
 
 def test_equal_engines_have_no_gap(small_config):
@@ -105,6 +116,6 @@ def test_the_command_gates_on_its_exit_code(tmp_path, capsys):
     assert saved["overall"]["clipped"] > 0.5
     assert (tmp_path / "probe.png").stat().st_size > 10_000
     assert main(["probe", *common, "--images", "1"]) == 2
-    assert "--images: got 1" in capsys.readouterr().err
+    assert "images: got 1" in capsys.readouterr().err
     assert main(["probe", *common, f"{CLIP}=auto"]) == 2
     assert "clip_ratio: got auto" in capsys.readouterr().err
