@@ -61,6 +61,27 @@ def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in adapter_parameters(transformer).items()}
 
 
+def check_adapter_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Every expected tensor is there in its shape, and none besides.
+
+    Raises:
+        AdapterMismatchError: names the first that is not.
+    """
+    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if missing or unexpected:
+        raise AdapterMismatchError(
+            f"the adapter does not bind: {len(missing)} of {len(expected)} weights missing (first: "
+            f"{missing[0] if missing else '-'}), {len(unexpected)} unexpected (first: "
+            f"{unexpected[0] if unexpected else '-'})"
+        )
+    for name, shape in expected.items():
+        if tuple(state[name].shape) != shape:
+            raise AdapterMismatchError(
+                f"the adapter does not bind: {name} is {tuple(state[name].shape)}, expected {shape}; "
+                "lora_rank or target_modules differ"
+            )
+
+
 @torch.no_grad()
 def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy ``state`` into the LoRA weights, casting to their dtype; every tensor must bind.
@@ -69,19 +90,7 @@ def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor]) -> N
         AdapterMismatchError: missing or unexpected names, or shapes that differ; nothing is changed then.
     """
     own = adapter_parameters(transformer)
-    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or unexpected:
-        raise AdapterMismatchError(
-            f"the adapter does not bind: {len(missing)} of {len(own)} weights missing (first: "
-            f"{missing[0] if missing else '-'}), {len(unexpected)} unexpected (first: "
-            f"{unexpected[0] if unexpected else '-'})"
-        )
-    for name, parameter in own.items():
-        if parameter.shape != state[name].shape:
-            raise AdapterMismatchError(
-                f"the adapter does not bind: {name} is {tuple(state[name].shape)}, expected {tuple(parameter.shape)}; "
-                "lora_rank or target_modules differ"
-            )
+    check_adapter_state(state, {name: tuple(p.shape) for name, p in own.items()})
     for name, parameter in own.items():
         parameter.copy_(state[name])
 

@@ -99,22 +99,26 @@ class QwenImage:
         prompts: Prompts,
         conditioning: Conditioning,
     ) -> Tensor:
-        dtype = transformer.dtype
+        inputs = self._inputs(transformer.dtype, latents, timesteps, prompts, conditioning)
+        return transformer(**inputs, return_dict=False)[0].float()
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        """What a Qwen-Image transformer is called with, whoever built it."""
         multiple = self.pipe.vae_scale_factor * 2
         grid = (1, conditioning.height // multiple, conditioning.width // multiple)
         guidance = None
         if conditioning.guidance_scale is not None:
             guidance = torch.full_like(timesteps, conditioning.guidance_scale)
-        velocity = transformer(
-            hidden_states=latents.to(dtype),
-            timestep=timesteps.to(dtype) / 1000,
-            guidance=guidance,
-            encoder_hidden_states=prompts.embeds.to(dtype),
-            encoder_hidden_states_mask=prompts.mask,
-            img_shapes=[[grid]] * len(latents),
-            return_dict=False,
-        )[0]
-        return velocity.float()
+        return {
+            "hidden_states": latents.to(dtype),
+            "timestep": timesteps.to(dtype) / 1000,
+            "guidance": guidance,
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "encoder_hidden_states_mask": prompts.mask,
+            "img_shapes": [[grid]] * len(latents),
+        }
 
     @torch.no_grad()
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:

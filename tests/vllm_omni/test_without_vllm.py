@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flowgrpo_rc.models import ModelConfig
-from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora
+from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
 from flowgrpo_rc.rollout.vllm_omni import plugin, versions
-from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, check_state, engine_module, expected_shapes, pairs, unpaired
+from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, engine_module, expected_shapes, pairs, unpaired
 from flowgrpo_rc.rollout.vllm_omni.process import engine_environment
 
 
@@ -23,7 +23,7 @@ def test_expected_shapes_are_the_actors_adapter(tiny_model, targets, attached_fi
     expected = expected_shapes(tiny_model, config) if attached_first else before
     state = adapter_state(tiny_model.transformer)
     assert expected == {name: tuple(tensor.shape) for name, tensor in state.items()}
-    check_state(state, expected)
+    check_adapter_state(state, expected)
     assert unpaired(pairs(state)).keys() == state.keys()
 
 
@@ -32,9 +32,9 @@ def test_an_adapter_that_does_not_bind_names_what_differs():
     state = {name: torch.zeros(shape) for name, shape in expected.items()}
     dropped = "a.to_q.lora_B.default.weight"
     with pytest.raises(AdapterMismatchError, match=rf"1 of 2 weights missing \(first: {dropped}\)"):
-        check_state({n: t for n, t in state.items() if n != dropped}, expected)
+        check_adapter_state({n: t for n, t in state.items() if n != dropped}, expected)
     with pytest.raises(AdapterMismatchError, match=r"lora_B.default.weight is \(8, 3\), expected \(8, 2\)"):
-        check_state({**state, dropped: torch.zeros(8, 3)}, expected)
+        check_adapter_state({**state, dropped: torch.zeros(8, 3)}, expected)
 
 
 def test_held_values_are_rounded_then_scaled_and_the_trainers_left_alone():

@@ -42,27 +42,6 @@ def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tup
     return shapes
 
 
-def check_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Every tensor is there, none besides, each of its shape.
-
-    Raises:
-        AdapterMismatchError: names the first that is not.
-    """
-    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    if missing or unexpected:
-        raise AdapterMismatchError(
-            f"the adapter does not bind: {len(missing)} of {len(expected)} weights missing (first: "
-            f"{missing[0] if missing else '-'}), {len(unexpected)} unexpected (first: "
-            f"{unexpected[0] if unexpected else '-'})"
-        )
-    for name, shape in expected.items():
-        if tuple(state[name].shape) != shape:
-            raise AdapterMismatchError(
-                f"the adapter does not bind: {name} is {tuple(state[name].shape)}, expected {shape}; "
-                "lora_rank or target_modules differ"
-            )
-
-
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
     """What vllm-omni's layers hold of ``state``: its dtype, and ``alpha / rank`` multiplied into the B matrices."""
     held = {}

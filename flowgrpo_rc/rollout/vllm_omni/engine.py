@@ -12,10 +12,11 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel, Prompts
 from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.lora import check_adapter_state
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, check_state, expected_shapes
+from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, expected_shapes
 from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, Timeouts, engine_environment
 from flowgrpo_rc.rollout.vllm_omni.protocol import Sampled, Settings
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
@@ -85,7 +86,7 @@ class VllmOmniEngine:
             AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
             RolloutError: the process is down and does not come back.
         """
-        check_state(state, self._expected)
+        check_adapter_state(state, self._expected)
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
         push = AdapterPush(copies, version, self._lora.lora_rank, self._lora.lora_alpha)
         digest = self._call("sync", push)

@@ -39,22 +39,9 @@ class VllmQwenImage(QwenImage):
     def _forward(
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> Tensor:
-        dtype = _dtype(transformer)
-        multiple = self.pipe.vae_scale_factor * 2
-        grid = (1, conditioning.height // multiple, conditioning.width // multiple)
-        guidance = None
-        if conditioning.guidance_scale is not None:
-            guidance = torch.full_like(timesteps, conditioning.guidance_scale)
-        output = transformer(
-            hidden_states=latents.to(dtype),
-            timestep=timesteps.to(dtype) / 1000,
-            guidance=guidance,
-            encoder_hidden_states=prompts.embeds.to(dtype),
-            encoder_hidden_states_mask=prompts.mask,
-            img_shapes=[[grid]] * len(latents),
-            txt_seq_lens=[prompts.embeds.shape[1]] * len(latents),
-            return_dict=False,
-        )
+        inputs = self._inputs(_dtype(transformer), latents, timesteps, prompts, conditioning)
+        lengths = [prompts.embeds.shape[1]] * len(latents)
+        output = transformer(**inputs, txt_seq_lens=lengths, return_dict=False)
         return (output[0] if isinstance(output, tuple) else output.sample).float()
 
 
