@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from machine import describe
+from second_ocr import second_ocr
 
 HERE = Path(__file__).resolve().parent
 
@@ -30,47 +31,6 @@ def demo(folder: Path, *overrides: str) -> dict:
         "gap": [r["actor/log_ratio_abs_mean_first"] for r in rows if "actor/log_ratio_abs_mean_first" in r],
         "training_seconds": sum(r["timing_s/step"] for r in rows if r["step"] > 0),
     }
-
-
-def second_ocr(lora: Path | None, seeds: int) -> dict:
-    """Share of all hundred numbers that tesseract, and the reward's engine, read right."""
-    import torch
-
-    from flowgrpo_rc.models import load_model
-    from flowgrpo_rc.rewards import OCRReward
-
-    pipe = load_model("asset:tiny_qwen_image").pipe
-    if lora is not None:
-        pipe.load_lora_weights(str(lora))
-    pipe.set_progress_bar_config(disable=True)
-    targets = [f"{n:02d}" for n in range(100)] * seeds
-    images = []
-    for start in range(0, len(targets), 50):
-        prompts = [f'the text "{t}"' for t in targets[start : start + 50]]
-        noise = [torch.Generator().manual_seed(10_000 + start + i) for i in range(len(prompts))]
-        images += pipe(prompts, height=32, width=32, num_inference_steps=6, true_cfg_scale=1.0, generator=noise).images
-    reader = OCRReward()
-    import numpy as np
-
-    own = reader.read(np.stack([np.asarray(i.convert("RGB")) for i in images]))
-    other = [tesseract(image) for image in images]
-    return {
-        "images": len(images),
-        "reward_engine_exact": sum(a == b for a, b in zip(own, targets, strict=True)) / len(targets),
-        "tesseract_exact": sum(a == b for a, b in zip(other, targets, strict=True)) / len(targets),
-    }
-
-
-def tesseract(image) -> str:
-    """What tesseract reads in one image: a line of digits, enlarged four times, with a border."""
-    from PIL import Image, ImageOps
-
-    grey = image.convert("L")
-    large = grey.resize((grey.width * 4, grey.height * 4), Image.Resampling.LANCZOS)
-    with tempfile.NamedTemporaryFile(suffix=".png") as file:
-        ImageOps.expand(large, 40, fill=large.getextrema()[1]).save(file.name)
-        command = ["tesseract", file.name, "-", "--psm", "7", "-c", "tessedit_char_whitelist=0123456789"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
 def main() -> None:
@@ -94,8 +54,9 @@ def main() -> None:
             )
             result["control"] = demo(root / "control", *arguments.overrides, *control)
         if arguments.second_ocr:
+            numbers = [f"{n:02d}" for n in range(100)] * 3
             adapter = root / f"seed{arguments.seeds[0]}" / "lora"
-            result["second_ocr"] = {"before": second_ocr(None, 3), "after": second_ocr(adapter, 3)}
+            result["second_ocr"] = {"before": second_ocr(None, numbers), "after": second_ocr(adapter, numbers)}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1))
     report(result)

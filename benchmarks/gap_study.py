@@ -1,0 +1,225 @@
+"""The gap study: rollout precision x staleness x mode x clip, on the demo's model, several seeds.
+
+    python benchmarks/gap_study.py --jobs 2                          # what is missing of the whole grid, seed 1
+    python benchmarks/gap_study.py --only fp8_stale0 --seeds 1,2,3   # settings whose name holds one of these texts
+    python benchmarks/gap_study.py --table --plot                    # reports what is there; runs nothing
+
+A setting's name says what it is: ``fp8_stale2_bypass_1e-3`` samples with fp8-rounded weights and an adapter that is two
+optimizer steps old, in bypass mode with a clip of 1e-3. Resumable, as ``training_runs.py`` says. After each run a
+second OCR engine reads the adapter's images (``second_ocr.py``; tesseract must be installed).
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from learning import COMMON, LOSS, RC, ROLLOUT, correction
+from training_runs import HERE, Overrides, Study, load, pending, run_all
+
+RESULTS = HERE / "results" / "gap_study"
+PLOT = HERE.parent / "docs" / "images" / "gap_study.png"
+FIXED_BAND = "0.999_1.001"
+"""Of the rejection that does not follow the gap; for ``seq_mean_k1``."""
+WITHOUT_A_GAP = 1e-3
+"""The clip that serves this model best where there is no gap: the lower bound of a calibrated one."""
+SECOND_OCR_EACH = 6
+"""Images of every held-out number that the second engine reads."""
+
+PRECISIONS: dict[str, Overrides] = {
+    "float32": {f"{ROLLOUT}.dtype": "float32"},
+    "bfloat16": {f"{ROLLOUT}.dtype": "bfloat16"},
+    "float16": {f"{ROLLOUT}.dtype": "float16"},
+    "fp8": {f"{ROLLOUT}.dtype": "bfloat16", f"{ROLLOUT}.quantization": "fp8"},
+}
+STALENESS: dict[int, int] = {0: 0, 2: 1, 8: 4}
+"""Age of the rollout's adapter in optimizer steps, and in batches of two of them."""
+CLIPS = ("1e-4", "1e-3", "1e-2")
+BYPASS, BYPASS_RS = correction(bypass=True), correction(bypass=True, band=FIXED_BAND)
+CALIBRATED: Overrides = {f"{LOSS}.clip_ratio": "auto", f"{LOSS}.auto_clip_min": WITHOUT_A_GAP}
+REINFORCE = correction(bypass=True, weights="sequence", loss="reinforce")
+
+MODES: dict[str, Overrides] = {
+    **{
+        f"decoupled_{c}": {**correction(bypass=False, weights="sequence"), f"{LOSS}.clip_ratio": float(c)}
+        for c in CLIPS
+    },
+    **{f"bypass_{c}": {**BYPASS, f"{LOSS}.clip_ratio": float(c)} for c in CLIPS},
+    "bypass_auto": {**BYPASS, **CALIBRATED},
+    **{f"bypass_rs_{c}": {**BYPASS_RS, f"{LOSS}.clip_ratio": float(c)} for c in CLIPS},
+    "bypass_rs_auto": {**BYPASS_RS, **CALIBRATED, f"{RC}.rollout_rs_threshold": "auto"},
+    "reinforce": REINFORCE,
+    "reinforce_rs_auto": {**REINFORCE, f"{RC}.rollout_rs": "seq_mean_k1", f"{RC}.rollout_rs_threshold": "auto"},
+}
+
+SETTINGS: dict[str, Overrides] = {
+    f"{precision}_stale{age}_{mode}": {**overrides, **PRECISIONS[precision], f"{ROLLOUT}.adapter_lag": lag}
+    for age, lag in STALENESS.items()
+    for precision in PRECISIONS
+    for mode, overrides in MODES.items()
+}
+
+
+def second_engine(folder: Path) -> dict[str, Any]:
+    """What both OCR engines read in the finished run's images, drawn in float32."""
+    script = [sys.executable, str(HERE / "second_ocr.py"), "--held-out", "--each", str(SECOND_OCR_EACH)]
+    command = [*script, "--lora", str(folder / "lora")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"second_ocr.py: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    return {"second_ocr": json.loads(done.stdout.splitlines()[-1])}
+
+
+# ---------------------------------------------------------------------- reporting
+
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Two-sided 95 % quantiles of Student's t by degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean over seeds with the half width of its 95 % confidence interval (None: one seed)."""
+
+    mean: float
+    half: float | None
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.half is None else f" ±{self.half:.2f}")
+
+
+def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Standard deviation between seeds within a setting, over all settings, and its degrees of freedom."""
+    several = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in several)
+    if not freedom:
+        return math.nan, 0
+    return math.sqrt(sum(stdev(group) ** 2 * (len(group) - 1) for group in several) / freedom), freedom
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """By Student's t, from the seeds' own deviation."""
+    if len(values) < 2:
+        return Estimate(values[0], None, 1)
+    half = T_95[min(len(values) - 1, 9)] * stdev(values) / math.sqrt(len(values))
+    return Estimate(fmean(values), half, len(values))
+
+
+def table(runs: dict[str, list[dict]]) -> str:
+    """Markdown: a row a setting; rewards are those of the last validation."""
+    heads = ("setting", "seeds", "held-out reward", "tesseract exact", "gap", "outside the clip", "rejected")
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for setting, group in runs.items():
+        bound = "≥ " if any(run["gap_is_lower_bound"] for run in group) else ""
+        cells = (
+            f"`{setting}`",
+            str(len(group)),
+            str(estimate([run["final_held_out"] for run in group])),
+            str(estimate([run["second_ocr"]["tesseract_exact"] for run in group])),
+            f"{bound}{fmean(run['gap'] for run in group):.1e}",
+            f"{fmean(run['clip_fraction'] for run in group):.2f}",
+            f"{fmean(run['rejected'] for run in group):.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    deviation, freedom = pooled_deviation([[run["final_held_out"] for run in group] for group in runs.values()])
+    if freedom:
+        lines += ["", f"Deviation between seeds within a setting: {deviation:.3f} ({freedom} degrees of freedom)"]
+    return "\n".join(lines)
+
+
+def plot(runs: dict[str, list[dict]], path: Path) -> None:
+    """A panel for each precision and staleness: final held-out reward of every seed by mode, coloured by clip."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot as plt
+
+    colours = {"1e-4": "#c53030", "1e-3": "#dd6b20", "1e-2": "#2b6cb0", "auto": "#2f855a", "": "#4a5568"}
+    names = ("decoupled", "bypass", "bypass_rs", "reinforce", "reinforce_rs")
+    figure, grid = plt.subplots(
+        len(PRECISIONS), len(STALENESS), figsize=(11, 10.5), sharex=True, sharey=True, layout="constrained"
+    )
+    for row, precision in enumerate(PRECISIONS):
+        for column, age in enumerate(STALENESS):
+            axes = grid[row][column]
+            prefix = f"{precision}_stale{age}_"
+            for setting, group in runs.items():
+                if not setting.startswith(prefix):
+                    continue
+                mode, clip = split_mode(setting.removeprefix(prefix))
+                place = names.index(mode) + (list(colours).index(clip) - 1.5) * 0.17 * (clip != "")
+                values = [run["final_held_out"] for run in group]
+                axes.plot([place] * len(values), values, "o", color=colours[clip], markersize=4, alpha=0.7)
+                axes.plot([place - 0.07, place + 0.07], [fmean(values)] * 2, color=colours[clip], linewidth=2.5)
+            start = [run["held_out"]["0"] for s, group in runs.items() if s.startswith(prefix) for run in group]
+            if start:
+                axes.axhline(fmean(start), color="0.6", linestyle="--", linewidth=1)
+            axes.set_title(f"{precision} rollouts, adapter {age} updates old", fontsize=9)
+            axes.set_xticks(range(len(names)), [n.replace("_", "\n+ ", 1) for n in names], fontsize=8)
+            axes.set_xlim(-0.6, len(names) - 0.4)
+            axes.grid(axis="y", alpha=0.3)
+    grid[0][0].set_ylim(0, 1)
+    marks = [plt.Line2D([], [], color=c, marker="o", linewidth=0, label=n or "no clip") for n, c in colours.items()]
+    marks.append(plt.Line2D([], [], color="0.6", linestyle="--", label="before training"))
+    figure.legend(handles=marks, loc="outside lower center", ncols=6, title="clip_ratio", fontsize=8)
+    figure.supylabel("held-out reward after training (ODE, fixed noise)", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def split_mode(mode: str) -> tuple[str, str]:
+    """``bypass_rs_1e-3`` as ``("bypass_rs", "1e-3")``; without a clip the second is empty."""
+    name, _, clip = mode.rpartition("_")
+    if clip in CLIPS or (clip == "auto" and name.startswith("bypass")):
+        return name, clip
+    return mode.removesuffix("_auto"), ""
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated texts; settings whose name holds one of them")
+    parser.add_argument("--seeds", default="1", help="comma-separated (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="training steps of a run (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--table", action="store_true", help="print the Markdown table; runs nothing")
+    parser.add_argument("--plot", type=Path, nargs="?", const=PLOT, help="draw the figure (%(const)s); runs nothing")
+    arguments = parser.parse_args()
+    texts = [text for text in arguments.only.split(",") if text] or [""]
+    arguments.settings = [name for name in SETTINGS if any(text in name for text in texts)]
+    if not arguments.settings:
+        parser.error(f"--only: no setting's name holds {arguments.only}; one is {next(iter(SETTINGS))}")
+    arguments.seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    return arguments
+
+
+def main() -> int:
+    arguments, failed = _arguments(), 0
+    study = Study(SETTINGS, COMMON, arguments.results, arguments.steps, second_engine)
+    if not (arguments.table or arguments.plot):
+        try:
+            todo = pending(study, arguments.settings, arguments.seeds)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        print(f"{len(todo)} of {len(arguments.settings) * len(arguments.seeds)} runs to do", flush=True)
+        failed = run_all(study, todo, arguments.jobs) if todo else 0
+    runs = load(arguments.settings, arguments.results)
+    if runs and (arguments.table or not arguments.plot):
+        print(table(runs))
+    if runs and arguments.plot:
+        plot(runs, arguments.plot)
+        print(arguments.plot)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Training runs of a study: a process a run, a JSON file a result, resumable. Shared by the studies in this folder.
+
+A finished run is one JSON file and is not run again; a run that fails leaves ``<setting>_seed<k>.error.txt`` with the
+end of its output, the others go on, and the next call tries it again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from machine import describe
+
+HERE = Path(__file__).resolve().parent
+CONFIG = "tiny_qwen_image_ocr"
+TIMEOUT = 3600
+STAGES = ("rollout", "probe", "reward", "advantage", "score", "correct", "update", "sync")
+"""What counts as a step's time: validation, logging and saving do not."""
+
+Overrides = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is run, and where the results go."""
+
+    settings: dict[str, Overrides]
+    common: Overrides
+    """Under every setting."""
+    results: Path
+    steps: int
+    extra: Callable[[Path], dict[str, Any]] | None = None
+    """More figures from a finished run's folder."""
+
+    def overrides(self, setting: str, seed: int) -> list[str]:
+        """The command line's overrides of one run, without its folder."""
+        seeds = {"trainer.seed": seed, "data.seed": seed}
+        values = {**self.common, **self.settings[setting], **seeds, "trainer.total_training_steps": self.steps}
+        return [f"{key}={_hydra(value)}" for key, value in values.items()]
+
+
+def _hydra(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def train(overrides: Sequence[str], folder: Path) -> float:
+    """Run to the end in a process of its own; returns the wall time.
+
+    Raises:
+        RuntimeError: it did not end well; the message ends with the end of its output.
+    """
+    command = [sys.executable, "-m", "flowgrpo_rc.cli.main", "train", "--config-name", CONFIG]
+    command += [f"trainer.default_local_dir={folder}", *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=HERE.parent,  # this checkout's package, wherever the script is called from
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"stopped after {TIMEOUT} s\n{_tail(error.output)}") from error
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}\n{_tail(done.stdout)}")
+    return time.perf_counter() - start
+
+
+def _tail(output: str | bytes | None, lines: int = 40) -> str:
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """A run's figures from its ``metrics.jsonl``; means are over its training steps.
+
+    ``gap`` is the mean of ``|log pi_train - log pi_rollout|``: of the recomputed old policy (decoupled), or of the
+    first mini-step, before the adapter has moved (bypass). Rejected steps count as 0 in the latter, which makes it a
+    lower bound.
+    """
+    steps = [r for r in rows if "reward/mean" in r]
+    held_out = {int(r["step"]): r["val/reward/mean"] for r in rows if "val/reward/mean" in r}
+    names = {name for r in steps for name in r if name.startswith(("actor/", "rollout_corr/"))}
+    means = {name: fmean(r[name] for r in steps if name in r) for name in sorted(names)}
+    seconds = [sum(r.get(f"timing_s/{stage}", 0.0) for stage in STAGES) for r in steps]
+    gap = next(n for n in ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first") if n in means)
+    rejected = 1 - means["actor/kept_fraction"]
+    return {
+        "held_out": held_out,
+        "final_held_out": held_out[max(held_out)],
+        "training": {int(r["step"]): r["reward/mean"] for r in steps},
+        "gap": means[gap],
+        "gap_metric": gap,
+        "gap_is_lower_bound": gap.startswith("actor/") and rejected > 0,
+        "gap_curve": [r[gap] for r in steps],
+        "clip_fraction": means["actor/pg_clipfrac"],
+        "clip_fraction_curve": [r["actor/pg_clipfrac"] for r in steps],
+        "rejected": rejected,
+        "step_seconds": fmean(seconds[1:] or seconds),  # the first step warms up
+        "validation_seconds": fmean(r["timing_s/validate"] for r in rows if "timing_s/validate" in r),
+        "metrics": means,
+    }
+
+
+def run_one(study: Study, setting: str, seed: int, machine: dict) -> str:
+    """Train, summarise, write; returns a line to print. Failures are written down, not raised."""
+    name = f"{setting}_seed{seed}"
+    error_file = study.results / f"{name}.error.txt"
+    overrides = study.overrides(setting, seed)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "run"
+            seconds = train(overrides, folder)
+            figures = summarise([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+            figures |= study.extra(folder) if study.extra else {}
+    except Exception as error:  # whatever one run died of, the others go on
+        error_file.write_text(f"{name}: {type(error).__name__}: {error}\noverrides: {' '.join(overrides)}\n")
+        return f"FAILED {name}; see {error_file}"
+    head = {"setting": setting, "seed": seed, "steps": study.steps, "overrides": overrides}
+    _write(study.results / f"{name}.json", {**head, **figures, "wall_seconds": seconds, "machine": machine})
+    error_file.unlink(missing_ok=True)
+    curve = " ".join(f"{value:.2f}" for value in figures["held_out"].values())
+    return f"{name}: held out {curve}  gap {figures['gap']:.1e}  {seconds:.0f} s"
+
+
+def _write(path: Path, content: dict) -> None:
+    """Whole or not at all: an interrupted run must not look finished."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(path)
+
+
+def pending(study: Study, settings: Iterable[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
+    """The runs that have no result yet, seed by seed so that an interrupted study covers all settings.
+
+    Raises:
+        ValueError: a result was made with other overrides, so it must not stand for this study.
+    """
+    todo = []
+    for seed, setting in ((seed, setting) for seed in seeds for setting in settings):
+        path = study.results / f"{setting}_seed{seed}.json"
+        if not path.is_file():
+            todo.append((setting, seed))
+        elif json.loads(path.read_text())["overrides"] != study.overrides(setting, seed):
+            raise ValueError(f"{path}: was made with other overrides; remove it, or give another --results")
+    return todo
+
+
+def run_all(study: Study, todo: Sequence[tuple[str, int]], jobs: int) -> int:
+    """Run ``jobs`` at a time; returns how many failed."""
+    study.results.mkdir(parents=True, exist_ok=True)
+    machine, failed = {**describe(), "jobs": jobs, "threads_per_job": 1}, 0
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run_one, study, setting, seed, machine) for setting, seed in todo]
+        try:
+            for count, future in enumerate(as_completed(futures), 1):
+                line = future.result()
+                failed += line.startswith("FAILED")
+                print(f"[{count}/{len(todo)}] {line}", flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failed
+
+
+def load(settings: Iterable[str], results: Path) -> dict[str, list[dict]]:
+    """Finished runs by setting, in the given order, by seed; settings without one are left out."""
+    files = {s: sorted(results.glob(f"{s}_seed*.json")) for s in settings}
+    runs = {s: [json.loads(f.read_text()) for f in paths] for s, paths in files.items() if paths}
+    return {s: sorted(group, key=lambda run: run["seed"]) for s, group in runs.items()}
