@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from learning import COMMON, LOSS, RC, ROLLOUT, correction
-from training_runs import HERE, Overrides, Study, load, pending, run_all
+from training_runs import HERE, PROGRAM, Overrides, Study, load, pending, run_all
 
 RESULTS = HERE / "results" / "gap_study"
 PLOT = HERE.parent / "docs" / "images" / "gap_study.png"
@@ -32,6 +32,8 @@ WITHOUT_A_GAP = 1e-3
 """The clip that serves this model best where there is no gap: the lower bound of a calibrated one."""
 SECOND_OCR_EACH = 6
 """Images of every held-out number that the second engine reads."""
+
+ALTERNATIVES = str(HERE / "clip_alternatives.py")
 
 PRECISIONS: dict[str, Overrides] = {
     "float32": {f"{ROLLOUT}.dtype": "float32"},
@@ -55,6 +57,9 @@ MODES: dict[str, Overrides] = {
     "bypass_auto": {**BYPASS, **CALIBRATED},
     **{f"bypass_rs_{c}": {**BYPASS_RS, f"{LOSS}.clip_ratio": float(c)} for c in CLIPS},
     "bypass_rs_auto": {**BYPASS_RS, **CALIBRATED, f"{RC}.rollout_rs_threshold": "auto"},
+    "guarded_1e-3": {**BYPASS, f"{LOSS}.clip_ratio": 1e-3, f"{RC}.guard": "fallback"},
+    "centred_1e-3": {**BYPASS, f"{LOSS}.clip_ratio": 1e-3, PROGRAM: [ALTERNATIVES, "centred"]},
+    "first_free_1e-3": {**correction(bypass=False), f"{LOSS}.clip_ratio": 1e-3, PROGRAM: [ALTERNATIVES, "first_free"]},
     "reinforce": REINFORCE,
     "reinforce_rs_auto": {**REINFORCE, f"{RC}.rollout_rs": "seq_mean_k1", f"{RC}.rollout_rs_threshold": "auto"},
 }
@@ -143,7 +148,7 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     colours = {"1e-4": "#c53030", "1e-3": "#dd6b20", "1e-2": "#2b6cb0", "auto": "#2f855a", "": "#4a5568"}
-    names = ("decoupled", "bypass", "bypass_rs", "reinforce", "reinforce_rs")
+    names = ("decoupled", "bypass", "bypass_rs", "guarded", "centred", "first_free", "reinforce", "reinforce_rs")
     figure, grid = plt.subplots(
         len(PRECISIONS), len(STALENESS), figsize=(11, 10.5), sharex=True, sharey=True, layout="constrained"
     )

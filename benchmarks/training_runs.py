@@ -25,6 +25,9 @@ TIMEOUT = 3600
 STAGES = ("rollout", "probe", "reward", "advantage", "score", "correct", "update", "sync")
 """What counts as a step's time: validation, logging and saving do not."""
 
+PROGRAM = "program"
+"""The key of a setting that trains with another program than the command line's; its arguments to Python."""
+
 Overrides = dict[str, Any]
 
 
@@ -44,7 +47,11 @@ class Study:
         """The command line's overrides of one run, without its folder."""
         seeds = {"trainer.seed": seed, "data.seed": seed}
         values = {**self.common, **self.settings[setting], **seeds, "trainer.total_training_steps": self.steps}
-        return [f"{key}={_hydra(value)}" for key, value in values.items()]
+        return [f"{key}={_hydra(value)}" for key, value in values.items() if key != PROGRAM]
+
+    def program(self, setting: str) -> list[str]:
+        """What is run, before ``--config-name``."""
+        return self.settings[setting].get(PROGRAM, ["-m", "flowgrpo_rc.cli.main", "train"])
 
 
 def _hydra(value: Any) -> str:
@@ -53,13 +60,13 @@ def _hydra(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def train(overrides: Sequence[str], folder: Path) -> float:
+def train(program: Sequence[str], overrides: Sequence[str], folder: Path) -> float:
     """Run to the end in a process of its own; returns the wall time.
 
     Raises:
         RuntimeError: it did not end well; the message ends with the end of its output.
     """
-    command = [sys.executable, "-m", "flowgrpo_rc.cli.main", "train", "--config-name", CONFIG]
+    command = [sys.executable, *program, "--config-name", CONFIG]
     command += [f"trainer.default_local_dir={folder}", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
@@ -125,7 +132,7 @@ def run_one(study: Study, setting: str, seed: int, machine: dict) -> str:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "run"
-            seconds = train(overrides, folder)
+            seconds = train(study.program(setting), overrides, folder)
             figures = summarise([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
             figures |= study.extra(folder) if study.extra else {}
     except Exception as error:  # whatever one run died of, the others go on

@@ -24,6 +24,8 @@ ROLLOUT_MEANS = "rollout_means"
 OLD_LOG_PROBS = "old_log_probs"
 ROLLOUT_IS_WEIGHTS = "rollout_is_weights"
 ROLLOUT_KEEP = "rollout_keep"
+ROLLOUT_RS_BOUNDS = "rollout_rs_bounds"
+CLIP_WIDTHS = "clip_widths"
 ADVANTAGES = "advantages"
 GROUP = "group"
 
@@ -38,6 +40,8 @@ BATCH_KEYS: dict[str, str] = {
     OLD_LOG_PROBS: "(B, W) float32: from the actor, or the rollout's in bypass mode",
     ROLLOUT_IS_WEIGHTS: "(B, W) float32: weight times keep, 0 where rejected",
     ROLLOUT_KEEP: "(B, W) bool: what rejection kept; the denominator of rejection_normalization=kept",
+    ROLLOUT_RS_BOUNDS: "(B,) float32, for rollout_rs_threshold=auto: the rejection bound of each image",
+    CLIP_WIDTHS: "(B, W) float32, for clip_ratio=auto: half width of the clip band of each step",
     ADVANTAGES: "(B,) float32: one per image",
     GROUP: "(B,) int64: images of one prompt share a number",
 }
@@ -92,7 +96,10 @@ def correct_diffusion_batch(
     old, rollout = data[OLD_LOG_PROBS], data[ROLLOUT_LOG_PROBS]
     _check_shapes(old, rollout)
     timesteps = _timesteps(data, old)
-    result = compute_rollout_correction(old, rollout, config=config, timesteps=timesteps, dp_group=dp_group)
+    bounds = data[ROLLOUT_RS_BOUNDS] if ROLLOUT_RS_BOUNDS in set(data.keys()) else None
+    result = compute_rollout_correction(
+        old, rollout, config=config, timesteps=timesteps, rs_bounds=bounds, dp_group=dp_group
+    )
     keep = result.mask
     data[ROLLOUT_IS_WEIGHTS] = keep.float() if result.weights is None else result.weights.float() * keep
     data[ROLLOUT_KEEP] = keep

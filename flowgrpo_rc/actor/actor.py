@@ -73,7 +73,9 @@ class DiffusionActor:
     ) -> None:
         from diffusers.optimization import get_scheduler
 
-        self._model, self._config, self._accelerator = model, config, accelerator
+        self._model, self._accelerator = model, accelerator
+        self.config = config
+        """Objective and rollout correction may be replaced between updates; the optimizer's part is read once."""
         self._sde_type, self._noise_level = sde_type, noise_level
         self._lr = config.optim.lr
         self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
@@ -113,13 +115,13 @@ class DiffusionActor:
 
     def load_average(self, state: dict[str, Any] | None) -> None:
         """Take over the average's ``state_dict``, or start one from the present weights; the decay is the config's."""
-        if self._config.ema_decay is None:
+        if self.config.ema_decay is None:
             return
         from diffusers.training_utils import EMAModel
 
-        self.average = EMAModel(self._parameters, decay=self._config.ema_decay, foreach=True)
+        self.average = EMAModel(self._parameters, decay=self.config.ema_decay, foreach=True)
         if state is not None:
-            self.average.load_state_dict(state | {"decay": self._config.ema_decay})
+            self.average.load_state_dict(state | {"decay": self.config.ema_decay})
             self.average.to(device=self._accelerator.device)
 
     def averaged_state(self) -> dict[str, Tensor] | None:
@@ -130,7 +132,7 @@ class DiffusionActor:
 
     def load_optimizer(self, optimizer: dict[str, Any], lr_scheduler: dict[str, Any]) -> None:
         """Take over moments and position in the schedule; rates and decay are those of this configuration."""
-        optim = self._config.optim
+        optim = self.config.optim
         self.optimizer.load_state_dict(optimizer)
         self.lr_scheduler.load_state_dict(lr_scheduler)
         self.lr_scheduler.base_lrs = [optim.lr] * len(self.optimizer.param_groups)
@@ -188,7 +190,7 @@ class DiffusionActor:
         total: LossMetrics | None = None
         first: dict[str, float] = {}
         gap, norms = gap or MetricAccumulator(), []
-        for _ in range(self._config.ppo_epochs):
+        for _ in range(self.config.ppo_epochs):
             for rows in mini_batches:
                 sums, norm = self._optimizer_step(batch, conditioning, rows, gap, old=first_is_old and not first)
                 first = first or sums.compute()
@@ -205,7 +207,7 @@ class DiffusionActor:
         """Accumulate one mini-batch, reduce over ranks, divide, clip, step. The norm is ``None`` if it did not."""
         self.optimizer.zero_grad(set_to_none=True)
         total: LossMetrics | None = None
-        for micro in rows.split(self._config.ppo_micro_batch_size_per_gpu):
+        for micro in rows.split(self.config.ppo_micro_batch_size_per_gpu):
             metrics = self._backward(batch, conditioning, micro, gap, old=old)
             total = metrics if total is None else total + metrics
         assert total is not None
@@ -215,7 +217,7 @@ class DiffusionActor:
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
             return total, None
         self._reduce_gradients(denominator)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
         if not norm < float("inf"):
             self._refuse(batch, conditioning, rows)
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
@@ -241,10 +243,10 @@ class DiffusionActor:
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
         if old and gap is not None:
             data.update(self._as_old_policy(output))
-            gap.add(correct_diffusion_batch(data, self._config.rollout_correction))
+            gap.add(correct_diffusion_batch(data, self.config.rollout_correction))
             for name in (*self._old_names.values(), "rollout_is_weights", "rollout_keep"):
                 batch[name][rows] = data[name]
-        sums = diffusion_loss_sums(self._config, output, self._policy_data(data))
+        sums = diffusion_loss_sums(self.config, output, self._policy_data(data))
         self._accelerator.backward(sums.loss_sum)
         if gap is not None and sums.correction is not None:
             gap.add(sums.correction)
@@ -261,10 +263,10 @@ class DiffusionActor:
         cond = conditioning.rows(data["prompt_index"].repeat_interleave(w), device)
         law = self._law(flat, cond)
         output = {"log_probs": log_prob(law, flat["next_latents"], sde_type=self._sde_type).view(b, w)}
-        if means or self._config.use_kl_loss or self._config.diffusion_loss.needs_old_means:
+        if means or self.config.use_kl_loss or self.config.diffusion_loss.needs_old_means:
             output["transition_means"] = law.mean.unflatten(0, (b, w))
             output["transition_stds"] = law.step_std.view(b, w)
-        if self._config.use_kl_loss and torch.is_grad_enabled():
+        if self.config.use_kl_loss and torch.is_grad_enabled():
             with torch.no_grad(), adapter_disabled(self.transformer):
                 output["ref_transition_means"] = self._law(flat, cond).mean.unflatten(0, (b, w))
         return output
@@ -272,15 +274,18 @@ class DiffusionActor:
     def _policy_data(self, data: TensorDict) -> dict[str, Tensor]:
         """The keys that the loss reads, on the actor's device; latents stay where they are."""
         names = ["old_log_probs", "rollout_log_probs", "advantages", "timesteps", "rollout_is_weights", "rollout_keep"]
-        names += ["clip_widths"] if self._config.diffusion_loss.clip_ratio == "auto" else []
-        if self._config.diffusion_loss.needs_old_means:
+        names += ["clip_widths"] if self.config.diffusion_loss.clip_ratio == "auto" else []
+        if self.config.diffusion_loss.needs_old_means:
             names += ["sigmas", "next_sigmas", "old_transition_means", "rollout_means"]
-        return {name: data[name].to(self._accelerator.device) for name in names if name in data.keys()}  # noqa: SIM118
+        found = {name: data[name].to(self._accelerator.device) for name in names if name in data.keys()}  # noqa: SIM118
+        if self.config.rollout_correction.rollout_rs_threshold == "auto":
+            found["rollout_rs_bounds"] = data["rollout_rs_bounds"]  # read on the host
+        return found
 
     @property
     def _old_names(self) -> dict[str, str]:
         """What the objective needs of the old policy: name in a forward's output -> batch key."""
-        means = {"transition_means": "old_transition_means"} if self._config.diffusion_loss.needs_old_means else {}
+        means = {"transition_means": "old_transition_means"} if self.config.diffusion_loss.needs_old_means else {}
         return {"log_probs": "old_log_probs", **means}
 
     def _as_old_policy(self, output: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -348,5 +353,5 @@ class DiffusionActor:
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self._lr
-        prefix = "actor/" if self._config.rollout_correction.bypass_mode else ""
+        prefix = "actor/" if self.config.rollout_correction.bypass_mode else ""
         return metrics | {f"{prefix}{name}": value for name, value in gap.compute().items()}

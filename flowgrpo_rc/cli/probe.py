@@ -79,10 +79,9 @@ def report(result: Any) -> str:
     ]
     for step in (*result.steps, result.overall):
         name = "all" if step.timestep is None else f"{step.timestep:.1f}"
-        nats, kl = ("-" if value is None else f"{value:.3f}" for value in (step.nats, step.kl_nats))
         lines.append(
             f"{name:>9} {step.count:4d} {step.mean:10.1e} {step.abs_mean:9.1e} {step.abs_q90:9.1e} {step.abs_max:9.1e} "
-            f"{nats:>7} {kl:>8} {step.clipped:8.0%}"
+            f"{step.nats:7.3f} {step.kl_nats:8.3f} {step.clipped:8.0%}"
         )
     lines += [
         "",

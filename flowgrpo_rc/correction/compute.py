@@ -96,10 +96,19 @@ def compute_rollout_correction(
     *,
     config: "RolloutCorrectionConfig",
     timesteps: Shaped[Tensor, "..."] | None = None,
+    rs_bounds: Float[Tensor, "..."] | None = None,
     dp_group: Any = None,
 ) -> RolloutCorrection:
-    """`compute_rollout_correction_and_rejection_mask` with the options of a configuration."""
-    return run_plan(log_prob, rollout_log_prob, mask, plan=config.plan(), timesteps=timesteps, dp_group=dp_group)
+    """`compute_rollout_correction_and_rejection_mask` with the options of a configuration.
+
+    `rs_bounds` `(B,)` is read with `rollout_rs_threshold=auto` alone: the rejection bound of every row (`calibrated`).
+    """
+    plan = config.plan()
+    if plan.calibrated and rs_bounds is not None:
+        from flowgrpo_rc.correction.calibrated import run_calibrated
+
+        return run_calibrated(log_prob, rollout_log_prob, mask, plan=plan, bounds=rs_bounds, timesteps=timesteps)
+    return run_plan(log_prob, rollout_log_prob, mask, plan=plan, timesteps=timesteps, dp_group=dp_group)
 
 
 def compute_rollout_correction_weights(
@@ -158,6 +167,11 @@ def run_plan(
     count_empty_rows: bool = False,
 ) -> RolloutCorrection:
     """Executes a plan. `count_empty_rows` averages rows without a valid element as zeros, as verl does."""
+    if plan.calibrated:
+        raise ValueError(
+            "rollout_rs_threshold='auto' needs the rejection bound of every row (rollout_rs_bounds in the batch, which "
+            "the trainer measures). Outside of it, give numbers."
+        )
     _check(log_prob, rollout_log_prob, mask, timesteps)
     shape = log_prob.shape
     flat = log_prob.dim() == 1

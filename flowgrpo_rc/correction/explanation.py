@@ -117,6 +117,8 @@ def _rejected(config: RolloutCorrectionConfig) -> str:
 
 def _criterion(c: Criterion, ratio: str) -> str:
     unit = "elements" if c.aggregate == "token" else "rows"
+    if c.calibrated:
+        return f"rows of which {c.name} is beyond what the measured gap of their timesteps explains (auto)"
     if c.statistic == "k1":
         low, high = math.exp(c.lower), math.exp(c.upper)
         return f"{unit} whose {_ROW_RATIOS[c.aggregate]} {ratio} is outside [{low:g}, {high:g}] ({c.name})"
@@ -179,6 +181,8 @@ def _never_binding(config: RolloutCorrectionConfig) -> list[str]:
     if plan.log_veto is not None and plan.log_veto >= 0:
         found.append("rollout_token_veto_threshold of 1 or more rejects rows with any ratio below it: usually all.")
     for c in plan.criteria:
+        if c.calibrated:
+            continue
         if _out_of_reach(c):
             found.append(f"the threshold of {c.name} can never bind: log ratios are clamped to +-20.")
         elif c.statistic == "k1" and not c.lower <= 0.0 <= c.upper:

@@ -22,6 +22,9 @@ RS_OPTIONS = (
     *("seq_max_k2", "seq_max_k3"),
 )
 
+AUTO = "auto"
+"""A rejection threshold that follows the measured gap: `calibrated`."""
+
 ThresholdSpec = int | float | str | None
 
 
@@ -52,6 +55,8 @@ class Criterion:
     """k1: log of the ratio's lower bound. Unused otherwise."""
     mirrored: bool = False
     """Report the k1 fractions in verl's direction (high = small ratio); only the verl drop-in sets this."""
+    calibrated: bool = False
+    """The bounds come with every batch (`rollout_rs_threshold=auto`); `upper` and `lower` are infinite here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,11 @@ class CorrectionPlan:
         """Whether any element can leave the mask."""
         masks = self.importance is not None and self.importance.mode == "mask"
         return bool(self.criteria) or self.log_veto is not None or masks
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the plan needs bounds of every row to be carried out."""
+        return any(c.calibrated for c in self.criteria)
 
 
 def parse_number(value: object, name: str) -> float:
@@ -127,6 +137,8 @@ def parse_criteria(options: tuple[str, ...], spec: ThresholdSpec) -> tuple[Crite
         return ()
     if spec is None:
         raise ValueError(f"rollout_rs={','.join(options)!r} needs rollout_rs_threshold.")
+    if spec == AUTO:
+        return (_calibrated_criterion(options),)
     if isinstance(spec, bool) or not isinstance(spec, (Real, str)):
         raise TypeError(f"rollout_rs_threshold must be a number or a string, got {spec!r}.")
     entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
@@ -181,6 +193,16 @@ def make_plan(
     log_veto = None if veto is None else math.log(parse_number(veto, "rollout_token_veto_threshold"))
     criteria = parse_criteria(parse_rs_options(rollout_rs), rollout_rs_threshold)
     return CorrectionPlan(importance, criteria, log_veto)
+
+
+def _calibrated_criterion(options: tuple[str, ...]) -> Criterion:
+    aggregate, _, statistic = options[0].rpartition("_")
+    if len(options) > 1 or aggregate == "token":
+        raise ValueError(
+            f"rollout_rs_threshold='auto' calibrates one criterion of whole rows, got {','.join(options)!r}; give one "
+            "of the seq_ criteria in rollout_rs, e.g. seq_mean_k1, or thresholds."
+        )
+    return Criterion(options[0], aggregate, statistic, math.inf, calibrated=True)  # pyright: ignore[reportArgumentType]
 
 
 def _criterion(option: str, entry: object) -> Criterion:

@@ -98,7 +98,8 @@ def diffusion_loss(
             ``rollout_is_weights`` and ``rollout_keep``; ``timesteps`` gives the per-timestep gap metrics.
             ``grpo_guard`` and ``flow_dppo`` compare with ``old_transition_means`` (bypass mode: ``rollout_means``);
             ``grpo_guard`` also reads ``sigmas`` and ``next_sigmas``. ``clip_ratio=auto`` reads ``clip_widths``, the
-            half width of the clip band of every element.
+            half width of the clip band of every element; ``rollout_rs_threshold=auto`` in bypass mode reads
+            ``rollout_rs_bounds`` ``(B,)``.
             With ``response_mask`` ``(B, T)`` (non-zero: a valid token) the token path is taken: log-probs ``(B, T)``,
             and ``use_kl_loss`` reads ``ref_log_probs`` ``(B, T)`` from here instead of means. What masked positions
             hold has no effect.
@@ -182,7 +183,10 @@ def _elements(
     if valid is not None and not valid.any():
         return Elements(log_prob, old_log_prob, advantages, None, valid, valid), None  # nothing to correct
     timesteps = inputs.optional(data, "timesteps") if valid is None else None
-    correction = compute_rollout_correction(log_prob.detach(), old_log_prob, valid, config=rc, timesteps=timesteps)
+    bounds = inputs.optional(data, "rollout_rs_bounds")
+    correction = compute_rollout_correction(
+        log_prob.detach(), old_log_prob, valid, config=rc, timesteps=timesteps, rs_bounds=bounds
+    )
     weights = correction.weights if rc.loss_type == "reinforce" else None
     return Elements(log_prob, old_log_prob, advantages, weights, correction.mask.bool(), valid), correction
 

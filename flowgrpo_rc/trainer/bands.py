@@ -1,15 +1,18 @@
-"""``clip_ratio=auto``: a clip band per timestep that follows the measured gap between rollout engine and actor.
+"""Bands that follow the measured gap of engine and actor: ``clip_ratio=auto`` and ``rollout_rs_threshold=auto``.
 
 In bypass mode the clip is centred at the engine's log-probs, so it must be wider than the gap, which grows several-fold
-from the noisy to the clean end of the schedule and changes as the adapter grows. The band's half width at a timestep is
+from the noisy to the clean end of the schedule and changes as the adapter grows. The clip band's half width at a
+timestep is
 
     clamp(3 * q90(|log pi_actor - log pi_engine|), auto_clip_min, auto_clip_max)
 
-over the newest samples of the probe at that timestep. Quantiles of many samples: single outliers do not move it.
+over the newest samples of the probe at that timestep; the rejection bound of an image is the ``1 - share`` quantile of
+its criterion's statistic over the newest probed images of the same timesteps, within bounds too. Quantiles of many
+samples: single outliers do not move them.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -17,15 +20,58 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowgrpo_rc.correction import RolloutCorrectionConfig
+from flowgrpo_rc.correction.calibrated import row_statistic
+
 FACTOR, QUANTILE = 3.0, 0.9
 MEMORY = 64
-"""Samples kept at each timestep."""
+"""Samples kept at each timestep for the clip;"""
+IMAGE_MEMORY = 256
+"""and images, of each first timestep of a window, for the rejection: its quantile lies further out."""
 ENOUGH = 8
 """A timestep with fewer takes the quantile over all timesteps."""
 
 
+class RunningQuantile:
+    """A quantile of the newest values at each timestep."""
+
+    def __init__(self, quantile: float, memory: int) -> None:
+        self._quantile, self._memory = quantile, memory
+        self._values: dict[float, deque[float]] = {}
+
+    def observe(self, timestep: float, value: float) -> None:
+        """Take in one value."""
+        self._values.setdefault(timestep, deque(maxlen=self._memory)).append(value)
+
+    def at(self, timestep: float) -> float:
+        """The quantile there, or over all timesteps where too little has been seen.
+
+        Raises:
+            RuntimeError: nothing has been observed yet.
+        """
+        own = self._values.get(timestep, ())
+        if len(own) < ENOUGH:
+            own = [value for values in self._values.values() for value in values]
+        if not own:
+            raise RuntimeError("no gap has been measured yet; observe() comes before the bands")
+        return float(torch.quantile(torch.tensor(list(own), dtype=torch.float64), self._quantile))
+
+    @property
+    def timesteps(self) -> list[float]:
+        """Where values have been observed."""
+        return list(self._values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"values": {timestep: list(values) for timestep, values in self._values.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
+        self._values = {float(t): deque(values, maxlen=self._memory) for t, values in state["values"].items()}
+
+
 class ClipBands:
-    """Half widths of the clip band by timestep.
+    """Half widths of the clip band by timestep, for ``clip_ratio=auto``.
 
     Args:
         narrowest, widest: bounds of the half width.
@@ -33,12 +79,12 @@ class ClipBands:
 
     def __init__(self, narrowest: float, widest: float) -> None:
         self._narrowest, self._widest = narrowest, widest
-        self._samples: dict[float, deque[float]] = {}
+        self.sizes = RunningQuantile(QUANTILE, MEMORY)
 
-    def observe(self, timesteps: Iterable[float], gaps: Iterable[float]) -> None:
+    def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
         """Take in log ratios, actor over engine, of steps that were just sampled; the same on every process."""
-        for timestep, gap in zip(timesteps, gaps, strict=True):
-            self._samples.setdefault(float(timestep), deque(maxlen=MEMORY)).append(abs(float(gap)))
+        for timestep, gap in zip(timesteps.flatten().tolist(), gaps.abs().flatten().tolist(), strict=True):
+            self.sizes.observe(timestep, gap)
 
     def width(self, timestep: float) -> float:
         """The half width at one timestep.
@@ -46,13 +92,7 @@ class ClipBands:
         Raises:
             RuntimeError: nothing has been observed yet.
         """
-        own = self._samples.get(timestep, ())
-        if len(own) < ENOUGH:
-            own = [value for samples in self._samples.values() for value in samples]
-        if not own:
-            raise RuntimeError("clip_ratio=auto: no gap has been measured yet; observe() comes before width()")
-        quantile = float(torch.quantile(torch.tensor(list(own), dtype=torch.float64), QUANTILE))
-        return min(max(FACTOR * quantile, self._narrowest), self._widest)
+        return min(max(FACTOR * self.sizes.at(timestep), self._narrowest), self._widest)
 
     def widths(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, "B W"]:
         """The half width of every step of a batch."""
@@ -61,16 +101,48 @@ class ClipBands:
 
     def metrics(self) -> dict[str, float]:
         """``actor/clip_ratio_auto_mean``, ``_min`` and ``_max`` over the timesteps seen so far."""
-        widths = [self.width(timestep) for timestep in self._samples]
-        if not widths:
-            return {}
-        named = {"mean": fmean(widths), "min": min(widths), "max": max(widths)}
-        return {f"actor/clip_ratio_auto_{name}": value for name, value in named.items()}
+        return _spread("actor/clip_ratio_auto", [self.width(timestep) for timestep in self.sizes.timesteps])
 
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"samples": {timestep: list(samples) for timestep, samples in self._samples.items()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
-        self._samples = {float(t): deque(samples, maxlen=MEMORY) for t, samples in state["samples"].items()}
+class RejectionBands:
+    """The rejection bound of an image by the first timestep of its window, for ``rollout_rs_threshold=auto``.
+
+    Args:
+        config: its one criterion, the target share and the bounds.
+    """
+
+    def __init__(self, config: RolloutCorrectionConfig) -> None:
+        (self._criterion,) = config.plan().criteria
+        self._limits = (config.rollout_rs_auto_min, config.rollout_rs_auto_max)
+        self.sizes = RunningQuantile(1 - config.rollout_rs_auto_share, IMAGE_MEMORY)
+        self._window = 1
+
+    def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
+        """Take in log ratios, actor over engine, of whole images."""
+        self._window = gaps.shape[1]
+        for timestep, size in zip(timesteps[:, 0].tolist(), row_statistic(gaps, self._criterion).tolist(), strict=True):
+            self.sizes.observe(timestep, size)
+
+    def bound(self, timestep: float) -> float:
+        """The bound of an image whose window starts there: of the log ratio for k1, of the statistic for k2 and k3.
+
+        Raises:
+            RuntimeError: nothing has been observed yet.
+        """
+        low, high = (float(row_statistic(torch.full((1, self._window), h), self._criterion)) for h in self._limits)
+        return min(max(self.sizes.at(timestep), low), high)
+
+    def bounds(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, " B"]:
+        """The bound of every image of a batch."""
+        values = {timestep: self.bound(timestep) for timestep in set(timesteps[:, 0].tolist())}
+        return torch.tensor([values[t] for t in timesteps[:, 0].tolist()], dtype=torch.float32)
+
+    def metrics(self) -> dict[str, float]:
+        """``actor/rollout_rs_auto_mean``, ``_min`` and ``_max`` over the windows seen so far."""
+        return _spread("actor/rollout_rs_auto", [self.bound(timestep) for timestep in self.sizes.timesteps])
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}_mean": fmean(values), f"{name}_min": min(values), f"{name}_max": max(values)}

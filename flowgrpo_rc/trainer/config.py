@@ -155,6 +155,11 @@ class FlowGRPOConfig:
                 "actor_rollout_ref.actor.diffusion_loss.clip_ratio: got auto, which follows what the probe measures; "
                 "set actor_rollout_ref.rollout.probe.images to 1 or more"
             )
+        if self.rollout_correction.plan().calibrated and not self.actor_rollout_ref.rollout.probe.images:
+            raise ValueError(
+                "algorithm.rollout_correction.rollout_rs_threshold: got auto, which follows what the probe measures; "
+                "set actor_rollout_ref.rollout.probe.images to 1 or more"
+            )
         sde_type, mode = self.actor_rollout_ref.rollout.algo.sde_type, actor.diffusion_loss.loss_mode
         if mode == "dance_grpo" and sde_type != "dance_sde":
             raise ValueError(

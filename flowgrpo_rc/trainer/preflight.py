@@ -23,6 +23,7 @@ from flowgrpo_rc.rollout import RolloutRequest
 from flowgrpo_rc.rollout.seeds import PROBE, seed_for
 from flowgrpo_rc.sde import transition_kl
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.gap import to_nats
 from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
 
 CLIPPED_LIMIT = 0.1
@@ -48,10 +49,10 @@ class StepGap:
     abs_max: float
     clipped: float
     """Share of ``exp(l)`` outside the clip band."""
-    nats: float | None
-    """``abs_mean`` times the latent dimensions: of the whole step. None for ``cps``, which has another scale."""
-    kl_nats: float | None
-    """Closed-form KL of the step's Gaussian, engine to actor, in nats; None for ``cps``."""
+    nats: float
+    """Mean ``|l|`` of the whole step, in nats."""
+    kl_nats: float
+    """Closed-form KL of the step's Gaussian, engine to actor, in nats."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,15 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
     actor = trainer.run.actor
     scored, seconds["score"] = _timed(trainer, lambda: actor.rescore(batch, conditioning))
     gap = scored["log_probs"].double() - batch["rollout_log_probs"].double()
-    kl = _kl_nats(batch, scored, config)
-    low, high = clip_band(config.actor_rollout_ref.actor.diffusion_loss)
-    dimensions = batch["latents"].shape[2:].numel()
+    dimensions, sde_type = batch["latents"].shape[2:].numel(), config.actor_rollout_ref.rollout.algo.sde_type
+    nats = gap * to_nats(scored["transition_stds"], dimensions, sde_type)
+    kl = _kl_nats(batch, scored)
+    band = clip_band(config.actor_rollout_ref.actor.diffusion_loss)
     steps = []
     for timestep in sorted(set(batch["timesteps"].flatten().tolist()), reverse=True):
         here = batch["timesteps"] == timestep
-        steps.append(step_gap(gap[here], low, high, timestep, dimensions, None if kl is None else kl[here]))
-    overall = step_gap(gap.flatten(), low, high, None, dimensions, None if kl is None else kl.flatten())
+        steps.append(step_gap(gap[here], nats[here], kl[here], band, timestep))
+    overall = step_gap(gap.flatten(), nats.flatten(), kl.flatten(), band, None)
     _, seconds["update"] = _timed(trainer, lambda: _update(trainer, batch, conditioning))
     return Preflight(
         setting=_setting(config, batch),
@@ -135,14 +137,13 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
 
 def step_gap(
     gap: Float[Tensor, " n"],
-    clip_low: float,
-    clip_high: float,
+    nats: Float[Tensor, " n"],
+    kl_nats: Float[Tensor, " n"],
+    band: tuple[float, float],
     timestep: float | None,
-    dimensions: int,
-    kl_nats: Float[Tensor, " n"] | None,
 ) -> StepGap:
-    """The statistics of one step's gaps; nats are left out where ``kl_nats`` is None (``cps``)."""
-    size = gap.abs()
+    """The statistics of one step's gaps; ``band`` holds the clip's half widths below and above."""
+    size, (clip_low, clip_high) = gap.abs(), band
     median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
     ratio = gap.exp()
     return StepGap(
@@ -155,8 +156,8 @@ def step_gap(
         abs_q99=q99,
         abs_max=float(size.max()),
         clipped=float(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).double().mean()),
-        nats=None if kl_nats is None else float(size.mean()) * dimensions,
-        kl_nats=None if kl_nats is None else float(kl_nats.mean()),
+        nats=float(nats.abs().mean()),
+        kl_nats=float(kl_nats.mean()),
     )
 
 
@@ -237,10 +238,8 @@ def _sample(trainer: FlowGRPOTrainer, images: int) -> tuple[TensorDict, Conditio
     return trajectories.batch, conditioning, seconds
 
 
-def _kl_nats(batch: TensorDict, scored: dict[str, Tensor], config: FlowGRPOConfig) -> Float[Tensor, "B W"] | None:
+def _kl_nats(batch: TensorDict, scored: dict[str, Tensor]) -> Float[Tensor, "B W"]:
     """KL of each step's Gaussian, from the means that both sides computed."""
-    if config.actor_rollout_ref.rollout.algo.sde_type == "cps":
-        return None
     mean, std = scored["transition_means"].double(), scored["transition_stds"].double()
     kl = transition_kl(batch["rollout_means"].double().flatten(0, 1), mean.flatten(0, 1), std.flatten())
     return kl.view(std.shape) * mean.shape[2:].numel()

@@ -1,6 +1,7 @@
 """What a checkpoint of a run holds, and how a run takes it up again."""
 
 from pathlib import Path
+from typing import Any
 
 from flowgrpo_rc.models.lora import save_lora
 from flowgrpo_rc.trainer.checkpoint import CheckpointStore, random_states, restore_random_states
@@ -9,8 +10,8 @@ from flowgrpo_rc.trainer.setup import Run
 
 
 def save_run(run: Run, store: CheckpointStore, step: int) -> None:
-    """Write ``step_N``: adapter, its average if there is one, optimizer, schedule, random states, clip bands, data
-    position."""
+    """Write ``step_N``: adapter, its average if there is one, optimizer, schedule, random states, calibrated bands,
+    the guard's state, data position."""
     actor = run.actor
     tensors = {
         "optimizer": actor.optimizer.state_dict(),
@@ -19,14 +20,20 @@ def save_run(run: Run, store: CheckpointStore, step: int) -> None:
     }
     if actor.average is not None:
         tensors["average"] = actor.average.state_dict()
-    if run.bands is not None:
-        tensors["clip_bands"] = run.bands.state_dict()
+    tensors |= {name: part.state_dict() for name, part in _calibrated(run).items()}
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": vars(run.fingerprint)},
         tensors,
         lambda folder: save_lora(run.model, actor.transformer, folder),
     )
+
+
+def _calibrated(run: Run) -> dict[str, Any]:
+    """What a run has learned of its gap, by the name in a checkpoint."""
+    parts = {"clip_bands": run.clip_bands, "rejection_bands": run.rejection_bands}
+    present: dict[str, Any] = {name: part.sizes for name, part in parts.items() if part is not None}
+    return {**present, "guard": run.guard}
 
 
 def checkpoint_to_resume(trainer: TrainerConfig, store: CheckpointStore) -> Path | None:
@@ -46,8 +53,9 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
     run.actor.load_adapter(source)
     run.actor.load_optimizer(tensors["optimizer"], tensors["lr_scheduler"])
     run.actor.load_average(tensors.get("average"))
-    if run.bands is not None and "clip_bands" in tensors:
-        run.bands.load_state_dict(tensors["clip_bands"])
+    for name, part in _calibrated(run).items():
+        if name in tensors:
+            part.load_state_dict(tensors[name])
     restore_random_states(tensors["random"])
     run.sampler.load_state_dict(state["sampler"])
     return int(state["step"])

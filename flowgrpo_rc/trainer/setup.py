@@ -18,9 +18,10 @@ from flowgrpo_rc.models import DiffusionModel, PromptEncoder, load_model, read_p
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutEngine
-from flowgrpo_rc.trainer.bands import ClipBands
+from flowgrpo_rc.trainer.bands import ClipBands, RejectionBands
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.guard import Guard
 
 
 @dataclass
@@ -39,8 +40,11 @@ class Run:
     actor: DiffusionActor
     total_steps: int
     fingerprint: Fingerprint
-    bands: ClipBands | None = None
+    guard: Guard
+    clip_bands: ClipBands | None = None
     """With ``clip_ratio=auto``."""
+    rejection_bands: RejectionBands | None = None
+    """With ``rollout_rs_threshold=auto``."""
 
 
 def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
@@ -89,7 +93,11 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         actor=actor,
         total_steps=total_steps,
         fingerprint=_fingerprint(config, model),
-        bands=_clip_bands(config),
+        guard=Guard(config, actor),
+        clip_bands=_clip_bands(config),
+        rejection_bands=RejectionBands(config.rollout_correction)
+        if config.rollout_correction.plan().calibrated
+        else None,
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor import NonFiniteUpdateError, UpdateResult
 from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, correct_diffusion_batch
-from flowgrpo_rc.correction import MetricAccumulator
+from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
@@ -62,12 +62,12 @@ class FlowGRPOTrainer:
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
+        self.run.guard.say = self.logger.say
         self._resume()
         rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
-        images = config.data.train_batch_size * rollout.n
-        self.probe = Probe(rollout, actor, self.adapter, self._gather, images, self.run.bands)
+        self.probe = Probe(config, actor, self.adapter, self.run.clip_bands, self.run.rejection_bands)
 
     # ------------------------------------------------------------------ one step
 
@@ -92,7 +92,8 @@ class FlowGRPOTrainer:
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
             self.adapter.push(self.step)
-        return {**metrics, **adv_metrics, **update.metrics, **sync_metrics}
+        metrics |= {**adv_metrics, **update.metrics, **sync_metrics}
+        return metrics | self.run.guard(metrics, self.step)
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -180,11 +181,13 @@ class FlowGRPOTrainer:
         update's own forward supplies; batch normalisation of the weights and a baseline that knows of rejection need
         every row first.
         """
-        rc = self.config.rollout_correction
+        rc = self.correction
+        if self.run.rejection_bands is not None:
+            batch["rollout_rs_bounds"] = self.run.rejection_bands.bounds(batch["timesteps"])
         if rc.bypass_mode:
             apply_bypass_mode_to_diffusion_batch(batch)
-            if self.run.bands is not None:
-                batch["clip_widths"] = self.run.bands.widths(batch["timesteps"])
+            if self.run.clip_bands is not None:
+                batch["clip_widths"] = self.run.clip_bands.widths(batch["timesteps"])
             return 0
         needs_all = rc.rollout_is_batch_normalize or self.config.algorithm.rejection_aware_baseline
         free = self.config.actor_rollout_ref.actor.score == "auto" and not needs_all
@@ -203,9 +206,9 @@ class FlowGRPOTrainer:
     def _correct(self, batch: TensorDict, start: int) -> MetricAccumulator:
         """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss makes its own."""
         gap = MetricAccumulator()
-        if not self.config.rollout_correction.bypass_mode and start < len(batch):
+        if not self.correction.bypass_mode and start < len(batch):
             part = batch[start:].clone(recurse=False)
-            gap.add(correct_diffusion_batch(part, self.config.rollout_correction))
+            gap.add(correct_diffusion_batch(part, self.correction))
             for name in ("rollout_is_weights", "rollout_keep"):
                 batch[name][start:] = part[name]
         return gap
@@ -371,7 +374,12 @@ class FlowGRPOTrainer:
     def _record_means(self) -> bool:
         """In bypass mode the engine is the old policy, so objectives that compare means need its."""
         loss = self.config.actor_rollout_ref.actor.diffusion_loss
-        return loss.needs_old_means and self.config.rollout_correction.bypass_mode
+        return loss.needs_old_means and self.correction.bypass_mode
+
+    @property
+    def correction(self) -> RolloutCorrectionConfig:
+        """In force: the configured one, or what the guard has put in its place."""
+        return self.run.actor.config.rollout_correction
 
     @property
     def _main(self) -> bool:

@@ -74,7 +74,7 @@ class Setup:
         config = copy.deepcopy(self.config)
         config.ppo_micro_batch_size_per_gpu = micro or 8
         config.grad_clip = 1e9
-        self.actor._config = config
+        self.actor.config = config
         taken = {}
 
         def capture():

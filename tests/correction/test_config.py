@@ -28,6 +28,15 @@ def test_defaults():
         "rollout_token_veto_threshold": None,
         "rollout_is_mode": None,
         "rejection_normalization": "all",
+        "rollout_rs_auto_share": 0.01,
+        "rollout_rs_auto_min": 1e-3,
+        "rollout_rs_auto_max": 0.1,
+        "guard": "warn",
+        "guard_clip_fraction": 0.1,
+        "guard_rejected_fraction": 0.5,
+        "guard_engine_gap": 0.05,
+        "guard_patience": 3,
+        "guard_return_after": 50,
     }
     assert Config.from_dict({}) == Config()
     assert Config.from_dict(None) == Config.disabled()

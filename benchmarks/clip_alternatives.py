@@ -1,0 +1,79 @@
+"""Other ways to keep the gap from emptying bypass mode's clip, tried against a wider band; run by ``gap_study.py``.
+
+    python benchmarks/clip_alternatives.py centred --config-name tiny_qwen_image_ocr <overrides>
+
+``centred``     the clip's centre at each timestep is the engine's log-prob plus the running mean of the gap there;
+``first_free``  decoupled mode that never scores: the first mini-batch's old policy comes from its own forward, as in
+                decoupled mode, and all later mini-batches are clipped around the engine's log-probs, as in bypass.
+
+Both replace one method of the trainer; what the study found is in docs/gap_study.md.
+"""
+
+import argparse
+import sys
+from collections import deque
+from statistics import fmean
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.bands import MEMORY
+from flowgrpo_rc.trainer.gap import GapSample
+
+
+class Centred(FlowGRPOTrainer):
+    """Bypass mode with the clip centred on the mean gap of each timestep."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._gaps: dict[float, deque[float]] = {}
+        rescore = self.probe.rescore
+
+        def remembering(batch: TensorDict, rows: torch.Tensor, conditioning: Conditioning) -> GapSample:
+            sample = rescore(batch, rows, conditioning)
+            for timestep, gap in zip(sample.timesteps.flatten().tolist(), sample.total.flatten().tolist(), strict=True):
+                self._gaps.setdefault(timestep, deque(maxlen=MEMORY)).append(gap)
+            return sample
+
+        self.probe.rescore = remembering
+
+    def _score(self, batch: TensorDict, cond: Conditioning) -> int:
+        start = super()._score(batch, cond)
+        centres = [[fmean(self._gaps.get(t, [0.0])) for t in row] for row in batch["timesteps"].tolist()]
+        batch["old_log_probs"] = batch["rollout_log_probs"] + torch.tensor(centres)
+        return start
+
+
+class FirstFree(FlowGRPOTrainer):
+    """Decoupled for the first mini-batch of a batch, bypass for the others; no scoring pass."""
+
+    def _score(self, batch: TensorDict, cond: Conditioning) -> int:
+        start = len(self._mini_batches(len(batch))[0])
+        batch["old_log_probs"] = batch["rollout_log_probs"].clone()
+        batch["rollout_is_weights"] = torch.ones_like(batch["rollout_log_probs"])
+        batch["rollout_keep"] = torch.ones_like(batch["rollout_log_probs"], dtype=torch.bool)
+        return start
+
+
+ALTERNATIVES = {"centred": Centred, "first_free": FirstFree}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("alternative", choices=ALTERNATIVES)
+    parser.add_argument("--config-name", default="tiny_qwen_image_ocr")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    try:
+        config = compose(arguments.config_name, arguments.overrides)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    ALTERNATIVES[arguments.alternative](config).fit()
+
+
+if __name__ == "__main__":
+    main()

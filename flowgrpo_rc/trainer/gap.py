@@ -1,0 +1,80 @@
+"""The gap between rollout engine and actor in the right units: per latent dimension, in nats, as a divergence.
+
+``l = log pi_actor - log pi_engine`` of one SDE step is a mean over the latent dimensions. In nats it is the log ratio
+of the step's whole density: ``l`` times the dimensions, and for ``cps``, whose log-prob leaves out ``1/(2 std^2)``,
+times that too. Both policies draw a step with one standard deviation, so that in nats ``l ~ N(-K, 2K)`` under the
+engine, where ``K`` is the Kullback-Leibler divergence of engine from actor: known in closed form where the engine
+returns its transition means, else estimated from ``E[l^2] = 2K + K^2``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GapSample:
+    """``n`` rescored images of ``W`` steps, float64 on the host."""
+
+    timesteps: Float[Tensor, "n W"]
+    engine: Float[Tensor, "n W"]
+    """``l`` with equal weights: what precision and kernels alone make of the log-prob."""
+    staleness: Float[Tensor, "n W"]
+    """The actor's log-prob now minus with the engine's adapter."""
+    to_nats: Float[Tensor, "n W"]
+    """What ``l`` is multiplied with."""
+    kl: Float[Tensor, "n W"] | None
+    """Closed form, in nats; None where the engine returned no means."""
+
+    @property
+    def total(self) -> Float[Tensor, "n W"]:
+        """``log pi_actor - log pi_engine`` as training meets it: both parts."""
+        return self.engine + self.staleness
+
+    @staticmethod
+    def concatenate(samples: Sequence["GapSample"]) -> "GapSample":
+        """Those of all processes in rank order."""
+        names = [f.name for f in fields(GapSample) if getattr(samples[0], f.name) is not None]
+        columns: dict[str, Any] = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
+        return GapSample(**{"kl": None, **columns})
+
+
+def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float[Tensor, "..."]:
+    """What a mean-pooled log ratio is multiplied with to give nats of the whole step."""
+    scale = torch.full_like(stds.double(), float(dimensions))
+    return scale / (2 * stds.double() ** 2) if sde_type == "cps" else scale
+
+
+def estimated_kl(nats: Float[Tensor, "..."]) -> float:
+    """``K`` of ``l ~ N(-K, 2K)`` from the mean of ``l^2``: ``sqrt(1 + E[l^2]) - 1``, in nats.
+
+    Samples of unequal divergences give a value between their mean and their root mean square.
+    """
+    return float(torch.sqrt(1 + nats.double().square().mean()) - 1)
+
+
+def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
+    """Means over the sample and, with ``/ts_{t}``, over each timestep.
+
+    ``engine_gap_abs_mean`` and ``staleness_abs_mean`` per latent dimension, ``engine_gap_nats`` and ``engine_kl_nats``
+    of the whole step; over all timesteps also ``engine_gap_abs_max``.
+    """
+    values = {f"{prefix}engine_gap_abs_max": float(sample.engine.abs().max())} | _means(sample, slice(None), prefix, "")
+    for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True):
+        values |= _means(sample, sample.timesteps == timestep, prefix, f"/ts_{timestep:.6g}")
+    return values
+
+
+def _means(sample: GapSample, chosen: Tensor | slice, prefix: str, suffix: str) -> dict[str, float]:
+    nats = sample.engine[chosen] * sample.to_nats[chosen]
+    means = {
+        "engine_gap_abs_mean": float(sample.engine[chosen].abs().mean()),
+        "engine_gap_nats": float(nats.abs().mean()),
+        "engine_kl_nats": estimated_kl(nats) if sample.kl is None else float(sample.kl[chosen].mean()),
+        "staleness_abs_mean": float(sample.staleness[chosen].abs().mean()),
+    }
+    return {f"{prefix}{name}{suffix}": value for name, value in means.items()}

@@ -1,0 +1,195 @@
+"""The guard: alarms after enough updates in a row, what it switches, how it comes back; its state over a resume."""
+
+import warnings
+
+import pytest
+import torch
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.guard import Guard
+
+RC = "algorithm.rollout_correction"
+CLIP = "actor_rollout_ref.actor.diffusion_loss.clip_ratio"
+BYPASS = (f"{RC}.bypass_mode=true", f"{CLIP}=0.001")
+FP8 = "actor_rollout_ref.rollout.quantization=fp8"
+HEALTHY = {
+    "actor/pg_clipfrac_first": 0.0,
+    "actor/kept_fraction": 1.0,
+    "rollout_sync/engine_gap_abs_mean": 1e-4,
+    "rollout_sync/outside_clip": 0.0,
+}
+
+
+class Actor:
+    """Only what the guard touches."""
+
+    def __init__(self, config):
+        self.config = config.actor_rollout_ref.actor
+
+
+def guarded(*overrides):
+    config = compose("tiny_qwen_image_ocr", [*BYPASS, *overrides])
+    guard, said = Guard(config, Actor(config)), []
+    guard.say = said.append
+    return guard, said
+
+
+def feed(guard, count, **changes):
+    """The last of ``count`` updates' metrics."""
+    names = {"clip": "actor/pg_clipfrac_first", "kept": "actor/kept_fraction"}
+    names |= {"gap": "rollout_sync/engine_gap_abs_mean", "outside": "rollout_sync/outside_clip"}
+    metrics = HEALTHY | {names[name]: value for name, value in changes.items()}
+    found = {}
+    for step in range(count):
+        found = guard(metrics, step + 1)
+    return found
+
+
+CAUSES = [({"clip": 0.11}, "11% of the samples"), ({"kept": 0.4}, "60% of the samples were r"), ({"gap": 0.06}, "0.06")]
+
+
+@pytest.mark.parametrize(("change", "text"), CAUSES)
+def test_it_warns_once_after_enough_updates_in_a_row(change, text):
+    guard, said = guarded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 50) == {"guard/alarms": 0, "guard/fallback": 0}
+        feed(guard, 2, **change)
+        feed(guard, 1)
+        assert feed(guard, 2, **change) == {"guard/alarms": 0, "guard/fallback": 0}
+    with pytest.warns(UserWarning, match=f"for 3 updates in a row, .*{text}") as caught:
+        assert feed(guard, 1, **change) == {"guard/alarms": 1, "guard/fallback": 0}
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 10, **change)["guard/alarms"] == 1
+    assert not said
+    assert not guard.fallen_back
+
+
+@pytest.mark.parametrize("change", [{"clip": 0.1}, {"kept": 0.5}, {"gap": 0.05}])
+def test_at_the_limit_it_is_quiet(change):
+    guard, _ = guarded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 20, **change)["guard/alarms"] == 0
+
+
+@pytest.mark.parametrize(("change", "text"), CAUSES)
+def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text):
+    guard, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=10")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 3, **change)["guard/fallback"] == 1
+        assert text in said[0]
+        assert said[0].endswith("Falling back to decoupled mode")
+        now = guard._actor.config
+        assert now.rollout_correction.bypass_mode is False
+        assert now.diffusion_loss.clip_ratio == 0.001
+        feed(guard, 9)
+        assert feed(guard, 1, outside=0.06)["guard/fallback"] == 1  # more than half of the limit: start again
+        feed(guard, 9)
+        assert feed(guard, 1, gap=0.03)["guard/fallback"] == 1
+        assert feed(guard, 9)["guard/fallback"] == 1
+        assert feed(guard, 1)["guard/fallback"] == 0
+        assert "safe for 10 updates" in said[1]
+        assert guard._actor.config.rollout_correction.bypass_mode is True
+        feed(guard, 3, **change)
+        assert feed(guard, 19)["guard/fallback"] == 1  # the second time it waits twice as long
+        assert feed(guard, 1)["guard/fallback"] == 0
+
+
+def test_without_a_probe_it_stays_where_it_fell():
+    guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=1")
+    without = {name: value for name, value in HEALTHY.items() if not name.startswith("rollout_sync/")}
+    for step in range(3):
+        guard(without | {"actor/pg_clipfrac_first": 0.5}, step)
+    for step in range(30):
+        assert guard(without, step)["guard/fallback"] == 1
+
+
+def test_a_calibrated_clip_falls_back_to_its_lower_bound():
+    guard, _ = guarded(
+        f"{RC}.guard=fallback", f"{CLIP}=auto", "actor_rollout_ref.actor.diffusion_loss.auto_clip_min=5e-4"
+    )
+    feed(guard, 3, clip=0.5)
+    assert guard._actor.config.diffusion_loss.clip_ratio == 5e-4
+    assert guard._configured.diffusion_loss.clip_ratio == "auto"
+
+
+def test_off_and_what_cannot_fall_back():
+    guard, _ = guarded(f"{RC}.guard=off")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 20, clip=1.0) == {}
+    with pytest.raises(ValueError, match="decoupled mode has no such loss to fall back to"):
+        guarded(f"{RC}.guard=fallback", f"{RC}.loss_type=reinforce")
+    for name, value in (("guard", "on"), ("guard_patience", 0), ("guard_clip_fraction", 1.5), ("guard_engine_gap", 0)):
+        with pytest.raises(ValueError, match=name):
+            guarded(f"{RC}.{name}={value}")
+    reinforce, _ = guarded(f"{RC}.loss_type=reinforce")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        feed(reinforce, 20, clip=1.0)  # nothing is clipped there
+
+
+def test_its_state_is_kept():
+    guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=4")
+    feed(guard, 3, clip=0.5)
+    feed(guard, 2)
+    other, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=4")
+    other.load_state_dict(guard.state_dict())
+    assert other.fallen_back
+    assert feed(other, 1)["guard/fallback"] == 1
+    assert feed(other, 1)["guard/fallback"] == 0
+    assert "safe for 4 updates" in said[0]
+    warning, _ = guarded()
+    warning.load_state_dict(guard.state_dict())
+    assert not warning.fallen_back  # what is configured now decides
+
+
+@pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard"])
+def test_a_run_in_the_collapsing_setting_is_moved_to_decoupled_mode(small_config, loss_mode):
+    """From the update after the alarm on it is exactly a decoupled run from the same adapter."""
+    settings = (
+        f"{RC}.guard=fallback",
+        f"{RC}.guard_patience=2",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
+        f"actor_rollout_ref.actor.diffusion_loss.loss_mode={loss_mode}",
+        f"{CLIP}=1e-5",
+        FP8,
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=1",
+    )
+    run = FlowGRPOTrainer(small_config(f"{RC}.bypass_mode=true", *settings, folder="guarded"))
+    rows = run.fit().rows()[1:]
+    assert [row["guard/fallback"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["actor/pg_clipfrac_first"] > 0.1 for row in rows[:2])
+    assert all(row["actor/pg_clipfrac_first"] == 0 for row in rows[2:])
+    assert "rollout_corr/logprob_abs_diff_mean" in rows[2]
+    assert "rollout_corr/logprob_abs_diff_mean" not in rows[1]
+    resumed = small_config(
+        f"{RC}.bypass_mode=false",
+        *settings,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={run.folder.checkpoints / 'step_2'}",
+        folder="decoupled",
+    )
+    expected = FlowGRPOTrainer(resumed).fit().rows()
+    for row, other in zip(rows[2:], expected, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "reward/mean", "rollout_corr/logprob_abs_diff_mean"):
+            assert row[name] == pytest.approx(other[name], rel=1e-6), name
+    again = small_config(
+        f"{RC}.bypass_mode=true",
+        *settings,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={run.folder.checkpoints / 'step_3'}",
+        folder="again",
+    )
+    assert torch.equal(
+        *(
+            torch.tensor([row["actor/grad_norm"], row["guard/fallback"]])
+            for row in (FlowGRPOTrainer(again).fit().rows()[-1], rows[-1])
+        )
+    )
