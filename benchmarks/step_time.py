@@ -10,6 +10,11 @@ step that is model compute (transformer, VAE, text encoder) is measured around t
 
 What a step spends, for batches of so many images, outside model compute and reward, and on the loss and the rollout
 correction alone (forward; decoupled, everything scored: the mode that corrects most).
+
+    python benchmarks/step_time.py --calibration --out benchmarks/results/calibration_share.json
+
+What the probe's forwards take of a step, and what all the rest of measuring, calibrating and guarding takes (bypass
+mode with ``clip_ratio=auto``, ``rollout_rs_threshold=auto`` and ``guard=fallback``).
 """
 
 import argparse
@@ -35,7 +40,13 @@ MODES = {
     "decoupled": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=auto"),
     "decoupled-all-scored": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=always"),
 }
-
+CALIBRATED = (
+    *MODES["bypass"],
+    "actor_rollout_ref.actor.diffusion_loss.clip_ratio=auto",
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=auto",
+    "algorithm.rollout_correction.guard=fallback",
+)
 
 _CORRECT = ((actor_module, "correct_diffusion_batch"), (trainer_module, "correct_diffusion_batch"))
 
@@ -141,6 +152,30 @@ def shares(images: int, steps: int, overrides: list[str]) -> dict[str, float]:
     }
 
 
+def report_calibration(steps: int, overrides: list[str]) -> dict[str, float]:
+    """Prints and returns median shares of a step: the probe's forwards, and everything else around them."""
+    forwards, others = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose("tiny_qwen_image_ocr", [*CALIBRATED, f"trainer.default_local_dir={folder}/run", *overrides])
+        trainer = FlowGRPOTrainer(config)
+        clock, run = ModelClock(trainer), trainer.run
+        clock._wrap(trainer.probe, "rescore", "probe_forwards")
+        for bands, name in ((run.clip_bands, "widths"), (run.rejection_bands, "bounds")):
+            clock._wrap(bands, name, "bands")
+        clock._wrap(run, "guard", "guard")  # called as run.guard(...)
+        for index in range(steps + 1):
+            trainer.train_step()
+            times, inside = trainer.timer.take(), clock.take()
+            if index > 0:
+                step = times["timing_s/step"] + inside["guard"]  # called after the last stage
+                forwards.append(inside["probe_forwards"] / step)
+                around = times["timing_s/probe"] - inside["probe_forwards"] + inside["bands"] + inside["guard"]
+                others.append(around / step)
+    result = {"probe_forwards": statistics.median(forwards), "everything_else": statistics.median(others)}
+    print(f"of a step: the probe's forwards {result['probe_forwards']:.2%}, the rest {result['everything_else']:.3%}")
+    return result
+
+
 def report_shares(sizes: list[int], steps: int, overrides: list[str]) -> dict[str, dict[str, float]]:
     """Prints and returns ``shares`` for every size."""
     result = {}
@@ -203,9 +238,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="pairs of steps")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--sizes", help="images per batch, comma-separated: shares of a step instead of ratios")
+    parser.add_argument("--calibration", action="store_true", help="what measuring, calibrating and guarding take")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for both modes")
     arguments = parser.parse_args()
-    if arguments.sizes:
+    if arguments.calibration:
+        result = {"machine": describe(), **report_calibration(arguments.steps, arguments.overrides)}
+    elif arguments.sizes:
         sizes = [int(size) for size in arguments.sizes.split(",")]
         result = {"machine": describe(), "sizes": report_shares(sizes, arguments.steps, arguments.overrides)}
     else:

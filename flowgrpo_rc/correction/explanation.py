@@ -149,6 +149,8 @@ def _mistakes(config: RolloutCorrectionConfig) -> list[str]:
         )
     if config.bypass_mode and config.loss_type == "reinforce" and not corrects:
         found.append("REINFORCE on off-policy data without weights or rejection is biased. Set rollout_is.")
+    if config.guard == "fallback" and not config.bypass_mode:
+        found.append("guard=fallback has nothing to fall back to: the run is in decoupled mode already.")
     found.extend(_one_step_warnings(config))
     found.extend(_never_binding(config))
     if plan.can_reject and config.rejection_normalization == "all":

@@ -196,13 +196,14 @@ def make_plan(
 
 
 def _calibrated_criterion(options: tuple[str, ...]) -> Criterion:
-    aggregate, _, statistic = options[0].rpartition("_")
-    if len(options) > 1 or aggregate == "token":
+    first, *others = options
+    aggregate, _, statistic = first.rpartition("_")
+    if others or aggregate == "token":
         raise ValueError(
             f"rollout_rs_threshold='auto' calibrates one criterion of whole rows, got {','.join(options)!r}; give one "
             "of the seq_ criteria in rollout_rs, e.g. seq_mean_k1, or thresholds."
         )
-    return Criterion(options[0], aggregate, statistic, math.inf, calibrated=True)  # pyright: ignore[reportArgumentType]
+    return Criterion(first, aggregate, statistic, math.inf, calibrated=True)  # pyright: ignore[reportArgumentType]
 
 
 def _criterion(option: str, entry: object) -> Criterion:

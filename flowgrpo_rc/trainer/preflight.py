@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.loss.diffusion_loss import clip_band
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.rollout import RolloutRequest
@@ -48,7 +49,9 @@ class StepGap:
     abs_q99: float
     abs_max: float
     clipped: float
-    """Share of ``exp(l)`` outside the clip band."""
+    """Share of samples whose ``exp(l)`` lies outside the clip band and that rejection keeps."""
+    rejected: float
+    """Share of samples that the configured rejection removes for the gap alone."""
     nats: float
     """Mean ``|l|`` of the whole step, in nats."""
     kl_nats: float
@@ -118,12 +121,12 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
     dimensions, sde_type = batch["latents"].shape[2:].numel(), config.actor_rollout_ref.rollout.algo.sde_type
     nats = gap * to_nats(scored["transition_stds"], dimensions, sde_type)
     kl = _kl_nats(batch, scored)
-    band = clip_band(config.actor_rollout_ref.actor.diffusion_loss)
+    band, keep = clip_band(config.actor_rollout_ref.actor.diffusion_loss), _kept(trainer, batch, gap)
     steps = []
     for timestep in sorted(set(batch["timesteps"].flatten().tolist()), reverse=True):
         here = batch["timesteps"] == timestep
-        steps.append(step_gap(gap[here], nats[here], kl[here], band, timestep))
-    overall = step_gap(gap.flatten(), nats.flatten(), kl.flatten(), band, None)
+        steps.append(step_gap(gap[here], nats[here], kl[here], keep[here], band, timestep))
+    overall = step_gap(gap.flatten(), nats.flatten(), kl.flatten(), keep.flatten(), band, None)
     _, seconds["update"] = _timed(trainer, lambda: _update(trainer, batch, conditioning))
     return Preflight(
         setting=_setting(config, batch),
@@ -139,6 +142,7 @@ def step_gap(
     gap: Float[Tensor, " n"],
     nats: Float[Tensor, " n"],
     kl_nats: Float[Tensor, " n"],
+    keep: Bool[Tensor, " n"],
     band: tuple[float, float],
     timestep: float | None,
 ) -> StepGap:
@@ -155,7 +159,8 @@ def step_gap(
         abs_q90=q90,
         abs_q99=q99,
         abs_max=float(size.max()),
-        clipped=float(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).double().mean()),
+        clipped=float((((ratio < 1 - clip_low) | (ratio > 1 + clip_high)) & keep).double().mean()),
+        rejected=1 - float(keep.double().mean()),
         nats=float(nats.abs().mean()),
         kl_nats=float(kl_nats.mean()),
     )
@@ -199,6 +204,8 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) 
             f"adapter_lag={config.actor_rollout_ref.rollout.adapter_lag} adds the policy's own movement to this gap; "
             "before training it cannot be measured"
         )
+    if overall.rejected:
+        reasons.append(f"rejection removes {overall.rejected:.0%} of the samples for the gap alone")
     mode = "bypass" if needed <= WIDEST_CLIP and overall.abs_mean <= BROKEN_GAP else "decoupled"
     if not safe and mode == "bypass":
         reasons.append(f"clip_ratio={wanted:g} holds the gap; decoupled mode does without")
@@ -236,6 +243,18 @@ def _sample(trainer: FlowGRPOTrainer, images: int) -> tuple[TensorDict, Conditio
     trajectories, seconds = _timed(trainer, lambda: trainer.generate(request))
     assert trajectories.batch is not None
     return trajectories.batch, conditioning, seconds
+
+
+def _kept(trainer: FlowGRPOTrainer, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Bool[Tensor, "B W"]:
+    """What the configured rejection keeps of the engine's draws; ``auto`` is calibrated on this very gap."""
+    bands = trainer.run.rejection_bands
+    if bands is not None:
+        bands.observe(batch["timesteps"], gap)
+        batch["rollout_rs_bounds"] = bands.bounds(batch["timesteps"])
+    bounds = batch["rollout_rs_bounds"] if bands is not None else None
+    return compute_rollout_correction(
+        gap, torch.zeros_like(gap), config=trainer.config.rollout_correction, rs_bounds=bounds
+    ).mask
 
 
 def _kl_nats(batch: TensorDict, scored: dict[str, Tensor]) -> Float[Tensor, "B W"]:

@@ -18,7 +18,8 @@ def test_statistics_of_a_known_distribution():
     """A normal gap of mean 1e-4 and deviation 1e-3: quantiles, moments and the share outside an uneven band."""
     generator = torch.Generator().manual_seed(0)
     gap = 1e-4 + 1e-3 * torch.randn(400_000, generator=generator, dtype=torch.float64)
-    found = step_gap(gap, 512 * gap, torch.full_like(gap, 0.2), (1e-3, 2e-3), 500.0)
+    keep = torch.ones_like(gap, dtype=torch.bool)
+    found = step_gap(gap, 512 * gap, torch.full_like(gap, 0.2), keep, (1e-3, 2e-3), 500.0)
 
     def below(x):
         return 0.5 * (1 + math.erf((x - 1e-4) / 1e-3 / math.sqrt(2)))
@@ -35,10 +36,15 @@ def test_statistics_of_a_known_distribution():
     assert found.nats == pytest.approx(found.abs_mean * 512)
     assert found.kl_nats == pytest.approx(0.2)
     assert found.count == 400_000
+    assert found.rejected == 0
+    kept = step_gap(gap, 512 * gap, gap, gap.abs() < 1.5e-3, (1e-3, 2e-3), 500.0)  # what is rejected is not clipped
+    assert kept.clipped == pytest.approx(below(math.log(1 - 1e-3)) - below(-1.5e-3), abs=3e-3)
+    assert kept.rejected == pytest.approx(1 - below(1.5e-3) + below(-1.5e-3), abs=3e-3)
 
 
 def overall(gap, width):
-    return step_gap(gap.flatten(), gap.flatten(), gap.flatten(), (width, width), None)
+    flat = gap.flatten()
+    return step_gap(flat, flat, flat, torch.ones_like(flat, dtype=torch.bool), (width, width), None)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +93,21 @@ def test_equal_engines_have_no_gap(small_config):
     assert len(result.steps) == 3  # every step that the window can reach
     assert sum(step.count for step in result.steps) == result.overall.count == 2 * 2 * 2
     assert 0 < result.saved < 1
+
+
+@pytest.mark.parametrize("threshold", ["auto", "0.9995_1.0005"])
+def test_rejection_is_taken_into_account(small_config, threshold):
+    rc = "algorithm.rollout_correction"
+    settings = (BYPASS, "actor_rollout_ref.rollout.quantization=fp8", f"{CLIP}=1e-4", f"{rc}.rollout_rs=seq_mean_k1")
+    auto = (f"{rc}.rollout_rs_auto_share=0.25", f"{rc}.rollout_rs_auto_min=1e-6")
+    without = run_preflight(FlowGRPOTrainer(small_config(*settings, f"{rc}.rollout_rs_threshold=0.5_2.0")), 8)
+    result = run_preflight(FlowGRPOTrainer(small_config(*settings, f"{rc}.rollout_rs_threshold={threshold}", *auto)), 8)
+    assert without.overall.rejected == 0
+    assert result.overall.abs_mean == without.overall.abs_mean
+    assert 0.1 < result.overall.rejected < 0.9
+    assert result.overall.clipped <= 1 - result.overall.rejected
+    assert result.overall.clipped < without.overall.clipped
+    assert any("for the gap alone" in reason for reason in result.advice.reasons)
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
