@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("alternative", choices=ALTERNATIVES)
     parser.add_argument("--config-name", default="tiny_qwen_image_ocr")
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     try:
         config = compose(arguments.config_name, arguments.overrides)
     except ValueError as error:

@@ -25,6 +25,8 @@ TIMEOUT = 3600
 STAGES = ("rollout", "probe", "reward", "advantage", "score", "correct", "update", "sync")
 """What counts as a step's time: validation, logging and saving do not."""
 
+GAPS = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
+"""Where a row has the gap; see ``summarise``."""
 PROGRAM = "program"
 """The key of a setting that trains with another program than the command line's; its arguments to Python."""
 
@@ -105,16 +107,17 @@ def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
     names = {name for r in steps for name in r if name.startswith(("actor/", "rollout_corr/"))}
     means = {name: fmean(r[name] for r in steps if name in r) for name in sorted(names)}
     seconds = [sum(r.get(f"timing_s/{stage}", 0.0) for stage in STAGES) for r in steps]
-    gap = next(n for n in ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first") if n in means)
+    gaps = [next((r[n] for n in GAPS if n in r), None) for r in steps]  # a guarded run changes its mode on the way
+    gap = next(n for n in GAPS if n in means)
     rejected = 1 - means["actor/kept_fraction"]
     return {
         "held_out": held_out,
         "final_held_out": held_out[max(held_out)],
         "training": {int(r["step"]): r["reward/mean"] for r in steps},
-        "gap": means[gap],
+        "gap": fmean(value for value in gaps if value is not None),
         "gap_metric": gap,
         "gap_is_lower_bound": gap.startswith("actor/") and rejected > 0,
-        "gap_curve": [r[gap] for r in steps],
+        "gap_curve": gaps,
         "clip_fraction": means["actor/pg_clipfrac"],
         "clip_fraction_curve": [r["actor/pg_clipfrac"] for r in steps],
         "rejected": rejected,
