@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 VERL   := $(VENV)/verl
 VLLM   := .venv-vllm
 
-.PHONY: demo test lint unit verl vllm gpu install clean
+.PHONY: demo test lint unit verl vllm browser gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
@@ -29,6 +29,10 @@ $(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
 	rm -rf $(VERL)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VERL) -r tests/integrations/requirements-verl.txt
 	touch $@
+
+# A Chromium for the tests that open the report; does nothing where there is one.
+browser:
+	scripts/install_chromium.sh
 
 # The engine vllm_omni against the real vllm-omni on a CPU, in an environment of its own (three minutes to set up).
 vllm: $(VLLM)/.installed

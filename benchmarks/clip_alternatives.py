@@ -44,7 +44,8 @@ class Centred(FlowGRPOTrainer):
     def _score(self, batch: TensorDict, cond: Conditioning) -> int:
         start = super()._score(batch, cond)
         centres = [[fmean(self._gaps.get(t, [0.0])) for t in row] for row in batch["timesteps"].tolist()]
-        batch["old_log_probs"] = batch["rollout_log_probs"] + torch.tensor(centres)
+        # The loss of bypass mode takes its ratio to the rollout's log-probs.
+        batch["rollout_log_probs"] = batch["old_log_probs"] = batch["rollout_log_probs"] + torch.tensor(centres)
         return start
 
 

@@ -1,4 +1,4 @@
-"""``flowgrpo-rc``: train, demo, probe, prepare-data, explain-config."""
+"""``flowgrpo-rc``: train, demo, probe, report, prepare-data, explain-config."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.probe import add_probe
+from flowgrpo_rc.cli.report import add_report
 
 DEMO_CONFIG = "tiny_qwen_image_ocr"
 INTERRUPTED = 130
@@ -14,7 +15,7 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 refused before training, 3 a probe found
-    the configuration not safe, 130 interrupted."""
+    the configuration not safe or a report a problem, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     return arguments.run(arguments)
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=_train)
 
     add_probe(commands, "flowgrpo_trainer")
+    add_report(commands)
 
     prepare = commands.add_parser("prepare-data", help="turn a known data set into parquet files")
     prepare.add_argument("dataset", choices=["ocr"], help="ocr: train.txt and test.txt, a prompt a line")

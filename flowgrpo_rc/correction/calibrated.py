@@ -82,7 +82,7 @@ def _together(
     weights = None if first.weights is None else torch.zeros_like(log_prob, dtype=first.weights.dtype)
     for rows, part in parts:
         kept[rows] = part.mask
-        if weights is not None:
+        if weights is not None and part.weights is not None:
             weights[rows] = part.weights
     moments = merge_all(replace(part.moments, plan=plan) for _, part in parts)
     return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)

@@ -27,8 +27,10 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.gap import to_nats
 from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
 
-CLIPPED_LIMIT = 0.1
-"""Share of samples outside the band before any learning above which bypass mode is called not safe."""
+CLIPPED_LIMIT = 0.25
+"""Share of samples outside the band before any learning above which bypass mode is called not safe;"""
+CLIPPED_MUCH = 0.1
+"""and above which it is said to cost."""
 BROKEN_GAP = 0.05
 """Mean |log ratio| of one step above which the engine computes something else, whatever the mode."""
 WIDEST_CLIP = 1e-2
@@ -189,7 +191,9 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) 
             "engine's error"
         )
     elif clips:
-        reasons.append(f"{share} of the samples lie outside clip_ratio={band} before anything is learned")
+        text = f"{share} of the samples lie outside clip_ratio={band} before anything is learned"
+        costs = overall.clipped > CLIPPED_MUCH
+        reasons.append(f"{text}: runs like that learned, but less than with a wider band" if costs else text)
     elif rc.bypass_mode and rc.loss_type == "ppo_clip":
         reasons.append(
             f"loss_mode={loss.loss_mode} does not clip the ratio that is measured here, so its share outside the band "

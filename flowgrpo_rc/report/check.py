@@ -1,0 +1,97 @@
+"""One check: what it measures, the bands it holds the value against, and what to do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flowgrpo_rc.report.finding import Band, Finding, number
+from flowgrpo_rc.report.history import History, Series
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A value with where it comes from."""
+
+    value: float
+    metric: str
+    steps: tuple[int, int]
+    says: str | None = None
+    """What was measured, in words; None: the metric, its value and the steps."""
+    advice: str | None = None
+    """In place of the check's own."""
+
+
+Measure = Callable[[History], Measurement | None]
+"""None where the rows hold nothing to measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A named check. A band of None leaves it out on that kind of log-prob."""
+
+    name: str
+    title: str
+    measure: Measure
+    sde: Band | None
+    """For SDE steps, whose log-probs are means over latent dimensions."""
+    tokens: Band | None
+    """For tokens."""
+    reason: str
+    """Why the limits are where they are."""
+    limits: str = ""
+    """The band in words, where its numbers are only a code."""
+    advice: str
+
+    def run(self, history: History) -> Finding | None:
+        """The finding; None where there is nothing to measure."""
+        band = self.sde if history.sde else self.tokens
+        found = self.measure(history) if band is not None else None
+        if band is None or found is None:
+            return None
+        level, limit = band.judge(found.value)
+        says = found.says or f"{found.metric} is {number(found.value)} {span_words(found.steps)}"
+        return Finding(
+            level=level,
+            check=self.name,
+            title=self.title,
+            metric=found.metric,
+            value=found.value,
+            limit=limit,
+            band=self.limits or band.words(),
+            steps=found.steps,
+            measured=says,
+            advice=found.advice or self.advice,
+        )
+
+
+def span_words(steps: tuple[int, int]) -> str:
+    """``over steps 3-8``, ``at step 8``."""
+    return f"at step {steps[0]}" if steps[0] == steps[1] else f"over steps {steps[0]}-{steps[1]}"
+
+
+def recent_mean(*names: str, absolute: bool = False) -> Measure:
+    """The mean over the window of the first of ``names`` that is logged; of its size with ``absolute``."""
+
+    def measure(history: History) -> Measurement | None:
+        series = history.recent(*names)
+        if series is None:
+            return None
+        return Measurement(abs(series.mean) if absolute else series.mean, series.metric, series.span)
+
+    return measure
+
+
+def recent_max(*names: str) -> Measure:
+    """The largest value in the window."""
+
+    def measure(history: History) -> Measurement | None:
+        series = history.recent(*names)
+        return None if series is None else Measurement(max(series.values), series.metric, series.span)
+
+    return measure
+
+
+def against_clip(history: History, series: Series, what: str, width: float, says: str = "") -> Measurement:
+    """``series``' recent mean in units of the clip band's half width."""
+    value = series.mean / width
+    text = f"{what} is {number(series.mean)} {span_words(series.span)}, {number(value)} times the clip band of "
+    return Measurement(value, series.metric, series.span, f"{text}{number(width)}{says}")

@@ -1,0 +1,208 @@
+"""Checks on what corrects the gap: weights, rejection, divergences. Token limits are the customary ones of LLM runs."""
+
+from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
+from flowgrpo_rc.report.finding import Band, number
+from flowgrpo_rc.report.history import History, Series
+
+
+def rejected(history: History) -> Measurement | None:
+    """The share of steps or tokens that rejection removed."""
+    found = recent_mean("rollout_corr/rollout_rs_masked_fraction")(history)
+    if found is not None or (kept := history.recent("actor/kept_fraction")) is None:
+        return found
+    value = 1 - kept.mean
+    says = f"rejection removed {number(value)} of the samples (1 - {kept.metric}) {span_words(kept.span)}"
+    return Measurement(value, kept.metric, kept.span, says)
+
+
+def weights_outside(history: History) -> Measurement | None:
+    """The share of weights beyond the upper bound, and below the lower one."""
+    high = history.recent("rollout_corr/rollout_is_ratio_fraction_high")
+    if high is None:
+        return None
+    low = history.recent("rollout_corr/rollout_is_ratio_fraction_low")
+    value = high.mean + (low.mean if low is not None else 0.0)
+    says = f"{number(value)} of the weights lay beyond the bounds {span_words(high.span)}"
+    return Measurement(value, high.metric, high.span, says)
+
+
+def weights_at_the_bound(history: History) -> Measurement | None:
+    """The share of recent steps whose largest weight reached the upper bound."""
+    largest, bound = history.recent("rollout_corr/rollout_is_max"), is_bound(history)
+    if largest is None or bound is None:
+        return None
+    value = sum(v >= bound * (1 - 1e-6) for v in largest.values) / len(largest)
+    says = f"the largest weight reached its bound {number(bound)} in {number(value)} of the batches"
+    return Measurement(value, largest.metric, largest.span, f"{says} {span_words(largest.span)}")
+
+
+def is_bound(history: History) -> float | None:
+    """The upper bound of the importance weights; None where it is not known."""
+    threshold = history.correction("rollout_is_threshold")
+    if threshold is None or history.correction("rollout_is") is None:
+        return None
+    try:
+        return float(str(threshold).split("_")[-1])
+    except ValueError:
+        return None
+
+
+def distance_from_one(name: str):
+    """The recent mean's distance from 1."""
+
+    def measure(history: History) -> Measurement | None:
+        series: Series | None = history.recent(name)
+        if series is None:
+            return None
+        says = f"{series.metric} is {number(series.mean)} {span_words(series.span)}"
+        return Measurement(abs(series.mean - 1), series.metric, series.span, says)
+
+    return measure
+
+
+CORRECTION_CHECKS = (
+    Check(
+        name="is_mean",
+        title="Mean weight",
+        measure=recent_mean("rollout_corr/rollout_is_mean"),
+        sde=Band(0.95, 1.05, 0.5, 2.0),
+        tokens=Band(0.8, 1.25, 0.5, 2.0),
+        reason="Unbounded weights average to 1; half or twice that is a systematic shift.",
+        advice="Check that the log-probs belong to the samples; raise rollout_is_threshold, or refresh rollouts.",
+    ),
+    Check(
+        name="is_std",
+        title="Spread of the weights",
+        measure=recent_mean("rollout_corr/rollout_is_std"),
+        sde=Band(high=0.1, problem_high=1.0),
+        tokens=Band(high=0.5, problem_high=1.0),
+        reason="At a spread of 1 the effective sample size is a half.",
+        advice="Lower rollout_is_threshold, or use rollout_is=token or geometric.",
+    ),
+    Check(
+        name="ess",
+        title="Effective sample size",
+        measure=recent_mean("rollout_corr/rollout_is_eff_sample_size"),
+        sde=Band(low=0.9, problem_low=0.3),
+        tokens=Band(low=0.5, problem_low=0.3),
+        reason="Below .3 a third of the batch carries the gradient.",
+        advice="Lower rollout_is_threshold, use rollout_is=token or geometric, or reject with rollout_rs.",
+    ),
+    Check(
+        name="is_outside",
+        title="Weights beyond their bounds",
+        measure=weights_outside,
+        sde=Band(high=0.05, problem_high=0.3),
+        tokens=Band(high=0.05, problem_high=0.3),
+        reason="Bounds are for the few; what they cut off is bias.",
+        advice="Bring engine and actor closer, or widen rollout_is_threshold.",
+    ),
+    Check(
+        name="is_bound",
+        title="Largest weight at its bound",
+        measure=weights_at_the_bound,
+        sde=Band(high=0.5),
+        tokens=None,
+        reason="Weights of SDE steps are 1 +- 1e-3; one at the bound in most batches is a broken sample.",
+        advice="Find that sample (logprob_abs_diff_max), or reject it with rollout_rs; the gap is larger than assumed.",
+    ),
+    Check(
+        name="is_dropped",
+        title="Weights set to zero or masked",
+        measure=recent_mean("rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_is_masked_fraction"),
+        sde=Band(high=0.05, problem_high=0.5),
+        tokens=Band(high=0.05, problem_high=0.5),
+        reason="What is dropped trains nothing.",
+        advice="Widen the band of rollout_is_threshold, or bring engine and actor closer.",
+    ),
+    Check(
+        name="is_norm_factor",
+        title="Batch normalisation of the weights",
+        measure=recent_mean("rollout_corr/rollout_is_batch_norm_factor"),
+        sde=Band(0.95, 1.05, 0.5, 2.0),
+        tokens=Band(0.8, 1.25, 0.5, 2.0),
+        reason="A factor far from 1 hides the drift that is_mean would show.",
+        advice="Look for the cause of the shift; normalisation only rescales the gradient.",
+    ),
+    Check(
+        name="rejected",
+        title="Rejected samples",
+        measure=rejected,
+        sde=Band(high=0.1, problem_high=0.5),
+        tokens=Band(high=0.1, problem_high=0.5),
+        reason="A fifth rejected did not hurt; half is half of the rollouts for nothing (the guard's limit).",
+        advice="Widen rollout_rs_threshold or set it to auto, or bring the engine's precision closer to the actor's.",
+    ),
+    Check(
+        name="veto",
+        title="Rows vetoed",
+        measure=recent_max("rollout_corr/rollout_is_veto_fraction"),
+        sde=Band(high=0.0, problem_high=0.1),
+        tokens=Band(high=0.0, problem_high=0.1),
+        reason="A vetoed ratio is 1e-4 or less: never rounding.",
+        advice="Look at those samples: prompt, mask and log-probs; do not just relax rollout_token_veto_threshold.",
+    ),
+    Check(
+        name="gap_mean",
+        title="Mean difference of the log-probs",
+        measure=recent_mean("rollout_corr/logprob_abs_diff_mean"),
+        sde=Band(high=5e-3, problem_high=0.05),
+        tokens=Band(high=0.05, problem_high=0.5),
+        reason="Stale adapters gave 2e-3 and learned; at .05 the engine computes something else.",
+        advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
+    ),
+    Check(
+        name="kl",
+        title="KL of rollout from training",
+        measure=recent_mean("rollout_corr/kl", absolute=True),
+        sde=Band(high=5e-3, problem_high=0.05),
+        tokens=Band(high=0.05, problem_high=0.1),
+        reason="A steady offset is not rounding, which has either sign; for tokens .1 is the customary alarm.",
+        advice="Compare the weights, noise schedule and temperature of engine and actor.",
+    ),
+    Check(
+        name="k3_kl",
+        title="KL, non-negative estimate",
+        measure=recent_mean("rollout_corr/k3_kl"),
+        sde=Band(high=1e-5, problem_high=1e-3),
+        tokens=Band(high=0.05, problem_high=0.1),
+        reason="Half the square of the gap: 1e-5 at 5e-3, 1e-3 at .05; it cannot cancel.",
+        advice="As for gap_mean: precision, weights, or decoupled mode.",
+    ),
+    Check(
+        name="chi2_token",
+        title="Chi-squared of single ratios",
+        measure=recent_mean("rollout_corr/chi2_token"),
+        sde=Band(high=1e-2, problem_high=1.0),
+        tokens=Band(high=0.5, problem_high=1.0),
+        reason="At 1, weights that are not bounded have a spread of 1.",
+        advice="Use rollout_is=token with a low threshold, or reject with rollout_rs.",
+    ),
+    Check(
+        name="chi2_seq",
+        title="Chi-squared of whole rows",
+        measure=recent_mean("rollout_corr/chi2_seq"),
+        sde=Band(high=5e-2, problem_high=1.0),
+        tokens=Band(high=10.0),
+        reason="The same of products; over long responses it is large for any engine, hence no problem limit there.",
+        advice="Use rollout_is=token or geometric instead of sequence.",
+    ),
+    Check(
+        name="ppl_ratio",
+        title="Perplexity, training over rollout",
+        measure=distance_from_one("rollout_corr/ppl_ratio"),
+        sde=Band(high=5e-3, problem_high=0.05),
+        tokens=Band(high=0.1, problem_high=0.5),
+        reason="As kl, with each row counting once; the value held against the limits is the distance from 1.",
+        advice="Compare the weights, noise schedule and temperature of engine and actor.",
+    ),
+    Check(
+        name="log_ppl_abs_diff",
+        title="Difference of the rows' log perplexities",
+        measure=recent_mean("rollout_corr/log_ppl_abs_diff"),
+        sde=Band(high=5e-3, problem_high=0.05),
+        tokens=Band(high=0.1, problem_high=1.0),
+        reason="For tokens, above 1 the engine computes something else; an SDE step's log-prob is far smaller.",
+        advice="Compare dtype, quantization, kernels and weights of engine and actor before training on.",
+    ),
+)

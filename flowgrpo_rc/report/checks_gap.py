@@ -1,0 +1,177 @@
+"""Checks on the gap between rollout engine and actor, and on what the clip makes of it."""
+
+from statistics import median
+
+from flowgrpo_rc.report.check import Check, Measurement, against_clip, recent_max, recent_mean, span_words
+from flowgrpo_rc.report.finding import Band, number
+from flowgrpo_rc.report.history import WINDOW, History
+
+GAP = ("rollout_sync/engine_gap_abs_mean", "actor/log_ratio_abs_mean_first", "rollout_corr/logprob_abs_diff_mean")
+"""Mean |log pi_actor - log pi_engine|: with equal weights, in bypass mode before the update, or as corrected."""
+NOTHING = 1e-7
+"""A gap below this is float32 rounding; its growth means nothing."""
+
+
+def gap_against_clip(history: History) -> Measurement | None:
+    """The gap in clip bands, where the clip is centred at the engine."""
+    names = ("actor/log_ratio_abs_mean_first", "rollout_sync/engine_gap_abs_mean")
+    series, width = history.recent(*names), history.clip_width
+    if series is None or not width or not history.clips_at_the_engine:
+        return None
+    return against_clip(history, series, f"the gap before each update ({series.metric})", width)
+
+
+def gap_at_the_worst_timestep(history: History) -> Measurement | None:
+    """The same at the timestep with the largest gap; not for calibrated bands, which follow it."""
+    width, by_timestep = history.clip_width, history.by_timestep()
+    auto = history.setting("actor_rollout_ref.actor.diffusion_loss.clip_ratio") == "auto"
+    names = (GAP[0], "rollout_corr/logprob_abs_diff", "actor/rollout_corr/logprob_abs_diff")
+    steps = next((by_timestep[n] for n in names if n in by_timestep), None)
+    if steps is None or not width or auto or not history.clips_at_the_engine:
+        return None
+    timestep, series = max(steps.items(), key=lambda item: item[1].recent().mean)
+    return against_clip(history, series.recent(), f"the gap at timestep {timestep:g}", width)
+
+
+def staleness_against_clip(history: History) -> Measurement | None:
+    """What has been learned since the engine's adapter, in clip bands."""
+    series, width = history.recent("rollout_sync/staleness_abs_mean"), history.clip_width
+    if series is None or not width or not history.clips_at_the_engine:
+        return None
+    return against_clip(history, series, "the staleness of the engine's adapter", width)
+
+
+def gap_growth(history: History) -> Measurement | None:
+    """The gap now over the gap of the first steps."""
+    series = history.series(*GAP)
+    if series is None or len(series) < 2 * WINDOW:
+        return None
+    first, last = series.part(0, WINDOW), series.recent()
+    if first.mean < NOTHING:
+        return None
+    says = f"{series.metric} went from {number(first.mean)} to {number(last.mean)} {span_words(series.span)}"
+    return Measurement(last.mean / first.mean, series.metric, series.span, says)
+
+
+def gap_outliers(history: History) -> Measurement | None:
+    """The largest gap of a batch over its mean, in the middle one of the recent batches."""
+    largest, mean = (history.recent(f"rollout_corr/logprob_abs_diff_{kind}") for kind in ("max", "mean"))
+    if largest is None or mean is None or len(largest) != len(mean) or min(mean.values) < NOTHING:
+        return None
+    value = median(high / low for high, low in zip(largest.values, mean.values, strict=True))
+    says = f"the largest |log ratio| of a batch is {number(value)} times its mean {span_words(largest.span)}"
+    return Measurement(value, largest.metric, largest.span, says)
+
+
+def float32_deviation(history: History) -> Measurement | None:
+    """The ratio's distance from 1 before an update, where both sides compute in float32 with the same weights."""
+    rollout = "actor_rollout_ref.rollout"
+    same = (
+        history.setting(f"{rollout}.dtype") == "float32"
+        and history.setting(f"{rollout}.name") == "diffusers"
+        and history.setting(f"{rollout}.quantization") is None
+        and not history.setting(f"{rollout}.adapter_lag", 0)
+    )
+    return recent_max("actor/ratio_deviation_first")(history) if same else None
+
+
+def clipped(metric: str, *others: str):
+    """A recent clip fraction, where the objective clips."""
+    measure = recent_mean(metric, *others)
+    return lambda history: measure(history) if history.clips else None
+
+
+_CLIP = "diffusion_loss.clip_ratio"
+
+GAP_CHECKS = (
+    Check(
+        name="clip_first",
+        title="Clipped before anything is learned",
+        measure=clipped("actor/pg_clipfrac_first", "rollout_sync/outside_clip"),
+        sde=Band(high=0.1, problem_high=0.25),
+        tokens=Band(high=0.1, problem_high=0.25),
+        reason="The engine's error picks what is learned: runs with .31 and more unlearned, one with .20 did not.",
+        advice=f"Widen {_CLIP} beyond the gap or set it to auto, or set rollout_correction.bypass_mode=false.",
+    ),
+    Check(
+        name="gap_vs_clip",
+        title="Gap against the clip band",
+        measure=gap_against_clip,
+        sde=Band(high=0.5, problem_high=0.8),
+        tokens=None,
+        reason="Of a normal gap, a tenth lies outside the band at .5 and a third at .8.",
+        advice=f"Set {_CLIP} to auto or above three times the gap, raise rollout.dtype, or set bypass_mode=false.",
+    ),
+    Check(
+        name="gap_timestep",
+        title="Gap at the worst timestep",
+        measure=gap_at_the_worst_timestep,
+        sde=Band(high=1.0, problem_high=2.0),
+        tokens=None,
+        reason="Of a normal gap, two fifths of that timestep lie outside the band at 1 and seven tenths at 2.",
+        advice="Set clip_ratio=auto, whose band follows each timestep, or move rollout.algo.sde_window_range.",
+    ),
+    Check(
+        name="staleness",
+        title="Staleness against the clip band",
+        measure=staleness_against_clip,
+        sde=Band(high=0.5, problem_high=2.0),
+        tokens=None,
+        reason="In bypass mode staleness uses up the band too; four batches of lag gave about 1 and still learned.",
+        advice="Lower rollout.adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
+    ),
+    Check(
+        name="engine_gap",
+        title="Engine and actor with equal weights",
+        measure=recent_mean("rollout_sync/engine_gap_abs_mean"),
+        sde=Band(high=5e-3, problem_high=0.05),
+        tokens=Band(high=0.1, problem_high=1.0),
+        reason="bfloat16 gave 2.4e-4, fp8 weights 9e-4; at .05 (as in the probe) the engine computes something else.",
+        advice="Compare dtype, quantization, attention kernel and schedule of engine and actor.",
+    ),
+    Check(
+        name="gap_growth",
+        title="Growth of the gap",
+        measure=gap_growth,
+        sde=Band(high=2.0, problem_high=10.0),
+        tokens=Band(high=2.0, problem_high=10.0),
+        reason="Measured runs grew by a quarter at most; precision does not change during a run.",
+        advice="Look for weights that stopped arriving at the engine, or for an adapter that outgrew its precision.",
+    ),
+    Check(
+        name="gap_outliers",
+        title="Outliers of the gap",
+        measure=gap_outliers,
+        sde=Band(high=20.0),
+        tokens=None,
+        reason="Healthy runs had 5 to 9; beyond 20 single samples are off, not the precision.",
+        advice="Find the sample or timestep (logprob_abs_diff/ts_*), or reject it with rollout_rs=seq_mean_k1.",
+    ),
+    Check(
+        name="float32_deviation",
+        title="Ratio before an update, float32 on both sides",
+        measure=float32_deviation,
+        sde=Band(high=1e-6, problem_high=1e-4),
+        tokens=None,
+        reason="Same weights, precision and code leave only rounding.",
+        advice="Compare noise level, guidance, latents and adapter of rollout and update: they are not the same.",
+    ),
+    Check(
+        name="clip_fraction",
+        title="Clipped over all mini-steps",
+        measure=clipped("actor/pg_clipfrac"),
+        sde=Band(high=0.3, problem_high=0.6),
+        tokens=Band(high=0.3, problem_high=0.6),
+        reason="Healthy runs stayed below .22; with most samples clipped little is learned from a batch.",
+        advice=f"Widen {_CLIP}, lower actor.optim.lr, or take fewer optimizer steps a batch.",
+    ),
+    Check(
+        name="clip_inert",
+        title="Gradients that clipping removed",
+        measure=clipped("actor/pg_clipfrac_inert"),
+        sde=Band(high=0.2, problem_high=0.4),
+        tokens=Band(high=0.2, problem_high=0.4),
+        reason="Half of the clipped samples, where signs are even; healthy runs stayed below .11.",
+        advice=f"Widen {_CLIP} or lower actor.optim.lr.",
+    ),
+)

@@ -1,0 +1,204 @@
+"""Checks on whether the run learns: rewards, gradients, the guard, and the log itself."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
+from flowgrpo_rc.report.finding import Band, number
+from flowgrpo_rc.report.history import REWARD, History, Series
+
+SIGNIFICANT = 3.0
+"""Standard errors that a fall must have to count: of runs that only scatter, about one in 400 is accused."""
+ENOUGH = 12
+"""Training steps that a trend needs: four in each third."""
+
+
+def noise(values: tuple[float, ...]) -> float:
+    """A step's own scatter, from differences of neighbours, so that a trend does not enter."""
+    if len(values) < 3:
+        return 0.0
+    return math.sqrt(fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2)
+
+
+def spread(history: History, series: Series) -> float:
+    """The rewards' standard deviation within a batch, the unit of falls; without it, the rewards' own size."""
+    within = history.series("reward/std")
+    return (within.mean if within is not None else max(abs(series.mean), pstdev(series.values))) or 1.0
+
+
+def reward_fall(history: History) -> Measurement | None:
+    """How far the last third of the training reward lies below the best third before it."""
+    series = history.series(*REWARD)
+    if series is None or len(series) < ENOUGH:
+        return None
+    third = len(series) // 3
+    thirds = [series.part(i * third, (i + 1) * third if i < 2 else len(series)) for i in range(3)]
+    best, last = max(thirds[:2], key=lambda s: s.mean), thirds[2]
+    error = noise(series.values) * math.sqrt(1 / len(best) + 1 / len(last))
+    fall = best.mean - last.mean
+    value = max(fall, 0.0) / spread(history, series) if fall > SIGNIFICANT * error else 0.0
+    went = "fell" if value else "went"
+    says = (
+        f"{series.metric} {went} from {number(best.mean)} (steps {best.span[0]}-{best.span[1]}) to {number(last.mean)} "
+        f"(steps {last.span[0]}-{last.span[1]}), {number(value)} standard deviations of a batch"
+    )
+    return Measurement(value, series.metric, series.span, says if value else says.rpartition(",")[0])
+
+
+def held_out_fall(history: History) -> Measurement | None:
+    """How far the last held-out reward lies below the best; before training counts too."""
+    series = history.series("val/reward/mean")
+    if series is None or len(series) < 2:
+        return None
+    best = max(series.values)
+    fall = best - series.values[-1]
+    scatter = noise(series.values) if len(series) >= 4 else 0.0
+    value = fall / spread(history, series) if fall > scatter else 0.0
+    where = series.steps[series.values.index(best)]
+    says = f"{series.metric} is {number(series.values[-1])} at step {series.steps[-1]}, "
+    says += f"best {number(best)} at step {where}"
+    return Measurement(value, series.metric, series.span, says, _held_out_advice(history) if value else None)
+
+
+def _held_out_advice(history: History) -> str | None:
+    train = history.series(*REWARD)
+    if train is None or len(train) < ENOUGH:
+        return None
+    third = len(train) // 3
+    if train.part(-third, len(train)).mean > train.part(0, third).mean:
+        return (
+            "The training reward climbs meanwhile, so the policy learns the reward's weakness or the prompts by heart: "
+            "look at the samples, stop at the best checkpoint, set actor.use_kl_loss=true, or add prompts."
+        )
+    return "The training reward falls too: see the findings on gap and clip, and go back to the best checkpoint."
+
+
+def gradient_jump(history: History) -> Measurement | None:
+    """The largest recent gradient norm over the usual one."""
+    series = history.series("actor/grad_norm")
+    if series is None or len(series) < ENOUGH:
+        return None
+    recent, usual = series.recent(), median(series.values)
+    if usual <= 0:
+        return None
+    largest = max(recent.values)
+    says = f"the largest gradient norm {span_words(recent.span)} is {number(largest)}, the run's median {number(usual)}"
+    return Measurement(largest / usual, series.metric, recent.span, says)
+
+
+def policy_shift(history: History) -> Measurement | None:
+    """The mean log ratio to the old policy, in clip bands."""
+    series, width = history.recent("actor/ppo_kl"), history.clip_width
+    if series is None or not width or not history.clips:
+        return None
+    value = abs(series.mean) / width
+    says = f"actor/ppo_kl is {number(series.mean)} {span_words(series.span)}, the clip band {number(width)}"
+    return Measurement(value, series.metric, series.span, says)
+
+
+def guard_alarms(history: History) -> Measurement | None:
+    """Whether the guard is raising alarms (2), or has left bypass mode (1)."""
+    alarms, fled = history.recent("guard/alarms"), history.recent("guard/fallback")
+    if alarms is None:
+        return None
+    raised, away = alarms.values[-1] > 0, fled is not None and fled.values[-1] > 0
+    if away:
+        return Measurement(
+            1.0, "guard/fallback", alarms.span, f"the guard has the run in decoupled mode at step {alarms.steps[-1]}"
+        )
+    says = f"the guard {'raises alarms' if raised else 'is quiet'} at step {alarms.steps[-1]}"
+    return Measurement(2.0 if raised else 0.0, "guard/alarms", alarms.span, says)
+
+
+def not_finite(history: History, broken_lines: int) -> Measurement | None:
+    """How many values are NaN or infinite, and lines not readable; the last line alone counts as one half."""
+    if not history.rows:
+        return None
+    bad = [(step, n) for step, row in zip(history.steps, history.rows, strict=True) for n in _bad_names(row)]
+    span = (history.steps[0], history.steps[-1])
+    if bad:
+        names = ", ".join(dict.fromkeys(name for _, name in bad[:5]))
+        says = f"{len(bad)} values are NaN or infinite, first at step {bad[0][0]}: {names}"
+        return Measurement(float(len(bad)), bad[0][1], span, says)
+    if broken_lines:
+        return Measurement(0.5, "metrics.jsonl", span, f"metrics.jsonl: {broken_lines} line(s) cut off or not readable")
+    return Measurement(0.0, "metrics.jsonl", span, f"{len(history.rows)} rows, every value finite")
+
+
+def _bad_names(row: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+
+
+LOG_BAND = Band(high=0.0, problem_high=0.5)
+
+LOG_CHECK = Check(
+    name="log",
+    title="The log itself",
+    measure=lambda history: not_finite(history, 0),
+    sde=LOG_BAND,
+    tokens=LOG_BAND,
+    limits="healthy: every line read and every value finite, problem: NaN or infinity",
+    reason="The trainer stops at the first NaN; a line cut off (.5) is a run that was killed, or writes just now.",
+    advice="Resume from the last checkpoint with trainer.resume_mode=auto; a NaN is named in the run's error.",
+)
+
+LEARNING_CHECKS = (
+    Check(
+        name="reward_fall",
+        title="Training reward holds",
+        measure=reward_fall,
+        sde=Band(high=0.05, problem_high=0.1),
+        tokens=Band(high=0.05, problem_high=0.1),
+        reason="In batch standard deviations, if beyond three standard errors; runs that unlearned fell by .2.",
+        advice="Stop, go back to the best checkpoint, and see to the findings on the gap and the clip first.",
+    ),
+    Check(
+        name="held_out_fall",
+        title="Held-out reward holds",
+        measure=held_out_fall,
+        sde=Band(high=0.15, problem_high=0.25),
+        tokens=Band(high=0.15, problem_high=0.25),
+        reason="In batch standard deviations, if beyond the evaluations' own scatter; one evaluation carries about .1.",
+        advice="Go back to the best checkpoint, and look at samples from before and after.",
+    ),
+    Check(
+        name="zero_std_groups",
+        title="Groups with equal rewards",
+        measure=recent_mean("reward/zero_std_fraction"),
+        sde=Band(high=0.5, problem_high=0.9),
+        tokens=Band(high=0.5, problem_high=0.9),
+        reason="A group of equal rewards has no advantages; above .5 most rollouts teach nothing.",
+        advice="Choose prompts that are neither solved nor hopeless, raise rollout.n, or use a finer reward.",
+    ),
+    Check(
+        name="grad_jump",
+        title="Jumps of the gradient",
+        measure=gradient_jump,
+        sde=Band(high=10.0, problem_high=100.0),
+        tokens=Band(high=10.0, problem_high=100.0),
+        reason="Batches differ by a factor of two or three, not by orders of magnitude.",
+        advice="Lower actor.optim.lr or actor.grad_clip, and look at the batch of that step.",
+    ),
+    Check(
+        name="policy_shift",
+        title="Shift of the policy within a batch",
+        measure=policy_shift,
+        sde=Band(high=0.5, problem_high=2.0),
+        tokens=Band(high=0.5, problem_high=2.0),
+        reason="In clip bands; measured runs stayed below .35, gap included.",
+        advice="Lower actor.optim.lr, or take fewer optimizer steps a batch.",
+    ),
+    Check(
+        name="guard",
+        title="The guard",
+        measure=guard_alarms,
+        sde=Band(high=0.0),
+        tokens=Band(high=0.0),
+        limits="healthy: quiet, watch: alarms, or fallen back",
+        reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
+        advice="Do what the alarm said: widen clip_ratio or set it to auto, or set guard=fallback.",
+    ),
+)

@@ -1,0 +1,54 @@
+"""The health check: every check that the rows allow, worst first."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flowgrpo_rc.report.check import Check
+from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
+from flowgrpo_rc.report.checks_gap import GAP_CHECKS
+from flowgrpo_rc.report.checks_learning import LEARNING_CHECKS, LOG_CHECK, not_finite
+from flowgrpo_rc.report.finding import LEVELS, Finding
+from flowgrpo_rc.report.history import History
+
+CHECKS: tuple[Check, ...] = (LOG_CHECK, *GAP_CHECKS, *CORRECTION_CHECKS, *LEARNING_CHECKS)
+"""Causes before effects: among findings of one level, the first is the one to begin with."""
+
+
+def check_health(
+    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, *, broken_lines: int = 0
+) -> list[Finding]:
+    """Holds a run's metrics against their healthy ranges.
+
+    Args:
+        rows: metrics by name, a mapping a step, as in ``metrics.jsonl``; ``step`` counts from 1 where it is missing.
+            Rows of other trainers do as far as they use verl's names.
+        config: the resolved configuration (``config.yaml``) as nested mappings. Without it, checks that compare with
+            the clip band are left out, and log-probs are taken for those of tokens unless a ``rollout_sync/`` or
+            per-timestep metric tells otherwise.
+        broken_lines: lines of the log that could not be read.
+
+    Returns:
+        A finding for every check that has something to measure, problems first.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("rows: got none; give at least one step's metrics")
+    history = History(rows, config)
+    found = [finding for check in _with_log(broken_lines) if (finding := check.run(history)) is not None]
+    return sorted(found, key=lambda finding: -LEVELS.index(finding.level))
+
+
+def not_checked(findings: Sequence[Finding]) -> list[Check]:
+    """The checks that had nothing to measure."""
+    done = {finding.check for finding in findings}
+    return [check for check in CHECKS if check.name not in done]
+
+
+def _with_log(broken_lines: int) -> tuple[Check, ...]:
+    def measure(history: History):
+        return not_finite(history, broken_lines)
+
+    return tuple(replace(check, measure=measure) if check.name == "log" else check for check in CHECKS)

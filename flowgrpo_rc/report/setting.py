@@ -1,0 +1,104 @@
+"""What kind of run it is, in words."""
+
+import warnings
+from typing import Any
+
+from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
+from flowgrpo_rc.report.history import LOSS, REWARD, WINDOW, History
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def headline(findings: list[Finding]) -> str:
+    """The verdict in a few words."""
+    level = worst(findings)
+    if level == OK:
+        return f"Healthy: nothing to do in {len(findings)} checks"
+    count = sum(f.level == level for f in findings)
+    first = next(f for f in findings if f.level == level)
+    if level == WATCH:
+        return f"Watch: {count} of {len(findings)} checks left the healthy range"
+    assert level == PROBLEM
+    more = f" and {count - 1} more" if count > 1 else ""
+    return f"Problem: {first.title.lower()}{more}"
+
+
+def progress(history: History) -> str:
+    """``step 8 of 30``, with what that means."""
+    last, total = history.steps[-1], history.setting("trainer.total_training_steps")
+    if not isinstance(total, int):
+        return f"step {last}"
+    return f"step {last} of {total}" + (", running or interrupted" if last < total else ", finished")
+
+
+def settings(history: History) -> list[tuple[str, str]]:
+    """Names and values: what samples, what trains, what corrects. Empty without a configuration."""
+    if history.config is None:
+        return []
+    quantized = history.setting(f"{ROLLOUT}.quantization")
+    lag, mode = history.setting(f"{ROLLOUT}.adapter_lag", 0), history.setting(f"{LOSS}.loss_mode", "")
+    engine = f"{history.setting(f'{ROLLOUT}.name')} in {history.setting(f'{ROLLOUT}.dtype')}"
+    engine += f", {quantized}-rounded weights" if quantized else ""
+    engine += f", adapter {lag} batches old" if lag else ""
+    pairs = [
+        ("Model", f"{history.setting('actor_rollout_ref.model.path')}"),
+        ("Engine", engine),
+        ("Actor", f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_clip(history)}"),
+        ("Batch", _batch(history)),
+    ]
+    return [*pairs, *_correction(history)]
+
+
+def _clip(history: History) -> str:
+    ratio, width = history.setting(f"{LOSS}.clip_ratio"), history.clip_width
+    if ratio == "auto":
+        return f"clip_ratio auto, now {number(width)}" if width else "clip_ratio auto"
+    return f"clip_ratio {number(width)}" if width else "no clip_ratio"
+
+
+def _batch(history: History) -> str:
+    prompts, images = history.setting("data.train_batch_size"), history.setting(f"{ROLLOUT}.n")
+    mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
+    window = history.setting(f"{ROLLOUT}.algo.sde_window_size")
+    steps = history.setting(f"{ROLLOUT}.pipeline.num_inference_steps")
+    sde = history.setting(f"{ROLLOUT}.algo.sde_type")
+    return f"{prompts} prompts x {images} images, mini-batches of {mini} prompts; {window} of {steps} steps are {sde}"
+
+
+def _correction(history: History) -> list[tuple[str, str]]:
+    """``explain`` of the rollout correction, a pair a line; a section that this version refuses is quoted."""
+    from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
+
+    section: Any = history.setting("actor_rollout_ref.actor.rollout_correction")
+    section = history.setting("algorithm.rollout_correction") if not isinstance(section, dict) else section
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            text = explain(RolloutCorrectionConfig.from_dict(section)).text
+    except (ValueError, TypeError) as error:
+        return [("Correction", f"{section} ({error})")]
+    return [(name, value.strip()) for name, _, value in (line.partition(":") for line in text.splitlines())]
+
+
+def tiles(history: History) -> list[tuple[str, str]]:
+    """The few numbers that come first."""
+    entries = (
+        ("Training reward", REWARD, False),
+        ("Held-out reward", ("val/reward/mean",), False),
+        ("Gap now", ("rollout_sync/engine_gap_abs_mean", "rollout_corr/logprob_abs_diff_mean"), True),
+        ("Outside the clip", ("actor/pg_clipfrac_first",), True),
+        ("Rejected", ("rollout_corr/rollout_rs_masked_fraction",), True),
+        ("Seconds a step", ("timing_s/step",), True),
+    )
+    found = []
+    for name, metrics, recent in entries:
+        series = history.series(*metrics)
+        if series is None:
+            continue
+        if recent:
+            found.append((name, number(series.recent().mean)))
+        else:
+            count = max(1, min(WINDOW, len(series) // 3)) if metrics is REWARD else 1
+            first, last = series.part(0, count).mean, series.recent(count).mean
+            found.append((name, f"{number(first)} → {number(last)}"))
+    return found

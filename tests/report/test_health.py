@@ -1,0 +1,284 @@
+"""Every check on both sides of its limits, on numbers made by hand, and on the runs that were measured."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rows import COLLAPSING, HEALTHY, rows, settings
+
+from flowgrpo_rc.report import check_health, worst
+from flowgrpo_rc.report.finding import LEVELS, Band, number
+from flowgrpo_rc.report.health import CHECKS, not_checked
+from flowgrpo_rc.report.history import TIMESTEP, WINDOW, History
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "learning"
+
+
+def found(made, config, check):
+    """The finding of one check; None if it was left out."""
+    return next((f for f in check_health(made, config) if f.check == check), None)
+
+
+SDE = [
+    ("clip_first", "actor/pg_clipfrac_first", 0.1, 0.2, 0.26),
+    ("gap_vs_clip", "actor/log_ratio_abs_mean_first", 5e-4, 7e-4, 9e-4),
+    ("gap_timestep", "rollout_sync/engine_gap_abs_mean/ts_500", 9e-4, 1.5e-3, 2.1e-3),
+    ("staleness", "rollout_sync/staleness_abs_mean", 4e-4, 1e-3, 2.1e-3),
+    ("engine_gap", "rollout_sync/engine_gap_abs_mean", 1e-3, 0.01, 0.06),
+    ("gap_outliers", "rollout_corr/logprob_abs_diff_max", 3e-3, 5e-3, None),
+    ("clip_fraction", "actor/pg_clipfrac", 0.29, 0.31, 0.61),
+    ("clip_inert", "actor/pg_clipfrac_inert", 0.19, 0.21, 0.41),
+    ("is_mean", "rollout_corr/rollout_is_mean", 0.96, 0.9, 0.49),
+    ("is_mean", "rollout_corr/rollout_is_mean", 1.04, 1.1, 2.1),
+    ("is_std", "rollout_corr/rollout_is_std", 0.09, 0.11, 1.01),
+    ("ess", "rollout_corr/rollout_is_eff_sample_size", 0.91, 0.89, 0.29),
+    ("is_outside", "rollout_corr/rollout_is_ratio_fraction_high", 0.04, 0.06, 0.31),
+    ("is_dropped", "rollout_corr/rollout_is_oob_ratio", 0.04, 0.06, 0.51),
+    ("is_dropped", "rollout_corr/rollout_is_masked_fraction", 0.04, 0.06, 0.51),
+    ("is_norm_factor", "rollout_corr/rollout_is_batch_norm_factor", 1.0, 0.9, 0.4),
+    ("rejected", "rollout_corr/rollout_rs_masked_fraction", 0.09, 0.11, 0.51),
+    ("rejected", "actor/kept_fraction", 0.91, 0.89, 0.49),
+    ("veto", "rollout_corr/rollout_is_veto_fraction", 0.0, 0.01, 0.11),
+    ("gap_mean", "rollout_corr/logprob_abs_diff_mean", 4e-3, 6e-3, 0.06),
+    ("kl", "rollout_corr/kl", -4e-3, -6e-3, -0.06),
+    ("k3_kl", "rollout_corr/k3_kl", 9e-6, 2e-5, 2e-3),
+    ("chi2_token", "rollout_corr/chi2_token", 9e-3, 0.02, 1.1),
+    ("chi2_seq", "rollout_corr/chi2_seq", 0.04, 0.06, 1.1),
+    ("ppl_ratio", "rollout_corr/ppl_ratio", 0.996, 0.99, 0.9),
+    ("log_ppl_abs_diff", "rollout_corr/log_ppl_abs_diff", 4e-3, 6e-3, 0.06),
+    ("zero_std_groups", "reward/zero_std_fraction", 0.49, 0.51, 0.91),
+    ("policy_shift", "actor/ppo_kl", -4e-4, -6e-4, -2.1e-3),
+]
+
+TOKENS = [
+    ("is_mean", "rollout_corr/rollout_is_mean", 0.85, 0.7, 0.49),
+    ("is_std", "rollout_corr/rollout_is_std", 0.4, 0.6, 1.01),
+    ("ess", "rollout_corr/rollout_is_eff_sample_size", 0.51, 0.49, 0.29),
+    ("veto", "rollout_corr/rollout_is_veto_fraction", 0.0, 0.09, 0.11),
+    ("kl", "rollout_corr/kl", 0.04, 0.06, 0.11),
+    ("k3_kl", "rollout_corr/k3_kl", 0.04, 0.06, 0.11),
+    ("chi2_token", "rollout_corr/chi2_token", 0.4, 0.6, 1.01),
+    ("chi2_seq", "rollout_corr/chi2_seq", 9.0, 11.0, None),
+    ("gap_mean", "rollout_corr/logprob_abs_diff_mean", 0.04, 0.06, 0.6),
+    ("ppl_ratio", "rollout_corr/ppl_ratio", 1.09, 1.11, 1.6),
+    ("log_ppl_abs_diff", "rollout_corr/log_ppl_abs_diff", 0.09, 0.11, 1.1),
+    ("rejected", "rollout_corr/rollout_rs_masked_fraction", 0.09, 0.11, 0.51),
+]
+
+
+@pytest.mark.parametrize(("check", "metric", "ok", "watch", "problem"), SDE)
+def test_levels_of_sde_steps(check, metric, ok, watch, problem):
+    for level, value in zip(LEVELS, (ok, watch, problem), strict=True):
+        if value is not None:
+            finding = found(rows(**{metric.replace("/", "__"): value}), settings(), check)
+            assert (finding.level, finding.metric) == (level, metric)
+
+
+@pytest.mark.parametrize(("check", "metric", "ok", "watch", "problem"), TOKENS)
+@pytest.mark.parametrize("prefix", ["", "actor/"])
+def test_levels_of_bare_token_rows(check, metric, ok, watch, problem, prefix):
+    for level, value in zip(LEVELS, (ok, watch, problem), strict=True):
+        if value is not None:
+            finding = found([{prefix + metric: value}] * 5, None, check)
+            assert (finding.level, finding.steps) == (level, (1, 5))
+
+
+def test_a_finding_says_what_where_and_what_to_do():
+    finding = found(rows(30, actor__pg_clipfrac_first=0.3), settings(), "clip_first")
+    assert finding.value == pytest.approx(0.3)
+    assert (finding.limit, finding.steps) == (0.25, (21, 30))
+    assert finding.measured == "actor/pg_clipfrac_first is 0.3 over steps 21-30"
+    assert finding.band == "healthy up to 0.1, problem above 0.25"
+    assert "clip_ratio" in finding.advice
+    assert json.loads(json.dumps(finding.to_dict()))["check"] == "clip_first"
+
+
+def test_only_the_recent_window_counts():
+    early = rows(30, actor__pg_clipfrac_first=lambda step: 0.9 if step <= 20 else 0.0)
+    late = rows(30, actor__pg_clipfrac_first=lambda step: 0.9 if step > 30 - WINDOW // 2 else 0.0)
+    assert found(early, settings(), "clip_first").level == "ok"
+    assert found(late, settings(), "clip_first").level == "problem"
+    one = rows(30, actor__pg_clipfrac_first=lambda step: 0.9 if step == 30 else 0.0)
+    assert found(one, settings(), "clip_first").level == "ok"
+
+
+def test_healthy_rows_are_healthy_and_collapsing_ones_are_not():
+    assert worst(check_health(rows(), settings())) == "ok"
+    findings = check_health(rows(**COLLAPSING), settings())
+    assert {f.check for f in findings if f.level == "problem"} >= {"clip_first", "gap_vs_clip", "reward_fall"}
+    assert findings[0].check == "clip_first"
+    order = [LEVELS.index(f.level) for f in findings]
+    assert order == sorted(order, reverse=True)
+
+
+@pytest.mark.parametrize(("fall", "level"), [(0.0, "ok"), (0.01, "ok"), (0.025, "watch"), (0.06, "problem")])
+def test_reward_fall(fall, level):
+    """Units of the batch's standard deviation, .35: .05 is .0175 and .1 is .035."""
+    made = rows(30, reward__mean=lambda step: 0.7 - (fall if step > 20 else 0) + 0.001 * (-1) ** step)
+    assert found(made, settings(), "reward_fall").level == level
+
+
+def test_a_reward_fall_within_the_noise_is_none():
+    """Scatter .1 a step; thirds of 10 differ by about .045 for nothing."""
+    made = rows(30, reward__mean=lambda step: 0.7 - (0.06 if step > 20 else 0) + 0.1 * (-1) ** step)
+    assert found(made, settings(), "reward_fall").value == 0.0
+    assert found(rows(11), settings(), "reward_fall") is None
+
+
+@pytest.mark.parametrize(("last", "level"), [(0.8, "ok"), (0.76, "ok"), (0.74, "watch"), (0.7, "problem")])
+def test_held_out_fall(last, level):
+    made = rows(30)
+    for step, value in ((1, 0.65), (15, 0.8), (30, last)):
+        made[step - 1]["val/reward/mean"] = value
+    assert found(made, settings(), "held_out_fall").level == level
+
+
+def test_held_out_advice_depends_on_training():
+    held = {"val__reward/mean": lambda step: 0.8 - 0.01 * step}
+    climbing = found(rows(reward__mean=lambda step: 0.01 * step, **held), settings(), "held_out_fall")
+    falling = found(rows(reward__mean=lambda step: -0.01 * step, **held), settings(), "held_out_fall")
+    assert "weakness" in climbing.advice
+    assert "falls too" in falling.advice
+    assert climbing.level == falling.level == "problem"
+
+
+@pytest.mark.parametrize(("factor", "level"), [(1.9, "ok"), (2.1, "watch"), (11, "problem")])
+def test_gap_growth(factor, level):
+    made = rows(30, **{"rollout_sync__engine_gap_abs_mean": lambda step: 1e-4 * (factor if step > 20 else 1)})
+    assert found(made, settings(), "gap_growth").level == level
+
+
+def test_no_growth_from_nothing_or_of_short_runs():
+    grown = {"rollout_sync__engine_gap_abs_mean": lambda step: 1e-12 if step < 15 else 1e-8}
+    assert found(rows(30, **grown), settings(), "gap_growth") is None
+    assert found(rows(2 * WINDOW - 1), settings(), "gap_growth") is None
+
+
+@pytest.mark.parametrize(("jump", "level"), [(9, "ok"), (11, "watch"), (101, "problem")])
+def test_grad_jump(jump, level):
+    made = rows(30, actor__grad_norm=lambda step: 0.02 * (jump if step == 25 else 1))
+    assert found(made, settings(), "grad_jump").level == level
+
+
+@pytest.mark.parametrize(("value", "level"), [(1e-7, "ok"), (1e-5, "watch"), (1e-3, "problem")])
+def test_float32_deviation(value, level):
+    made = rows(actor__ratio_deviation_first=value)
+    assert found(made, settings(actor_rollout_ref__rollout__dtype="float32"), "float32_deviation").level == level
+    assert found(made, settings(), "float32_deviation") is None
+
+
+@pytest.mark.parametrize(("alarms", "fled", "level"), [(0, 0, "ok"), (1, 0, "watch"), (1, 1, "watch"), (0, 1, "watch")])
+def test_guard(alarms, fled, level):
+    made = rows(guard__alarms=float(alarms), guard__fallback=float(fled), actor__log_ratio_abs_mean_first=9e-4)
+    assert found(made, settings(), "guard").level == level
+    assert (found(made, settings(), "gap_vs_clip") is None) == bool(fled)
+
+
+@pytest.mark.parametrize(("pinned", "level"), [(0, "ok"), (5, "ok"), (6, "watch")])
+def test_weights_at_the_bound(pinned, level):
+    made = rows(30, **{"rollout_corr__rollout_is_max": lambda step: 2.0 if step > 30 - pinned else 1.1})
+    chosen = settings(
+        algorithm__rollout_correction__rollout_is="sequence", algorithm__rollout_correction__rollout_is_threshold=2.0
+    )
+    assert found(made, chosen, "is_bound").level == level
+    assert found(made, settings(), "is_bound") is None
+
+
+def test_nan_never_passes():
+    made = rows(5)
+    made[2]["actor/grad_norm"] = math.nan
+    made[3]["reward/mean"] = math.inf
+    finding = found(made, settings(), "log")
+    assert (finding.level, finding.value) == ("problem", 2.0)
+    assert "step 3: actor/grad_norm, reward/mean" in finding.measured
+    assert check_health(rows(3), settings())[-1].level == "ok"
+    cut = next(f for f in check_health(rows(3), settings(), broken_lines=1) if f.check == "log")
+    assert cut.level == "watch"
+    assert math.isfinite(sum(f.value for f in check_health(made, settings())))
+    with pytest.raises(ValueError, match="rows: got none"):
+        check_health([])
+
+
+def test_settings_decide_what_is_checked():
+    """Nothing is clipped by reinforce; decoupled mode is not centred at the engine; auto takes the measured band."""
+    rc = "algorithm__rollout_correction"
+    reinforce = settings(**{f"{rc}__loss_type": "reinforce"})
+    assert found(rows(actor__pg_clipfrac_first=0.9), reinforce, "clip_first") is None
+    decoupled = settings(**{f"{rc}__bypass_mode": False})
+    assert found(rows(actor__log_ratio_abs_mean_first=0.9), decoupled, "gap_vs_clip") is None
+    auto = settings(actor_rollout_ref__actor__diffusion_loss__clip_ratio="auto")
+    gap = {"actor__log_ratio_abs_mean_first": 9e-4}
+    assert found(rows(**gap), auto, "gap_vs_clip") is None
+    assert found(rows(**gap, actor__clip_ratio_auto_mean=3e-3), auto, "gap_vs_clip").level == "ok"
+    assert found(rows(**gap, actor__clip_ratio_auto_mean=1e-3), auto, "gap_vs_clip").level == "problem"
+    low = settings(actor_rollout_ref__actor__diffusion_loss__clip_ratio_low=1e-2)
+    assert found(rows(**gap), low, "gap_vs_clip").level == "problem"
+
+
+def test_names_of_timesteps():
+    names = ("rollout_corr/logprob_abs_diff/ts_666.667", "rollout_sync/engine_gap_abs_mean/t500", "x/new_gap_t1e-05")
+    names += ("rollout_sync/engine_gap_abs_mean_t1000", "a/timestep_7")
+    assert [TIMESTEP.match(n)["t"] for n in names] == ["666.667", "500", "1e-05", "1000", "7"]
+    assert not any(TIMESTEP.match(n) for n in ("actor/grad_norm", "rollout_corr/chi2_token", "rollout_corr/k3_kl"))
+    table = History(rows(3)).by_timestep()
+    assert {metric: list(steps) for metric, steps in table.items()} == {"rollout_sync/engine_gap_abs_mean": [1000, 500]}
+
+
+def test_what_could_not_be_checked_is_named():
+    findings = check_health([{"reward/mean": 1.0}])
+    assert {f.check for f in findings} == {"log"}
+    assert {c.name for c in not_checked(findings)} == {c.name for c in CHECKS} - {"log"}
+
+
+def test_bands():
+    band = Band(0.5, 2.0, 0.1, 10.0)
+    judged = [band.judge(v) for v in (0.05, 0.3, 0.5, 1.9, 2.0, 3.0, 11.0)]
+    assert [level for level, _ in judged] == ["problem", "watch", "ok", "ok", "ok", "watch", "problem"]
+    assert [limit for _, limit in judged] == [0.1, 0.5, 0.5, 2.0, 2.0, 2.0, 10.0]
+    assert band.words() == "healthy 0.5 to 2, problem below 0.1 or above 10"
+    assert [number(v) for v in (0, 9.1e-4, 5e-4, 0.123456, 1234.5, -2e-7)] == [
+        *("0", "9.1e-4", "5e-4", "0.123", "1234"),
+        "-2e-7",
+    ]
+
+
+def test_checks_have_names_limits_and_one_sentence_of_advice():
+    assert len({c.name for c in CHECKS}) == len(CHECKS)
+    for check in CHECKS:
+        assert check.reason.endswith(".")
+        assert check.advice.endswith(".")
+        assert ". " not in check.advice
+        for band in filter(None, (check.sde, check.tokens)):
+            assert band.words()
+    assert set(HEALTHY) >= {"actor/pg_clipfrac_first"}
+
+
+# ---------------------------------------------------------------------- the runs of benchmarks/learning.py
+
+
+def measured(result):
+    """Rows of a study's result: curves where they are kept, the run's mean elsewhere."""
+    made = [{"step": 0, "val/reward/mean": result["held_out"]["0"]}]
+    for i, (step, reward) in enumerate(result["training"].items()):
+        row = {**result["metrics"], "step": int(step), "reward/mean": reward, "reward/std": 0.35}
+        row |= {result["gap_metric"]: result["gap_curve"][i], "actor/pg_clipfrac": result["clip_fraction_curve"][i]}
+        if step in result["held_out"]:
+            row["val/reward/mean"] = result["held_out"][step]
+        made.append(row)
+    return made
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_measured_runs(path):
+    """Only fp8 rollouts under too narrow a fixed clip unlearned, and only they are a problem."""
+    from flowgrpo_rc.cli.compose import compose
+
+    result = json.loads(path.read_text())
+    findings = check_health(measured(result), compose("tiny_qwen_image_ocr", result["overrides"]).to_dict())
+    problems = {f.check for f in findings if f.level == "problem"}
+    if result["setting"] == "fp8_bypass":
+        assert problems >= {"clip_first", "gap_vs_clip"}
+    else:
+        assert not problems
+    assert len(findings) > 15
