@@ -42,6 +42,34 @@ def tiny_model():
     return load_model("asset:tiny_qwen_image")
 
 
+@pytest.fixture(scope="session")
+def tiny_sd3_path(tmp_path_factory):
+    """A random Stable Diffusion 3 in a folder, as a user has one."""
+    import tiny_sd3
+
+    return tiny_sd3.save(tmp_path_factory.mktemp("models") / "tiny_sd3")
+
+
+@pytest.fixture
+def tiny_sd3_model(tiny_sd3_path):
+    """It, freshly loaded in float32."""
+    from flowgrpo_rc.models import load_model
+
+    model = load_model(tiny_sd3_path)
+    model.pipe.set_progress_bar_config(disable=True)
+    return model
+
+
+@pytest.fixture(scope="session")
+def qwen_image_pair():
+    """Both rollout engines around the tiny Qwen-Image, float32, in the environment of ``make vllm``; sync first."""
+    from engine_pair import make_pair
+
+    pair = make_pair()
+    yield pair
+    pair.vllm.close()
+
+
 @pytest.fixture
 def small_config(tmp_path):
     """``make(*overrides)``: the demo's configuration cut down to a second or two, its run folder in ``tmp_path``."""

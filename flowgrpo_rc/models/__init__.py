@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts, Schedule
+    from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts, Schedule
     from flowgrpo_rc.models.config import ModelConfig
     from flowgrpo_rc.models.load import (
         SUPPORTED_PIPELINES,
@@ -24,6 +24,7 @@ __all__ = [
     "AdapterMismatchError",
     "Conditioning",
     "DiffusionModel",
+    "EncodedPrompt",
     "ModelConfig",
     "PromptEncoder",
     "Prompts",
@@ -34,5 +35,5 @@ __all__ = [
 ]
 
 _HOMES = {"ModelConfig": "config", "AdapterMismatchError": "lora", "PromptEncoder": "prompts"}
-_HOMES |= dict.fromkeys(("Conditioning", "DiffusionModel", "Prompts", "Schedule"), "base")
+_HOMES |= dict.fromkeys(("Conditioning", "DiffusionModel", "EncodedPrompt", "Prompts", "Schedule"), "base")
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'load')}" for name in __all__})

@@ -1,5 +1,6 @@
 """What a model family must offer to rollout engines and to the actor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,18 +10,32 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
+class EncodedPrompt:
+    """One prompt out of a model family's text encoders, before prompts of several lengths are padded to one."""
+
+    embeds: Float[Tensor, "T D"]
+    pooled: Float[Tensor, " E"] | None = None
+    """One vector of the whole prompt, for families that take it besides."""
+
+
+@dataclass(frozen=True)
 class Prompts:
     """Embeddings of ``P`` distinct prompts, padded to one length; images refer to rows by index."""
 
     embeds: Float[Tensor, "P T D"]
     mask: Bool[Tensor, "P T"] | None
     """Which embeddings are real; ``None`` when all are."""
+    pooled: Float[Tensor, "P E"] | None = None
+    """A vector for each whole prompt; ``None`` where the family takes none."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
+        """The same prompts with every tensor changed."""
+        mask, pooled = (None if tensor is None else change(tensor) for tensor in (self.mask, self.pooled))
+        return Prompts(change(self.embeds), mask, pooled)
 
     def rows(self, index: Tensor, device: torch.device) -> "Prompts":
         """The prompts of some images, on ``device``."""
-        index = index.to(self.embeds.device)
-        mask = None if self.mask is None else self.mask[index].to(device)
-        return Prompts(self.embeds[index].to(device), mask)
+        return self.map(lambda tensor: tensor[index.to(tensor.device)].to(device))
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,8 @@ class DiffusionModel(Protocol):
 
     pipe: Any
     default_lora_targets: tuple[str, ...]
+    longest_prompt: int
+    """The largest ``max_sequence_length`` that ``encode`` takes."""
 
     @property
     def transformer(self) -> nn.Module:
@@ -71,7 +88,7 @@ class DiffusionModel(Protocol):
         ...
 
     def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        """Raise ``ValueError`` when the model cannot draw this size, or with this guidance embedding."""
+        """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance embedding."""
         ...
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -86,8 +103,8 @@ class DiffusionModel(Protocol):
         """The diffusers pipeline's schedule for this many steps and this size."""
         ...
 
-    def encode(self, prompts: list[str], max_sequence_length: int) -> list[Float[Tensor, "_ D"]]:
-        """Unpadded prompt embeddings, one tensor a prompt, on the host."""
+    def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
+        """Unpadded prompt embeddings, one a prompt, on the host."""
         ...
 
     def velocity(

@@ -3,14 +3,22 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.paths import resolve_asset
 
-SUPPORTED_PIPELINES = ("QwenImagePipeline",)
+_ADAPTERS = {
+    "QwenImagePipeline": ("qwen_image", "QwenImage"),
+    "StableDiffusion3Pipeline": ("stable_diffusion_3", "StableDiffusion3"),
+}
+"""Module and class of each pipeline's adapter."""
+SUPPORTED_PIPELINES = tuple(_ADAPTERS)
 """Pipeline classes with an adapter in this package."""
+_DISPENSABLE = ("text_encoder_3", "tokenizer_3")
+"""What Stable Diffusion 3 draws without: its T5, by far its largest part."""
 
 
 class UnsupportedModelError(ValueError):
@@ -43,21 +51,34 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     import diffusers
     import torch
 
-    from flowgrpo_rc.models.qwen_image import QwenImage
-
-    class_name = read_pipeline_class(path)
+    class_name, folder = read_pipeline_class(path), resolve_asset(path)
+    left_out = _check_parts(path, folder)
     try:
         with _without_progress_bars():
-            pipe = getattr(diffusers, class_name).from_pretrained(resolve_asset(path), dtype=getattr(torch, dtype))
+            pipe = getattr(diffusers, class_name).from_pretrained(folder, dtype=getattr(torch, dtype), **left_out)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModelError(
             f"actor_rollout_ref.model.path: {path} cannot be loaded; is the download complete? "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
     pipe.to(device)
-    for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
-        part.requires_grad_(False).eval()
-    return QwenImage(pipe)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False).eval()
+    module, adapter = _ADAPTERS[class_name]
+    return getattr(import_module(f"flowgrpo_rc.models.{module}"), adapter)(pipe)
+
+
+def _check_parts(path: str, source: str) -> dict[str, None]:
+    """Parts that were left out on purpose; a folder must hold all others, since some load without their files."""
+    parts = {name: entry for name, entry in _index(source).items() if isinstance(entry, list)}
+    missing = [name for name, entry in parts.items() if any(entry) and not (Path(source) / name).is_dir()]
+    if Path(source).is_dir() and missing:
+        raise UnsupportedModelError(
+            f"actor_rollout_ref.model.path: {path} cannot be loaded; is the download complete? (it holds no "
+            f"{', '.join(missing)})"
+        )
+    return {name: None for name in _DISPENSABLE if name in parts and not any(parts[name])}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         RolloutSyncError,
         Trajectories,
     )
+    from flowgrpo_rc.rollout.build import build_engine
     from flowgrpo_rc.rollout.config import RolloutConfig
     from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 
@@ -29,7 +30,8 @@ __all__ = [
     "RolloutRequest",
     "RolloutSyncError",
     "Trajectories",
+    "build_engine",
 ]
 
-_HOMES = {"RolloutConfig": "config", "DiffusersEngine": "diffusers_engine"}
+_HOMES = {"build_engine": "build", "RolloutConfig": "config", "DiffusersEngine": "diffusers_engine"}
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'base')}" for name in __all__})

@@ -10,6 +10,7 @@ ENGINES = ("diffusers", "vllm_omni")
 SDE_TYPES = ("sde", "cps", "dance_sde")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
+SHORTEST_SILENCE = 3.0
 _HERE = "actor_rollout_ref.rollout"
 
 
@@ -65,13 +66,14 @@ class PipelineConfig:
     """Denoising steps."""
 
     true_cfg_scale: float = 1.0
-    """Classifier-free guidance; above 1 every step runs the model twice."""
+    """Classifier-free guidance; above 1 every step runs the model twice. Stable Diffusion 3's own pipeline calls this
+    ``guidance_scale``."""
 
     guidance_scale: float | None = None
     """Guidance embedding of guidance-distilled models; null for all others."""
 
     max_sequence_length: int = 512
-    """Prompts are cut to this many embeddings."""
+    """Prompts are cut to this many embeddings (of T5 with Stable Diffusion 3, which pads to them)."""
 
     def __post_init__(self) -> None:
         for name in ("height", "width", "num_inference_steps", "max_sequence_length", "true_cfg_scale"):
@@ -140,6 +142,36 @@ class ProbeConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class VllmOmniConfig:
+    """The section ``rollout.vllm_omni``: when ``name=vllm_omni`` gives its process up. A process that was given up is
+    ended and started anew once for every call."""
+
+    start_timeout_s: float = 900.0
+    """Seconds from its start until the model is loaded."""
+
+    request_timeout_s: float = 3600.0
+    """Seconds for one rollout, all its images."""
+
+    sync_timeout_s: float = 600.0
+    """Seconds for one adapter."""
+
+    silence_timeout_s: float = 60.0
+    """Seconds without a sign of life, of which there are two a second; at least ``SHORTEST_SILENCE``."""
+
+    close_timeout_s: float = 20.0
+    """Seconds for a clean end, before it is killed."""
+
+    def __post_init__(self) -> None:
+        for name in ("start", "request", "sync", "silence", "close"):
+            positive(f"{_HERE}.vllm_omni.{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
+        if self.silence_timeout_s < SHORTEST_SILENCE:
+            raise ValueError(
+                f"{_HERE}.vllm_omni.silence_timeout_s: got {self.silence_timeout_s}; a process at work may be silent "
+                f"for a second or two, so give at least {SHORTEST_SILENCE:g}"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The section ``actor_rollout_ref.rollout``."""
 
@@ -174,6 +206,7 @@ class RolloutConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    vllm_omni: VllmOmniConfig = field(default_factory=VllmOmniConfig)
 
     def __post_init__(self) -> None:
         choice(f"{_HERE}.name", self.name, ENGINES)

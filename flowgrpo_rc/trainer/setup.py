@@ -17,7 +17,7 @@ from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompt
 from flowgrpo_rc.models import DiffusionModel, PromptEncoder, load_model, read_pipeline_class
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutEngine
+from flowgrpo_rc.rollout import RolloutEngine, build_engine
 from flowgrpo_rc.trainer.bands import ClipBands, RejectionBands
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -110,7 +110,7 @@ def _load(
     model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
     model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
     encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
-    engine = _engine(config, model, accelerator.device)
+    engine = build_engine(parts.rollout, model, parts.model, accelerator.device)
     torch.manual_seed(config.trainer.seed)
     mini_batches = config.data.train_batch_size // parts.actor.ppo_mini_batch_size
     actor = DiffusionActor(
@@ -126,23 +126,6 @@ def _load(
     if parts.model.lora_adapter_path:
         actor.load_adapter(Path(parts.model.lora_adapter_path))
     return model, encoder, engine, actor
-
-
-def _engine(config: FlowGRPOConfig, model: DiffusionModel, device: Any) -> RolloutEngine:
-    parts = config.actor_rollout_ref
-    dtype, size = getattr(torch, parts.rollout.dtype), parts.rollout.micro_batch_size
-    if parts.rollout.name == "vllm_omni":
-        from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
-
-        return VllmOmniEngine(model, parts.model, dtype=dtype, micro_batch_size=size, device=device)
-    return DiffusersEngine(
-        model,
-        parts.model,
-        dtype=dtype,
-        micro_batch_size=size,
-        device=device,
-        quantization=parts.rollout.quantization,
-    )
 
 
 def _clip_bands(config: FlowGRPOConfig) -> ClipBands | None:

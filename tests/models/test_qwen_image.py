@@ -116,7 +116,7 @@ def test_refuses_what_is_not_a_supported_pipeline(tmp_path):
     with pytest.raises(UnsupportedModelError, match="holds no model_index.json"):
         read_pipeline_class(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
-    with pytest.raises(UnsupportedModelError, match="is a StableDiffusionPipeline; supported: QwenImagePipeline"):
+    with pytest.raises(UnsupportedModelError, match="is a StableDiffusionPipeline; supported: QwenImagePipeline,"):
         load_model(str(tmp_path))
     with pytest.raises(UnsupportedModelError, match="neither an existing folder nor a pipeline on the hub"):
         read_pipeline_class("nobody/no-such-model")

@@ -8,13 +8,16 @@ import torch
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.seeds import seed_for
-from flowgrpo_rc.rollout.vllm_omni import Timeouts, VllmOmniEngine
+from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
 
 STARTS = torch.tensor([0, 0, 2, 2, 1, 1])
 PROMPTS = ['the text "12"', 'the text "345678" in red', "x"]
 """Of different lengths, so that embeddings are padded and masked."""
-TIMEOUTS = Timeouts(startup=200.0, request=120.0, silence=30.0, close=20.0)
+TIMEOUTS = VllmOmniConfig(
+    start_timeout_s=200.0, request_timeout_s=120.0, sync_timeout_s=60.0, silence_timeout_s=30.0, close_timeout_s=20.0
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def zero_adapter(pair):
 
 def request_for(model, *, steps=5, cfg=1.0, sde_type="sde", window=2, seed=0):
     """Two images of each of three prompts; ``window=0`` is the deterministic ODE."""
-    encoder = PromptEncoder(model, 512, 8)
+    encoder = PromptEncoder(model, 64, 8)
     prompts, negative = encoder(PROMPTS), encoder([" "] * 3) if cfg > 1 else None
     return RolloutRequest(
         conditioning=Conditioning(prompts, negative, cfg, None, 32, 32),
@@ -60,11 +63,11 @@ def request_for(model, *, steps=5, cfg=1.0, sde_type="sde", window=2, seed=0):
     )
 
 
-def make_pair(dtype=torch.float32, alpha=8, target_modules=None):
+def make_pair(path="asset:tiny_qwen_image", dtype=torch.float32, alpha=8, target_modules=None):
     """Both engines; the caller closes ``vllm``. A start takes ten to twenty seconds."""
     torch.set_num_threads(1)
-    model = load_model("asset:tiny_qwen_image")
-    lora = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=alpha, target_modules=target_modules)
+    model = load_model(path)
+    lora = ModelConfig(path=path, lora_rank=4, lora_alpha=alpha, target_modules=target_modules)
     vllm = VllmOmniEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu", timeouts=TIMEOUTS)
     return Pair(model, lora, vllm, DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu"))
 

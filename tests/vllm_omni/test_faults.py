@@ -17,8 +17,8 @@ from engine_pair import TIMEOUTS, make_pair, random_adapter, request_for, zero_a
 
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError, RolloutSyncError
+from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
-from flowgrpo_rc.rollout.vllm_omni import Timeouts
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
 
@@ -27,12 +27,10 @@ LONG = 100
 
 
 @pytest.fixture(scope="module")
-def pair():
-    """Float32, at version 4 of a random adapter; a fault test leaves a working engine or starts one anew."""
-    pair = make_pair()
-    pair.sync(random_adapter(pair), 4)
-    yield pair
-    pair.vllm.close()
+def pair(qwen_image_pair):
+    """At version 4 of a random adapter; a fault test leaves a working engine or starts one anew."""
+    qwen_image_pair.sync(random_adapter(qwen_image_pair), 4)
+    return qwen_image_pair
 
 
 def later(seconds, action, *arguments):
@@ -66,7 +64,7 @@ def test_killed_in_the_middle_of_a_rollout(pair):
 def test_stopped_process_is_ended_and_replaced(pair, monkeypatch):
     """SIGSTOP: alive for the kernel, silent for us."""
     request, first = request_for(pair.model), pair.vllm.pid
-    monkeypatch.setattr(pair.vllm._process, "_timeouts", Timeouts(silence=3.0))
+    monkeypatch.setattr(pair.vllm._process, "_timeouts", VllmOmniConfig(silence_timeout_s=3.0))
     os.kill(first, signal.SIGSTOP)
     with pytest.warns(UserWarning, match="gave no sign of life for 3 s while sampling; it was ended"):
         result = pair.vllm.generate(request)
@@ -84,7 +82,9 @@ def test_rollout_that_takes_too_long_twice_is_an_error_with_its_cause(pair, monk
         impatient()
 
     def impatient():
-        monkeypatch.setattr(pair.vllm._process, "_timeouts", Timeouts(request=0.5, silence=3.0))
+        monkeypatch.setattr(
+            pair.vllm._process, "_timeouts", VllmOmniConfig(request_timeout_s=0.5, silence_timeout_s=3.0)
+        )
 
     impatient()
     monkeypatch.setattr(pair.vllm, "_start", start_impatient)
@@ -183,7 +183,7 @@ def test_close_ends_the_process_and_removes_its_log():
     assert log.exists()
     started = time.monotonic()
     pair.vllm.close()
-    assert time.monotonic() - started < TIMEOUTS.close
+    assert time.monotonic() - started < TIMEOUTS.close_timeout_s
     assert not is_running(pid)
     assert not log.exists()
     pair.vllm.close()

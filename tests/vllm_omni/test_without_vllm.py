@@ -2,16 +2,21 @@
 
 import subprocess
 import sys
+import time
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
+import tiny_sd3
 import torch
 
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
+from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.vllm_omni import plugin, versions
 from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, engine_module, expected_shapes, pairs, unpaired
-from flowgrpo_rc.rollout.vllm_omni.process import engine_environment
+from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, engine_environment
+from flowgrpo_rc.rollout.vllm_omni.protocol import Reply
 
 
 @pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"], "all-linear"])
@@ -47,9 +52,10 @@ def test_held_values_are_rounded_then_scaled_and_the_trainers_left_alone():
 
 
 def test_names_in_vllm_omni():
-    assert engine_module("transformer_blocks.0.attn.to_out.0") == "transformer_blocks.0.attn.to_out"
-    assert engine_module("transformer_blocks.0.attn.to_add_out") == "transformer_blocks.0.attn.to_add_out"
-    assert engine_module("transformer_blocks.0.img_mod.1") == "transformer_blocks.0.img_mod.1"
+    assert engine_module("transformer_blocks.0.attn.to_out.0", ()) == "transformer_blocks.0.attn.to_out"
+    assert engine_module("a.attn.to_out.0", ("a.attn.to_out.0",)) == "a.attn.to_out.0"
+    assert engine_module("transformer_blocks.0.attn.to_add_out", ()) == "transformer_blocks.0.attn.to_add_out"
+    assert engine_module("transformer_blocks.0.img_mod.0", ()) == "transformer_blocks.0.img_mod.0"
 
 
 def test_plugin_is_inert_beside_an_accelerator(monkeypatch):
@@ -106,10 +112,69 @@ def test_the_trainers_side_imports_no_vllm():
     assert done.stdout.strip() == "[]"
 
 
-def test_only_qwen_image_so_far(tiny_model, monkeypatch):
+def test_each_call_has_its_own_limit(monkeypatch):
+    process, limits = object.__new__(EngineProcess), []
+    process._last_id, process._timeouts = 0, VllmOmniConfig(request_timeout_s=11.0, sync_timeout_s=7.0)
+    monkeypatch.setattr(process, "_send", lambda *args: None)
+    monkeypatch.setattr(process, "_wait", lambda kind, id, limit, doing: limits.append((doing, limit)) or Reply(id))
+    process.call("sync", None)
+    process.call("generate", None)
+    assert limits == [("sync", 7.0), ("generate", 11.0)]
+
+
+FLOODING = """
+import os, sys, threading
+from multiprocessing.connection import Connection
+connection, lock = Connection(int(sys.argv[1])), threading.Lock()
+def beat():
+    while True:
+        with lock:
+            connection.send_bytes(b"x" * 1000)
+threading.Thread(target=beat, daemon=True).start()
+connection.recv_bytes()
+if sys.argv[2] == "deaf":
+    threading.Event().wait()
+with lock:
+    os._exit(0)
+"""
+"""An engine whose signs of life have filled the pipe while the trainer was busy with something else."""
+
+
+@pytest.mark.parametrize(("kind", "ends", "seconds"), [("polite", 0, 20.0), ("deaf", -9, 1.0)])
+def test_an_engine_that_waited_long_ends_when_asked_and_a_deaf_one_is_killed(tmp_path, kind, ends, seconds):
+    ours, theirs = Pipe()
+    process = object.__new__(EngineProcess)
+    process._connection, process._timeouts = ours, VllmOmniConfig(close_timeout_s=seconds)
+    process.log = tmp_path / "log"
+    process.log.touch()
+    command = [sys.executable, "-c", FLOODING, str(theirs.fileno()), kind]
+    with theirs:
+        process._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    time.sleep(1.0)
+    started = time.monotonic()
+    process.close()
+    assert process._process.returncode == ends
+    assert time.monotonic() - started < seconds + 5
+    assert not process.log.exists()
+    process.close()
+
+
+def test_other_pipelines_are_refused(tiny_model, monkeypatch):
     from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine, engine
 
     monkeypatch.setattr(engine, "check_versions", lambda: None)
     monkeypatch.setattr(tiny_model, "pipe", SimpleNamespace(transformer=None))
-    with pytest.raises(ValueError, match="vllm_omni draws Qwen-Image only so far"):
+    says = "vllm_omni draws QwenImagePipeline, StableDiffusion3Pipeline only so far, got SimpleNamespace"
+    with pytest.raises(ValueError, match=says):
         VllmOmniEngine(tiny_model, ModelConfig(), dtype=torch.float32, micro_batch_size=2, device="cpu")
+
+
+def test_a_model_without_its_t5_is_refused(tmp_path, monkeypatch):
+    """vllm-omni would look for its folder, and its process would end."""
+    from flowgrpo_rc.models import load_model
+    from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine, engine
+
+    monkeypatch.setattr(engine, "check_versions", lambda: None)
+    model = load_model(tiny_sd3.save(tmp_path, t5=False))
+    with pytest.raises(ValueError, match="vllm_omni loads text_encoder_3, which this model was saved without"):
+        VllmOmniEngine(model, ModelConfig(), dtype=torch.float32, micro_batch_size=2, device="cpu")

@@ -10,9 +10,7 @@ from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
     from flowgrpo_rc.rollout.vllm_omni.engine import VllmOmniEngine
-    from flowgrpo_rc.rollout.vllm_omni.process import Timeouts
 
-__all__ = ["Timeouts", "VllmOmniEngine"]
+__all__ = ["VllmOmniEngine"]
 
-_HOMES = {"VllmOmniEngine": "engine", "Timeouts": "process"}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES[name]}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__, {"VllmOmniEngine": f"{__name__}.engine"})

@@ -3,7 +3,7 @@
 Imports no vllm: the trainer's side and the engine's process share it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,7 @@ def unpaired(held: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     return {m + ending: t for m, ab in held.items() for ending, t in zip((_A, _B), ab, strict=True)}
 
 
-def engine_module(module: str) -> str:
-    """The actor's module name as vllm-omni has it: diffusers' ``to_out`` is a list of a linear layer and a dropout."""
-    return module.removesuffix(".0") if module.endswith(".to_out.0") else module
+def engine_module(module: str, present: Container[str]) -> str:
+    """The actor's module name as vllm-omni has it, where those in ``present`` are: diffusers' ``to_out`` is a list of a
+    linear layer and a dropout, and some of vllm-omni's are the layer itself."""
+    return module.removesuffix(".0") if module.endswith(".to_out.0") and module not in present else module

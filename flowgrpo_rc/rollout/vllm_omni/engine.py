@@ -15,10 +15,11 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import check_adapter_state
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, expected_shapes
-from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, Timeouts, engine_environment
-from flowgrpo_rc.rollout.vllm_omni.protocol import Sampled, Settings
+from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
+from flowgrpo_rc.rollout.vllm_omni.protocol import PIPELINES, Sampled, Settings
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 
 
@@ -36,10 +37,11 @@ class VllmOmniEngine:
         dtype: of vllm-omni's transformer and adapter.
         micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
         device: the trainer's; the engine takes the same GPU.
-        timeouts: when to give the process up.
+        timeouts: when to give the process up, the section ``actor_rollout_ref.rollout.vllm_omni``.
 
     Raises:
         ImportError: vllm, vllm-omni or diffusers are not of the working set.
+        ValueError: vllm-omni does not draw this kind of pipeline here, or not without the parts that it lacks.
         RolloutError: the process does not start.
     """
 
@@ -51,25 +53,33 @@ class VllmOmniEngine:
         dtype: torch.dtype,
         micro_batch_size: int,
         device: Any,
-        timeouts: Timeouts | None = None,
+        timeouts: VllmOmniConfig | None = None,
     ) -> None:
         check_versions()
-        if type(model.pipe).__name__ != "QwenImagePipeline":
+        pipeline = type(model.pipe).__name__
+        if pipeline not in PIPELINES:
             raise ValueError(
-                f"actor_rollout_ref.rollout.name=vllm_omni draws Qwen-Image only so far, got "
-                f"{type(model.pipe).__name__}; use rollout.name=diffusers"
+                f"actor_rollout_ref.rollout.name=vllm_omni draws {', '.join(PIPELINES)} only so far, got {pipeline}; "
+                "use rollout.name=diffusers"
+            )
+        left_out = [name for name, part in model.pipe.components.items() if part is None and "text" in name]
+        if left_out:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
+                "without; use rollout.name=diffusers, or the whole model"
             )
         self._lora, self._dtype = lora, dtype
         self._expected = expected_shapes(model, lora)
-        self._timeouts = Timeouts() if timeouts is None else timeouts
+        self._timeouts = VllmOmniConfig() if timeouts is None else timeouts
         self._environment = engine_environment(device)
         self._settings = Settings(
             model=resolve_asset(lora.path),
+            pipeline=pipeline,
             dtype=str(dtype).removeprefix("torch."),
             vae_dtype=str(model.pipe.vae.dtype).removeprefix("torch."),
             max_batch=micro_batch_size,
             batch_wait_ms=100.0,
-            init_timeout=self._timeouts.startup,
+            init_timeout=self._timeouts.start_timeout_s,
             parent=0,
             die_with_thread=False,
         )
@@ -166,5 +176,4 @@ def _on_host(request: RolloutRequest) -> RolloutRequest:
 
 
 def _own(prompts: Prompts) -> Prompts:
-    mask = prompts.mask
-    return Prompts(prompts.embeds.to("cpu", copy=True), None if mask is None else mask.to("cpu", copy=True))
+    return prompts.map(lambda tensor: tensor.to("cpu", copy=True))

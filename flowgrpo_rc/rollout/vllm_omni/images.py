@@ -11,7 +11,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from flowgrpo_rc.models.base import Prompts
 from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest
 from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
-from flowgrpo_rc.rollout.vllm_omni.pipeline import EXTRA
+from flowgrpo_rc.rollout.vllm_omni.pipeline import EXTRA, PROMPT_FIELDS
 from flowgrpo_rc.rollout.vllm_omni.protocol import Sampled
 
 _SCHEDULE = ("request_id", "true_cfg_scale", "guidance_scale", "dtype", "window_size", "sde_type", "noise_level")
@@ -22,9 +22,9 @@ def image_request(
 ) -> tuple[str, dict[str, Any], OmniDiffusionSamplingParams]:
     """Id, prompt and sampling parameters of one image: vllm-omni's own fields where it has them."""
     cond = request.conditioning
-    prompt = {"prompt": "", **_embeds("prompt_embeds", cond.prompts, int(request.prompt_index[row]))}
+    prompt = {"prompt": "", **_fields("prompt", cond.prompts, int(request.prompt_index[row]))}
     if cond.negative is not None:
-        prompt |= _embeds("negative_embeds", cond.negative, int(request.prompt_index[row]))
+        prompt |= _fields("negative", cond.negative, int(request.prompt_index[row]))
     params = OmniDiffusionSamplingParams(
         height=cond.height,
         width=cond.width,
@@ -87,5 +87,6 @@ def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> S
     )
 
 
-def _embeds(name: str, prompts: Prompts, index: int) -> dict[str, Any]:
-    return {name: prompts.embeds[index], f"{name}_mask": None if prompts.mask is None else prompts.mask[index]}
+def _fields(name: str, prompts: Prompts, index: int) -> dict[str, Any]:
+    tensors = {field: getattr(prompts, field) for field in PROMPT_FIELDS}
+    return {f"{name}_{field}": None if tensor is None else tensor[index] for field, tensor in tensors.items()}

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
@@ -30,7 +30,7 @@ def lora_request(adapter_id: int, push: AdapterPush | None = None) -> LoRAReques
     return TensorLoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=ANY_PATH, push=push)
 
 
-def load_adapter(request: LoRARequest, dtype: torch.dtype) -> tuple[LoRAModel, PEFTHelper]:
+def load_adapter(transformer: nn.Module, request: LoRARequest, dtype: torch.dtype) -> tuple[LoRAModel, PEFTHelper]:
     """What vllm-omni's hook ``_load_diffusion_lora_adapter`` must return; vllm scales B in place, so all is copied.
 
     Raises:
@@ -39,12 +39,11 @@ def load_adapter(request: LoRARequest, dtype: torch.dtype) -> tuple[LoRAModel, P
     push = getattr(request, "push", None)
     if push is None:
         raise AdapterMismatchError(f"adapter {request.lora_int_id} is not in the engine any more: call sync() again")
-    layers = {
-        engine_module(module): LoRALayerWeights(
-            engine_module(module), push.rank, push.alpha, a.to(dtype, copy=True), b.to(dtype, copy=True)
-        )
-        for module, (a, b) in pairs(push.state).items()
-    }
+    layers = {}
+    present = dict(transformer.named_modules())
+    for module, (a, b) in pairs(push.state).items():
+        name = engine_module(module, present)
+        layers[name] = LoRALayerWeights(name, push.rank, push.alpha, a.to(dtype, copy=True), b.to(dtype, copy=True))
     helper = PEFTHelper(r=push.rank, lora_alpha=push.alpha, target_modules=list(layers))
     return LoRAModel(request.lora_int_id, push.rank, layers), helper
 
@@ -56,7 +55,8 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
         AdapterMismatchError: a pushed module is bound to no layer, a layer holds what was not pushed, or a buffer holds
             more than the rank that was.
     """
-    names = {engine_module(m): m for m in pairs(push.state)}
+    present = dict(manager.pipeline.transformer.named_modules())
+    names = {engine_module(m, present): m for m in pairs(push.state)}
     held: dict[str, tuple[Tensor, Tensor]] = {}
     aliases: list[tuple[str, Any, Tensor, Tensor]] = []
     layers = {full_name.split(".", 1)[1]: layer for full_name, layer in manager._lora_modules.items()}

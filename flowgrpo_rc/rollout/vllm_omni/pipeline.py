@@ -1,77 +1,101 @@
-"""The pipeline that vllm-omni runs: its own transformer, the sampling loop of the in-process engine.
+"""The pipelines that vllm-omni runs: its own transformers, the sampling loop of the in-process engine.
 
 vllm-omni's scheduler puts compatible requests, one an image, into a batch and hands it to ``forward``; everything
 that must agree between engines (noise, schedule, guidance, transition, window, decoding) is the code that the
-``diffusers`` engine runs, around ``QwenImageTransformer2DModel`` as vllm-omni has it.
+``diffusers`` engine runs, around the transformer as vllm-omni has it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
+from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowgrpo_rc.models.base import Conditioning, Prompts
+from flowgrpo_rc.models.family import Family
 from flowgrpo_rc.models.qwen_image import QwenImage
+from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
 from flowgrpo_rc.rollout.sampling import Used, sample
 from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
 
 EXTRA = "flowgrpo"
 """Where a request's ``extra_args`` hold what vllm-omni has no field for, and a result's metadata what came of it."""
+PROMPT_FIELDS = ("embeds", "mask", "pooled")
+"""What an image's prompt carries of ``Prompts``, each after ``prompt_`` or ``negative_``."""
 
 
-class VllmQwenImage(QwenImage):
-    """The model adapter around vllm-omni's pipeline."""
+class VllmFamily(Family):
+    """Put before a family's adapter: vllm-omni's transformers have no config, and answers of two kinds."""
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        multiple = self.pipe.vae_scale_factor * 2
-        return (height // multiple) * (width // multiple), self.transformer.in_channels
-
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        channels = self.transformer.in_channels // 4
-        device = torch.device("cpu")
-        return self.pipe.prepare_latents(1, channels, height, width, torch.float32, device, generator)[0]
+    @property
+    def _channels(self) -> int:
+        return self.transformer.in_channels
 
     def _forward(
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> Tensor:
         inputs = self._inputs(_dtype(transformer), latents, timesteps, prompts, conditioning)
-        lengths = [prompts.embeds.shape[1]] * len(latents)
-        output = transformer(**inputs, txt_seq_lens=lengths, return_dict=False)
+        output = transformer(**inputs, return_dict=False)
         return (output[0] if isinstance(output, tuple) else output.sample).float()
 
 
-class RolloutPipeline(QwenImagePipeline):
-    """Qwen-Image sampling for FlowGRPO; takes prompt embeddings, so it keeps no text encoder."""
+class VllmQwenImage(VllmFamily, QwenImage):
+    """Qwen-Image around vllm-omni's pipeline."""
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        inputs = super()._inputs(dtype, latents, timesteps, prompts, conditioning)
+        return {**inputs, "txt_seq_lens": [prompts.embeds.shape[1]] * len(latents)}
+
+
+class VllmStableDiffusion3(VllmFamily, StableDiffusion3):
+    """Stable Diffusion 3 around vllm-omni's pipeline."""
+
+
+class Rollout:
+    """Put before a pipeline of vllm-omni: sampling for FlowGRPO from prompt embeddings, so without text encoders."""
 
     supports_request_batch = True
     supports_step_execution: ClassVar[bool] = False
+    family: ClassVar[type[Family]]
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
     _encoder_modules: ClassVar[list[str]] = []
+    od_config: OmniDiffusionConfig
+    vae: Any
+    transformer: Any
+    device: torch.device
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
-        super().__init__(od_config=od_config, prefix=prefix)
-        self.text_encoder = None
-        self.model = None
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
+        for name in self.encoders:
+            setattr(self, name, None)
+        self.model: Any = None
 
     def prepare(self, vae_dtype: str, lora_manager: Any) -> None:
         """Once, after loading: decode in the trainer's precision; know who switches adapters."""
-        self.vae.to(getattr(torch, vae_dtype))
-        self.model = VllmQwenImage(self)
+        dtype = getattr(torch, vae_dtype)
+        if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
+            exact = type(self.vae).from_pretrained(self.od_config.model, subfolder="vae", torch_dtype=dtype)
+            self.vae.to(dtype).load_state_dict(exact.state_dict())
+        self.model = self.family(self)
         self.lora_manager = lora_manager
 
     def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> Any:
-        return load_adapter(lora_request, dtype)
+        return load_adapter(self.transformer, lora_request, dtype)
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
         """One result a request, in the batch's order."""
         if req.is_dummy_run():
             return [DiffusionOutput(output=torch.zeros(1, 3, 16, 16)) for _ in range(req.num_reqs)]
         request, own = _rollout_request(req, self.device)
-        assert self.model is not None
         cond = request.conditioning
         used, rows = Used(), torch.arange(req.num_reqs)
         schedule = self.model.schedule(request.num_inference_steps, cond.height, cond.width)
@@ -87,13 +111,31 @@ class RolloutPipeline(QwenImagePipeline):
         return [
             DiffusionOutput(
                 output={
-                    "payload": {"image": images[i : i + 1].permute(0, 3, 1, 2).float() / 127.5 - 1},
+                    "payload": {"image": [Image.fromarray(images[i].numpy())]},
                     "metadata": {EXTRA: {"row": own[i]["row"], "adapter": adapter, "echo": _row(echo, i)}},
                 },
                 trajectory_latents={name: tensor[i].clone() for name, tensor in record.items()},
             )
             for i in range(req.num_reqs)
         ]
+
+
+class QwenImageRollout(Rollout, QwenImagePipeline):
+    """Of ``QwenImagePipeline``."""
+
+    family = VllmQwenImage
+
+
+class StableDiffusion3Rollout(Rollout, StableDiffusion3Pipeline):
+    """Of ``StableDiffusion3Pipeline``."""
+
+    family = VllmStableDiffusion3
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+def leave_as_they_are(od_config: OmniDiffusionConfig) -> Callable[[Any], Any]:
+    """vllm-omni's post-processor: ``forward`` returns finished images."""
+    return lambda output: output
 
 
 def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[RolloutRequest, list[dict[str, Any]]]:
@@ -105,8 +147,8 @@ def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[
         raise RolloutError("vllm-omni put images of different rollouts into one batch")
     first, start = params[0], own[0]["window_start"]
     conditioning = Conditioning(
-        prompts=_prompts(req, "prompt_embeds", device),
-        negative=None if req.prompts[0].get("negative_embeds") is None else _prompts(req, "negative_embeds", device),
+        prompts=_prompts(req, "prompt", device),
+        negative=_prompts(req, "negative", device) if "negative_embeds" in req.prompts[0] else None,
         true_cfg_scale=first.true_cfg_scale,
         guidance_scale=first.guidance_scale if first.guidance_scale_provided else None,
         height=first.height,
@@ -124,9 +166,11 @@ def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[
 
 
 def _prompts(req: DiffusionRequestBatch, name: str, device: torch.device) -> Prompts:
-    embeds = torch.stack([p[name] for p in req.prompts]).to(device)
-    masks = [p[f"{name}_mask"] for p in req.prompts]
-    return Prompts(embeds, None if masks[0] is None else torch.stack(masks).to(device))
+    fields: dict[str, Any] = {}
+    for field in PROMPT_FIELDS:
+        rows = [prompt[f"{name}_{field}"] for prompt in req.prompts]
+        fields[field] = None if rows[0] is None else torch.stack(rows).to(device)
+    return Prompts(**fields)
 
 
 def _row(echo: Echo, i: int) -> Echo:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError
+from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.vllm_omni.protocol import Call, Ready, Reply, Settings, receive, send
 
 _DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -26,24 +27,10 @@ class EngineDownError(RolloutError):
     """The engine's process died, or was ended because it hung; another start may help."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """Seconds."""
-
-    startup: float = 900.0
-    """Until the model is loaded."""
-    request: float = 3600.0
-    """For one rollout or one adapter."""
-    silence: float = 60.0
-    """Without a heartbeat, twice a second otherwise."""
-    close: float = 20.0
-    """For a clean end."""
-
-
 class EngineProcess:
     """One process that serves one call at a time."""
 
-    def __init__(self, settings: Settings, timeouts: Timeouts, environment: Mapping[str, str]) -> None:
+    def __init__(self, settings: Settings, timeouts: VllmOmniConfig, environment: Mapping[str, str]) -> None:
         self._timeouts = timeouts
         self._last_id = 0
         descriptor, name = tempfile.mkstemp(prefix="vllm_omni_", suffix=".log")
@@ -62,7 +49,7 @@ class EngineProcess:
             )
         main_thread = threading.current_thread() is threading.main_thread()
         self._send(replace(settings, parent=os.getpid(), die_with_thread=main_thread), "starting")
-        self.ready: Ready = self._wait(Ready, 0, timeouts.startup, "starting")
+        self.ready: Ready = self._wait(Ready, 0, timeouts.start_timeout_s, "starting")
 
     @property
     def pid(self) -> int:
@@ -77,7 +64,8 @@ class EngineProcess:
         """
         self._last_id += 1
         self._send(Call(self._last_id, method, argument), method)
-        reply = self._wait(Reply, self._last_id, self._timeouts.request, method)
+        limit = self._timeouts.sync_timeout_s if method == "sync" else self._timeouts.request_timeout_s
+        reply = self._wait(Reply, self._last_id, limit, method)
         if reply.error is not None:
             kind = AdapterMismatchError if reply.error_type == "AdapterMismatchError" else RolloutError
             raise kind(reply.error)
@@ -85,11 +73,14 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ask it to end, and end it; harmless when it is gone."""
-        if self._process.poll() is None:
-            with suppress(OSError, EOFError, RolloutError):
-                send(self._connection, Call(0, "close", None))
-                self._process.wait(self._timeouts.close)
-            # A process that does not end when asked is ended below.
+        deadline = time.monotonic() + self._timeouts.close_timeout_s
+        with suppress(OSError, EOFError):  # it has ended
+            send(self._connection, Call(0, "close", None))
+            # Signs of life that nobody has read since the last call fill the pipe and would hold up its end.
+            while (left := deadline - time.monotonic()) > 0 and self._connection.poll(left):
+                self._connection.recv_bytes()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self, *, keep_log: bool = False) -> None:
@@ -106,9 +97,11 @@ class EngineProcess:
         errors: list[OSError] = []
         thread = threading.Thread(target=_send_into, args=(self._connection, message, errors), daemon=True)
         thread.start()
-        thread.join(self._timeouts.silence)
+        thread.join(self._timeouts.silence_timeout_s)
         if thread.is_alive():
-            self._down(f"did not take a request for {self._timeouts.silence:g} s while {_ing(doing)}; it was ended")
+            self._down(
+                f"did not take a request for {self._timeouts.silence_timeout_s:g} s while {_ing(doing)}; it was ended"
+            )
         if errors:
             self._down(f"{self._exit()} before {_ing(doing)}")
 
@@ -116,7 +109,7 @@ class EngineProcess:
         """The message of this kind and id; answers to calls that were given up are dropped."""
         deadline = time.monotonic() + limit
         # Loading a large model may keep the interpreter busy for long.
-        silence = limit if kind is Ready else self._timeouts.silence
+        silence = limit if kind is Ready else self._timeouts.silence_timeout_s
         while (left := deadline - time.monotonic()) > 0:
             try:
                 heard = self._connection.poll(min(left, silence))

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from flowgrpo_rc.rollout.base import Echo
 
+PIPELINES = {"QwenImagePipeline": "QwenImageRollout", "StableDiffusion3Pipeline": "StableDiffusion3Rollout"}
+"""What draws each kind of pipeline: a class in ``pipeline.py``, which imports vllm."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -16,6 +19,8 @@ class Settings:
 
     model: str
     """Folder or hub name of the diffusers pipeline."""
+    pipeline: str
+    """Its class, a key of ``PIPELINES``."""
     dtype: str
     vae_dtype: str
     max_batch: int

@@ -17,7 +17,17 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flowgrpo_rc.rollout.vllm_omni.protocol import Call, Heartbeat, Ready, Reply, Sampled, Settings, receive, send
+from flowgrpo_rc.rollout.vllm_omni.protocol import (
+    PIPELINES,
+    Call,
+    Heartbeat,
+    Ready,
+    Reply,
+    Sampled,
+    Settings,
+    receive,
+    send,
+)
 
 HEARTBEAT_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -70,9 +80,14 @@ class _Server:
     """The calls that the trainer may make."""
 
     def __init__(self, settings: Settings) -> None:
+        from vllm_omni.diffusion.registry import register_diffusion_model
         from vllm_omni.entrypoints import AsyncOmni
 
-        here = "flowgrpo_rc.rollout.vllm_omni"
+        here, pipeline = "flowgrpo_rc.rollout.vllm_omni", PIPELINES[settings.pipeline]
+        # For the images' way out alone: only some of vllm-omni's own post-processors let metadata through.
+        register_diffusion_model(
+            settings.pipeline, f"{here}.pipeline", pipeline, post_process_func_name="leave_as_they_are"
+        )
         self._settings = settings
         self.omni = AsyncOmni(
             model=settings.model,
@@ -81,7 +96,7 @@ class _Server:
             max_num_seqs=settings.max_batch,
             request_batch_max_wait_ms=settings.batch_wait_ms,
             max_cpu_loras=2,
-            custom_pipeline_args={"pipeline_class": f"{here}.pipeline.RolloutPipeline"},
+            custom_pipeline_args={"pipeline_class": f"{here}.pipeline.{pipeline}"},
             worker_extension_cls=f"{here}.worker.RolloutWorker",
             init_timeout=settings.init_timeout,
             stage_init_timeout=settings.init_timeout,

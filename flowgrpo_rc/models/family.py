@@ -1,0 +1,102 @@
+"""What all model families share: guidance, schedule, sizes and pixels around a diffusers pipeline."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo_rc.models.base import Conditioning, Prompts, Schedule
+
+
+class Family:
+    """Base of the adapters: a family says how its transformer is called, and what is special about its latents."""
+
+    default_lora_targets: tuple[str, ...]
+    longest_prompt: int
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+
+    @property
+    def transformer(self) -> Any:
+        return self.pipe.transformer
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
+        scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
+        tokens = (height // self._multiple) * (width // self._multiple)
+        scheduler.set_timesteps(**self._schedule_arguments(scheduler.config, num_inference_steps, tokens))
+        return Schedule(scheduler.timesteps.float(), scheduler.sigmas.float())
+
+    def velocity(
+        self, transformer: nn.Module, latents: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        cond = self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
+        if conditioning.negative is None:
+            return cond
+        uncond = self._forward(transformer, latents, timesteps, conditioning.negative, conditioning)
+        return self._rescale(uncond + conditioning.true_cfg_scale * (cond - uncond), cond)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        image = (self._decode(latents, height, width).float() / 2 + 0.5).clamp(0, 1) * 255
+        return image.round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
+
+    @property
+    def _channels(self) -> int:
+        """Input channels of the transformer."""
+        return int(self.transformer.config.in_channels)
+
+    @property
+    def _multiple(self) -> int:
+        """Pixels to a side of what becomes one token."""
+        return self.pipe.vae_scale_factor * 2
+
+    def _check_size(self, height: int, width: int) -> None:
+        multiple = self._multiple
+        if height % multiple or width % multiple:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model draws multiples of "
+                f"{multiple} pixels"
+            )
+
+    def _forward(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        prompts: Prompts,
+        conditioning: Conditioning,
+    ) -> Tensor:
+        inputs = self._inputs(transformer.dtype, latents, timesteps, prompts, conditioning)
+        return transformer(**inputs, return_dict=False)[0].float()
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        """What a transformer of this family is called with, whoever built it."""
+        raise NotImplementedError
+
+    def _rescale(self, guided: Tensor, cond: Tensor) -> Tensor:
+        """What the family's pipeline does with a guided velocity, ``cond`` being the conditional one."""
+        return guided
+
+    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        """Of the scheduler's ``set_timesteps``, for so many image tokens."""
+        raise NotImplementedError
+
+    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Images ``(B, 3, H, W)``, -1 to 1."""
+        raise NotImplementedError
+
+
+def dynamic_shift(config: Any, tokens: int, default_max_shift: float) -> float:
+    """``mu`` of the pipelines whose schedule depends on the image's size."""
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+    return calculate_shift(
+        tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", default_max_shift),
+    )

@@ -1,0 +1,92 @@
+"""Stable Diffusion 3 and 3.5 (``StableDiffusion3Pipeline``): arithmetic as in diffusers' pipeline, step by step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.family import Family, dynamic_shift
+
+
+class StableDiffusion3(Family):
+    """Adapter of ``diffusers.StableDiffusion3Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
+
+    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
+    """
+
+    default_lora_targets: tuple[str, ...] = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
+    """The joint attention, as Flow-GRPO trains it; ``attn2``, the second attention of 3.5-medium, is left alone."""
+    longest_prompt = 512
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(pipe)
+        if not pipe.transformer._repeated_blocks:
+            pipe.transformer._repeated_blocks = ["JointTransformerBlock"]  # diffusers compiles what is named here
+
+    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
+        self._check_size(height, width)
+        largest = int(self.transformer.config.pos_embed_max_size) * self._multiple
+        if max(height, width) > largest:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model has positions for at "
+                f"most {largest} pixels to a side"
+            )
+        if guidance_scale is not None:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.pipeline.guidance_scale: got {guidance_scale} for this model, which embeds "
+                "none; what its pipeline calls guidance_scale is true_cfg_scale here, so set guidance_scale=null and "
+                f"true_cfg_scale={guidance_scale}"
+            )
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipe.vae_scale_factor
+        return self._channels, height // factor, width // factor
+
+    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        return torch.randn(self.latent_shape(height, width), generator=generator)
+
+    @torch.no_grad()
+    def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
+        embeds, _, pooled, _ = self.pipe.encode_prompt(
+            prompts,
+            None,
+            None,
+            device=self.pipe.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+        )
+        return [EncodedPrompt(row.cpu(), vector.cpu()) for row, vector in zip(embeds, pooled, strict=True)]
+
+    @property
+    def _multiple(self) -> int:
+        return self.pipe.vae_scale_factor * self.pipe.patch_size
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        assert prompts.pooled is not None
+        return {
+            "hidden_states": latents.to(dtype),
+            "timestep": timesteps,
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "pooled_projections": prompts.pooled.to(dtype),
+        }
+
+    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        mu = {"mu": dynamic_shift(config, tokens, 1.16)} if config.get("use_dynamic_shifting") else {}
+        return {"num_inference_steps": num_inference_steps, **mu}
+
+    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        vae = self.pipe.vae
+        latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        return vae.decode(latents, return_dict=False)[0]
