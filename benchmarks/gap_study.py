@@ -2,6 +2,7 @@
 
     python benchmarks/gap_study.py --jobs 2                          # what is missing of the whole grid, seed 1
     python benchmarks/gap_study.py --only fp8_stale0 --seeds 1,2,3   # settings whose name holds one of these texts
+    python benchmarks/gap_study.py --verdicts                       # `flowgrpo-rc probe` on all settings with a result
     python benchmarks/gap_study.py --table --plot                    # reports what is there; runs nothing
 
 A setting's name says what it is: ``fp8_stale2_bypass_1e-3`` samples with fp8-rounded weights and an adapter that is two
@@ -15,6 +16,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from learning import COMMON, LOSS, RC, ROLLOUT, correction
-from training_runs import HERE, PROGRAM, Overrides, Study, load, pending, run_all
+from training_runs import CONFIG, HERE, PROGRAM, Overrides, Study, load, pending, run_all
 
 RESULTS = HERE / "results" / "gap_study"
 PLOT = HERE.parent / "docs" / "images" / "gap_study.png"
@@ -85,58 +87,82 @@ def second_engine(folder: Path) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- reporting
 
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Two-sided 95 % quantiles of Student's t by degrees of freedom."""
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 10: 2.228, 15: 2.131, 20: 2.086, 30: 2.042}
+"""Two-sided 95 % quantiles of Student's t by degrees of freedom; between two entries the lower one's."""
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Mean over seeds with the half width of its 95 % confidence interval (None: one seed)."""
+class Noise:
+    """Standard deviation between seeds within a setting, pooled over all settings, with its degrees of freedom."""
 
-    mean: float
-    half: float | None
-    seeds: int
+    deviation: float
+    freedom: int
 
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" + ("" if self.half is None else f" ±{self.half:.2f}")
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[float]]) -> "Noise":
+        """From groups of one value a seed; NaN where no setting has two."""
+        several = [group for group in groups if len(group) > 1]
+        freedom = sum(len(group) - 1 for group in several)
+        total = sum(stdev(group) ** 2 * (len(group) - 1) for group in several)
+        return cls(math.sqrt(total / freedom) if freedom else math.nan, freedom)
 
-
-def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Standard deviation between seeds within a setting, over all settings, and its degrees of freedom."""
-    several = [group for group in groups if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in several)
-    if not freedom:
-        return math.nan, 0
-    return math.sqrt(sum(stdev(group) ** 2 * (len(group) - 1) for group in several) / freedom), freedom
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """By Student's t, from the seeds' own deviation."""
-    if len(values) < 2:
-        return Estimate(values[0], None, 1)
-    half = T_95[min(len(values) - 1, 9)] * stdev(values) / math.sqrt(len(values))
-    return Estimate(fmean(values), half, len(values))
+    def interval(self, values: Sequence[float]) -> str:
+        """Mean with the half width of its 95 % confidence interval."""
+        mean = f"{fmean(values):.2f}"
+        if not self.freedom:
+            return mean
+        t = T_95[max(known for known in T_95 if known <= self.freedom)]
+        return f"{mean} ±{t * self.deviation / math.sqrt(len(values)):.2f}"
 
 
-def table(runs: dict[str, list[dict]]) -> str:
+def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What ``flowgrpo-rc probe`` says of each setting before training; a calibrated clip has no verdict."""
+    file = study.results / "verdicts.json"
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
+    for setting in settings:
+        if setting in found or study.settings[setting].get(f"{LOSS}.clip_ratio") == "auto":
+            continue
+        with tempfile.TemporaryDirectory() as out:
+            command = [sys.executable, "-m", "flowgrpo_rc.cli.main", "probe", "--config-name", CONFIG, "--out", out]
+            done = subprocess.run(
+                [*command, *study.overrides(setting, seed=1)],
+                cwd=HERE.parent,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+            if done.returncode not in (0, 3):
+                raise RuntimeError(f"probe of {setting}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+            overall = json.loads((Path(out) / "probe.json").read_text())["overall"]
+        found[setting] = {"safe": done.returncode == 0, "clipped": overall["clipped"], "rejected": overall["rejected"]}
+        file.write_text(json.dumps(found, indent=1))
+        print(f"{setting}: {'safe' if found[setting]['safe'] else 'NOT SAFE'}", flush=True)
+    return found
+
+
+def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> str:
     """Markdown: a row a setting; rewards are those of the last validation."""
-    heads = ("setting", "seeds", "held-out reward", "tesseract exact", "gap", "outside the clip", "rejected")
+    heads = ("setting", "seeds", "held-out reward", "tesseract exact", "gap", "outside the clip", "rejected", "probe")
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    rewards = {setting: [run["final_held_out"] for run in group] for setting, group in runs.items()}
+    others = {setting: [run["second_ocr"]["tesseract_exact"] for run in group] for setting, group in runs.items()}
+    noise, other_noise = Noise.of(list(rewards.values())), Noise.of(list(others.values()))
     for setting, group in runs.items():
         bound = "≥ " if any(run["gap_is_lower_bound"] for run in group) else ""
         cells = (
             f"`{setting}`",
             str(len(group)),
-            str(estimate([run["final_held_out"] for run in group])),
-            str(estimate([run["second_ocr"]["tesseract_exact"] for run in group])),
+            noise.interval(rewards[setting]),
+            other_noise.interval(others[setting]),
             f"{bound}{fmean(run['gap'] for run in group):.1e}",
             f"{fmean(run['clip_fraction'] for run in group):.2f}",
             f"{fmean(run['rejected'] for run in group):.2f}",
+            "" if setting not in verdicts else "safe" if verdicts[setting]["safe"] else "**not safe**",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    deviation, freedom = pooled_deviation([[run["final_held_out"] for run in group] for group in runs.values()])
-    if freedom:
-        lines += ["", f"Deviation between seeds within a setting: {deviation:.3f} ({freedom} degrees of freedom)"]
+    if noise.freedom:
+        lines += ["", f"Deviation between seeds: {noise.deviation:.3f} ({noise.freedom} degrees of freedom)"]
     return "\n".join(lines)
 
 
@@ -196,6 +222,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="training steps of a run (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--verdicts", action="store_true", help="run the probe on every setting with a result")
     parser.add_argument("--table", action="store_true", help="print the Markdown table; runs nothing")
     parser.add_argument("--plot", type=Path, nargs="?", const=PLOT, help="draw the figure (%(const)s); runs nothing")
     arguments = parser.parse_args()
@@ -210,7 +237,9 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     arguments, failed = _arguments(), 0
     study = Study(SETTINGS, COMMON, arguments.results, arguments.steps, second_engine)
-    if not (arguments.table or arguments.plot):
+    if arguments.verdicts:
+        probed(study, list(load(arguments.settings, arguments.results)))
+    elif not (arguments.table or arguments.plot):
         try:
             todo = pending(study, arguments.settings, arguments.seeds)
         except ValueError as error:
@@ -219,7 +248,8 @@ def main() -> int:
         failed = run_all(study, todo, arguments.jobs) if todo else 0
     runs = load(arguments.settings, arguments.results)
     if runs and (arguments.table or not arguments.plot):
-        print(table(runs))
+        file = arguments.results / "verdicts.json"
+        print(table(runs, json.loads(file.read_text()) if file.is_file() else {}))
     if runs and arguments.plot:
         plot(runs, arguments.plot)
         print(arguments.plot)
