@@ -116,16 +116,17 @@ class Noise:
 
 
 def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What ``flowgrpo-rc probe`` says of each setting before training; a calibrated clip has no verdict."""
+    """What ``flowgrpo-rc probe`` says of each setting before training; none for calibrated clips and alternatives."""
     file = study.results / "verdicts.json"
     found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
     for setting in settings:
-        if setting in found or study.settings[setting].get(f"{LOSS}.clip_ratio") == "auto":
+        own, overrides = study.settings[setting], study.overrides(setting, seed=1)
+        if own.get(f"{LOSS}.clip_ratio") == "auto" or PROGRAM in own or found.get(setting, {}).get("of") == overrides:
             continue
         with tempfile.TemporaryDirectory() as out:
             command = [sys.executable, "-m", "flowgrpo_rc.cli.main", "probe", "--config-name", CONFIG, "--out", out]
             done = subprocess.run(
-                [*command, *study.overrides(setting, seed=1)],
+                [*command, *overrides],
                 cwd=HERE.parent,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 capture_output=True,
@@ -135,7 +136,11 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
             if done.returncode not in (0, 3):
                 raise RuntimeError(f"probe of {setting}: exit code {done.returncode}\n{done.stderr[-2000:]}")
             overall = json.loads((Path(out) / "probe.json").read_text())["overall"]
-        found[setting] = {"safe": done.returncode == 0, "clipped": overall["clipped"], "rejected": overall["rejected"]}
+        found[setting] = {
+            "safe": done.returncode == 0,
+            **{k: overall[k] for k in ("clipped", "rejected")},
+            "of": overrides,
+        }
         file.write_text(json.dumps(found, indent=1))
         print(f"{setting}: {'safe' if found[setting]['safe'] else 'NOT SAFE'}", flush=True)
     return found
@@ -155,7 +160,7 @@ def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> s
             str(len(group)),
             noise.interval(rewards[setting]),
             other_noise.interval(others[setting]),
-            f"{bound}{fmean(run['gap'] for run in group):.1e}",
+            "-" if PROGRAM in SETTINGS[setting] else f"{bound}{fmean(run['gap'] for run in group):.1e}",
             f"{fmean(run['clip_fraction'] for run in group):.2f}",
             f"{fmean(run['rejected'] for run in group):.2f}",
             "" if setting not in verdicts else "safe" if verdicts[setting]["safe"] else "**not safe**",
@@ -194,10 +199,12 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
             if start:
                 axes.axhline(fmean(start), color="0.6", linestyle="--", linewidth=1)
             axes.set_title(f"{precision} rollouts, adapter {age} updates old", fontsize=9)
-            axes.set_xticks(range(len(names)), [n.replace("_", "\n+ ", 1) for n in names], fontsize=8)
+            axes.set_xticks(range(len(names)), names, fontsize=8, rotation=35, ha="right", rotation_mode="anchor")
+            if not start:
+                axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", color="0.6")
             axes.set_xlim(-0.6, len(names) - 0.4)
             axes.grid(axis="y", alpha=0.3)
-    grid[0][0].set_ylim(0, 1)
+    grid[0][0].set_ylim(0.1, 0.9)
     marks = [plt.Line2D([], [], color=c, marker="o", linewidth=0, label=n or "no clip") for n, c in colours.items()]
     marks.append(plt.Line2D([], [], color="0.6", linestyle="--", label="before training"))
     figure.legend(handles=marks, loc="outside lower center", ncols=6, title="clip_ratio", fontsize=8)

@@ -278,7 +278,7 @@ class DiffusionActor:
         if self.config.diffusion_loss.needs_old_means:
             names += ["sigmas", "next_sigmas", "old_transition_means", "rollout_means"]
         found = {name: data[name].to(self._accelerator.device) for name in names if name in data.keys()}  # noqa: SIM118
-        if self.config.rollout_correction.rollout_rs_threshold == "auto":
+        if self.config.rollout_correction.plan().calibrated:
             found["rollout_rs_bounds"] = data["rollout_rs_bounds"]  # read on the host
         return found
 

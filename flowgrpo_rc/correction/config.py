@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo_rc.correction import dialects
 from flowgrpo_rc.correction.presets import PRESET_NAMES, Presets
 from flowgrpo_rc.correction.thresholds import (
-    AUTO,
     IS_LEVELS,
     CorrectionPlan,
     make_plan,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 GUARDS = ("warn", "fallback", "off")
+_SHARES = ("guard_clip_fraction", "guard_rejected_fraction", "rollout_rs_auto_share")
 REJECTION_NORMALIZATIONS = ("all", "kept")
 
 
@@ -48,12 +48,12 @@ class RolloutCorrectionConfig(Presets):
     rollout_rs_threshold: str | float | int | None = None
     """One entry for all criteria or one for each: "lower_upper" of the ratio for k1, an upper bound for k2, k3. "auto",
     for one seq_ criterion: the bound that `rollout_rs_auto_share` of the images pass for their measured gap alone."""
-    rollout_rs_auto_share: float | int = 0.01
-    """`auto`: the share of images that the gap alone rejects, once enough have been measured;"""
-    rollout_rs_auto_min: float | int = 1e-3
-    """no row is rejected whose every |log ratio| is below this, however small the gap,"""
-    rollout_rs_auto_max: float | int = 0.1
-    """and every row is whose every |log ratio| is above this, however large."""
+    rollout_rs_auto_share: str | float | int = 0.01
+    """`auto`: the share of images that the gap alone rejects, once enough have been measured."""
+    rollout_rs_auto_min: str | float | int = 1e-3
+    """`auto`: the bound is at least that of a row with this |log ratio| at every step, however small the gap,"""
+    rollout_rs_auto_max: str | float | int = 0.1
+    """and at most that of a row with this one, however large."""
     bypass_mode: bool = False
     """Take pi_rollout as pi_old and skip the pass that recomputes pi_old."""
     loss_type: str = "ppo_clip"
@@ -64,14 +64,14 @@ class RolloutCorrectionConfig(Presets):
     """What happens to weights outside the bounds: "truncate", "zero", "clip", "mask"; None: by the threshold."""
     rejection_normalization: str = "all"
     """Denominator of the diffusion loss under rejection: "all" elements, or the "kept" ones."""
-    guard: str = "warn"
+    guard: str | bool = "warn"
     """Of a training run: "warn" when a limit below is passed for `guard_patience` updates in a row; "fallback" leaves
     bypass mode for decoupled mode then, and comes back when it has been safe for long; or "off"."""
-    guard_clip_fraction: float | int = 0.1
+    guard_clip_fraction: str | float | int = 0.1
     """Limit of the share of samples outside the clip band in a batch's first mini-step, before anything is learned;"""
-    guard_rejected_fraction: float | int = 0.5
+    guard_rejected_fraction: str | float | int = 0.5
     """of the share of samples that rejection removed;"""
-    guard_engine_gap: float | int = 0.05
+    guard_engine_gap: str | float | int = 0.05
     """of the mean |log ratio| of actor and engine with equal weights."""
     guard_patience: int = 3
     """Updates in a row that must pass a limit."""
@@ -160,6 +160,8 @@ class RolloutCorrectionConfig(Presets):
         return cls(**{**base, **overrides})
 
     def _check_ranges(self) -> None:
+        if self.guard is False:
+            self.guard = "off"  # as YAML reads a bare off
         if self.guard not in GUARDS:
             raise ValueError(f"guard must be one of {GUARDS}, got {self.guard!r}.")
         if self.guard == "fallback" and self.bypass_mode and self.loss_type == "reinforce":
@@ -171,16 +173,15 @@ class RolloutCorrectionConfig(Presets):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of updates, 1 or more, got {value!r}.")
-        for name in ("guard_clip_fraction", "guard_rejected_fraction", "rollout_rs_auto_share"):
-            if not 0 < parse_number(getattr(self, name), name) < 1:
+        for name in ("guard_engine_gap", "rollout_rs_auto_min", "rollout_rs_auto_max", *_SHARES):
+            setattr(self, name, parse_number(getattr(self, name), name))
+        for name in _SHARES:
+            if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a share between 0 and 1, got {getattr(self, name)!r}.")
-        low, high = (
-            parse_number(getattr(self, f"rollout_rs_auto_{end}"), f"rollout_rs_auto_{end}") for end in ("min", "max")
-        )
+        low, high = float(self.rollout_rs_auto_min), float(self.rollout_rs_auto_max)
         if not low <= high < math.inf:
             raise ValueError(f"rollout_rs_auto_max must be at least rollout_rs_auto_min={low:g}, got {high!r}.")
-        parse_number(self.guard_engine_gap, "guard_engine_gap")
-        if self.rollout_rs_threshold == AUTO and self.rollout_is_batch_normalize:
+        if self.plan().calibrated and self.rollout_is_batch_normalize:
             raise ValueError(
                 "rollout_is_batch_normalize=True with rollout_rs_threshold='auto': rows of different timesteps are "
                 "corrected apart then, and have no common mean. Set one of the two otherwise."

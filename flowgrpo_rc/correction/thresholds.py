@@ -142,6 +142,8 @@ def parse_criteria(options: tuple[str, ...], spec: ThresholdSpec) -> tuple[Crite
     if isinstance(spec, bool) or not isinstance(spec, (Real, str)):
         raise TypeError(f"rollout_rs_threshold must be a number or a string, got {spec!r}.")
     entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
+    if AUTO in entries:
+        raise ValueError(f"rollout_rs_threshold={spec!r}: auto stands alone, for one criterion; give it, or numbers.")
     if len(entries) not in (1, len(options)):
         raise ValueError(
             f"rollout_rs_threshold={spec!r} has {len(entries)} entries; "

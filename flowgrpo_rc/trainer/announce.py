@@ -2,16 +2,18 @@
 
 from pathlib import Path
 
+from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.sde import SDEWindow
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 
-def announcement(config: FlowGRPOConfig, root: Path, window: SDEWindow, processes: int) -> list[str]:
-    """Batch arithmetic, and how rollouts are drawn and corrected; one string a paragraph."""
+def announcement(
+    config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path, window: SDEWindow, processes: int
+) -> list[str]:
+    """Batch arithmetic, and how rollouts are drawn and, by the correction in force, corrected; a string a paragraph."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // processes)
-    rc = config.rollout_correction
     lag = f", {rollout.adapter_lag} batches behind the actor" if rollout.adapter_lag else ""
     return [
         f"Run folder: {root}",
@@ -22,5 +24,5 @@ def announcement(config: FlowGRPOConfig, root: Path, window: SDEWindow, processe
         f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
         f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps. "
         f"Rollout correction: {'bypass, ' + rc.loss_type if rc.bypass_mode else 'decoupled'}, "
-        f"IS {rc.rollout_is or 'off'}, rejection {rc.rollout_rs or 'off'}",
+        f"IS {rc.rollout_is or 'off'}, rejection {rc.rollout_rs or 'off'}, guard {rc.guard}",
     ]

@@ -7,13 +7,14 @@ timestep is
     clamp(3 * q90(|log pi_actor - log pi_engine|), auto_clip_min, auto_clip_max)
 
 over the newest samples of the probe at that timestep; the rejection bound of an image is the ``1 - share`` quantile of
-its criterion's statistic over the newest probed images of the same timesteps, within bounds too. Quantiles of many
-samples: single outliers do not move them.
+its criterion's statistic over the newest probed images of the same timesteps, within bounds too. While these are fewer
+than ``2 / share``, that quantile lies beyond what has been seen, and is the one of a normal gap with the same 90 %
+quantile. Quantiles of many samples: single outliers do not move them.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ IMAGE_MEMORY = 256
 """and images, of each first timestep of a window, for the rejection: its quantile lies further out."""
 ENOUGH = 8
 """A timestep with fewer takes the quantile over all timesteps."""
+_NORMAL = NormalDist()
 
 
 class RunningQuantile:
@@ -43,8 +45,8 @@ class RunningQuantile:
         """Take in one value."""
         self._values.setdefault(timestep, deque(maxlen=self._memory)).append(value)
 
-    def at(self, timestep: float) -> float:
-        """The quantile there, or over all timesteps where too little has been seen.
+    def at(self, timestep: float, quantile: float | None = None) -> float:
+        """The quantile there (another one, if it is given), or over all timesteps where too little has been seen.
 
         Raises:
             RuntimeError: nothing has been observed yet.
@@ -54,7 +56,11 @@ class RunningQuantile:
             own = [value for values in self._values.values() for value in values]
         if not own:
             raise RuntimeError("no gap has been measured yet; observe() comes before the bands")
-        return float(torch.quantile(torch.tensor(list(own), dtype=torch.float64), self._quantile))
+        return float(torch.quantile(torch.tensor(list(own), dtype=torch.float64), quantile or self._quantile))
+
+    def count(self, timestep: float) -> int:
+        """How many values are known there."""
+        return len(self._values.get(timestep, ()))
 
     @property
     def timesteps(self) -> list[float]:
@@ -99,6 +105,14 @@ class ClipBands:
         values = {timestep: self.width(timestep) for timestep in set(timesteps.flatten().tolist())}
         return torch.tensor([[values[t] for t in row] for row in timesteps.tolist()], dtype=torch.float32)
 
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return self.sizes.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
+        self.sizes.load_state_dict(state)
+
     def metrics(self) -> dict[str, float]:
         """``actor/clip_ratio_auto_mean``, ``_min`` and ``_max`` over the timesteps seen so far."""
         return _spread("actor/clip_ratio_auto", [self.width(timestep) for timestep in self.sizes.timesteps])
@@ -113,8 +127,9 @@ class RejectionBands:
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
         (self._criterion,) = config.plan().criteria
-        self._limits = (config.rollout_rs_auto_min, config.rollout_rs_auto_max)
-        self.sizes = RunningQuantile(1 - config.rollout_rs_auto_share, IMAGE_MEMORY)
+        self._limits = (float(config.rollout_rs_auto_min), float(config.rollout_rs_auto_max))
+        self._share = float(config.rollout_rs_auto_share)
+        self.sizes = RunningQuantile(1 - self._share, max(IMAGE_MEMORY, round(3 / self._share)))
         self._window = 1
 
     def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
@@ -130,12 +145,30 @@ class RejectionBands:
             RuntimeError: nothing has been observed yet.
         """
         low, high = (float(row_statistic(torch.full((1, self._window), h), self._criterion)) for h in self._limits)
-        return min(max(self.sizes.at(timestep), low), high)
+        return min(max(self._quantile(timestep), low), high)
+
+    def _quantile(self, timestep: float) -> float:
+        if self.sizes.count(timestep) >= 2 / self._share:
+            return self.sizes.at(timestep)
+        beyond = _NORMAL.inv_cdf(1 - self._share / 2) / _NORMAL.inv_cdf(0.5 + QUANTILE / 2)
+        power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 go with the square of the log ratio
+        return self.sizes.at(timestep, QUANTILE) * beyond**power
 
     def bounds(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, " B"]:
         """The bound of every image of a batch."""
         values = {timestep: self.bound(timestep) for timestep in set(timesteps[:, 0].tolist())}
         return torch.tensor([values[t] for t in timesteps[:, 0].tolist()], dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {**self.sizes.state_dict(), "of": [self._criterion.name, self._window]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave; values of another criterion are forgotten, and measured anew."""
+        name, window = state["of"]
+        if name == self._criterion.name:
+            self.sizes.load_state_dict(state)
+            self._window = window
 
     def metrics(self) -> dict[str, float]:
         """``actor/rollout_rs_auto_mean``, ``_min`` and ``_max`` over the windows seen so far."""

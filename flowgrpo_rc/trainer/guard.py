@@ -17,8 +17,7 @@ CLIP, REJECTED, GAP = "clip", "rejected", "engine_gap"
 
 _DIAGNOSIS = {
     CLIP: "{value:.0%} of the samples lay outside the clip band before anything was learned (limit {limit:.0%}), so "
-    "the engine's error chooses what is learned. Widen diffusion_loss.clip_ratio beyond the gap or set it to auto, or "
-    "set rollout_correction.bypass_mode=false",
+    "the engine's error has a say in what is learned. {remedy}, or set rollout_correction.bypass_mode=false",
     REJECTED: "{value:.0%} of the samples were rejected (limit {limit:.0%}). Widen rollout_rs_threshold or set it to "
     "auto, or bring the engine's precision closer to the actor's",
     GAP: "engine and actor differ by {value:.2g} in mean |log ratio| with equal weights (limit {limit:g}), so the "
@@ -38,7 +37,8 @@ class Guard:
         self._actor, self._configured = actor, config.actor_rollout_ref.actor
         self._rc = config.rollout_correction
         self._over = {CLIP: 0, REJECTED: 0, GAP: 0}
-        self._safe, self._wait = 0, self._rc.guard_return_after
+        self._said: set[str] = set()
+        self._safe = self._returns = 0
         self.say: Callable[[str], None] = lambda _text: None
         """Where a change of mode is told."""
 
@@ -55,57 +55,79 @@ class Guard:
         for name, (value, limit) in signals.items():
             self._over[name] = self._over[name] + 1 if value > limit else 0
         alarms = [name for name in signals if self._over[name] >= self._rc.guard_patience]
-        new = [name for name in alarms if self._over[name] == self._rc.guard_patience]
-        if new:
-            self._raise_alarm({name: signals[name] for name in new}, step)
+        if self._may_fall_back and alarms:
+            self._fall_back({name: signals[name] for name in alarms}, step)
+        elif new := [name for name in alarms if name not in self._said]:
+            self._said |= set(new)
+            warnings.warn(f"guard: {self._text({name: signals[name] for name in new}, step)}", stacklevel=3)
         elif self.fallen_back:
-            self._consider_return(metrics, step)
+            self._consider_return(metrics, signals, step)
         return {"guard/alarms": float(len(alarms)), "guard/fallback": float(self.fallen_back)}
 
+    @property
+    def _may_fall_back(self) -> bool:
+        return self._rc.guard == "fallback" and self._actor.config.rollout_correction.bypass_mode
+
     def _signals(self, metrics: dict[str, float]) -> dict[str, tuple[float, float]]:
-        """Value and limit of what there is to watch."""
-        rc, found = self._rc, {}
-        if self._actor.config.rollout_correction.loss_type == "ppo_clip":
-            found[CLIP] = (metrics["actor/pg_clipfrac_first"], rc.guard_clip_fraction)
-        found[REJECTED] = (1 - metrics["actor/kept_fraction"], rc.guard_rejected_fraction)
+        """Value and limit of what there is to watch; ``reinforce`` and ``flow_dppo`` do not clip."""
+        rc, config, found = self._rc, self._actor.config, {}
+        if config.rollout_correction.loss_type == "ppo_clip" and config.diffusion_loss.loss_mode != "flow_dppo":
+            found[CLIP] = (metrics["actor/pg_clipfrac_first"], float(rc.guard_clip_fraction))
+        found[REJECTED] = (1 - metrics["actor/kept_fraction"], float(rc.guard_rejected_fraction))
         if "rollout_sync/engine_gap_abs_mean" in metrics:
-            found[GAP] = (metrics["rollout_sync/engine_gap_abs_mean"], rc.guard_engine_gap)
+            found[GAP] = (metrics["rollout_sync/engine_gap_abs_mean"], float(rc.guard_engine_gap))
         return found
 
-    def _raise_alarm(self, causes: dict[str, tuple[float, float]], step: int) -> None:
-        reasons = "; ".join(_DIAGNOSIS[name].format(value=v, limit=limit) for name, (v, limit) in causes.items())
-        text = f"step {step}: for {self._rc.guard_patience} updates in a row, {reasons}"
-        if self._rc.guard == "fallback" and self._actor.config.rollout_correction.bypass_mode:
-            self._actor.config = decoupled(self._configured)
-            self._over, self._safe = dict.fromkeys(self._over, 0), 0
-            self.say(f"guard: {text}. Falling back to decoupled mode")
-        else:
-            warnings.warn(f"guard: {text}", stacklevel=4)
+    def _text(self, causes: dict[str, tuple[float, float]], step: int) -> str:
+        loss = self._configured.diffusion_loss
+        remedy = "Widen diffusion_loss.clip_ratio beyond the gap" + (
+            "" if loss.needs_old_means else " or set it to auto"
+        )
+        parts = (_DIAGNOSIS[n].format(value=v, limit=limit, remedy=remedy) for n, (v, limit) in causes.items())
+        return f"step {step}: for {self._rc.guard_patience} updates in a row, {'; '.join(parts)}"
 
-    def _consider_return(self, metrics: dict[str, float], step: int) -> None:
-        """Back to bypass mode when the probe has called it safe for long enough; without a probe, never."""
-        outside, gap = (metrics.get(f"rollout_sync/{name}") for name in ("outside_clip", "engine_gap_abs_mean"))
-        if outside is None or gap is None:
+    def _fall_back(self, causes: dict[str, tuple[float, float]], step: int) -> None:
+        self._actor.config = decoupled(self._configured)
+        self._over, self._safe = dict.fromkeys(self._over, 0), 0
+        self.say(f"guard: {self._text(causes, step)}. Falling back to decoupled mode")
+
+    def _consider_return(self, metrics: dict[str, float], signals: dict[str, tuple[float, float]], step: int) -> None:
+        """Back to bypass mode when all has been at most half of its limit for long enough.
+
+        What bypass mode would clip is the probe's to say: without one, or with an objective whose ratio it does not
+        measure, the run stays in decoupled mode.
+        """
+        outside = metrics.get("rollout_sync/outside_clip")
+        if outside is None:
             return
-        safe = outside <= self._rc.guard_clip_fraction / 2 and gap <= self._rc.guard_engine_gap / 2
+        halves = [value <= limit / 2 for name, (value, limit) in signals.items() if name != CLIP]
+        safe = outside <= float(self._rc.guard_clip_fraction) / 2 and all(halves)
         self._safe = self._safe + 1 if safe else 0
-        if self._safe < self._wait:
+        wait = self._rc.guard_return_after * 2**self._returns
+        if self._safe < wait:
             return
         self._actor.config = self._configured
-        self._over, self._safe, waited = dict.fromkeys(self._over, 0), 0, self._wait
-        self._wait *= 2
-        self.say(f"guard: step {step}: the gap has been safe for {waited} updates in a row. Back to bypass mode")
+        self._over, self._safe, self._returns = dict.fromkeys(self._over, 0), 0, self._returns + 1
+        self.say(f"guard: step {step}: the gap has been safe for {wait} updates in a row. Back to bypass mode")
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"fallen_back": self.fallen_back, "over": dict(self._over), "safe": self._safe, "wait": self._wait}
+        counters = {"over": dict(self._over), "safe": self._safe, "returns": self._returns}
+        return {"fallen_back": self.fallen_back, **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave, as far as the present configuration allows it."""
+        """Take up what ``state_dict`` gave, as far as the present configuration allows it; limits are its own."""
         self._over |= state["over"]
-        self._safe, self._wait = state["safe"], state["wait"]
-        if state["fallen_back"] and self._rc.guard == "fallback" and self._rc.bypass_mode:
+        self._safe, self._returns = state["safe"], state["returns"]
+        if not (state["fallen_back"] and self._rc.bypass_mode):
+            return
+        if self._rc.guard == "fallback":
             self._actor.config = decoupled(self._configured)
+            self.say("guard: this run had fallen back to decoupled mode, and goes on there")
+        else:
+            self.say(
+                f"guard: this run had fallen back to decoupled mode; guard={self._rc.guard} takes it back to bypass"
+            )
 
 
 def decoupled(config: DiffusionActorConfig) -> DiffusionActorConfig:

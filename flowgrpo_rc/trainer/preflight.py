@@ -51,7 +51,7 @@ class StepGap:
     abs_q99: float
     abs_max: float
     clipped: float
-    """Share of samples whose ``exp(l)`` lies outside the clip band and that rejection keeps."""
+    """Share of the samples that rejection keeps whose ``exp(l)`` lies outside the clip band."""
     rejected: float
     """Share of samples that the configured rejection removes for the gap alone."""
     nats: float
@@ -152,6 +152,7 @@ def step_gap(
     size, (clip_low, clip_high) = gap.abs(), band
     median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
     ratio = gap.exp()
+    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
     return StepGap(
         timestep=timestep,
         count=len(gap),
@@ -161,7 +162,7 @@ def step_gap(
         abs_q90=q90,
         abs_q99=q99,
         abs_max=float(size.max()),
-        clipped=float((((ratio < 1 - clip_low) | (ratio > 1 + clip_high)) & keep).double().mean()),
+        clipped=float((outside & keep).sum() / keep.sum().clamp(min=1)),
         rejected=1 - float(keep.double().mean()),
         nats=float(nats.abs().mean()),
         kl_nats=float(kl_nats.mean()),
@@ -209,7 +210,10 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) 
             "before training it cannot be measured"
         )
     if overall.rejected:
-        reasons.append(f"rejection removes {overall.rejected:.0%} of the samples for the gap alone")
+        much = overall.rejected > float(rc.guard_rejected_fraction)
+        safe = safe and not much
+        limit = f" (limit {float(rc.guard_rejected_fraction):.0%}): widen rollout_rs_threshold" if much else ""
+        reasons.append(f"rejection removes {overall.rejected:.0%} of the samples for the gap alone{limit}")
     mode = "bypass" if needed <= WIDEST_CLIP and overall.abs_mean <= BROKEN_GAP else "decoupled"
     if not safe and mode == "bypass":
         reasons.append(f"clip_ratio={wanted:g} holds the gap; decoupled mode does without")

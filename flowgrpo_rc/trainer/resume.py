@@ -32,7 +32,7 @@ def save_run(run: Run, store: CheckpointStore, step: int) -> None:
 def _calibrated(run: Run) -> dict[str, Any]:
     """What a run has learned of its gap, by the name in a checkpoint."""
     parts = {"clip_bands": run.clip_bands, "rejection_bands": run.rejection_bands}
-    present: dict[str, Any] = {name: part.sizes for name, part in parts.items() if part is not None}
+    present: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
     return {**present, "guard": run.guard}
 
 

@@ -316,7 +316,8 @@ class FlowGRPOTrainer:
     def _announce(self) -> None:
         """Say what the numbers of the configuration come to."""
         say = self.logger.say
-        for text in announcement(self.config, self.folder.root, self.window, self.accelerator.num_processes):
+        processes = self.accelerator.num_processes
+        for text in announcement(self.config, self.correction, self.folder.root, self.window, processes):
             say(text)
         if self.step >= self.run.total_steps:
             say(

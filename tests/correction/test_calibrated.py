@@ -143,6 +143,8 @@ def test_errors_name_what_is_missing():
     for option in ("token_k1", "seq_mean_k1,seq_max_k2"):
         with pytest.raises(ValueError, match=f"calibrates one criterion of whole rows, got {option!r}"):
             config(option)
+    with pytest.raises(ValueError, match="auto stands alone"):
+        config("seq_mean_k1,seq_max_k2", "auto,0.1")
     with pytest.raises(ValueError, match="have no common mean"):
         config(rollout_is_batch_normalize=True)
     for name, value in (("share", 0.0), ("share", 1.0), ("min", -1.0), ("max", 1e-9), ("share", float("nan"))):

@@ -64,7 +64,7 @@ def test_bounds_outliers_memory_and_few_samples():
     observe(bands, [700.0], [1e-9])
     assert bands.width(700.0) == 1e-4
     other = ClipBands(1e-4, 1e-2)
-    other.sizes.load_state_dict(bands.sizes.state_dict())
+    other.load_state_dict(bands.state_dict())
     assert other.metrics() == bands.metrics()
 
 
@@ -121,6 +121,30 @@ def test_the_rejection_bound_is_bounded_in_log_ratios(option, low, high):
     assert bands.bound(500.0) == pytest.approx(low)
     bands.observe(timesteps.repeat(100, 1), torch.ones(100 * ENOUGH, 2).double())
     assert bands.bound(500.0) == pytest.approx(high)
+
+
+@pytest.mark.parametrize(("option", "power"), [("seq_mean_k1", 1), ("seq_mean_k2", 2)])
+@pytest.mark.parametrize("count", [16, 64, 256])
+def test_few_images_do_not_reject_more_than_the_tail(option, power, count):
+    """The share that fresh images lose, over many calibrations with so few: near the target of 1 % from the start."""
+    fresh = torch.tensor(normal(20_000, 1e-3, seed=99)).view(-1, 1)
+    shares = []
+    for seed in range(60):
+        bands = rejection(option, rollout_rs_auto_share=0.01, rollout_rs_auto_min=1e-9)
+        bands.observe(torch.full((count, 1), 500.0), torch.tensor(normal(count, 1e-3, seed=seed)).view(-1, 1))
+        (criterion,) = RolloutCorrectionConfig(rollout_rs=option, rollout_rs_threshold="auto").plan().criteria
+        shares.append(float((row_statistic(fresh, criterion) > bands.bound(500.0)).double().mean()))
+    assert 0.006 < sum(shares) / len(shares) < (0.045 if count == 16 else 0.02)
+
+
+def test_values_of_another_criterion_are_forgotten():
+    bands, other, same = rejection("seq_mean_k1"), rejection("seq_mean_k3"), rejection("seq_mean_k1")
+    bands.observe(torch.full((20, 2), 500.0), 1e-3 * torch.ones(20, 2).double())
+    same.load_state_dict(bands.state_dict())
+    assert same.bound(500.0) == bands.bound(500.0)
+    other.load_state_dict(bands.state_dict())
+    with pytest.raises(RuntimeError, match="no gap has been measured yet"):
+        other.bound(500.0)
 
 
 @pytest.mark.parametrize("bypass", ["true", "false"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.guard import Guard
 
@@ -64,6 +65,8 @@ def test_it_warns_once_after_enough_updates_in_a_row(change, text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert feed(guard, 10, **change)["guard/alarms"] == 1
+        feed(guard, 1)
+        assert feed(guard, 10, **change)["guard/alarms"] == 1  # said once a run
     assert not said
     assert not guard.fallen_back
 
@@ -91,6 +94,8 @@ def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text):
         assert feed(guard, 1, outside=0.06)["guard/fallback"] == 1  # more than half of the limit: start again
         feed(guard, 9)
         assert feed(guard, 1, gap=0.03)["guard/fallback"] == 1
+        feed(guard, 9)
+        assert feed(guard, 1, kept=0.7)["guard/fallback"] == 1
         assert feed(guard, 9)["guard/fallback"] == 1
         assert feed(guard, 1)["guard/fallback"] == 0
         assert "safe for 10 updates" in said[1]
@@ -134,6 +139,14 @@ def test_off_and_what_cannot_fall_back():
         feed(reinforce, 20, clip=1.0)  # nothing is clipped there
 
 
+@pytest.mark.parametrize(("loss_mode", "watched"), [("flow_grpo", True), ("grpo_guard", True), ("flow_dppo", False)])
+def test_only_what_clips_is_watched_for_it(loss_mode, watched):
+    """And the advice is one that the objective takes: ``auto`` is flow_grpo's alone."""
+    guard, said = guarded(f"{RC}.guard=fallback", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={loss_mode}")
+    assert feed(guard, 3, clip=0.9)["guard/fallback"] == watched
+    assert ("or set it to auto" in "".join(said)) == (loss_mode == "flow_grpo")
+
+
 def test_its_state_is_kept():
     guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=4")
     feed(guard, 3, clip=0.5)
@@ -141,12 +154,32 @@ def test_its_state_is_kept():
     other, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=4")
     other.load_state_dict(guard.state_dict())
     assert other.fallen_back
+    assert "had fallen back to decoupled mode, and goes on there" in said[0]
     assert feed(other, 1)["guard/fallback"] == 1
     assert feed(other, 1)["guard/fallback"] == 0
-    assert "safe for 4 updates" in said[0]
-    warning, _ = guarded()
+    assert "safe for 4 updates" in said[1]
+    warning, said = guarded()
     warning.load_state_dict(guard.state_dict())
     assert not warning.fallen_back  # what is configured now decides
+    assert "guard=warn takes it back to bypass" in said[0]
+
+
+def test_the_limits_of_a_resumed_run_are_its_own():
+    """A run that was only warned falls back at once when it is told to; patience and waiting are the new ones."""
+    warned, _ = guarded()
+    with pytest.warns(UserWarning, match="for 3 updates in a row"):
+        feed(warned, 10, clip=0.5)
+    resumed, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_patience=2", f"{RC}.guard_return_after=5")
+    resumed.load_state_dict(warned.state_dict())
+    assert feed(resumed, 1, clip=0.5)["guard/fallback"] == 1
+    assert "for 2 updates in a row" in said[0]
+    assert feed(resumed, 4)["guard/fallback"] == 1
+    assert feed(resumed, 1)["guard/fallback"] == 0
+
+
+def test_yaml_writes_off_as_false():
+    assert RolloutCorrectionConfig(guard=False).guard == "off"
+    assert RolloutCorrectionConfig(guard_clip_fraction="2e-1").guard_clip_fraction == 0.2
 
 
 @pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard"])
