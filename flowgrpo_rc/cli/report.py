@@ -28,20 +28,22 @@ def run_report(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.report import NotARunError, read_run, worst, write_report
 
     try:
-        path, findings = write_report(read_run(arguments.folder), arguments.out)
+        run = read_run(arguments.folder)
+        path, findings = write_report(run, arguments.out)
     except (NotARunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(as_text(findings))
+    print(as_text(findings, run))
     print(f"Written: {path}")
     return UNHEALTHY if worst(findings) == "problem" else 0
 
 
-def as_text(findings: Any) -> str:
+def as_text(findings: Any, run: Any) -> str:
     """The verdict, and what is not healthy with what to do."""
+    from flowgrpo_rc.report.history import History
     from flowgrpo_rc.report.setting import headline
 
-    lines = [headline(findings)]
+    lines = [headline(findings, History(run.rows, run.config)), *run.notes]
     for finding in findings:
         if finding.level != "ok":
             lines += [

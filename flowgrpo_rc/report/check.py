@@ -75,7 +75,8 @@ def recent_mean(*names: str, absolute: bool = False) -> Measure:
         series = history.recent(*names)
         if series is None:
             return None
-        return Measurement(abs(series.mean) if absolute else series.mean, series.metric, series.span)
+        says = f"{series.metric} is {number(series.mean)} {span_words(series.span)}"
+        return Measurement(abs(series.mean) if absolute else series.mean, series.metric, series.span, says)
 
     return measure
 

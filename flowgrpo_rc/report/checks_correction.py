@@ -54,8 +54,9 @@ def distance_from_one(name: str):
         series: Series | None = history.recent(name)
         if series is None:
             return None
-        says = f"{series.metric} is {number(series.mean)} {span_words(series.span)}"
-        return Measurement(abs(series.mean - 1), series.metric, series.span, says)
+        away = abs(series.mean - 1)
+        says = f"{series.metric} is {number(series.mean)}, {number(away)} away from 1, {span_words(series.span)}"
+        return Measurement(away, series.metric, series.span, says)
 
     return measure
 

@@ -26,11 +26,11 @@ def gap_at_the_worst_timestep(history: History) -> Measurement | None:
     width, by_timestep = history.clip_width, history.by_timestep()
     auto = history.setting("actor_rollout_ref.actor.diffusion_loss.clip_ratio") == "auto"
     names = (GAP[0], "rollout_corr/logprob_abs_diff", "actor/rollout_corr/logprob_abs_diff")
-    steps = next((by_timestep[n] for n in names if n in by_timestep), None)
+    steps = next(filter(None, (history.now_by_timestep(by_timestep.get(n, {})) for n in names)), None)
     if steps is None or not width or auto or not history.clips_at_the_engine:
         return None
-    timestep, series = max(steps.items(), key=lambda item: item[1].recent().mean)
-    return against_clip(history, series.recent(), f"the gap at timestep {timestep:g}", width)
+    timestep, series = max(steps.items(), key=lambda item: item[1].mean)
+    return against_clip(history, series, f"the gap at timestep {timestep:g}", width)
 
 
 def staleness_against_clip(history: History) -> Measurement | None:
@@ -42,11 +42,15 @@ def staleness_against_clip(history: History) -> Measurement | None:
 
 
 def gap_growth(history: History) -> Measurement | None:
-    """The gap now over the gap of the first steps."""
-    series = history.series(*GAP)
-    if series is None or len(series) < 2 * WINDOW:
+    """The gap now over the gap of the first steps; without the probe, as the mode shows it and only without a lag."""
+    series = history.series(GAP[0])
+    if series is None or history.now(series) is None:
+        lag = history.setting("actor_rollout_ref.rollout.adapter_lag", 0)
+        series = None if lag else history.series(GAP[1] if history.bypasses else GAP[2])
+    last = None if series is None else history.now(series)
+    if series is None or last is None or len(series) < 2 * WINDOW:
         return None
-    first, last = series.part(0, WINDOW), series.recent()
+    first = series.part(0, WINDOW)
     if first.mean < NOTHING:
         return None
     says = f"{series.metric} went from {number(first.mean)} to {number(last.mean)} {span_words(series.span)}"
@@ -68,6 +72,8 @@ def float32_deviation(history: History) -> Measurement | None:
     rollout = "actor_rollout_ref.rollout"
     same = (
         history.setting(f"{rollout}.dtype") == "float32"
+        and history.setting("actor_rollout_ref.model.dtype") == "float32"
+        and history.setting("trainer.mixed_precision") == "no"
         and history.setting(f"{rollout}.name") == "diffusers"
         and history.setting(f"{rollout}.quantization") is None
         and not history.setting(f"{rollout}.adapter_lag", 0)

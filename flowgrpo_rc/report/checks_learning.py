@@ -2,16 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Mapping
 from statistics import fmean, median, pstdev
 from typing import Any
 
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
 from flowgrpo_rc.report.finding import Band, number
-from flowgrpo_rc.report.history import REWARD, History, Series
+from flowgrpo_rc.report.history import REWARD, History, Series, finite
 
 SIGNIFICANT = 3.0
 """Standard errors that a fall must have to count: of runs that only scatter, about one in 400 is accused."""
+EVALUATION = 0.1
+"""What one evaluation scatters by at the least, in standard deviations of a batch."""
 ENOUGH = 12
 """Training steps that a trend needs: four in each third."""
 
@@ -49,17 +50,22 @@ def reward_fall(history: History) -> Measurement | None:
 
 
 def held_out_fall(history: History) -> Measurement | None:
-    """How far the last held-out reward lies below the best; before training counts too."""
+    """How far the last few held-out rewards lie below the best few in a row before them.
+
+    The more there are to be the best of, the larger a fall chance alone makes: hence the logarithm.
+    """
     series = history.series("val/reward/mean")
-    if series is None or len(series) < 2:
+    if series is None or len(series) < 4:
         return None
-    best = max(series.values)
-    fall = best - series.values[-1]
-    scatter = noise(series.values) if len(series) >= 4 else 0.0
-    value = fall / spread(history, series) if fall > scatter else 0.0
-    where = series.steps[series.values.index(best)]
-    says = f"{series.metric} is {number(series.values[-1])} at step {series.steps[-1]}, "
-    says += f"best {number(best)} at step {where}"
+    few = 2 if len(series) < 6 else 3
+    last, before = series.part(-few, len(series)), len(series) - few
+    earlier = [series.part(i, i + few) for i in range(before - few + 1)]
+    best, unit = max(earlier, key=lambda part: part.mean), spread(history, series)
+    error = max(noise(series.values), EVALUATION * unit) * math.sqrt(2 / few)
+    fall = best.mean - last.mean
+    value = fall / unit if fall > math.sqrt(SIGNIFICANT**2 + 2 * math.log(len(earlier))) * error else 0.0
+    says = f"{series.metric} is {number(last.mean)} {span_words(last.span)}, at best {number(best.mean)} "
+    says += span_words(best.span)
     return Measurement(value, series.metric, series.span, says, _held_out_advice(history) if value else None)
 
 
@@ -81,8 +87,8 @@ def gradient_jump(history: History) -> Measurement | None:
     series = history.series("actor/grad_norm")
     if series is None or len(series) < ENOUGH:
         return None
-    recent, usual = series.recent(), median(series.values)
-    if usual <= 0:
+    recent, usual = history.now(series), median(series.values)
+    if recent is None or usual <= 0:
         return None
     largest = max(recent.values)
     says = f"the largest gradient norm {span_words(recent.span)} is {number(largest)}, the run's median {number(usual)}"
@@ -92,7 +98,7 @@ def gradient_jump(history: History) -> Measurement | None:
 def policy_shift(history: History) -> Measurement | None:
     """The mean log ratio to the old policy, in clip bands."""
     series, width = history.recent("actor/ppo_kl"), history.clip_width
-    if series is None or not width or not history.clips:
+    if series is None or not width or not history.clips_the_ratio:
         return None
     value = abs(series.mean) / width
     says = f"actor/ppo_kl is {number(series.mean)} {span_words(series.span)}, the clip band {number(width)}"
@@ -117,7 +123,9 @@ def not_finite(history: History, broken_lines: int) -> Measurement | None:
     """How many values are NaN or infinite, and lines not readable; the last line alone counts as one half."""
     if not history.rows:
         return None
-    bad = [(step, n) for step, row in zip(history.steps, history.rows, strict=True) for n in _bad_names(row)]
+    numeric = {name for row in history.rows for name, value in row.items() if isinstance(value, (int, float))}
+    rows = zip(history.steps, history.rows, strict=True)
+    bad = [(step, n) for step, row in rows for n, value in row.items() if _broken(value, n in numeric)]
     span = (history.steps[0], history.steps[-1])
     if bad:
         names = ", ".join(dict.fromkeys(name for _, name in bad[:5]))
@@ -128,8 +136,14 @@ def not_finite(history: History, broken_lines: int) -> Measurement | None:
     return Measurement(0.0, "metrics.jsonl", span, f"{len(history.rows)} rows, every value finite")
 
 
-def _bad_names(row: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+def _broken(value: Any, numeric: bool) -> bool:
+    """Whether a value is not finite: as a number, or, where other rows hold numbers, as text or null."""
+    if isinstance(value, (int, float)):
+        return finite(value) is None
+    return numeric and (value is None or (isinstance(value, str) and value.strip().lower().lstrip("+-") in NOT_FINITE))
+
+
+NOT_FINITE = ("nan", "inf", "infinity")
 
 
 LOG_BAND = Band(high=0.0, problem_high=0.5)
@@ -141,7 +155,8 @@ LOG_CHECK = Check(
     sde=LOG_BAND,
     tokens=LOG_BAND,
     limits="healthy: every line read and every value finite, problem: NaN or infinity",
-    reason="The trainer stops at the first NaN; a line cut off (.5) is a run that was killed, or writes just now.",
+    reason="Sees NaN in what was logged; this trainer stops at a NaN before it writes the row, so read its error then. "
+    "A line cut off (.5) is a run that was killed, or writes just now.",
     advice="Resume from the last checkpoint with trainer.resume_mode=auto; a NaN is named in the run's error.",
 )
 
@@ -159,9 +174,9 @@ LEARNING_CHECKS = (
         name="held_out_fall",
         title="Held-out reward holds",
         measure=held_out_fall,
-        sde=Band(high=0.15, problem_high=0.25),
-        tokens=Band(high=0.15, problem_high=0.25),
-        reason="In batch standard deviations, if beyond the evaluations' own scatter; one evaluation carries about .1.",
+        sde=Band(high=0.15, problem_high=0.35),
+        tokens=Band(high=0.15, problem_high=0.35),
+        reason="In batch standard deviations, if beyond three standard errors; one evaluation scatters by .1 or more.",
         advice="Go back to the best checkpoint, and look at samples from before and after.",
     ),
     Check(

@@ -28,36 +28,33 @@ class Figure:
 
 def figures(history: History) -> list[Figure]:
     """All panels that the run logged something for."""
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
     found = []
     for panel in PANELS:
         alt = panel.describe(history)
         if alt is not None:
             light, dark = (render(panel, history, theme) for theme in (LIGHT, DARK))
-            found.append(Figure(panel.title, f"{panel.title}: {alt}", panel.caption, light, dark))
+            found.append(Figure(panel.title, f"{panel.title}: {alt}", panel.look_for(history), light, dark))
     return found
 
 
 def render(panel: Panel, history: History, theme: Theme) -> str:
     """One panel as an SVG data URI; the same bytes for the same run."""
     import matplotlib
-    from matplotlib import pyplot as plt
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator
 
     settings: Any = style(theme)
     with matplotlib.rc_context(settings):
-        figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
-        try:
-            panel.draw(history, axes, theme)
-            legend(figure, axes)
-            if axes.get_xlabel() == "step":
-                axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        finally:
-            plt.close(figure)
+        figure = Canvas(figsize=SIZE, layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        panel.draw(history, axes, theme)
+        legend(figure, axes)
+        if axes.get_xlabel() == "step":
+            axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return data_uri("image/svg+xml", buffer.getvalue())
 
 
@@ -91,6 +88,7 @@ def style(theme: Theme) -> dict[str, Any]:
         "lines.linewidth": 1.8,
         "svg.hashsalt": "flowgrpo_rc",
         "svg.fonttype": "path",
+        "text.parse_math": False,
     }
 
 

@@ -1,18 +1,23 @@
 """Metrics rows as time series, and the few settings that checks need."""
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 WINDOW = 10
 """Training steps that "now" means: enough that one unlucky batch raises no alarm."""
 
-TIMESTEP = re.compile(r"^(?P<metric>.+?)[/_](?:ts|timestep|t)_?(?P<t>\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
+TIMESTEP = re.compile(
+    r"^(?P<metric>(?:actor|rollout_corr|rollout_sync)/.+?)[/_](?:ts|timestep|t)_?(?P<t>\d+(?:\.\d+)?(?:e[+-]?\d+)?)$"
+)
 """A metric of one timestep: ``rollout_corr/logprob_abs_diff/ts_666.667``, ``.../t500``, ``..._t500``."""
 
+LARGEST = 1e150
+"""Beyond this a value counts as infinite: its square is."""
 CORRECTION = "rollout_corr/"
 REWARD = ("reward/mean", "critic/rewards/mean", "critic/score/mean")
 """Training reward: here, and in verl."""
@@ -25,10 +30,6 @@ class Series:
     metric: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
-
-    def recent(self, count: int = WINDOW) -> "Series":
-        """The last ``count`` points."""
-        return Series(self.metric, self.steps[-count:], self.values[-count:])
 
     def part(self, start: int, stop: int) -> "Series":
         """Points ``start`` to ``stop``, as a slice."""
@@ -60,20 +61,43 @@ class History:
         self.rows, self.config = rows, config
         self.steps = [_step(row, position) for position, row in enumerate(rows, 1)]
         self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
+        trained = (step for step, row in zip(self.steps, rows, strict=True) if _trained(row))
+        self.trained = sorted(dict.fromkeys(trained))
+        """The steps that logged more than a validation."""
 
     def series(self, *names: str) -> Series | None:
-        """The first of ``names`` that any row logged; a ``rollout_corr/`` name also as the actor logs it."""
-        for name in names:
-            for full in (name, f"actor/{name}") if name.startswith(CORRECTION) else (name,):
-                points = [(s, row[full]) for s, row in zip(self.steps, self.rows, strict=True) if _finite(row, full)]
-                if points:
-                    return Series(full, tuple(s for s, _ in points), tuple(float(v) for _, v in points))
-        return None
+        """The first of ``names`` that is still logged, or else that ever was."""
+        there = [series for series in map(self._series, names) if series is not None]
+        return next((series for series in there if self.now(series) is not None), there[0] if there else None)
+
+    def _series(self, name: str) -> Series | None:
+        """One metric; a ``rollout_corr/`` name also from the rows where the actor logged it, as in bypass mode."""
+        metrics = (name, f"actor/{name}") if name.startswith(CORRECTION) else (name,)
+        points = []
+        for step, row in zip(self.steps, self.rows, strict=True):
+            logged = ((metric, finite(row.get(metric))) for metric in metrics)
+            points += [(step, value, metric) for metric, value in logged if value is not None][:1]
+        if not points:
+            return None
+        return Series(points[-1][2], tuple(step for step, _, _ in points), tuple(value for _, value, _ in points))
+
+    def now(self, series: Series) -> Series | None:
+        """What ``series`` holds of the run's last ``WINDOW`` training steps; None where it ended before them.
+
+        What is logged only now and then gets a window of twice its own spacing.
+        """
+        place = {step: i for i, step in enumerate(self.trained)}
+        places = [place[step] for step in series.steps if step in place]
+        spacing = median(b - a for a, b in itertools.pairwise(places)) if len(places) > 1 else 1
+        window = max(WINDOW, math.ceil(2 * spacing)) if spacing > 1 else WINDOW
+        start = self.trained[-window:][0] if self.trained else self.steps[0]
+        first = next((i for i, step in enumerate(series.steps) if step >= start), None)
+        return None if first is None else series.part(first, len(series))
 
     def recent(self, *names: str) -> Series | None:
-        """The last ``WINDOW`` points of ``series``."""
+        """``series``, ``now``."""
         series = self.series(*names)
-        return None if series is None else series.recent()
+        return None if series is None else self.now(series)
 
     def by_timestep(self) -> dict[str, dict[float, Series]]:
         """``{metric: {timestep: series}}`` of everything that ``TIMESTEP`` matches; noisy timesteps first."""
@@ -84,6 +108,11 @@ class History:
             if match and series is not None:
                 found.setdefault(match["metric"], {})[float(match["t"])] = series
         return {metric: dict(sorted(steps.items(), reverse=True)) for metric, steps in found.items()}
+
+    def now_by_timestep(self, steps: Mapping[float, Series]) -> dict[float, Series]:
+        """``now`` of each timestep; those no longer trained are left out."""
+        recent = ((timestep, self.now(series)) for timestep, series in steps.items())
+        return {timestep: series for timestep, series in recent if series is not None}
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A setting by its dotted name."""
@@ -108,38 +137,73 @@ class History:
 
     @property
     def clips_at_the_engine(self) -> bool:
-        """Whether PPO's clip is centred at the engine's log-probs now: bypass mode, from which no guard has fled."""
-        fled = self.series("guard/fallback")
-        if fled is not None and fled.values[-1] > 0:
-            return False
-        bypass = bool(self.correction("bypass_mode", False)) and self.correction("loss_type", "ppo_clip") == "ppo_clip"
-        return bypass and self.setting(f"{LOSS}.loss_mode", "flow_grpo") not in ("grpo_guard", "flow_dppo")
+        """Whether PPO's clip of the plain ratio is centred at the engine's log-probs now."""
+        return self.bypasses and self.clips_the_ratio
+
+    @property
+    def fallen_back(self) -> bool:
+        """Whether the guard has the run in decoupled mode now."""
+        fled = self.recent("guard/fallback")
+        return fled is not None and fled.values[-1] > 0
+
+    @property
+    def bypasses(self) -> bool:
+        """Whether the run is in bypass mode now: so configured, and no guard has left it."""
+        return bool(self.correction("bypass_mode", False)) and not self.fallen_back
 
     @property
     def clips(self) -> bool:
-        """Whether the objective clips at all."""
-        return self.correction("loss_type", "ppo_clip") == "ppo_clip"
+        """Whether the objective clips at all; ``flow_dppo`` bounds a divergence instead."""
+        return self.correction("loss_type", "ppo_clip") == "ppo_clip" and self._loss_mode != "flow_dppo"
+
+    @property
+    def clips_the_ratio(self) -> bool:
+        """Whether it clips the plain ratio; ``grpo_guard`` clips one that it has normalised."""
+        return self.clips and self._loss_mode != "grpo_guard"
+
+    @property
+    def _loss_mode(self) -> Any:
+        return self.setting(f"{LOSS}.loss_mode", "flow_grpo")
 
     @property
     def clip_width(self) -> float | None:
-        """Half width of the clip band: the narrower side, or the recent mean of a calibrated band; None: unknown."""
+        """Half width of the clip band: the narrower side, or the recent mean of a calibrated band; None: unknown.
+
+        A run that has fallen back from a calibrated band has its lower bound.
+        """
         ratio = self.setting(f"{LOSS}.clip_ratio")
         if ratio == "auto":
+            if self.fallen_back:
+                return _as_number(self.setting(f"{LOSS}.auto_clip_min"))
             width = self.recent("actor/clip_ratio_auto_mean")
             return None if width is None else width.mean
         sides = [self.setting(f"{LOSS}.clip_ratio_{side}") for side in ("low", "high")]
-        known = [float(ratio if side is None else side) for side in sides if side is not None or ratio is not None]
-        return min(known, default=None)
+        known = [_as_number(ratio if side is None else side) for side in sides]
+        return min((side for side in known if side is not None), default=None)
 
 
 LOSS = "actor_rollout_ref.actor.diffusion_loss"
 
 
+def finite(value: Any) -> float | None:
+    """A number as a float; None for anything else, and for one that is NaN, infinite or too large to compute with."""
+    if not isinstance(value, (int, float)):
+        return None
+    return float(value) if -LARGEST < value < LARGEST else None
+
+
+def _as_number(value: Any) -> float | None:
+    """``finite``, also of text: YAML reads ``1e-3`` as such."""
+    try:
+        return finite(float(value) if isinstance(value, str) else value)
+    except ValueError:
+        return None
+
+
 def _step(row: Mapping[str, Any], position: int) -> int:
-    step = row.get("step", row.get("training/global_step", position))
-    return int(step) if isinstance(step, (int, float)) and math.isfinite(step) else position
+    step = finite(row.get("step", row.get("training/global_step", position)))
+    return int(step) if step is not None and abs(step) < 2**53 else position
 
 
-def _finite(row: Mapping[str, Any], name: str) -> bool:
-    value = row.get(name)
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def _trained(row: Mapping[str, Any]) -> bool:
+    return any(name != "step" and not name.startswith(("val/", "timing_s/")) for name in row)

@@ -11,7 +11,7 @@ from typing import Any
 from flowgrpo_rc.report.figures import Figure, figures, picture_uri
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
 from flowgrpo_rc.report.health import check_health, not_checked
-from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.history import History, finite
 from flowgrpo_rc.report.run import Run
 from flowgrpo_rc.report.setting import headline, progress, settings, tiles
 
@@ -26,9 +26,11 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
         The file, and the findings that it shows.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is a folder.
     """
     target = run.root / "report.html" if path is None else Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"{target}: is a folder; give the name of a file")
     findings = check_health(run.rows, run.config, broken_lines=run.broken_lines)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.writing")
@@ -49,6 +51,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         _section("Figures", _figures(figures(history))),
         _section("Samples", _samples(run)) if run.samples else "",
         _section("Probe before training", _probe(run.probe)) if run.probe else "",
+        _section("Notes", "".join(f"<p>{_text(note)}</p>" for note in run.notes)) if run.notes else "",
         _section("All checks", _checks(findings)),
         _section("Numbers", _numbers(history, run)),
     )
@@ -79,11 +82,13 @@ def _section(title: str, body: str) -> str:
 def _head(name: str, history: History, findings: list[Finding]) -> str:
     level = worst(findings)
     first = next((f for f in findings if f.level == level and level != OK), None)
-    says = f"{_sentence(first.measured)} {first.advice}" if first else "Every measured value is in its healthy range."
+    well = "Every measured value is in its healthy range." if history.trained else "No training step is logged yet."
+    says = f"{_sentence(first.measured)} {first.advice}" if first else well
     numbers = "".join(f"<div><dt>{_text(n)}</dt><dd>{_text(v)}</dd></div>" for n, v in tiles(history))
     return (
         f"<header>\n<h1>{_text(name)} · {_text(progress(history))}</h1>\n"
-        f'<div class="verdict {level}" role="status"><strong>{SIGNS[level]} {_text(headline(findings))}</strong>'
+        f'<div class="verdict {level}" role="status">'
+        f"<strong>{SIGNS[level]} {_text(headline(findings, history))}</strong>"
         f"<p>{_prose(says)}</p></div>\n"
         f'<dl class="tiles">{numbers}</dl>\n</header>'
     )
@@ -166,7 +171,8 @@ def _probe(probe: dict[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return number(value) if isinstance(value, (int, float)) else ""
+    known = finite(value)
+    return "" if known is None else number(known)
 
 
 def _checks(findings: Sequence[Finding]) -> str:

@@ -41,6 +41,17 @@ class Panel:
     draw: Draw
     caption: str
     """What to look for."""
+    beside_the_band: str = ""
+    """The same where the clip is centred at the engine, so that the band is drawn."""
+
+    def look_for(self, history: History) -> str:
+        """The caption for this run."""
+        return self.beside_the_band if self.beside_the_band and band_width(history) else self.caption
+
+
+def band_width(history: History) -> float | None:
+    """The clip band's half width where the gap fills it: where the clip is centred at the engine."""
+    return history.clip_width if history.clips_at_the_engine else None
 
 
 def ends(series: Series | None, name: str) -> str | None:
@@ -119,8 +130,8 @@ def _logarithmic(axes: Any) -> None:
 
 def describe_gap(history: History) -> str | None:
     """In words."""
-    width = history.clip_width
-    return several(ends(history.series(*GAP), "gap"), f"clip band {number(width)}" if width else None)
+    gap, width = ends(history.series(*GAP), "gap"), band_width(history)
+    return several(gap, f"clip band {number(width)}" if width else None) if gap else None
 
 
 def _seen(history: History) -> Series | None:
@@ -136,8 +147,8 @@ def _positive(series: Series) -> Series:
 
 
 def _clip_line(history: History, axes: Any, theme: Theme) -> None:
-    width, auto = history.clip_width, history.series("actor/clip_ratio_auto_mean")
-    if auto is not None:
+    width, auto = band_width(history), history.series("actor/clip_ratio_auto_mean")
+    if width and auto is not None:
         _line(axes, auto, "clip band (auto)", theme.red, linestyle="--", linewidth=1.2)
     elif width:
         axes.axhline(width, color=theme.red, linestyle="--", linewidth=1.2, label=f"clip band {number(width)}")
@@ -148,6 +159,12 @@ def per_dimension(history: History) -> dict[str, dict[float, Series]]:
     return {m: s for m, s in history.by_timestep().items() if "nats" not in m and len(s) > 1 and _any(s)}
 
 
+def per_dimension_now(history: History) -> dict[str, dict[float, Series]]:
+    """``per_dimension`` over the last steps, with the timesteps that are still trained."""
+    recent = ((metric, history.now_by_timestep(steps)) for metric, steps in per_dimension(history).items())
+    return {metric: steps for metric, steps in recent if len(steps) > 1 and _any(steps)}
+
+
 def _any(steps: dict[float, Series]) -> bool:
     return any(value > 0 for series in steps.values() for value in series.values)
 
@@ -155,8 +172,8 @@ def _any(steps: dict[float, Series]) -> bool:
 def draw_timesteps(history: History, axes: Any, theme: Theme) -> None:
     """The recent mean of every per-timestep metric, from noise to image."""
     colors = (theme.blue, theme.green, theme.orange, theme.soft, theme.ink)
-    for i, (metric, steps) in enumerate(per_dimension(history).items()):
-        values = [series.recent().mean for series in steps.values()]
+    for i, (metric, steps) in enumerate(per_dimension_now(history).items()):
+        values = [series.mean for series in steps.values()]
         label = metric.removeprefix("actor/").removeprefix("rollout_corr/").removeprefix("rollout_sync/")
         axes.plot(list(steps), values, "o-", color=colors[i % len(colors)], label=label, markersize=4)
     _clip_level(history, axes, theme)
@@ -166,17 +183,17 @@ def draw_timesteps(history: History, axes: Any, theme: Theme) -> None:
 
 
 def _clip_level(history: History, axes: Any, theme: Theme) -> None:
-    if width := history.clip_width:
+    if width := band_width(history):
         axes.axhline(width, color=theme.red, linestyle="--", linewidth=1.2, label=f"clip band {number(width)}")
 
 
 def describe_timesteps(history: History) -> str | None:
     """In words."""
-    found = per_dimension(history)
+    found = per_dimension_now(history)
     if not found:
         return None
     metric, steps = next(iter(found.items()))
-    values = ", ".join(f"{number(s.recent().mean)} at {t:g}" for t, s in steps.items())
+    values = ", ".join(f"{number(s.mean)} at {t:g}" for t, s in steps.items())
     return f"{metric} over the last {WINDOW} steps: {values}"
 
 
@@ -334,11 +351,12 @@ PANELS = (
         "Reward", describe_reward, draw_reward, "Both should climb; only held out falling: the reward is being gamed."
     ),
     Panel("Clipped samples", describe_clip, draw_clip, "Before learning: what the gap alone puts outside the band."),
-    Panel("Gap between engine and actor", describe_gap, draw_gap, "Steady, and well below the clip band."),
+    Panel("Gap between engine and actor", describe_gap, draw_gap, "Steady.", "Steady, and well below the clip band."),
     Panel(
         "Gap by timestep",
         describe_timesteps,
         draw_timesteps,
+        f"Last {WINDOW} steps; smooth.",
         f"Last {WINDOW} steps; smooth, and below the band.",
     ),
     Panel("Gap by timestep over the run", describe_heat, draw_heat, "Rows keep their colour while nothing changes."),

@@ -4,14 +4,18 @@ import warnings
 from typing import Any
 
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
-from flowgrpo_rc.report.history import LOSS, REWARD, WINDOW, History
+from flowgrpo_rc.report.history import LOSS, REWARD, WINDOW, History, finite
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def headline(findings: list[Finding]) -> str:
+def headline(findings: list[Finding], history: History) -> str:
     """The verdict in a few words."""
     level = worst(findings)
+    if level == OK and not history.trained:
+        return "Nothing to judge yet"
+    if level == OK and unfinished(history):
+        return f"Healthy so far, {progress(history).partition(',')[0]}"
     if level == OK:
         return f"Healthy: nothing to do in {len(findings)} checks"
     count = sum(f.level == level for f in findings)
@@ -23,12 +27,18 @@ def headline(findings: list[Finding]) -> str:
     return f"Problem: {first.title.lower()}{more}"
 
 
+def unfinished(history: History) -> bool:
+    """Whether the configuration asks for more steps than are logged."""
+    total = finite(history.setting("trainer.total_training_steps"))
+    return total is not None and history.steps[-1] < total
+
+
 def progress(history: History) -> str:
     """``step 8 of 30``, with what that means."""
     last, total = history.steps[-1], history.setting("trainer.total_training_steps")
     if not isinstance(total, int):
         return f"step {last}"
-    return f"step {last} of {total}" + (", running or interrupted" if last < total else ", finished")
+    return f"step {last} of {total}" + (", running or interrupted" if unfinished(history) else ", finished")
 
 
 def settings(history: History) -> list[tuple[str, str]]:
@@ -96,9 +106,10 @@ def tiles(history: History) -> list[tuple[str, str]]:
         if series is None:
             continue
         if recent:
-            found.append((name, number(series.recent().mean)))
+            now = history.now(series)
+            found += [(name, number(now.mean))] if now is not None else []
         else:
             count = max(1, min(WINDOW, len(series) // 3)) if metrics is REWARD else 1
-            first, last = series.part(0, count).mean, series.recent(count).mean
+            first, last = series.part(0, count).mean, series.part(-count, len(series)).mean
             found.append((name, f"{number(first)} → {number(last)}"))
     return found

@@ -126,11 +126,12 @@ def test_a_reward_fall_within_the_noise_is_none():
     assert found(rows(11), settings(), "reward_fall") is None
 
 
-@pytest.mark.parametrize(("last", "level"), [(0.8, "ok"), (0.76, "ok"), (0.74, "watch"), (0.7, "problem")])
+@pytest.mark.parametrize(("last", "level"), [(0.8, "ok"), (0.71, "ok"), (0.69, "watch"), (0.67, "problem")])
 def test_held_out_fall(last, level):
+    """The mean of the last three against the best three; .1 is within three standard errors of one batch's .35."""
     made = rows(30)
-    for step, value in ((1, 0.65), (15, 0.8), (30, last)):
-        made[step - 1]["val/reward/mean"] = value
+    for row in made[::2]:
+        row["val/reward/mean"] = last if row["step"] > 24 else 0.8
     assert found(made, settings(), "held_out_fall").level == level
 
 
@@ -217,9 +218,10 @@ def test_settings_decide_what_is_checked():
 
 
 def test_names_of_timesteps():
-    names = ("rollout_corr/logprob_abs_diff/ts_666.667", "rollout_sync/engine_gap_abs_mean/t500", "x/new_gap_t1e-05")
-    names += ("rollout_sync/engine_gap_abs_mean_t1000", "a/timestep_7")
+    names = ("rollout_corr/logprob_abs_diff/ts_666.667", "rollout_sync/engine_gap_abs_mean/t500")
+    names += ("actor/new_gap_t1e-05", "rollout_sync/engine_gap_abs_mean_t1000", "rollout_corr/a/timestep_7")
     assert [TIMESTEP.match(n)["t"] for n in names] == ["666.667", "500", "1e-05", "1000", "7"]
+    assert not any(TIMESTEP.match(n) for n in ("timing_s/t_500", "my/reward_t5", "val/ts_500", "critic/score/t1"))
     assert not any(TIMESTEP.match(n) for n in ("actor/grad_norm", "rollout_corr/chi2_token", "rollout_corr/k3_kl"))
     table = History(rows(3)).by_timestep()
     assert {metric: list(steps) for metric, steps in table.items()} == {"rollout_sync/engine_gap_abs_mean": [1000, 500]}

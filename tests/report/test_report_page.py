@@ -127,7 +127,9 @@ def test_a_run_that_goes_on_or_was_killed(tmp_path):
 
 def test_only_the_first_step_validated(tmp_path):
     _, page = page_of(read_run(folder(tmp_path / "run", [{"step": 0, "val/reward/mean": 0.5, "timing_s/validate": 1}])))
-    assert "Healthy" in page.text
+    assert "Nothing to judge yet" in page.text
+    assert "No training step is logged yet" in page.text
+    assert "Healthy" not in page.text.split("The run")[0]
 
 
 def test_rows_of_another_trainer(tmp_path):

@@ -1,0 +1,247 @@
+"""What "now" is, what the settings leave to check, and rows that are not as they should be."""
+
+import json
+import random
+
+import pytest
+from rows import folder, rows, settings
+
+from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.report import check_health, read_run, write_report
+from flowgrpo_rc.report.history import WINDOW, History
+from flowgrpo_rc.report.panels import PANELS
+
+LOSS = "actor_rollout_ref__actor__diffusion_loss"
+AUTO = {f"{LOSS}__clip_ratio": "auto", f"{LOSS}__auto_clip_min": 1e-4}
+BYPASS = "algorithm__rollout_correction__bypass_mode"
+
+
+def found(made, config, check):
+    """The finding of one check; None if it was left out."""
+    return next((f for f in check_health(made, config) if f.check == check), None)
+
+
+def without(made, *names, after=0):
+    """Rows without metrics from a step on."""
+    return [{n: v for n, v in row.items() if n not in names or row["step"] <= after} for row in made]
+
+
+# ---------------------------------------------------------------------- now
+
+
+def test_what_stopped_being_logged_is_not_judged():
+    """As after a resume with other settings."""
+    made = rows(40, **{"rollout_corr__rollout_rs_masked_fraction": 0.9})
+    assert found(made, settings(), "rejected").level == "problem"
+    stopped = without(made, "rollout_corr/rollout_rs_masked_fraction", after=30)
+    assert found(stopped, settings(), "rejected").metric == "actor/kept_fraction"
+    assert found(without(stopped, "actor/kept_fraction"), settings(), "rejected") is None
+    assert found(without(made, "rollout_corr/rollout_rs_masked_fraction", after=31), settings(), "rejected") is not None
+
+
+def test_a_metric_logged_now_and_then_is_judged():
+    made = [row if row["step"] % 25 == 0 else without([row], "actor/kept_fraction")[0] for row in rows(110)]
+    finding = found(made, settings(), "rejected")
+    assert (finding.metric, finding.steps) == ("actor/kept_fraction", (75, 100))
+
+
+@pytest.mark.parametrize("bad", ["plain", "actor"])
+def test_the_guard_switches_names_and_both_count(bad):
+    """Decoupled mode logs ``rollout_corr/x``, bypass mode ``actor/rollout_corr/x``: the last rows are now."""
+    name = "rollout_corr/logprob_abs_diff_mean"
+    made = []
+    for row in without(rows(60), name):
+        plain = (row["step"] <= 30) == (bad == "actor")
+        made.append({**row, (name if plain else f"actor/{name}"): 0.2 if row["step"] > 30 else 1e-4})
+    finding = found(made, settings(), "gap_mean")
+    assert (finding.level, finding.steps) == ("problem", (51, 60))
+    assert finding.metric == (name if bad == "plain" else f"actor/{name}")
+    assert len(History(made).series(name)) == 60
+
+
+def test_a_timestep_no_longer_trained_is_not_the_worst():
+    late = "rollout_sync/engine_gap_abs_mean/ts_500"
+    made = rows(40, **{late.replace("/", "__"): 5e-3})
+    assert "timestep 500" in found(made, settings(), "gap_timestep").measured
+    assert "timestep 1000" in found(without(made, late, after=25), settings(), "gap_timestep").measured
+
+
+def test_the_window_is_in_training_steps():
+    made = rows(30, actor__pg_clipfrac_first=lambda step: 0.9 if step <= 20 else 0.0)
+    validated = [*made, {"step": 31, "val/reward/mean": 0.5, "timing_s/validate": 1.0}]
+    assert found(validated, settings(), "clip_first").steps == (31 - WINDOW, 30)
+
+
+# ---------------------------------------------------------------------- held-out rewards
+
+
+@pytest.mark.parametrize("count", [4, 11, 51])
+def test_a_plateau_of_held_out_rewards_is_no_fall(count):
+    """Evaluations that scatter by .1 of a batch's standard deviation, around one value."""
+    draw, problems, runs = random.Random(count), 0, 1000
+    for _ in range(runs):
+        made = [{"step": i, "val/reward/mean": draw.gauss(0.7, 0.035), "reward/std": 0.35} for i in range(count)]
+        problems += found(made, settings(), "held_out_fall").level == "problem"
+    assert problems < 0.02 * runs
+
+
+def test_three_evaluations_are_too_few():
+    made = [{"step": i, "val/reward/mean": 0.9 - 0.3 * i, "reward/std": 0.35} for i in range(3)]
+    assert found(made, settings(), "held_out_fall") is None
+
+
+# ---------------------------------------------------------------------- settings
+
+CLIPPING = {"clip_first", "clip_fraction", "clip_inert"}
+AT_THE_ENGINE = {"gap_vs_clip", "gap_timestep", "staleness"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "checked"),
+    [
+        ("flow_grpo", CLIPPING | AT_THE_ENGINE | {"policy_shift"}),
+        ("grpo_guard", CLIPPING),
+        ("flow_dppo", set()),
+    ],
+)
+def test_loss_modes(mode, checked):
+    names = {f.check for f in check_health(rows(), settings(**{f"{LOSS}__loss_mode": mode}))}
+    assert names & (CLIPPING | AT_THE_ENGINE | {"policy_shift"}) == checked
+
+
+@pytest.mark.parametrize(
+    "change", [{"actor_rollout_ref__model__dtype": "bfloat16"}, {"trainer__mixed_precision": "bf16"}, {}]
+)
+def test_float32_is_both_sides(change):
+    config = settings(**{"actor_rollout_ref__rollout__dtype": "float32", **change})
+    finding = found(rows(actor__ratio_deviation_first=1e-3), config, "float32_deviation")
+    assert (finding is None) == bool(change)
+
+
+def test_growth_without_the_probe_follows_the_mode():
+    def grow(step):
+        return 1e-4 if step <= 15 else 3e-4
+
+    for name, bypass in (("actor/log_ratio_abs_mean_first", True), ("rollout_corr/logprob_abs_diff_mean", False)):
+        made = without(rows(30, **{name.replace("/", "__"): grow}), "rollout_sync/engine_gap_abs_mean")
+        finding = found(made, settings(**{BYPASS: bypass}), "gap_growth")
+        assert (finding.level, finding.metric) == ("watch", name)
+        assert found(made, settings(**{BYPASS: not bypass}), "gap_growth").level == "ok"
+        lagging = settings(**{BYPASS: bypass, "actor_rollout_ref__rollout__adapter_lag": 4})
+        assert found(made, lagging, "gap_growth") is None
+        assert found(rows(30), lagging, "gap_growth").level == "ok"
+
+
+def test_the_band_after_a_fall_back_is_the_lowest():
+    made = rows(actor__clip_ratio_auto_mean=5e-3)
+    assert History(made, settings(**AUTO)).clip_width == pytest.approx(5e-3)
+    fled = rows(actor__clip_ratio_auto_mean=5e-3, guard__fallback=1.0)
+    assert History(fled, settings(**AUTO)).clip_width == 1e-4
+
+
+def test_a_number_as_text_is_a_clip_ratio():
+    """YAML reads ``1e-3`` as text."""
+    assert History(rows(1), settings(**{f"{LOSS}__clip_ratio": "1e-3"})).clip_width == 1e-3
+    assert History(rows(1), settings(**{f"{LOSS}__clip_ratio": "wide"})).clip_width is None
+
+
+def panel(title):
+    return next(p for p in PANELS if p.title == title)
+
+
+@pytest.mark.parametrize("title", ["Gap between engine and actor", "Gap by timestep"])
+def test_the_band_is_drawn_where_the_gap_fills_it(title):
+    from matplotlib.figure import Figure
+
+    from flowgrpo_rc.report.panels import LIGHT
+
+    for bypass in (True, False):
+        history = History(rows(), settings(**{BYPASS: bypass}))
+        axes = Figure().subplots()
+        panel(title).draw(history, axes, LIGHT)
+        assert any("band" in label for label in axes.get_legend_handles_labels()[1]) == bypass
+        assert ("band" in panel(title).look_for(history)) == bypass
+    assert ("band" in panel("Gap between engine and actor").describe(history)) == bypass
+    assert panel("Gap between engine and actor").describe(History([{"reward/mean": 1.0}], settings())) is None
+
+
+# ---------------------------------------------------------------------- rows and files out of shape
+
+
+@pytest.mark.parametrize("value", ["NaN", "inf", "-Infinity", None, 10**400, float("nan")])
+def test_not_finite_in_any_spelling(value):
+    made = rows(5)
+    made[2]["reward/mean"] = value
+    finding = found(made, settings(), "log")
+    assert (finding.level, finding.metric) == ("problem", "reward/mean")
+    assert found([{**row, "note": "inf", "flag": None} for row in rows(5)], settings(), "log").level == "ok"
+
+
+@pytest.mark.parametrize("ratio", ["wide", [1], {"a": 1}, True])
+def test_a_clip_ratio_that_is_no_number(tmp_path, ratio):
+    root = folder(tmp_path / "run", rows(), settings(**{f"{LOSS}__clip_ratio": ratio}))
+    assert main(["report", str(root)]) in (0, 3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"steps": [', "[]", "a: b", '{"steps": [1]}', '{"advice": "no"}', '{"advice": {"reasons": 1}}', b"\xff\xfe"],
+)
+def test_a_malformed_probe_is_left_out_with_a_note(tmp_path, content, capsys):
+    root = folder(tmp_path / "run", rows())
+    (root / "probe.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["report", str(root)]) == 0
+    assert "probe.json was left out" in capsys.readouterr().out
+    assert "probe.json was left out" in (root / "report.html").read_text()
+
+
+def test_huge_numbers_dollars_and_a_byte_order_mark(tmp_path):
+    made = rows(5, **{"timing_s__a$b_{c$": 1.0, "rollout_sync__$x_$/ts_1": 1e-3, "rollout_sync__$x_$/ts_2": 1e-3})
+    made[1]["actor/grad_norm"] = 10**400
+    made[2]["actor/grad_norm"] = 1e308
+    made[3]["note"] = "a"
+    root = folder(tmp_path / "run", made)
+    (root / "metrics.jsonl").write_bytes(b"\xef\xbb\xbf" + (root / "metrics.jsonl").read_bytes())
+    with open(root / "metrics.jsonl", "a") as handle:
+        handle.write(f'{{"step": 1{"0" * 5000}}}\n')
+    (root / "probe.json").write_text(json.dumps({"steps": [{"timestep": 1.0, "abs_mean": float("nan")}]}))
+    run = read_run(root)
+    assert (len(run.rows), run.broken_lines) == (5, 1)
+    _, findings = write_report(run)
+    assert {f.check for f in findings if f.level == "problem"} == {"log"}
+
+
+# ---------------------------------------------------------------------- what is said
+
+
+def test_distances_and_signs_are_said():
+    near = found(rows(**{"rollout_corr__ppl_ratio": 0.99}), settings(), "ppl_ratio")
+    assert near.measured == "rollout_corr/ppl_ratio is 0.99, 0.01 away from 1, over steps 21-30"
+    assert found(rows(**{"rollout_corr__kl": -6e-3}), settings(), "kl").measured.startswith("rollout_corr/kl is -0.006")
+
+
+def test_an_unfinished_run_is_healthy_so_far(tmp_path, capsys):
+    root = folder(tmp_path / "run", rows(12), settings(trainer__total_training_steps=600))
+    assert main(["report", str(root)]) == 0
+    assert "Healthy so far, step 12 of 600\n" in capsys.readouterr().out
+    first = folder(tmp_path / "first", [{"step": 0, "val/reward/mean": 0.5}])
+    assert main(["report", str(first)]) == 0
+    assert "Nothing to judge yet" in capsys.readouterr().out
+
+
+def test_a_folder_as_the_file_is_refused_before_anything_is_written(tmp_path, capsys):
+    root, out = folder(tmp_path / "run", rows(3)), tmp_path / "out"
+    out.mkdir()
+    assert main(["report", str(root), "--out", str(out)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_the_caller_s_matplotlib_is_left_alone(tmp_path):
+    import subprocess
+    import sys
+
+    root = folder(tmp_path / "run", rows(3))
+    code = f"from flowgrpo_rc.report import read_run, write_report; write_report(read_run({str(root)!r})); "
+    code += "import sys; assert 'matplotlib.pyplot' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
