@@ -6,6 +6,7 @@
 #              flowgrpo-rc prepare-data ocr --input DIR --output "$DATA"      (default: data/ocr)
 #   OUTPUTS    where run folders go               (default: outputs)
 #   NUM_GPUS   processes on this machine          (default: 4)
+#   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
 #
 # Every process holds the frozen model twice when model.dtype and rollout.dtype differ, once when they agree.
 # Any setting can be overridden: bash run_qwen_image_...sh trainer.total_training_steps=100
@@ -15,6 +16,8 @@ MODEL=${MODEL:-Qwen/Qwen-Image}
 DATA=${DATA:-data/ocr}
 OUTPUTS=${OUTPUTS:-outputs}
 NUM_GPUS=${NUM_GPUS:-4}
+ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
+echo "Rollout engine: $ENGINE"
 
 if [ "$NUM_GPUS" -gt 1 ]; then
     LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_GPUS" -m flowgrpo_rc.cli.main)
@@ -44,7 +47,7 @@ exec "${LAUNCH[@]}" train \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
     actor_rollout_ref.actor.diffusion_loss.clip_ratio=0.001 \
-    actor_rollout_ref.rollout.name=diffusers \
+    actor_rollout_ref.rollout.name="$ENGINE" \
     actor_rollout_ref.rollout.dtype=bfloat16 \
     actor_rollout_ref.rollout.n=16 \
     actor_rollout_ref.rollout.micro_batch_size=16 \

@@ -6,6 +6,7 @@
 #              flowgrpo-rc prepare-data ocr --input DIR --output "$DATA"      (default: data/ocr)
 #   OUTPUTS    where run folders go               (default: outputs)
 #   NUM_GPUS   processes on this machine          (default: 4)
+#   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
 #
 # From flow_grpo's general_ocr_sd3: 48 prompts x 24 images a batch, two updates each, LoRA, learning rate, clip, KL,
 # 10 steps of which the first 9 are trained, guidance 4.5 (true_cfg_scale here), 512 pixels, 128 T5 tokens, 40 steps in
@@ -18,6 +19,8 @@ MODEL=${MODEL:-stabilityai/stable-diffusion-3.5-medium}
 DATA=${DATA:-data/ocr}
 OUTPUTS=${OUTPUTS:-outputs}
 NUM_GPUS=${NUM_GPUS:-4}
+ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
+echo "Rollout engine: $ENGINE"
 
 if [ "$NUM_GPUS" -gt 1 ]; then
     LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_GPUS" -m flowgrpo_rc.cli.main)
@@ -49,7 +52,7 @@ exec "${LAUNCH[@]}" train \
     actor_rollout_ref.actor.use_kl_loss=True \
     actor_rollout_ref.actor.kl_loss_coef=0.04 \
     actor_rollout_ref.actor.diffusion_loss.clip_ratio=0.0001 \
-    actor_rollout_ref.rollout.name=diffusers \
+    actor_rollout_ref.rollout.name="$ENGINE" \
     actor_rollout_ref.rollout.dtype=bfloat16 \
     actor_rollout_ref.rollout.n=24 \
     actor_rollout_ref.rollout.micro_batch_size=24 \

@@ -138,7 +138,6 @@ def test_a_scale_that_is_no_power_of_two_and_bfloat16(path_of, family):
     result = pair.vllm.generate(request)
     check_rollout(request, result, pair.model, HeldAdapter(2, digest), "bfloat16")
     gap = (result.batch["rollout_means"] - pair.diffusers.generate(request).batch["rollout_means"]).abs()
-    print(family, "bfloat16", gap.mean().item(), gap.max().item())
     assert 0 < gap.max() < 0.3
     assert gap.mean() < 0.02
     # the window ends with the schedule; images are the trainer's decoding of it, its VAE in float32
