@@ -7,8 +7,8 @@ import torch
 
 from flowgrpo_rc.models.base import Schedule
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError
-from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError, diffusers_engine
+from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 WINDOW = ("actor_rollout_ref.rollout.algo.sde_window_range=[0,2]", "actor_rollout_ref.rollout.algo.sde_window_size=2")
 CFG = "actor_rollout_ref.rollout.pipeline.true_cfg_scale=3.0"
@@ -229,7 +229,7 @@ BEFORE_ANY_STEP = [
 
 @pytest.mark.parametrize(("engine", "settings", "message"), BEFORE_ANY_STEP, ids=lambda v: getattr(v, "__name__", ""))
 def test_the_first_faulty_batch_stops_the_run(small_config, monkeypatch, engine, settings, message):
-    monkeypatch.setattr(setup, "DiffusersEngine", engine)
+    monkeypatch.setattr(diffusers_engine, "DiffusersEngine", engine)
     trainer = FlowGRPOTrainer(small_config(*WINDOW, *settings))
     actor, before = trainer.run.actor, adapter_state(trainer.run.actor.transformer)
     with pytest.raises(RolloutSyncError, match=message) as error:
@@ -253,7 +253,7 @@ AFTER_THE_FIRST_UPDATE = [
 @pytest.mark.parametrize(("engine", "settings", "message"), AFTER_THE_FIRST_UPDATE)
 def test_no_batch_of_a_wrong_adapter_is_trained_on(small_config, monkeypatch, engine, settings, message):
     """The adapter starts at zero; what is not delivered shows from the first update on."""
-    monkeypatch.setattr(setup, "DiffusersEngine", engine)
+    monkeypatch.setattr(diffusers_engine, "DiffusersEngine", engine)
     steps = ("trainer.total_training_steps=4", "trainer.val_before_train=false")
     trainer, updates = FlowGRPOTrainer(small_config(*WINDOW, *settings, *steps)), []
     update = trainer.run.actor.update
@@ -284,14 +284,14 @@ def for_validation(engine):
     ],
 )
 def test_validation_is_checked_too(small_config, monkeypatch, engine, settings, message):
-    monkeypatch.setattr(setup, "DiffusersEngine", for_validation(engine))
+    monkeypatch.setattr(diffusers_engine, "DiffusersEngine", for_validation(engine))
     config = small_config(*WINDOW, *settings)
     with pytest.raises(RolloutSyncError, match=message):
         FlowGRPOTrainer(config).fit()
 
 
 def test_a_sound_engine_with_the_same_places_trains(small_config, monkeypatch):
-    monkeypatch.setattr(setup, "DiffusersEngine", Engine)
+    monkeypatch.setattr(diffusers_engine, "DiffusersEngine", Engine)
     assert FlowGRPOTrainer(small_config(*WINDOW, CFG, LATE, EMA)).fit().rows()[-1]["step"] == 2
 
 
