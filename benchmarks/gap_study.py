@@ -24,7 +24,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from learning import COMMON, LOSS, RC, ROLLOUT, correction
-from training_runs import CONFIG, HERE, PROGRAM, Overrides, Study, load, pending, run_all
+from training_runs import CONFIG, HERE, PROGRAM, Overrides, Study, load, run_missing
 
 RESULTS = HERE / "results" / "gap_study"
 PLOT = HERE.parent / "docs" / "images" / "gap_study.png"
@@ -247,12 +247,7 @@ def main() -> int:
     if arguments.verdicts:
         probed(study, list(load(arguments.settings, arguments.results)))
     elif not (arguments.table or arguments.plot):
-        try:
-            todo = pending(study, arguments.settings, arguments.seeds)
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-        print(f"{len(todo)} of {len(arguments.settings) * len(arguments.seeds)} runs to do", flush=True)
-        failed = run_all(study, todo, arguments.jobs) if todo else 0
+        failed = run_missing(study, arguments.settings, arguments.seeds, arguments.jobs)
     runs = load(arguments.settings, arguments.results)
     if runs and (arguments.table or not arguments.plot):
         file = arguments.results / "verdicts.json"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from training_runs import HERE, Overrides, Study, load, pending, run_all
+from training_runs import HERE, Overrides, Study, load, run_missing
 
 RESULTS = HERE / "results" / "learning"
 PLOT = HERE.parent / "docs" / "images" / "learning.png"
@@ -181,13 +181,7 @@ def main() -> int:
     arguments = _arguments()
     study, failed = Study(SETTINGS, COMMON, arguments.results, arguments.steps), 0
     if not (arguments.table or arguments.plot):
-        try:
-            todo = pending(study, arguments.settings, arguments.seeds)
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-        total = len(arguments.settings) * len(arguments.seeds)
-        print(f"{len(todo)} of {total} runs to do, {arguments.jobs} at a time", flush=True)
-        failed = run_all(study, todo, arguments.jobs) if todo else 0
+        failed = run_missing(study, arguments.settings, arguments.seeds, arguments.jobs)
     runs = load(arguments.settings, arguments.results)
     if runs and (arguments.table or not arguments.plot):
         print(table(runs))

@@ -171,6 +171,16 @@ def pending(study: Study, settings: Iterable[str], seeds: Sequence[int]) -> list
     return todo
 
 
+def run_missing(study: Study, settings: Sequence[str], seeds: Sequence[int], jobs: int) -> int:
+    """Run what has no result yet; returns how many failed. Ends the program where a result is not of this study."""
+    try:
+        todo = pending(study, settings, seeds)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"{len(todo)} of {len(settings) * len(seeds)} runs to do, {jobs} at a time", flush=True)
+    return run_all(study, todo, jobs) if todo else 0
+
+
 def run_all(study: Study, todo: Sequence[tuple[str, int]], jobs: int) -> int:
     """Run ``jobs`` at a time; returns how many failed."""
     study.results.mkdir(parents=True, exist_ok=True)
