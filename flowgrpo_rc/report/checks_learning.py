@@ -10,7 +10,8 @@ from flowgrpo_rc.report.finding import Band, number
 from flowgrpo_rc.report.history import REWARD, History, Series, finite
 
 SIGNIFICANT = 3.0
-"""Standard errors that a fall must have to count: of runs that only scatter, about one in 400 is accused."""
+"""Standard errors that a fall must have to count: of runs that only scatter, one in 100 (12 steps) to one in 1000 (60
+steps) is accused."""
 EVALUATION = 0.1
 """What one evaluation scatters by at the least, in standard deviations of a batch."""
 ENOUGH = 12
@@ -106,7 +107,7 @@ def policy_shift(history: History) -> Measurement | None:
 
 
 def guard_alarms(history: History) -> Measurement | None:
-    """Whether the guard is raising alarms (2), or has left bypass mode (1)."""
+    """Whether the guard is raising alarms or has left bypass mode (1), or neither (0)."""
     alarms, fled = history.recent("guard/alarms"), history.recent("guard/fallback")
     if alarms is None:
         return None
@@ -116,10 +117,10 @@ def guard_alarms(history: History) -> Measurement | None:
             1.0, "guard/fallback", alarms.span, f"the guard has the run in decoupled mode at step {alarms.steps[-1]}"
         )
     says = f"the guard {'raises alarms' if raised else 'is quiet'} at step {alarms.steps[-1]}"
-    return Measurement(2.0 if raised else 0.0, "guard/alarms", alarms.span, says)
+    return Measurement(float(raised), "guard/alarms", alarms.span, says)
 
 
-def not_finite(history: History, broken_lines: int) -> Measurement | None:
+def not_finite(history: History) -> Measurement | None:
     """How many values are NaN or infinite, and lines not readable; the last line alone counts as one half."""
     if not history.rows:
         return None
@@ -131,8 +132,8 @@ def not_finite(history: History, broken_lines: int) -> Measurement | None:
         names = ", ".join(dict.fromkeys(name for _, name in bad[:5]))
         says = f"{len(bad)} values are NaN or infinite, first at step {bad[0][0]}: {names}"
         return Measurement(float(len(bad)), bad[0][1], span, says)
-    if broken_lines:
-        return Measurement(0.5, "metrics.jsonl", span, f"metrics.jsonl: {broken_lines} line(s) cut off or not readable")
+    if broken := history.broken_lines:
+        return Measurement(0.5, "metrics.jsonl", span, f"metrics.jsonl: {broken} line(s) cut off or not readable")
     return Measurement(0.0, "metrics.jsonl", span, f"{len(history.rows)} rows, every value finite")
 
 
@@ -151,7 +152,7 @@ LOG_BAND = Band(high=0.0, problem_high=0.5)
 LOG_CHECK = Check(
     name="log",
     title="The log itself",
-    measure=lambda history: not_finite(history, 0),
+    measure=not_finite,
     sde=LOG_BAND,
     tokens=LOG_BAND,
     limits="healthy: every line read and every value finite, problem: NaN or infinity",

@@ -1,13 +1,12 @@
 """The health check: every check that the rows allow, worst first."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from flowgrpo_rc.report.check import Check
 from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
 from flowgrpo_rc.report.checks_gap import GAP_CHECKS
-from flowgrpo_rc.report.checks_learning import LEARNING_CHECKS, LOG_CHECK, not_finite
+from flowgrpo_rc.report.checks_learning import LEARNING_CHECKS, LOG_CHECK
 from flowgrpo_rc.report.finding import LEVELS, Finding
 from flowgrpo_rc.report.history import History
 
@@ -36,8 +35,8 @@ def check_health(
     """
     if not rows:
         raise ValueError("rows: got none; give at least one step's metrics")
-    history = History(rows, config)
-    found = [finding for check in _with_log(broken_lines) if (finding := check.run(history)) is not None]
+    history = History(rows, config, broken_lines)
+    found = [finding for check in CHECKS if (finding := check.run(history)) is not None]
     return sorted(found, key=lambda finding: -LEVELS.index(finding.level))
 
 
@@ -45,10 +44,3 @@ def not_checked(findings: Sequence[Finding]) -> list[Check]:
     """The checks that had nothing to measure."""
     done = {finding.check for finding in findings}
     return [check for check in CHECKS if check.name not in done]
-
-
-def _with_log(broken_lines: int) -> tuple[Check, ...]:
-    def measure(history: History):
-        return not_finite(history, broken_lines)
-
-    return tuple(replace(check, measure=measure) if check.name == "log" else check for check in CHECKS)

@@ -55,10 +55,13 @@ class History:
     Args:
         rows: a mapping a step, as in ``metrics.jsonl``; without a ``step`` they are counted from 1.
         config: the resolved configuration as nested mappings, or None.
+        broken_lines: lines of the log that could not be read.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> None:
-        self.rows, self.config = rows, config
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, broken_lines: int = 0
+    ) -> None:
+        self.rows, self.config, self.broken_lines = rows, config, broken_lines
         self.steps = [_step(row, position) for position, row in enumerate(rows, 1)]
         self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
         trained = (step for step, row in zip(self.steps, rows, strict=True) if _trained(row))

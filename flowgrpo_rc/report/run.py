@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.trainer.run_folder import RunFolder
+from flowgrpo_rc.trainer.run_folder import RunFolder, read_rows
 
 
 class NotARunError(ValueError):
@@ -56,21 +56,6 @@ def read_run(root: str | Path) -> Run:
         probe=probe,
         notes=notes,
     )
-
-
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a ``metrics.jsonl``, and how many lines were none."""
-    rows, broken = [], 0
-    for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines():
-        try:
-            row = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            broken += 1
-        elif row:
-            rows.append(row)
-    return rows, broken
 
 
 def _mapping(path: Path) -> dict[str, Any] | None:

@@ -45,15 +45,7 @@ class RunFolder:
 
     def rows(self) -> list[dict[str, Any]]:
         """All complete lines of ``metrics.jsonl``; a line cut off by a kill is left out."""
-        rows: list[dict[str, Any]] = []
-        if not self.metrics.is_file():
-            return rows
-        for line in self.metrics.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return rows
+        return read_rows(self.metrics)[0] if self.metrics.is_file() else []
 
     def forget_after(self, step: int) -> None:
         """Drop the lines and sample grids of later steps: a run resumed at ``step`` makes them again."""
@@ -66,3 +58,18 @@ class RunFolder:
         temporary = self.metrics.with_suffix(".writing")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, self.metrics)
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a ``metrics.jsonl``, and how many lines were none."""
+    rows, broken = [], 0
+    for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines():
+        try:
+            row = json.loads(line) if line.strip() else {}
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            broken += 1
+        elif row:
+            rows.append(row)
+    return rows, broken

@@ -95,9 +95,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         fingerprint=_fingerprint(config, model),
         guard=Guard(config, actor),
         clip_bands=_clip_bands(config),
-        rejection_bands=RejectionBands(config.rollout_correction)
-        if config.rollout_correction.plan().calibrated
-        else None,
+        rejection_bands=_rejection_bands(config),
     )
 
 
@@ -131,6 +129,11 @@ def _load(
 def _clip_bands(config: FlowGRPOConfig) -> ClipBands | None:
     loss = config.actor_rollout_ref.actor.diffusion_loss
     return ClipBands(loss.auto_clip_min, loss.auto_clip_max) if loss.clip_ratio == "auto" else None
+
+
+def _rejection_bands(config: FlowGRPOConfig) -> RejectionBands | None:
+    rc = config.rollout_correction
+    return RejectionBands(rc) if rc.plan().calibrated else None
 
 
 def _accelerator(config: FlowGRPOConfig, project_dir: str) -> Any:
