@@ -1,5 +1,6 @@
 """What all model families share: guidance, schedule, sizes and pixels around a diffusers pipeline."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.models.base import Conditioning, Prompts, Schedule
 
 
-class Family:
+class Family(ABC):
     """Base of the adapters: a family says how its transformer is called, and what is special about its latents."""
 
     default_lora_targets: tuple[str, ...]
@@ -70,23 +71,23 @@ class Family:
         inputs = self._inputs(transformer.dtype, latents, timesteps, prompts, conditioning)
         return transformer(**inputs, return_dict=False)[0].float()
 
+    @abstractmethod
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         """What a transformer of this family is called with, whoever built it."""
-        raise NotImplementedError
 
     def _rescale(self, guided: Tensor, cond: Tensor) -> Tensor:
         """What the family's pipeline does with a guided velocity, ``cond`` being the conditional one."""
         return guided
 
+    @abstractmethod
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         """Of the scheduler's ``set_timesteps``, for so many image tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Images ``(B, 3, H, W)``, -1 to 1."""
-        raise NotImplementedError
 
 
 def dynamic_shift(config: Any, tokens: int, default_max_shift: float) -> float:
