@@ -41,7 +41,7 @@ def imports_of(path):
 
 def files_of(floor):
     single = PACKAGE / f"{floor}.py"
-    return [single] if single.is_file() else sorted((PACKAGE / floor).glob("*.py"))
+    return [single] if single.is_file() else sorted((PACKAGE / floor).rglob("*.py"))
 
 
 @pytest.mark.parametrize("floor", sorted(ALLOWED))

@@ -71,8 +71,8 @@ def compute_rollout_correction_and_rejection_mask(
             is initialised. `metrics` describe this rank's shard; `MetricAccumulator` merges ranks.
 
     Raises:
-        ValueError: shapes differ or are not 1-D or 2-D, the batch is empty, no element is valid, a valid
-            log-prob is NaN or infinite, or an option is invalid.
+        ValueError: shapes or devices differ, shapes are not 1-D or 2-D, the batch is empty, no element is valid,
+            a valid log-prob is NaN or infinite, or an option is invalid.
         TypeError: a log-prob that is not floating point, or a threshold of the wrong type.
 
     Source: Liu et al. 2025, "When Speed Kills Stability"; Yao et al. 2025 (truncated IS); verl's rollout correction.
@@ -185,7 +185,7 @@ def run_plan(
     if timesteps is not None:
         parts.extend(_timestep_parts(p, q, m, timesteps))
     moments = moments_of_table(
-        layout, _to_host(parts).numpy(), rows=shape[0], masked=m is not None, count_empty_rows=count_empty_rows
+        layout, _to_host(parts), rows=shape[0], masked=m is not None, count_empty_rows=count_empty_rows
     )
     if not moments.finite:
         raise ValueError(_describe_non_finite(p, q, m))
@@ -208,6 +208,8 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
     for name, other in (("rollout_log_prob", rollout_log_prob), ("mask", mask), ("timesteps", timesteps)):
         if other is not None and other.shape != shape:
             raise ValueError(f"log_prob has shape {tuple(shape)}, but {name} has shape {tuple(other.shape)}.")
+        if other is not None and other.device != log_prob.device:
+            raise ValueError(f"log_prob is on {log_prob.device}, but {name} is on {other.device}; move one.")
     if log_prob.numel() == 0:
         raise ValueError(f"The batch is empty: log_prob has shape {tuple(shape)}.")
 

@@ -176,14 +176,3 @@ def _host_rows(plan: CorrectionPlan, token_is: bool) -> list[str]:
     if plan.log_veto is not None:
         names.append("veto_row")
     return names
-
-
-def element_cuts(layout: Layout) -> list[float]:
-    """Values that `l` is compared with, element by element."""
-    cuts = [bound for c in layout.token_criteria if c.statistic == "k1" for bound in (c.lower, c.upper)]
-    spec = layout.plan.importance
-    if spec is not None and spec.level == "token":
-        cuts += [math.log(spec.upper), math.log(spec.reported_lower)]
-    if layout.plan.log_veto is not None:
-        cuts.append(layout.plan.log_veto)
-    return cuts

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
+from torch import Tensor
 
 from flowgrpo_rc.correction.layout import Layout
 from flowgrpo_rc.correction.reduction import reduce_table
@@ -120,25 +120,25 @@ def merge_all(moments: Iterable[Moments]) -> Moments:
 
 def moments_of_table(
     layout: Layout,
-    flat: Float[np.ndarray, " figures"],
+    flat: Float[Tensor, " figures"],
     *,
     rows: int,
     masked: bool,
     count_empty_rows: bool = False,
 ) -> Moments:
-    """Moments of what was transferred: the table, then the divisor, then three figures per element."""
+    """Moments of what was transferred to the host: the table, then the divisor, then three figures per element."""
     size = layout.height * rows
-    table, tail = flat[:size].reshape(-1, rows), flat[size:].tolist()
+    table, tail = flat[:size].view(-1, rows), flat[size:].tolist()
     sums, minima, maxima = reduce_table(layout, table, masked=masked, count_empty_rows=count_empty_rows)
     importance = layout.plan.importance
     divisor = tail.pop(0) if importance is not None and importance.batch_normalize else None
     return Moments(
         layout.plan,
         layout.reduced,
-        tuple(sums.tolist()),
+        sums,
         layout.ranged,
-        tuple(minima.tolist()),
-        tuple(maxima.tolist()),
+        minima,
+        maxima,
         divisor,
         _group_by_timestep(tail) if tail else {},
     )

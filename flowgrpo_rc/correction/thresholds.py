@@ -41,6 +41,16 @@ class ImportanceSampling:
     """The bound that `..._fraction_low` counts against: `lower`, or `1 / upper` when there is none."""
     batch_normalize: bool = False
 
+    @property
+    def log_upper(self) -> float:
+        """The log ratio above which `..._fraction_high` counts."""
+        return math.log(self.upper)
+
+    @property
+    def log_lower(self) -> float:
+        """The log ratio below which `..._fraction_low` counts."""
+        return math.log(self.reported_lower) if self.reported_lower > 0.0 else -math.inf
+
 
 @dataclass(frozen=True, slots=True)
 class Criterion:

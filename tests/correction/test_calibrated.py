@@ -32,6 +32,7 @@ def test_each_row_is_held_to_its_own_bound(option):
     (criterion,) = config(option).plan().criteria
     statistic = row_statistic(l, criterion)
     bounds = torch.where(torch.arange(len(l)) % 2 == 0, statistic.median(), statistic.quantile(0.9))
+    bounds *= 1 + 1e-9  # the median is a row's own statistic, up to rounding
     result = compute_rollout_correction(l, torch.zeros_like(l), config=config(option), rs_bounds=bounds)
     assert torch.equal(result.mask.all(1), statistic <= bounds)
     assert torch.equal(result.mask.any(1), result.mask.all(1))

@@ -16,6 +16,8 @@ from flowgrpo_rc.correction import (
     compute_rollout_rejection_mask,
 )
 
+pytestmark = pytest.mark.usefixtures("both_passes")
+
 LEVELS = ("token", "sequence", "geometric")
 RS_OPTIONS = (
     *("token_k1", "token_k2", "token_k3"),
