@@ -19,10 +19,9 @@ from flowgrpo_rc.correction.layout import Layout
 # Elements per block: on the host, what stays in a core's cache; on a device, what keeps it busy at bounded memory.
 HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 19
 # Below it a second thread costs more than it brings.
-THREADED = 1 << 17
+THREADED = 1 << 19
 
 
-@torch.no_grad()
 def run_blocks(
     p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], m: Shaped[Tensor, "B T"] | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor, Float[Tensor, "figures B"]]:
@@ -35,12 +34,13 @@ def run_blocks(
     elif m is None:
         kept = p.new_ones(p.shape, dtype=torch.bool)
     else:
-        kept = m.clone(memory_format=torch.contiguous_format)
+        kept = m.detach().clone(memory_format=torch.contiguous_format)
     run = _natively if p.device.type == "cpu" and native.is_built() and native.knows(m) else _in_torch
     run(layout, p, q, m, weights, kept if plan.can_reject else None, table)
     return weights, kept, table
 
 
+@torch.no_grad()
 def _in_torch(
     layout: Layout, p: Tensor, q: Tensor, m: Tensor | None, weights: Tensor | None, kept: Tensor | None, table: Tensor
 ) -> None:

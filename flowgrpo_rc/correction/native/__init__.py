@@ -54,7 +54,7 @@ def is_plain(x: Tensor, dtype: torch.dtype) -> bool:
 
 def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x`, or a copy that `is_plain`."""
-    return x.to(dtype).contiguous().resolve_neg()
+    return x.detach().to(dtype).contiguous().resolve_neg()
 
 
 def run_rows(

@@ -4,9 +4,10 @@
  * vector types (gcc, clang) make the widest instructions of these that the processor has.
  */
 
-typedef REAL NAME(V) __attribute__((vector_size(LANES * sizeof(REAL))));
-typedef BITS NAME(M) __attribute__((vector_size(LANES * sizeof(REAL))));
-typedef SIGNED NAME(S) __attribute__((vector_size(LANES * sizeof(REAL))));
+#define LANES ((int)(VECTOR_BYTES / sizeof(REAL)))
+typedef REAL NAME(V) __attribute__((vector_size(VECTOR_BYTES)));
+typedef BITS NAME(M) __attribute__((vector_size(VECTOR_BYTES)));
+typedef SIGNED NAME(S) __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint8_t NAME(narrow) __attribute__((vector_size(LANES)));
 #define V NAME(V)
 #define M NAME(M)

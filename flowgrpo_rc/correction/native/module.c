@@ -44,6 +44,7 @@
 #undef SIGNED
 #undef V
 #undef M
+#undef LANES
 #undef NAME
 #undef MAGIC
 #undef EXPONENT_BIAS
@@ -96,8 +97,9 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (!given[1] || !given[2] || !given[7] || (given[4] && !given[3]) || (plan->level && !given[5]) ||
       (plan->can_reject && !given[6]))
     return PyErr_Format(PyExc_ValueError, "run: a tensor without memory, such as one on the device meta");
-  const int64_t rows = given[9], columns = given[10], steps = columns <= SHORT ? columns : (columns + LANES - 1) / LANES;
-  void *notes = aligned_alloc(sizeof(M), (size_t)steps * sizeof(M));
+  const int64_t rows = given[9], columns = given[10], lanes = VECTOR_BYTES / (given[0] ? sizeof(double) : sizeof(float));
+  const int64_t steps = columns <= SHORT ? columns : (columns + lanes - 1) / lanes;
+  void *notes = aligned_alloc(VECTOR_BYTES, (size_t)steps * VECTOR_BYTES);
   if (notes == NULL) return PyErr_NoMemory();
   Py_BEGIN_ALLOW_THREADS
   if (given[0])

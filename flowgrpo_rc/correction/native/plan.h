@@ -5,8 +5,8 @@
 
 #include <stdint.h>
 
-/* Elements or rows that go through every operation together: what the compiler turns into vector instructions. */
-#define LANES 16
+/* Size of the vectors that every operation works on: the widest that processors have, or several of theirs. */
+#define VECTOR_BYTES 64
 
 /* Rows up to this long lie across the lanes, one row a lane; a longer one fills the lanes alone. */
 #define SHORT 64

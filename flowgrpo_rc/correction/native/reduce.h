@@ -44,11 +44,11 @@ struct part {
 static INLINE V figure(const struct part *part, int place) {
   const int64_t at = place * part->rows + part->start;
   if (part->is_double) return load_double((const double *)part->table + at, 1, part->live);
-  V x = {0};
+  float x __attribute__((vector_size(VECTOR_BYTES / 2))) = {0};
   const float *from = (const float *)part->table + at;
-  if (part->live == LANES) return __builtin_convertvector(load_float(from, 1, LANES), V);
-  for (int k = 0; k < part->live; ++k) x[k] = from[k];
-  return x;
+  if (part->live == LANES) memcpy(&x, from, sizeof x);
+  else for (int k = 0; k < part->live; ++k) x[k] = from[k];
+  return __builtin_convertvector(x, V);
 }
 
 /* `d` of each row, from its log ratio, and the nine figures that come with it. */
