@@ -19,7 +19,7 @@ from flowgrpo_rc.correction.layout import Layout
 # Elements per block: on the host, what stays in a core's cache; on a device, what keeps it busy at bounded memory.
 HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 19
 # Below it a second thread costs more than it brings.
-THREADED = 1 << 19
+THREADED = 1 << 17
 
 
 def run_blocks(
