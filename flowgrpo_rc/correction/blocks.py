@@ -72,12 +72,14 @@ def _natively(
         weights_part, kept_part = (x if x is None else x[part] for x in (weights, kept))
         native.run_rows(layout, p_part, q_part, mask, weights_part, kept_part, table[:, part])
 
-    starts = range(0, rows, step)
-    if workers == 1:
-        for start in starts:
+    def run_share(worker: int) -> None:
+        for start in range(worker * step, rows, workers * step):
             run(start)
-    else:
-        list(_pool(os.getpid(), workers).map(run, starts))
+
+    others = [_pool(os.getpid(), workers - 1).submit(run_share, worker) for worker in range(1, workers)]
+    run_share(0)
+    for other in others:
+        other.result()
 
 
 @lru_cache(maxsize=1)
