@@ -63,7 +63,7 @@ static INLINE struct NAME(powers) NAME(exponentials)(V x) {
   n -= MAGIC;
   V r = x - n * LN2_HIGH;
   r -= n * LN2_LOW;
-  const V beyond = r * r * NAME(series)(r);
+  const V r2 = r * r, beyond = r2 * NAME(series)(r, r2);
   const V scaled = two_to_n * (r + beyond), expm1 = (two_to_n - 1) + scaled;
   return (struct NAME(powers)){two_to_n + scaled, expm1, NAME(pick)((M)(n == 0), beyond, expm1 - x)};
 }

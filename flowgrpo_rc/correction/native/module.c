@@ -35,8 +35,9 @@
 #define MANTISSA_BITS 23
 #define LN2_HIGH 0.693359375f
 #define LN2_LOW -2.12194440054690583e-4f
-#define series_float(r) \
-  (0.5f + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720 + r * (1.0f / 5040))))))
+/* By pairs of terms, which are independent: one after the other, the sum would wait for itself. */
+#define series_float(r, r2) \
+  ((0.5f + r * (1 / 6.0f)) + r2 * ((1 / 24.0f + r * (1 / 120.0f)) + r2 * (1 / 720.0f + r * (1 / 5040.0f))))
 #include "lanes.h"
 #include "pass.h"
 #undef REAL
@@ -61,10 +62,14 @@
 #define MANTISSA_BITS 52
 #define LN2_HIGH 6.93147180369123816490e-01
 #define LN2_LOW 1.90821492927058770002e-10
-#define series_double(r) \
-  (0.5 + r * (1 / 6.0 + r * (1 / 24.0 + r * (1 / 120.0 + r * (1 / 720.0 + r * (1 / 5040.0 + r * (1 / 40320.0 + \
-   r * (1 / 362880.0 + r * (1 / 3628800.0 + r * (1 / 39916800.0 + r * (1 / 479001600.0 + r * (1 / 6227020800.0 + \
-   r * (1 / 87178291200.0 + r * (1 / 1307674368000.0))))))))))))))
+#define series_double(r, r2) \
+  ((0.5 + r * (1 / 6.0)) + r2 * \
+  ((1 / 24.0 + r * (1 / 120.0)) + r2 * \
+  ((1 / 720.0 + r * (1 / 5040.0)) + r2 * \
+  ((1 / 40320.0 + r * (1 / 362880.0)) + r2 * \
+  ((1 / 3628800.0 + r * (1 / 39916800.0)) + r2 * \
+  ((1 / 479001600.0 + r * (1 / 6227020800.0)) + r2 * \
+  (1 / 87178291200.0 + r * (1 / 1307674368000.0))))))))
 #include "lanes.h"
 #include "pass.h"
 #include "reduce.h"
