@@ -82,13 +82,37 @@ def _line(axes: Any, series: Series | None, label: str, color: str, **style: Any
 # ---------------------------------------------------------------------- reward
 
 
+STATISTICS = ("mean", "std", "min", "max", "group_std_mean", "zero_std_fraction")
+"""What is logged as ``reward/...`` beside the rewards that make up a sum of several."""
+
+
+PART_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 3, 1, 3)))
+"""Line styles of so many of them; the sentence under the figure names all."""
+
+
+def reward_parts(history: History) -> list[Series]:
+    """The rewards that the total is made of; none where it is one reward alone."""
+    names = [n for n in history.names if n.startswith("reward/") and n.removeprefix("reward/") not in STATISTICS]
+    found = [series for name in names if (series := history.series(name)) is not None]
+    return found if len(found) > 1 else []
+
+
 def draw_reward(history: History, axes: Any, theme: Theme) -> None:
-    """Training reward with its running mean, and the held-out reward."""
+    """Training reward with its running mean, what it is made of, and the held-out reward."""
     train = history.series(*REWARD)
     if train is not None:
         _line(axes, train, "training", theme.blue, alpha=0.35, linewidth=1)
         window = max(WINDOW, len(train) // 40)
         axes.plot(train.steps, running_mean(train.values, window), color=theme.blue, label=f"mean of {window}")
+    for part, style in zip(reward_parts(history), PART_STYLES, strict=False):
+        axes.plot(
+            part.steps,
+            running_mean(part.values, max(WINDOW, len(part) // 40)),
+            color=theme.green,
+            linestyle=style,
+            linewidth=1,
+            label=part.metric.removeprefix("reward/"),
+        )
     held = history.series("val/reward/mean")
     _line(axes, held, "held out", theme.orange, marker="o", markersize=4)
     axes.set(xlabel="step", ylabel="reward")
@@ -97,7 +121,8 @@ def draw_reward(history: History, axes: Any, theme: Theme) -> None:
 def describe_reward(history: History) -> str | None:
     """In words."""
     held = ends(history.series("val/reward/mean"), "held-out reward")
-    return several(ends(history.series(*REWARD), "training reward"), held)
+    parts = (ends(part, part.metric.removeprefix("reward/")) for part in reward_parts(history))
+    return several(ends(history.series(*REWARD), "training reward"), *parts, held)
 
 
 # ---------------------------------------------------------------------- the gap

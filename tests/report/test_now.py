@@ -245,3 +245,20 @@ def test_the_caller_s_matplotlib_is_left_alone(tmp_path):
     code = f"from flowgrpo_rc.report import read_run, write_report; write_report(read_run({str(root)!r})); "
     code += "import sys; assert 'matplotlib.pyplot' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_reward_s_parts_are_drawn_and_named():
+    from matplotlib.figure import Figure
+
+    from flowgrpo_rc.report.panels import LIGHT, describe_reward, draw_reward
+
+    both = {"reward/ocr": 0.25, "reward/jpeg_compressibility": -3.0, "reward/zero_std_fraction": 0.1}
+    for given, names in ((both, ["ocr", "jpeg_compressibility"]), ({"reward/ocr": 0.25}, [])):
+        history = History(rows(20, **given))
+        axes = Figure().add_subplot()
+        draw_reward(history, axes, LIGHT)
+        labels = [line.get_label() for line in axes.get_lines()]
+        assert [label for label in labels if label in ("ocr", "jpeg_compressibility", "zero_std_fraction")] == names
+        assert [
+            name for name in ("ocr from 0.25", "jpeg_compressibility from -3") if name in describe_reward(history)
+        ] == [f"{name} from {text}" for name, text in zip(names, ("0.25", "-3"), strict=False)]
