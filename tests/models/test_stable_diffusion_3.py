@@ -13,6 +13,7 @@ from flowgrpo_rc.models.lora import adapter_parameters, adapter_state, attach_lo
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.seeds import seed_for
+from flowgrpo_rc.sde import log_prob, transition
 
 PROMPTS = ['the text "42"', "a long prompt of more tokens than the two CLIPs take", "x"]
 SEEDS = [seed_for(0, 0, 0, i) for i in range(3)]
@@ -73,6 +74,40 @@ def test_the_engine_draws_the_pipelines_images(tiny_sd3_model, cfg_scale):
     engine.sync(adapter_state(engine.transformer), 0)
     request = RolloutRequest(conditioning(tiny_sd3_model, cfg_scale), torch.arange(3), 6, SEEDS, None)
     assert np.abs((expected * 255).round() - engine.generate(request).images.numpy()).max() <= 1
+
+
+def test_low_precision_leaves_the_gap_it_should(tiny_sd3_model):
+    """Sampled in float32, bfloat16 and fp8, and the recorded steps scored again in float32, guidance and all."""
+    request = RolloutRequest(
+        conditioning(tiny_sd3_model, 4.5), torch.arange(3), 6, SEEDS, torch.tensor([0, 1, 2]), 2, noise_level=0.7
+    )
+    cond = request.conditioning.rows(request.prompt_index, torch.device("cpu"))
+    gaps = {}
+    for name, dtype, quantization in (
+        ("none", torch.float32, None),
+        ("bfloat16", torch.bfloat16, None),
+        ("fp8", torch.bfloat16, "fp8"),
+    ):
+        engine = DiffusersEngine(
+            tiny_sd3_model, LORA, dtype=dtype, micro_batch_size=2, device="cpu", quantization=quantization
+        )
+        state = {name: x.float() for name, x in adapter_state(engine.transformer).items()}
+        engine.sync(state, 0)
+        own = DiffusersEngine(tiny_sd3_model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
+        own.sync(state, 0)
+        batch, differences = engine.generate(request).batch, []
+        for w in range(2):
+            x, t = batch["latents"][:, w], batch["timesteps"][:, w]
+            with torch.no_grad():
+                velocity = tiny_sd3_model.velocity(own.transformer, x, t, cond)
+            step = transition(
+                x, velocity, batch["sigmas"][:, w], batch["next_sigmas"][:, w], noise_level=0.7, sde_type="sde"
+            )
+            again = log_prob(step, batch["next_latents"][:, w], sde_type="sde")
+            differences.append((again - batch["rollout_log_probs"][:, w]).abs())
+        gaps[name] = float(torch.stack(differences).mean())
+    assert gaps["none"] < 1e-6
+    assert 10 * gaps["none"] < gaps["bfloat16"] < gaps["fp8"] < 1.0, gaps
 
 
 def test_guidance_and_prompts_change_the_image(tiny_sd3_model):
