@@ -4,6 +4,7 @@ Without a C compiler (gcc or clang) and Python's headers the package works all t
 extension does, several times slower. `flowgrpo_rc.correction.native.is_built()` tells.
 """
 
+import runpy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,32 +17,41 @@ FLAGS = ["-O2", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 
 
 class NativeExtension(BuildHookInterface):
-    """Puts the compiled module beside its sources, for an editable install, and into the wheel."""
+    """Puts the compiled module beside its sources for an editable install, else into the wheel alone."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it builds a wheel; `version` is "standard" or "editable"."""
         if self.target_name != "wheel":
             return
+        sources, editable = Path(self.root) / FOLDER, version == "editable"
+        self._scratch = tempfile.TemporaryDirectory()
         try:
-            module = compile_into(Path(self.root) / FOLDER)
+            module = compile_into(sources if editable else Path(self._scratch.name), sources)
         except Exception as error:  # whatever a missing or foreign compiler makes of it
             self.app.display_warning(f"flowgrpo_rc: the C extension was not built ({error}); torch does its work")
             return
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
-        build_data["force_include"][str(module)] = f"{FOLDER}/{module.name}"
+        if not editable:
+            build_data["force_include"][str(module)] = f"{FOLDER}/{module.name}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Called after the wheel is there."""
+        if self.target_name == "wheel":
+            self._scratch.cleanup()
 
 
-def compile_into(folder: Path) -> Path:
-    """Compiles `module.c` unless what is there is newer; returns the file made."""
+def compile_into(folder: Path, sources: Path) -> Path:
+    """Compiles `module.c`; returns the file made."""
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
-    depends = [__file__, *map(str, folder.glob("*.h"))]
-    extension = Extension("_native", [str(folder / "module.c")], depends=depends, extra_compile_args=FLAGS)
+    digest = runpy.run_path(str(sources / "sources.py"))["digest"](sources)
+    macros = [("SOURCES", f'"{digest}"')]
+    extension = Extension("_native", [str(sources / "module.c")], define_macros=macros, extra_compile_args=FLAGS)
     with tempfile.TemporaryDirectory() as scratch:
         command = build_ext(Distribution({"name": "native", "ext_modules": [extension]}))
-        command.build_lib, command.build_temp = str(folder), scratch
+        command.build_lib, command.build_temp, command.force = str(folder), scratch, True
         command.ensure_finalized()
         command.run()
     return folder / command.get_ext_filename("_native")

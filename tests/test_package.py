@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flowgrpo_rc.correction import native
+
 ROOT = Path(__file__).resolve().parents[1]
 EXTENSION = "flowgrpo_rc/correction/native/_native"
 
@@ -43,7 +45,7 @@ def test_wheel_ships_configs_model_and_types(wheel):
     assert wheel.stat().st_size < 10e6
 
 
-@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="needs a C compiler")
+@pytest.mark.skipif(not native.is_built(), reason="needs a C compiler")
 def test_wheel_ships_the_extension_where_there_is_a_compiler(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")

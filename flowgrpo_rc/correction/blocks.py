@@ -56,6 +56,9 @@ def _in_torch(
 def _natively(
     layout: Layout, p: Tensor, q: Tensor, m: Tensor | None, weights: Tensor | None, kept: Tensor | None, table: Tensor
 ) -> None:
+    for name, x in (("log_prob", p), ("rollout_log_prob", q), ("mask", m)):
+        if x is not None and x.data_ptr() == 0:
+            raise ValueError(f"{name} is a tensor without memory (fake, or all zeros unwritten); give one with data.")
     rows, columns = p.shape
     workers = min(torch.get_num_threads(), rows) if rows * columns >= THREADED else 1
     converts = any(x is not None and not native.is_plain(x, layout.dtype if x is not m else x.dtype) for x in (p, q, m))
@@ -76,7 +79,7 @@ def _natively(
         for start in range(worker * step, rows, workers * step):
             run(start)
 
-    others = [_pool(os.getpid(), workers - 1).submit(run_share, worker) for worker in range(1, workers)]
+    others = [_pool(os.getpid(), torch.get_num_threads()).submit(run_share, worker) for worker in range(1, workers)]
     run_share(0)
     for other in others:
         other.result()
@@ -84,5 +87,5 @@ def _natively(
 
 @lru_cache(maxsize=1)
 def _pool(process: int, workers: int) -> ThreadPoolExecutor:
-    """Worker threads; a forked process has none of its parent's and makes its own."""
+    """Worker threads, started as they are needed; a forked process has none of its parent's and makes its own."""
     return ThreadPoolExecutor(workers, thread_name_prefix=f"rollout-correction-{process}")

@@ -94,9 +94,9 @@ class Kernel:
         weights: Float[Tensor, "R T"] | None,
         kept: Shaped[Tensor, "R T"] | None,
     ) -> None:
-        """Fills `table`, and `weights` and `kept` (mask times keep) where given; `mask` may be None if not `masked`."""
+        """Fills `table`, and `weights` and `kept` (mask times keep) where given. There is a mask if `masked`."""
         layout, plan = self._layout, self._layout.plan
-        if mask is not None and self._masked:
+        if mask is not None:
             torch.ne(self._turned(mask), 0, out=self._ones)
         self._difference(self._ready(log_prob), self._ready(rollout_log_prob))
         self._ends_of_rows()
@@ -123,7 +123,7 @@ class Kernel:
             if mask is None:
                 torch.ne(keep.expand_as(kept), 0.0, out=kept)
             else:
-                torch.mul(mask, keep if mask.dtype.is_floating_point else keep.to(mask.dtype), out=kept)
+                torch.where(keep != 0, mask, mask.new_zeros(()), out=kept)
 
     def _number(self, value: float) -> Tensor:
         return _constant(value, self._layout.dtype)
@@ -139,7 +139,7 @@ class Kernel:
 
     def _ready(self, values: Tensor) -> Tensor:
         """`values` as they lie in the block, in the compute dtype."""
-        return self._turned(values.detach()).to(self._e.dtype)
+        return self._turned(values.detach()).to(self._e.dtype).resolve_neg()
 
     def _difference(self, log_prob: Tensor, rollout_log_prob: Tensor) -> None:
         """`l` and the sum of `log_prob`; with a mask, bits by which `and` selects whatever is there."""
@@ -218,6 +218,10 @@ class Kernel:
         self._done("d")
         torch.mul(d, d, out=self._buffer["d2"])
         self._done("d2")
+        self._buffer["w"].copy_(weights)
+        self._done("w")
+        torch.mul(weights, weights, out=self._buffer["w2"])
+        self._done("w2")
 
     def _outside(self, spec: ImportanceSampling, weights: Tensor) -> None:
         """Modes "zero" (no weight outside the bounds) and "mask" (weight unbounded, the element rejected)."""

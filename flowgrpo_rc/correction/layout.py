@@ -48,8 +48,6 @@ class Layout:
     """Bounds of each derived figure but the first three; infinite where it has none."""
     reduced: tuple[str, ...]
     """Names of what is summed over rows."""
-    powers: int
-    """How many of them, at the end, are derived figures and their powers."""
     ranged: tuple[str, ...]
     """Names of what is minimised and maximised over rows."""
     rejection_reduced: tuple[bool, ...]
@@ -96,7 +94,6 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
         derived.append("row_d")
         bounds.append((-math.inf, math.inf))
     reduced = [*sums, "rows", "valid_rows", *_host_rows(plan, token_is)]
-    powers = len(reduced)
     reduced += derived
     for kind in POWERS:
         reduced += [name + kind for name in derived[len(_ROW_LOGS) :]]
@@ -117,7 +114,6 @@ def make_layout(plan: CorrectionPlan, dtype: torch.dtype) -> Layout:
         round_to([low for low, _ in bounds], dtype).double().numpy(),
         round_to([high for _, high in bounds], dtype).double().numpy(),
         tuple(reduced),
-        len(reduced) - powers,
         tuple(ranged),
         tuple("/" in name for name in reduced),
         tuple("/" in name or name in extremes for name in ranged),
@@ -134,7 +130,7 @@ def _sums(plan: CorrectionPlan, token_criteria: tuple[Criterion, ...], token_is:
         means.append("d")
     sums = [*means, "n", "abs", "e2"]
     if token_is:
-        sums += ["d2", "is_high", "is_low"]
+        sums += ["d2", "w", "w2", "is_high", "is_low"]
     for c in token_criteria:
         sums += [f"{c.name}/{part}" for part in ("below", "above", "in", "in2")]
     if plan.log_veto is not None:

@@ -62,15 +62,17 @@ def _importance(
     n, rows = total["n"], total["rows"]
     token = spec.level == "token"
     mean_d, mean_d2 = total["d" if token else "row_d*n"] / n, total["d2" if token else "row_din2*n"] / n
-    if token:
+    mean, second = total["w" if token else "is_w"] / n, total["w2" if token else "is_w2"] / n
+    variance = mean_d2 - mean_d * mean_d
+    if token and mean > 0.5:  # near 1, `d` is the more exact; near 0, `w`
         mean, second = 1.0 + mean_d, 1.0 + 2.0 * mean_d + mean_d2
-    else:
-        mean, second = total["is_w"] / n, total["is_w2"] / n
+    elif token:
+        variance = second - mean * mean
     share = n if token else rows
     smallest, largest = _extreme_weights(spec, total, low, high)
     out = {
         "rollout_is_mean": mean,
-        "rollout_is_std": math.sqrt(max(mean_d2 - mean_d * mean_d, 0.0)) if n > 1 else 0.0,
+        "rollout_is_std": math.sqrt(max(variance, 0.0)) if n > 1 else 0.0,
         "rollout_is_min": smallest,
         "rollout_is_max": largest,
         "rollout_is_eff_sample_size": mean * mean / second if second > 0.0 and mean > 0.0 else 0.0,

@@ -1,7 +1,6 @@
 """Metrics: each against its definition recomputed with loops, merged exactly, and moved to the host once."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import reference
@@ -364,22 +363,6 @@ def test_one_transfer_per_call(config, shape, monkeypatch):
         assert transfers.device_waits == []
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (12, 2), (6, 300), (40, 4000)])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_the_extension_gives_what_torch_gives(level, masked, shape, monkeypatch):
-    p, q, mask = reference.random_case(3, *shape, dtype=torch.float64)
-    mask[0, 0] = True
-    config = replace(EVERYTHING, rollout_is=level)
-    here = compute_rollout_correction(p, q, mask if masked else None, config=config)
-    monkeypatch.setattr(native, "_native", None)
-    there = compute_rollout_correction(p, q, mask if masked else None, config=config)
-    torch.testing.assert_close(there.weights, here.weights, rtol=1e-12, atol=0)
-    assert torch.equal(there.mask, here.mask)
-    assert there.mask.dtype == here.mask.dtype
-    _assert_metrics(there.metrics, here.metrics)
-
-
 @pytest.mark.gpu
 def test_one_synchronisation_on_a_gpu():
     p, q, mask = (t.cuda() for t in reference.random_case(2, 64, 8, dtype=torch.float32))
@@ -389,6 +372,23 @@ def test_one_synchronisation_on_a_gpu():
         torch.cuda.synchronize()
     copies = [e for e in profile.events() if "Memcpy DtoH" in e.name]
     assert len(copies) == 1
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("shift", [-12.0, -9.0, -3.0, -0.01, 0.5])
+def test_small_weights_keep_their_figures_in_float32(shift, level):
+    """Weights near 0 do not drown in 1 - 1, nor weights near 1 in their own rounding."""
+    generator = torch.Generator().manual_seed(0)
+    p = shift + 0.3 * torch.randn(64, 1, generator=generator)
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=10.0)
+    metrics = compute_rollout_correction(p, torch.zeros_like(p), config=config).metrics
+    w = p.double().exp()
+    for name, value in (
+        ("mean", w.mean()),
+        ("std", w.std(correction=0)),
+        ("eff_sample_size", w.mean() ** 2 / (w**2).mean()),
+    ):
+        assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(value.item(), rel=1e-5, abs=0), name
 
 
 # slime's names.
@@ -447,33 +447,6 @@ def test_slime_names(level, mode, threshold, lower, upper):
     assert slime_metrics(result.moments) == {k: v for k, v in slime_metrics(result).items() if k != "ois"}
 
 
-KINDS = {"tiny": (1e-4, 0.0), "small": (0.3, 0.0), "wide": (6.0, 0.0), "huge": (300.0, 0.0), "one-sided": (0.01, 0.7)}
-
-
-@pytest.mark.parametrize("shape", [(7, 1), (9, 5), (4, 3000), (5, 9000)])
-@pytest.mark.parametrize("mode", ["truncate", "zero", "clip", "mask"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_blocks_of_every_kind_in_turn(masked, mode, shape, monkeypatch):
-    """Differences far below and far above every bound, in blocks one after the other."""
-    threshold = 1.4 if mode == "truncate" else "0.7_1.4"
-    config = replace(EVERYTHING, rollout_is_batch_normalize=False, rollout_is_mode=mode, rollout_is_threshold=threshold)
-    generator = torch.Generator().manual_seed(0)
-    batches = []
-    for scale, shift in KINDS.values():
-        p = -torch.rand(shape, generator=generator, dtype=torch.float64)
-        l = shift + scale * torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E741
-        mask = torch.rand(shape, generator=generator) < 0.8
-        mask[:, 0] = True
-        batches.append((p, p - l, mask if masked else None))
-    here = [compute_rollout_correction(*batch, config=config) for _ in range(2) for batch in batches]
-    monkeypatch.setattr(native, "_native", None)
-    for found, batch in zip(here, 2 * batches, strict=True):
-        there = compute_rollout_correction(*batch, config=config)
-        torch.testing.assert_close(found.weights, there.weights, rtol=1e-12, atol=0)
-        assert torch.equal(found.mask, there.mask)
-        _assert_metrics(found.metrics, there.metrics)
-
-
 def test_threads_share_a_large_batch():
     p, q, mask = reference.random_case(5, 300, 5000, dtype=torch.float32)
     before = torch.get_num_threads()
@@ -492,7 +465,7 @@ def test_threads_share_a_large_batch():
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("shape", [(8, 2), (8, 300)])
 def test_a_row_s_weights_do_not_depend_on_its_neighbours(shape, level):
-    """Bit for bit, whichever lane and thread a row falls to."""
+    """Bit for bit, nor on the lane that a row falls to."""
     p, q, mask = reference.random_case(4, *shape, dtype=torch.float32)
     q = p - (p - q).clamp(-0.1, 0.1)
     config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=2.0)
@@ -500,3 +473,5 @@ def test_a_row_s_weights_do_not_depend_on_its_neighbours(shape, level):
     q[-1] = p[-1] - 30.0
     wild = compute_rollout_correction(p, q, mask, config=config)
     assert torch.equal(calm.weights[:-1], wild.weights[:-1])
+    turned = compute_rollout_correction(p.flip(0), q.flip(0), mask.flip(0), config=config)
+    assert torch.equal(turned.weights.flip(0), wild.weights)

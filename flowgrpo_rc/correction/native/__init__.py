@@ -5,7 +5,9 @@
 
 import math
 import struct
+import warnings
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +15,34 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.layout import Layout, band
+from flowgrpo_rc.correction.native.sources import digest
 from flowgrpo_rc.correction.thresholds import ImportanceSampling
 
-try:
-    from flowgrpo_rc.correction.native import _native  # pyright: ignore[reportAttributeAccessIssue]
-except ImportError:
-    _native: Any = None
+
+def _load() -> Any:
+    """The extension module; None where it is not built, or from other sources than these."""
+    try:
+        from flowgrpo_rc.correction.native import _native  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:
+        return None
+    if digest(Path(__file__).parent) not in (None, _native.SOURCES):
+        warnings.warn(
+            "The correction's C extension was built from other sources than these, so torch does its work, several "
+            "times slower. Build it again: make install, or pip install -e .",
+            stacklevel=2,
+        )
+        return None
+    return _native
+
+
+_native = _load()
 
 # The enumerations and array sizes of `plan.h` and `reduce.h`.
 _LEVELS = {"token": 1, "sequence": 2, "geometric": 3}
 _MODES = {"truncate": 0, "zero": 1, "clip": 2, "mask": 3}
 _AGGREGATES = {"seq_sum": 0, "seq_mean": 1, "seq_max": 2}
 _STATISTICS = ("k1", "k2", "k3")
-_SUMS = ("log_prob", "l", "lc", "k3", "k2", "d", "n", "abs", "e2", "d2", "is_high", "is_low", "veto_low")
+_SUMS = ("log_prob", "l", "lc", "k3", "k2", "d", "n", "abs", "e2", "d2", "w", "w2", "is_high", "is_low", "veto_low")
 _CUTS = tuple(f"token_{statistic}/{part}" for statistic in _STATISTICS for part in ("below", "above", "in", "in2"))
 _EXTREMES = ("l_max", "l_min", "is_d_max", "token_k2/min", "token_k3/min")
 _ROW_WEIGHT = ("is_log_ratio", "is_high", "is_low", "is_row_weight")

@@ -20,8 +20,12 @@
 #endif
 
 /* One build for every x86-64 processor: the widest vectors that the one at hand has are chosen when it is loaded. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 #else
 #define CLONES
 #endif
@@ -101,7 +105,7 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (plan == NULL || !integers(args + 1, 11, given)) return NULL;
   if (!given[1] || !given[2] || !given[7] || (given[4] && !given[3]) || (plan->level && !given[5]) ||
       (plan->can_reject && !given[6]))
-    return PyErr_Format(PyExc_ValueError, "run: a tensor without memory, such as one on the device meta");
+    return PyErr_Format(PyExc_ValueError, "run: a tensor without memory");
   const int64_t rows = given[9], columns = given[10], lanes = VECTOR_BYTES / (given[0] ? sizeof(double) : sizeof(float));
   const int64_t steps = columns <= SHORT ? columns : (columns + lanes - 1) / lanes;
   void *notes = aligned_alloc(VECTOR_BYTES, (size_t)steps * VECTOR_BYTES);
@@ -155,4 +159,9 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__native(void) {
+  PyObject *module = PyModule_Create(&definition);
+  /* what it was built from: `sources.py` */
+  if (module != NULL && PyModule_AddStringConstant(module, "SOURCES", SOURCES) < 0) Py_CLEAR(module);
+  return module;
+}

@@ -118,6 +118,8 @@ static INLINE M NAME(elements)(const struct plan *plan, V p, V q, M valid, V *su
     d = NAME(where)(valid, d);
     sum[D] += d;
     sum[D2] += d * d;
+    sum[W] += *w;
+    sum[W2] += *w * *w;
   }
   for (int s = 0; s < STATISTICS; ++s) {
     if (!plan->has_token[s]) continue;

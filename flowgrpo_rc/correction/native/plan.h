@@ -5,8 +5,15 @@
 
 #include <stdint.h>
 
-/* Size of the vectors that every operation works on: the widest that processors have, or several of theirs. */
+/* Size of the vectors that every operation works on: the widest there are where each processor gets a build of its own
+ * (CLONES) or the compiler splits them well (clang), else those of the one build. */
+#if defined(__clang__) || defined(__AVX512F__) || (defined(__x86_64__) && defined(__GLIBC__))
 #define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
 
 /* Rows up to this long lie across the lanes, one row a lane; a longer one fills the lanes alone. */
 #define SHORT 64
@@ -27,7 +34,7 @@ enum kind { NO_MASK, BYTES, INTS, LONGS, FLOATS, DOUBLES };
 
 /* Figures of a row. Sums over its elements come first; CUTS + 4 * statistic is the first of a token criterion's four. */
 enum figure {
-  LOG_PROB, L, LC, K3_SUM, K2_SUM, D, N, ABS, E2, D2, IS_HIGH, IS_LOW, VETO_LOW,
+  LOG_PROB, L, LC, K3_SUM, K2_SUM, D, N, ABS, E2, D2, W, W2, IS_HIGH, IS_LOW, VETO_LOW,
   CUTS,
   SUMS = CUTS + 4 * STATISTICS,
   L_MAX = SUMS, L_MIN, D_MAX, K2_MIN, K3_MIN,
