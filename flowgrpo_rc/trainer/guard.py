@@ -41,6 +41,8 @@ class Guard:
         self._safe = self._returns = 0
         self.say: Callable[[str], None] = lambda _text: None
         """Where a change of mode is told."""
+        self.warns = True
+        """Whether this process warns: one of a run is enough."""
 
     @property
     def fallen_back(self) -> bool:
@@ -59,7 +61,8 @@ class Guard:
             self._fall_back({name: signals[name] for name in alarms}, step)
         elif new := [name for name in alarms if name not in self._said]:
             self._said |= set(new)
-            warnings.warn(f"guard: {self._text({name: signals[name] for name in new}, step)}", stacklevel=3)
+            if self.warns:
+                warnings.warn(f"guard: {self._text({name: signals[name] for name in new}, step)}", stacklevel=3)
         elif self.fallen_back:
             self._consider_return(metrics, signals, step)
         return {"guard/alarms": float(len(alarms)), "guard/fallback": float(self.fallen_back)}

@@ -164,6 +164,14 @@ def test_its_state_is_kept():
     assert "guard=warn takes it back to bypass" in said[0]
 
 
+def test_one_process_of_a_run_warns():
+    guard, _ = guarded()
+    guard.warns = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 3, clip=0.5)["guard/alarms"] == 1
+
+
 def test_the_limits_of_a_resumed_run_are_its_own():
     """A run that was only warned falls back at once when it is told to; patience and waiting are the new ones."""
     warned, _ = guarded()
