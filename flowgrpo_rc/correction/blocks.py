@@ -61,12 +61,12 @@ def _natively(
             raise ValueError(f"{name} is a tensor without memory (fake, or all zeros unwritten); give one with data.")
     rows, columns = p.shape
     workers = min(torch.get_num_threads(), rows) if rows * columns >= THREADED else 1
-    converts = any(x is not None and not native.is_plain(x, layout.dtype if x is not m else x.dtype) for x in (p, q, m))
-    if workers == 1 and not converts:
+    plain = all(native.is_plain(x, layout.dtype) for x in (p, q)) and (m is None or native.is_plain(m, m.dtype))
+    if workers == 1 and plain:
         native.run_rows(layout, p, q, m, weights, kept, table)
         return
     # what has to be converted is so block by block: a second copy of everything would take its memory
-    step = min(-(-rows // workers), max(1, HOST_BLOCK // columns) if converts else rows)
+    step = min(-(-rows // workers), rows if plain else max(1, HOST_BLOCK // columns))
 
     def run(start: int) -> None:
         part = slice(start, start + step)

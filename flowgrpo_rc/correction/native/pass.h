@@ -14,6 +14,13 @@ struct NAME(step) {
   int live;
 };
 
+/* Step `s` of the `width` rows from `start` on. */
+static INLINE struct NAME(step) NAME(step_at)(int64_t start, int width, int64_t s, int64_t columns, int across) {
+  if (across) return (struct NAME(step)){start * columns + s, columns, width};
+  const int64_t left = columns - s * LANES;
+  return (struct NAME(step)){start * columns + s * LANES, 1, left < LANES ? (int)left : LANES};
+}
+
 #define VALID(TYPE) \
   for (int k = 0; k < at.live; ++k) valid[k] = (BITS)0 - (((const TYPE *)mask)[at.first + k * at.stride] != 0)
 
@@ -141,7 +148,7 @@ static INLINE M NAME(elements)(const struct plan *plan, V p, V q, M valid, V *su
 /* What follows for whole rows: their weight, their criteria's statistics, and which of them stay. */
 static INLINE M NAME(whole_rows)(const struct plan *plan, V *row) {
   const V divisor = NAME(most)(row[N], NAME(all)(1));
-  M stays = (M)(row[N] == row[N]);
+  M stays = ~(M){0};
   if (plan->has_veto) stays &= ~(M)(row[VETO_LOW] > 0);
   if (plan->level == SEQUENCE || plan->level == GEOMETRIC) {
     const V x = row[IS_LOG_RATIO] = plan->level == GEOMETRIC ? row[L] / divisor : row[L];
@@ -210,10 +217,8 @@ CLONES static void NAME(run_pass)(const struct plan *plan, const REAL *p, const 
     const V far = NAME(all)(FAR_AWAY);
     V sum[SUMS] = {{0}}, row[FIGURES] = {{0}}, extreme[EXTREMES] = {-far, far, -far, far, far};
     double total[SUMS][LANES] = {{0}};
-    struct NAME(step) at = {.stride = across ? columns : 1};
     for (int64_t s = 0; s < steps; ++s) {
-      at.first = start * columns + (across ? s : s * LANES);
-      at.live = across ? width : columns - s * LANES < LANES ? (int)(columns - s * LANES) : LANES;
+      const struct NAME(step) at = NAME(step_at)(start, width, s, columns, across);
       V w = {0};
       may_stay[s] = NAME(elements)(plan, NAME(load)(p + at.first, at.stride, at.live),
                                    NAME(load)(q + at.first, at.stride, at.live), NAME(load_valid)(mask, kind, at), sum,
@@ -233,8 +238,7 @@ CLONES static void NAME(run_pass)(const struct plan *plan, const REAL *p, const 
       row_weight = NAME(all)(row_weight[0]);
     }
     for (int64_t s = 0; s < steps && (kept != NULL || by_row); ++s) {
-      at.first = start * columns + (across ? s : s * LANES);
-      at.live = across ? width : columns - s * LANES < LANES ? (int)(columns - s * LANES) : LANES;
+      const struct NAME(step) at = NAME(step_at)(start, width, s, columns, across);
       const M keep = may_stay[s] & row_stays;
       counted += NAME(ones)(keep);
       if (kept != NULL) NAME(store_kept)(mask, kind, at, keep, kept);
