@@ -24,7 +24,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from learning import COMMON, LOSS, RC, ROLLOUT, correction
-from training_runs import CONFIG, HERE, PROGRAM, Overrides, Study, load, run_missing
+from training_runs import CONFIG, HERE, PROGRAM, THROUGH, Overrides, Study, load, run_missing
 
 RESULTS = HERE / "results" / "gap_study"
 PLOT = HERE.parent / "docs" / "images" / "gap_study.png"
@@ -35,12 +35,12 @@ WITHOUT_A_GAP = 1e-3
 SECOND_OCR_EACH = 6
 """Images of every held-out number that the second engine reads."""
 
-ALTERNATIVES = str(HERE / "clip_alternatives.py")
+ALTERNATIVES, FLOAT16 = str(HERE / "clip_alternatives.py"), str(HERE / "float16_on_cpu.py")
 
 PRECISIONS: dict[str, Overrides] = {
     "float32": {f"{ROLLOUT}.dtype": "float32"},
     "bfloat16": {f"{ROLLOUT}.dtype": "bfloat16"},
-    "float16": {f"{ROLLOUT}.dtype": "float16"},
+    "float16": {f"{ROLLOUT}.dtype": "float16", THROUGH: [FLOAT16]},
     "fp8": {f"{ROLLOUT}.dtype": "bfloat16", f"{ROLLOUT}.quantization": "fp8"},
 }
 STALENESS: dict[int, int] = {0: 0, 2: 1, 8: 4}
@@ -124,9 +124,9 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
         if own.get(f"{LOSS}.clip_ratio") == "auto" or PROGRAM in own or found.get(setting, {}).get("of") == overrides:
             continue
         with tempfile.TemporaryDirectory() as out:
-            command = [sys.executable, "-m", "flowgrpo_rc.cli.main", "probe", "--config-name", CONFIG, "--out", out]
+            program = study.inside(setting, ["-m", "flowgrpo_rc.cli.main", "probe"])
             done = subprocess.run(
-                [*command, *overrides],
+                [sys.executable, *program, "--config-name", CONFIG, "--out", out, *overrides],
                 cwd=HERE.parent,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 capture_output=True,

@@ -29,6 +29,8 @@ GAPS = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
 """Where a row has the gap; see ``summarise``."""
 PROGRAM = "program"
 """The key of a setting that trains with another program than the command line's; its arguments to Python."""
+THROUGH = "through"
+"""The key of a setting whose programs run inside another one; what comes before theirs in the arguments to Python."""
 
 Overrides = dict[str, Any]
 
@@ -49,11 +51,15 @@ class Study:
         """The command line's overrides of one run, without its folder."""
         seeds = {"trainer.seed": seed, "data.seed": seed}
         values = {**self.common, **self.settings[setting], **seeds, "trainer.total_training_steps": self.steps}
-        return [f"{key}={_hydra(value)}" for key, value in values.items() if key != PROGRAM]
+        return [f"{key}={_hydra(value)}" for key, value in values.items() if key not in (PROGRAM, THROUGH)]
 
     def program(self, setting: str) -> list[str]:
         """What is run, before ``--config-name``."""
-        return self.settings[setting].get(PROGRAM, ["-m", "flowgrpo_rc.cli.main", "train"])
+        return self.inside(setting, self.settings[setting].get(PROGRAM, ["-m", "flowgrpo_rc.cli.main", "train"]))
+
+    def inside(self, setting: str, program: Sequence[str]) -> list[str]:
+        """Arguments to Python that run ``program`` the way the setting runs its own."""
+        return [*self.settings[setting].get(THROUGH, []), *program]
 
 
 def _hydra(value: Any) -> str:
