@@ -13,6 +13,7 @@ from flowgrpo_rc.correction.compute import RolloutCorrection, compute_rollout_co
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.metrics import metrics_from_moments
 from flowgrpo_rc.correction.moments import merge_over_ranks
+from flowgrpo_rc.loss import inputs
 
 LATENTS = "latents"
 NEXT_LATENTS = "next_latents"
@@ -71,10 +72,11 @@ def apply_rollout_correction_to_diffusion_batch(
 
     Adds two keys to the batch, and changes no tensor in it: `rollout_is_weights` (weight times keep, or keep
     alone without `rollout_is`) and `rollout_keep`. Metrics cover all ranks of `dp_group` (None: every rank,
-    when `torch.distributed` is initialised), so each of them must call.
+    when `torch.distributed` is initialised), so each of them must call. A batch with a `response_mask` `(B, T)` holds
+    tokens, as for `diffusion_loss`: what is masked enters neither weights nor rejection nor metrics, whatever it holds.
 
     Raises:
-        ValueError: a missing key, shapes that differ or are not `(B, W)`, a NaN or infinite log-prob.
+        ValueError: a missing key, shapes that differ or are not `(B, W)`, a NaN or infinite log-prob, no valid token.
     """
     result = correct_diffusion_batch(batch, config, dp_group)
     moments = merge_over_ranks(result.moments, dp_group)
@@ -95,10 +97,11 @@ def correct_diffusion_batch(
     _require(data, (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS), "rollout correction")
     old, rollout = data[OLD_LOG_PROBS], data[ROLLOUT_LOG_PROBS]
     _check_shapes(old, rollout)
-    timesteps = _timesteps(data, old)
-    bounds = data[ROLLOUT_RS_BOUNDS] if ROLLOUT_RS_BOUNDS in set(data.keys()) else None
+    valid = inputs.response_mask(data, old)
+    timesteps = _timesteps(data, old) if valid is None else None
+    bounds = inputs.optional(data, ROLLOUT_RS_BOUNDS)
     result = compute_rollout_correction(
-        old, rollout, config=config, timesteps=timesteps, rs_bounds=bounds, dp_group=dp_group
+        old, rollout, valid, config=config, timesteps=timesteps, rs_bounds=bounds, dp_group=dp_group
     )
     keep = result.mask
     data[ROLLOUT_IS_WEIGHTS] = keep.float() if result.weights is None else result.weights.float() * keep
@@ -107,13 +110,7 @@ def correct_diffusion_batch(
 
 
 def _mapping(batch: object) -> MutableMapping[str, Tensor]:
-    """The mapping inside: `batch.batch` where there is one, else the batch itself."""
-    data = batch if isinstance(batch, Mapping) else getattr(batch, "batch", None)
-    if data is None and hasattr(batch, "keys") and hasattr(batch, "__setitem__"):
-        data = batch
-    if data is None:
-        raise ValueError(f"A {type(batch).__name__} is no batch: give a TensorDict, a dict, or an object with .batch.")
-    return cast("MutableMapping[str, Tensor]", data)
+    return cast("MutableMapping[str, Tensor]", inputs.as_mapping(batch))
 
 
 def _require(data: MutableMapping[str, Tensor], keys: tuple[str, ...], purpose: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 
 def choice(field: str, value: object, options: Sequence[object]) -> None:
@@ -26,3 +28,14 @@ def non_negative(field: str, value: float | None, *, optional: bool = False) -> 
         return
     if value is None or isinstance(value, bool) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{field}: got {value!r}; give 0 or more{' or null' if optional else ''}")
+
+
+def section(field: str, cls: type, value: Any) -> Any:
+    """``value``, or where it is a mapping the configuration class made from it."""
+    if not isinstance(value, Mapping):
+        return value
+    known = [f.name for f in fields(cls)]
+    unknown = [str(key) for key in value if key not in known]
+    if unknown:
+        raise ValueError(f"{field}: has no key {', '.join(unknown)}; its keys are {', '.join(known)}")
+    return cls(**value)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.testing import assert_close
 
 from flowgrpo_rc.batch import (
     BATCH_KEYS,
@@ -161,6 +162,30 @@ def test_a_non_finite_log_prob_is_an_error_and_leaves_the_batch():
     with pytest.raises(ValueError, match=r"1 of 6 positions .* the first is \(2, 1\)"):
         apply_rollout_correction_to_diffusion_batch(data, RolloutCorrectionConfig())
     assert set(data) == {"old_log_probs", "rollout_log_probs"}
+
+
+@every_form
+@pytest.mark.parametrize("padding", [-2.0, float("nan"), float("inf")])
+def test_a_batch_of_tokens_is_corrected_where_its_mask_is(form, padding):
+    """Padding two nats off would make the sequence's weight e^-4; it must count nowhere, whatever it holds."""
+    rollout = torch.zeros(2, 4)
+    old = torch.tensor([[0.1, 0.2, padding, padding], [-0.3, 0.0, 0.0, 0.0]])
+    data = {"old_log_probs": old, "rollout_log_probs": rollout, "timesteps": torch.zeros(2, 1)}
+    batch = form({**data, "response_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])})
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=10.0)
+    _, metrics = apply_rollout_correction_to_diffusion_batch(batch, config)
+    inside = _inside(batch)
+    assert_close(inside["rollout_is_weights"][0], torch.tensor([0.3, 0.3, -torch.inf, -torch.inf]).exp())
+    assert_close(inside["rollout_is_weights"][1], torch.full((4,), -0.3).exp())
+    assert inside["rollout_keep"].tolist() == [[True, True, False, False], [True] * 4]
+    assert metrics["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(0.6 / 6)
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"response_mask has shape \(3, 5\) and log_probs \(3, 2\)"):
+        apply_rollout_correction_to_diffusion_batch(
+            _data(response_mask=torch.ones(3, 5)), RolloutCorrectionConfig(rollout_is="token")
+        )
 
 
 @pytest.mark.parametrize("wrong", [[1, 2], torch.zeros(3), None, 7])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowgrpo_rc.checks import choice, non_negative, positive
+from flowgrpo_rc.checks import choice, non_negative, positive, section
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
 LOSS_MODES = ("flow_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
@@ -165,13 +165,18 @@ class DiffusionActorConfig:
     """Weight of that KL."""
 
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+    """Or a mapping of its keys."""
+
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Or a mapping of its keys."""
 
     rollout_correction: Any = field(default_factory=dict)
     """A ``RolloutCorrectionConfig``, a mapping of its keys, or null (metrics only). In the trainer it is
     ``algorithm.rollout_correction``."""
 
     def __post_init__(self) -> None:
+        self.diffusion_loss = section(f"{_HERE}.diffusion_loss", DiffusionLossConfig, self.diffusion_loss)
+        self.optim = section(f"{_HERE}.optim", OptimizerConfig, self.optim)
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "grad_clip"):
             positive(f"{_HERE}.{name}", getattr(self, name))
         non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)

@@ -16,6 +16,7 @@ The *token path* is taken when the batch has a ``response_mask``. It differs in 
 advantages are not clamped.
 """
 
+import math
 import warnings
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,9 +31,9 @@ from flowgrpo_rc.correction import (
     compute_rollout_correction,
 )
 from flowgrpo_rc.loss import aggregation, inputs
-from flowgrpo_rc.loss.inputs import Elements, TensorMapping
+from flowgrpo_rc.loss.inputs import BatchHolder, Elements, TensorMapping
 from flowgrpo_rc.loss.metrics import LossMetrics
-from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, k3_kl, ppo_clip, reinforce, select
+from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, k3_kl, kept, ppo_clip, reinforce
 from flowgrpo_rc.loss.trust_region import flow_dppo, grpo_guard
 
 MEAN_MODES = ("grpo_guard", "flow_dppo")
@@ -83,7 +84,7 @@ class LossSums(NamedTuple):
 def diffusion_loss(
     config: ActorLossConfig,
     model_output: TensorMapping,
-    data: TensorMapping,
+    data: TensorMapping | BatchHolder,
     dp_group: object | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
     """Mean loss of one batch and its metrics.
@@ -103,17 +104,21 @@ def diffusion_loss(
             With ``response_mask`` ``(B, T)`` (non-zero: a valid token) the token path is taken: log-probs ``(B, T)``,
             and ``use_kl_loss`` reads ``ref_log_probs`` ``(B, T)`` from here instead of means. What masked positions
             hold has no effect.
-            Not modified.
-        dp_group: data-parallel process group, all of whose ranks must call. The denominator is then the mean over
-            its ranks of the global one, so that averaging gradients over ranks (DDP) gives exactly the global mean;
-            the metrics are those of all ranks together.
+            A dict, a ``TensorDict``, or an object with such a mapping in ``.batch``; not modified.
+        dp_group: None: this rank alone. A data-parallel process group: all of its ranks must call; the denominator
+            is then the mean over its ranks of the global one, so that averaging gradients over ranks (DDP) gives
+            exactly the global mean, and the metrics are those of all ranks together.
 
     Returns:
         ``(loss, metrics)``. If everything is rejected the loss is exactly 0, with zero gradients, a warning and
         ``actor/kept_fraction = 0``.
 
     Raises:
-        ValueError: a missing key or a shape that does not fit, by name.
+        ValueError: a missing key or a shape that does not fit, by name; a loss or log ratio that is NaN or infinite,
+            with what of the input is.
+
+    Warns:
+        UserWarning: everything is rejected; or decoupled mode is to correct, and ``data`` has no weights.
     """
     sums = diffusion_loss_sums(config, model_output, data)
     reported, denominator = sums.metrics, sums.denominator
@@ -125,6 +130,9 @@ def diffusion_loss(
     metrics = reported.compute()
     coefficient = config.kl_loss_coef if config.use_kl_loss else 0.0
     metrics["actor/loss"] = metrics["actor/pg_loss"] + coefficient * metrics["actor/kl_loss"]
+    for name in ("actor/loss", "actor/log_ratio_abs_mean"):  # the loss clamps log ratios
+        if not math.isfinite(metrics[name]):
+            raise ValueError(f"{name} is {metrics[name]}; {inputs.not_finite(model_output=model_output, data=data)}")
     if metrics["actor/kept_fraction"] == 0:
         warnings.warn("rollout correction rejected every element of this batch: loss and gradients are 0", stacklevel=2)
     if config.rollout_correction.bypass_mode:
@@ -133,9 +141,11 @@ def diffusion_loss(
     return loss, metrics
 
 
-def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossSums:
+def diffusion_loss_sums(
+    config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder
+) -> LossSums:
     """The loss of ``diffusion_loss`` before its division: see ``LossSums``. At least float32, whatever the input."""
-    options = config.diffusion_loss
+    options, data = config.diffusion_loss, inputs.as_mapping(data)
     elements, correction = _elements(config, model_output, data)
     terms, masked = _objective(config, model_output, data, elements)
     denominator = _denominator(config, elements)
@@ -148,7 +158,7 @@ def diffusion_loss_sums(config: ActorLossConfig, model_output: TensorMapping, da
         loss_sum=policy_sum,
         denominator=denominator,
         keep=elements.keep,
-        log_ratio=select(elements.log_prob.detach() - elements.old_log_prob, elements.keep),
+        log_ratio=kept(elements.log_prob.detach() - elements.old_log_prob, elements.keep),
         objective_log_ratio=terms.log_ratio,
         masked=masked,
         advantages=elements.advantages,
@@ -179,6 +189,8 @@ def _elements(
     advantages = inputs.advantages_like(data, log_prob, options.adv_clip_max if valid is None else None)
     if not rc.bypass_mode:
         weights, keep = _decoupled_correction(data, log_prob, valid)
+        if weights is None and keep is valid:
+            _warn_uncorrected(rc)
         return Elements(log_prob, old_log_prob, advantages, weights, keep, valid), None
     if valid is not None and not valid.any():
         return Elements(log_prob, old_log_prob, advantages, None, valid, valid), None  # nothing to correct
@@ -202,6 +214,20 @@ def _decoupled_correction(
     if keep is None and weights is not None:
         keep = weights != 0
     return weights, None if keep is None else keep.bool()
+
+
+def _warn_uncorrected(rc: RolloutCorrectionConfig) -> None:
+    """Decoupled mode is corrected before the loss, once for the whole batch; say so where that was left out."""
+    asked = {"rollout_is": rc.rollout_is, "rollout_rs": rc.rollout_rs}
+    named = [f"{name}={value}" for name, value in asked.items() if value is not None]
+    if named:
+        warnings.warn(
+            f"rollout_correction has {' and '.join(named)} with bypass_mode=false, but data holds neither "
+            "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
+            "apply_rollout_correction_to_diffusion_batch(batch, config.rollout_correction) on the whole batch first, "
+            "or set rollout_correction=None",
+            stacklevel=2,
+        )
 
 
 def _objective(

@@ -1,6 +1,7 @@
 """Reading what the loss needs from batch and model output. Every error names the key and both shapes."""
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,6 +18,14 @@ class TensorMapping(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
+@runtime_checkable
+class BatchHolder(Protocol):
+    """What keeps its tensors in ``.batch``: verl's ``DataProto``."""
+
+    @property
+    def batch(self) -> Any: ...
+
+
 class Elements(NamedTuple):
     """What every objective reads: one SDE step or one token an element, all in the shape of the log-probs."""
 
@@ -31,6 +40,20 @@ class Elements(NamedTuple):
     """What the loss sees; on the token path the modified mask. ``None``: everything."""
     valid: Bool[Tensor, "B T"] | None
     """The ``response_mask`` of the token path; ``None`` on the diffusion path."""
+
+
+def as_mapping(batch: object) -> TensorMapping:
+    """The mapping inside: ``batch.batch`` where there is one, else the batch itself.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    data = batch if isinstance(batch, Mapping) else getattr(batch, "batch", None)
+    if data is None and hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
+        data = batch
+    if data is None:
+        raise ValueError(f"A {type(batch).__name__} is no batch: give a TensorDict, a dict, or an object with .batch.")
+    return cast("TensorMapping", data)
 
 
 def optional(mapping: TensorMapping, name: str) -> Tensor | None:
@@ -127,3 +150,17 @@ def reference_means(model_output: TensorMapping, elements: Elements) -> tuple[Te
                 f"{name} has shape {tuple(value.shape)}; beside the log-probs it must be {tuple(expected)}"
             )
     return kept(mean, keep), kept(ref_mean, keep), kept(std, keep, 1.0)
+
+
+def not_finite(**mappings: object) -> str:
+    """What to say where a result is NaN or infinite: which tensors hold such values, and how many of them."""
+    found = []
+    for where, mapping in mappings.items():
+        tensors = as_mapping(mapping)
+        for name in tensors.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
+            value = tensors[name]
+            if isinstance(value, Tensor) and value.is_floating_point():
+                bad = int((~torch.isfinite(value)).sum())
+                found += [f"{bad} of {value.numel()} in {where}[{name!r}]"] * (bad > 0)
+    cause = "NaN or infinite: " + ", ".join(found) if found else "all inputs are finite, so a ratio has overflowed"
+    return f"{cause}. Leave such samples out, or stop before the optimizer's step"

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.loss.policy import SAFETY_BOUND
+
 _SUMS = (
     "loss",
     "denominator",
@@ -54,9 +56,11 @@ class LossMetrics:
 
         ``objective_log_ratio`` is the log ratio that the objective clips, where that is another one (grpo_guard);
         ``masked`` what the objective leaves out itself, instead of clipping (flow_dppo). ``valid`` are the elements
-        that count (``None``: all of them); the log ratios of the others must be 0.
+        that count (``None``: all of them); the log ratios of the others must be 0. ``log_ratio`` is not clamped, so
+        that one which is NaN or infinite shows; all but its mean size are of the clamped one, as the loss is.
         """
-        ratio = torch.exp(log_ratio if objective_log_ratio is None else objective_log_ratio)
+        bounded = torch.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND)
+        ratio = torch.exp(bounded if objective_log_ratio is None else objective_log_ratio)
         high, low, dual = ratio > 1 + clip_high, ratio < 1 - clip_low, torch.zeros_like(ratio, dtype=torch.bool)
         if dual_clip is not None:
             dual = (ratio > dual_clip) & (advantages < 0)
@@ -67,7 +71,7 @@ class LossMetrics:
             denominator,
             valid.sum(),
             (valid if keep is None else keep).sum(),
-            -log_ratio.sum(),
+            -bounded.sum(),
             log_ratio.abs().sum(),
             torch.where(valid, ratio, 0.0).sum(),
             high.sum(),

@@ -1,5 +1,8 @@
 """What the actor's configuration refuses, and where its rollout correction may come from."""
 
+import subprocess
+import sys
+
 import pytest
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig, OptimizerConfig
@@ -13,6 +16,32 @@ def test_rollout_correction_from_object_mapping_preset_or_nothing():
     preset = DiffusionActorConfig(rollout_correction={"preset": "decoupled_token_is"}).rollout_correction
     assert (preset.rollout_is, preset.bypass_mode) == ("token", False)
     assert DiffusionActorConfig(rollout_correction=None).rollout_correction.rollout_is is None
+
+
+MAPPINGS = """
+from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig
+from flowgrpo_rc.actor import OptimizerConfig
+
+made = DiffusionActorConfig(diffusion_loss={"clip_ratio": 1e-3, "loss_mode": "flow_dppo"}, optim={"lr": 2e-4})
+loss, optim = DiffusionLossConfig(clip_ratio=1e-3, loss_mode="flow_dppo"), OptimizerConfig(lr=2e-4)
+assert made == DiffusionActorConfig(diffusion_loss=loss, optim=optim), made
+for wrong, message in (
+    ({"clip": 0.1}, "actor.diffusion_loss: has no key clip; its keys are loss_mode, clip_ratio"),
+    ({"clip_ratio": 0.0}, "actor.diffusion_loss.clip_ratio: got 0.0"),
+):
+    try:
+        DiffusionActorConfig(diffusion_loss=wrong)
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"{wrong} was accepted")
+"""
+
+
+def test_sections_may_be_mappings():
+    """In a process of its own: the tests' type checks hold the fields to what they are once constructed."""
+    done = subprocess.run([sys.executable, "-c", MAPPINGS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

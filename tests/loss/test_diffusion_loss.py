@@ -1,7 +1,9 @@
 """The actor's loss: a slow float64 loop in every mode, the table of modes cell by cell, sums, edges and ranks."""
 
 import math
+import warnings
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -865,6 +867,40 @@ def test_averaging_over_ranks_gives_the_gradient_of_the_joined_batch(tmp_path):
         assert_close(first[2], alone[0])
         assert (alone[2]["actor/kept_fraction"] == 0) is not case[2]
         assert alone[2]["actor/kept_fraction"] != pytest.approx(expected[2]["actor/kept_fraction"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_batch_may_be_an_object_around_a_mapping(mode):
+    new, data = random_batch()
+    expected = run(make_config(mode), new, data)
+    for inside in (data, TensorDict(data, batch_size=12)):
+        assert_close(run(make_config(mode), new, SimpleNamespace(batch=inside))[:2], expected[:2], **EXACT)
+
+
+@pytest.mark.parametrize("name", ["advantages", "old_log_probs", "rollout_is_weights", "log_probs"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_an_error_that_names_its_cause(name, value):
+    new, data = random_batch()
+    data |= {"rollout_is_weights": torch.ones_like(new), "rollout_keep": torch.ones_like(new).bool()}
+    where, holder = ("model_output", {"log_probs": new}) if name == "log_probs" else ("data", data)
+    holder[name] = holder[name].clone()
+    holder[name].view(-1)[3] = value
+    if name == "advantages" and value == math.inf:
+        data["old_log_probs"][3] = math.nan  # an infinite advantage alone is clamped
+    with pytest.raises(ValueError, match=rf"actor/\w+ is (nan|-?inf); NaN or .*1 of \d+ in {where}\['{name}'\]"):
+        diffusion_loss(make_config(), {"log_probs": holder.get("log_probs", new)}, data)
+
+
+def test_a_decoupled_batch_without_its_correction_warns():
+    new, data = random_batch()
+    asked = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
+    with pytest.warns(UserWarning, match="rollout_is=sequence and rollout_rs=seq_mean_k1 with bypass_mode=false"):
+        run(make_config(rc=asked), new, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(make_config(), new, data)  # nothing to correct
+        run(make_config(rc=asked), new, {**data, "rollout_is_weights": torch.ones_like(new)})
+        run(make_config("bypass ppo_clip", rc=asked), new, data)  # corrects by itself
 
 
 def test_auto_clips_every_element_by_its_own_width():
