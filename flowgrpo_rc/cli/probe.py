@@ -45,21 +45,21 @@ def run_probe(arguments: argparse.Namespace) -> int:
 
             refused = (*refused, CheckpointError)
             check_preflight(config, arguments.images)
+            arguments.out.mkdir(parents=True, exist_ok=True)
             trainer = FlowGRPOTrainer(config)
         except refused as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         try:
             result = run_preflight(trainer, arguments.images)
-        except RolloutError as error:
+        except (RolloutError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         finally:
             trainer.run.engine.close()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    print(report(result))
     (arguments.out / "probe.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")
     _draw(result, arguments.out / "probe.png")
-    print(report(result))
     print(f"Written: {arguments.out / 'probe.json'}, {arguments.out / 'probe.png'}")
     return 0 if result.advice.safe else NOT_SAFE
 
@@ -68,11 +68,12 @@ def report(result: Any) -> str:
     """The table and the verdict, as text."""
     setting, advice = result.setting, result.advice
     mode = f"bypass, {setting['loss_type']}" if setting["bypass_mode"] else "decoupled"
+    clip = "" if advice.clip_ratio is None else f", clip_ratio={advice.clip_ratio:g}"
     quantized = f", {setting['quantization']} weights" if setting["quantization"] else ""
     lines = [
         f"Engine {setting['engine']} in {setting['rollout_dtype']}{quantized}; actor in {setting['actor_dtype']}; "
         f"{setting['sde_type']}, {setting['latent_dimensions']} latent dimensions; {mode}, "
-        f"clip_ratio {setting['clip_ratio']:g}; {setting['images']} images",
+        f"clip band {_band(setting)}; {setting['images']} images",
         "",
         f"{'timestep':>9} {'n':>4} {'mean l':>10} {'mean |l|':>9} {'90 %':>9} {'largest':>9} "
         f"{'nats':>7} {'KL nats':>8} {'clipped':>8}",
@@ -88,12 +89,17 @@ def report(result: Any) -> str:
         "l = log pi_actor - log pi_engine, same weights; clipped: outside the clip band before any learning",
         f"Verdict: {'SAFE' if advice.safe else 'NOT SAFE'}",
         *(f"  - {reason}" for reason in advice.reasons),
-        f"Recommended: {advice.mode} mode, clip_ratio={advice.clip_ratio:g}; a band that only outliers leave: "
+        f"Recommended: {advice.mode} mode{clip}; a band that only outliers leave: "
         f"rollout_rs=seq_mean_k1 rollout_rs_threshold={advice.rejection_band}",
         f"Bypass mode leaves out the scoring pass: {result.saved:.0%} of rollout, score and update here "
         "(decoupled mode scores less with actor.score=auto)",
     ]
     return "\n".join(lines)
+
+
+def _band(setting: dict[str, Any]) -> str:
+    low, high = setting["clip_band"]
+    return f"1 +- {low:g}" if low == high else f"1 - {low:g} to 1 + {high:g}"
 
 
 def _draw(result: Any, path: Path) -> None:
@@ -102,7 +108,7 @@ def _draw(result: Any, path: Path) -> None:
     matplotlib.use("Agg", force=False)
     from matplotlib import pyplot as plt
 
-    steps, clip = result.steps, result.setting["clip_ratio"]
+    steps, band = result.steps, result.setting["clip_band"]
     names = [f"{step.timestep:.0f}" for step in steps]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for values, label, style in (
@@ -111,7 +117,8 @@ def _draw(result: Any, path: Path) -> None:
         ([s.abs_mean for s in steps], "mean", "-"),
     ):
         left.plot(names, [max(value, 1e-9) for value in values], style, marker="o", color="#2b6cb0", label=label)
-    left.axhline(clip, color="#c53030", linewidth=1, label=f"clip_ratio {clip:g}")
+    for width, style in zip(sorted(set(band)), ("-", "--"), strict=False):
+        left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:g}")
     left.set(yscale="log", xlabel="timestep, from noise to image", ylabel="|log pi_actor - log pi_engine|")
     left.set_title("Gap with equal weights")
     left.legend()

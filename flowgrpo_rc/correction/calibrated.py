@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.compute import RolloutCorrection, run_plan
+from flowgrpo_rc.correction.compute import NonFiniteLogProbError, RolloutCorrection, run_plan
 from flowgrpo_rc.correction.metrics import metrics_from_moments
 from flowgrpo_rc.correction.moments import merge_all
 from flowgrpo_rc.correction.thresholds import CorrectionPlan, Criterion
@@ -67,7 +67,10 @@ def run_calibrated(
         m, t = (None if x is None else x[rows] for x in (mask, timesteps))
         if m is not None and not (m != 0).any():
             continue  # nothing to correct in these rows, if there is elsewhere
-        part = run_plan(log_prob[rows], rollout_log_prob[rows], m, plan=with_bound(plan, bound), timesteps=t)
+        try:
+            part = run_plan(log_prob[rows], rollout_log_prob[rows], m, plan=with_bound(plan, bound), timesteps=t)
+        except NonFiniteLogProbError:  # it names a row of the part
+            raise NonFiniteLogProbError(log_prob, rollout_log_prob, mask) from None
         parts.append((rows, part))
     if not parts:
         raise ValueError("The mask has no valid element: there is nothing to correct.")

@@ -39,6 +39,30 @@ class RolloutCorrection:
         return iter((self.weights, self.mask, self.metrics))
 
 
+class NonFiniteLogProbError(ValueError):
+    """Some valid log-prob is NaN or infinite; says how many are, and where the first is.
+
+    Args:
+        p, q: log-probs `(B, T)` of the policy being trained and of the rollout.
+        m: the mask; None: all are valid.
+    """
+
+    def __init__(self, p: Tensor, q: Tensor, m: Tensor | None) -> None:
+        bad = ~(torch.isfinite(p) & torch.isfinite(q) & torch.isfinite(p.double() - q.double()))
+        if m is not None:
+            bad &= m != 0
+        positions = bad.nonzero()
+        if len(positions) == 0:
+            super().__init__("Log-probs are too large: the sum of their differences overflows.")
+            return
+        row, column = positions[0].tolist()
+        super().__init__(
+            f"{len(positions)} of {p.numel()} positions have a NaN or infinite log-prob where the mask is valid; "
+            f"the first is ({row}, {column}): log_prob={p[row, column].item()}, "
+            f"rollout_log_prob={q[row, column].item()}."
+        )
+
+
 def compute_rollout_correction_and_rejection_mask(
     log_prob: Float[Tensor, "..."],
     rollout_log_prob: Float[Tensor, "..."],
@@ -188,7 +212,7 @@ def run_plan(
         layout, _to_host(parts), rows=shape[0], masked=m is not None, count_empty_rows=count_empty_rows
     )
     if not moments.finite:
-        raise ValueError(_describe_non_finite(p, q, m))
+        raise NonFiniteLogProbError(p, q, m)
     if moments.count == 0:
         raise ValueError("The mask has no valid element: there is nothing to correct.")
     weights = weights.view(shape) if flat and weights is not None else weights
@@ -247,19 +271,3 @@ def _to_host(parts: list[Tensor]) -> Float[Tensor, " figures"]:
     """The one transfer: everything the host needs, as one vector."""
     flat = parts[0] if len(parts) == 1 else torch.cat([part.double() for part in parts])
     return flat.to("cpu")
-
-
-def _describe_non_finite(p: Tensor, q: Tensor, m: Tensor | None) -> str:
-    """Which log-probs are NaN or infinite; only reached when the figures already said that some are."""
-    bad = ~(torch.isfinite(p) & torch.isfinite(q) & torch.isfinite(p.double() - q.double()))
-    if m is not None:
-        bad &= m != 0
-    positions = bad.nonzero()
-    if len(positions) == 0:
-        return "Log-probs are too large: the sum of their differences overflows."
-    row, column = positions[0].tolist()
-    return (
-        f"{len(positions)} of {p.numel()} positions have a NaN or infinite log-prob where the mask is valid; "
-        f"the first is ({row}, {column}): log_prob={p[row, column].item()}, "
-        f"rollout_log_prob={q[row, column].item()}."
-    )

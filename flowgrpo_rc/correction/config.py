@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LOSS_TYPES = ("ppo_clip", "reinforce")
 GUARDS = ("warn", "fallback", "off")
 _SHARES = ("guard_clip_fraction", "guard_rejected_fraction", "rollout_rs_auto_share")
+SMALLEST_AUTO_SHARE = 1e-4
 REJECTION_NORMALIZATIONS = ("all", "kept")
 
 
@@ -178,6 +179,11 @@ class RolloutCorrectionConfig(Presets):
         for name in _SHARES:
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a share between 0 and 1, got {getattr(self, name)!r}.")
+        if self.rollout_rs_auto_share < SMALLEST_AUTO_SHARE:  # pyright: ignore[reportOperatorIssue]
+            raise ValueError(
+                f"rollout_rs_auto_share must be at least {SMALLEST_AUTO_SHARE:g}, got {self.rollout_rs_auto_share!r}: "
+                "its quantile is taken over 3 / share images."
+            )
         low, high = float(self.rollout_rs_auto_min), float(self.rollout_rs_auto_max)
         if not low <= high < math.inf:
             raise ValueError(f"rollout_rs_auto_max must be at least rollout_rs_auto_min={low:g}, got {high!r}.")

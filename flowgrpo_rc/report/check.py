@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flowgrpo_rc.report.finding import Band, Finding, number
+from flowgrpo_rc.report.finding import PROBLEM, WATCH, Band, Finding, number
 from flowgrpo_rc.report.history import History, Series
 
 
@@ -40,6 +40,10 @@ class Check:
     limits: str = ""
     """The band in words, where its numbers are only a code."""
     advice: str
+    suited: Callable[[History], str | None] = lambda history: None
+    """Advice for a run that ``advice`` does not suit, as it is set up; None where it does."""
+    only_watched: Callable[[History], bool] = lambda history: False
+    """Whether what is measured does nothing in this run, so that it is never a problem by itself."""
 
     def run(self, history: History) -> Finding | None:
         """The finding; None where there is nothing to measure."""
@@ -48,6 +52,7 @@ class Check:
         if band is None or found is None:
             return None
         level, limit = band.judge(found.value)
+        level = WATCH if level == PROBLEM and self.only_watched(history) else level
         says = found.says or f"{found.metric} is {number(found.value)} {span_words(found.steps)}"
         return Finding(
             level=level,
@@ -59,7 +64,7 @@ class Check:
             band=self.limits or band.words(),
             steps=found.steps,
             measured=says,
-            advice=found.advice or self.advice,
+            advice=found.advice or self.suited(history) or self.advice,
         )
 
 

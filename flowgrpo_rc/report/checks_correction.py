@@ -1,5 +1,7 @@
 """Checks on what corrects the gap: weights, rejection, divergences. Token limits are the customary ones of LLM runs."""
 
+from dataclasses import replace
+
 from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import Band, number
 from flowgrpo_rc.report.history import History, Series
@@ -61,7 +63,7 @@ def distance_from_one(name: str):
     return measure
 
 
-CORRECTION_CHECKS = (
+WEIGHT_CHECKS = (
     Check(
         name="is_mean",
         title="Mean weight",
@@ -125,6 +127,20 @@ CORRECTION_CHECKS = (
         reason="A factor far from 1 hides the drift that is_mean would show.",
         advice="Look for the cause of the shift; normalisation only rescales the gradient.",
     ),
+)
+
+
+def _diagnoses(history: History) -> str | None:
+    if history.weights_act:
+        return None
+    return "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
+
+
+CORRECTION_CHECKS = (
+    *(
+        replace(check, suited=_diagnoses, only_watched=lambda history: not history.weights_act)
+        for check in WEIGHT_CHECKS
+    ),
     Check(
         name="rejected",
         title="Rejected samples",
@@ -133,6 +149,11 @@ CORRECTION_CHECKS = (
         tokens=Band(high=0.1, problem_high=0.5),
         reason="A fifth rejected did not hurt; half is half of the rollouts for nothing (the guard's limit).",
         advice="Widen rollout_rs_threshold or set it to auto, or bring the engine's precision closer to the actor's.",
+        suited=lambda history: (
+            "Raise rollout_rs_auto_max, or bring the engine's precision closer to the actor's."
+            if history.correction("rollout_rs_threshold") == "auto"
+            else None
+        ),
     ),
     Check(
         name="veto",
@@ -151,6 +172,9 @@ CORRECTION_CHECKS = (
         tokens=Band(high=0.05, problem_high=0.5),
         reason="Stale adapters gave 2e-3 and learned; at .05 the engine computes something else.",
         advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
+        suited=lambda history: (
+            None if history.bypasses else "Raise the engine's precision, or refresh its weights more often."
+        ),
     ),
     Check(
         name="kl",
@@ -168,7 +192,7 @@ CORRECTION_CHECKS = (
         sde=Band(high=1e-5, problem_high=1e-3),
         tokens=Band(high=0.05, problem_high=0.1),
         reason="Half the square of the gap: 1e-5 at 5e-3, 1e-3 at .05; it cannot cancel.",
-        advice="As for gap_mean: precision, weights, or decoupled mode.",
+        advice="As for gap_mean.",
     ),
     Check(
         name="chi2_token",

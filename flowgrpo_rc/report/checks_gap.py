@@ -89,6 +89,18 @@ def clipped(metric: str, *others: str):
 
 _CLIP = "diffusion_loss.clip_ratio"
 
+
+def wider(rest: str):
+    """Advice with the knob that widens the band of the run as it is, where that is not just ``clip_ratio``."""
+
+    def suited(history: History) -> str | None:
+        if history.clip_is_auto:
+            return f"Raise diffusion_loss.auto_clip_max{rest}."
+        return None if history.clips_the_ratio and history.bypasses else f"Widen {_CLIP}{rest}."
+
+    return suited
+
+
 GAP_CHECKS = (
     Check(
         name="clip_first",
@@ -98,6 +110,7 @@ GAP_CHECKS = (
         tokens=Band(high=0.1, problem_high=0.25),
         reason="The engine's error picks what is learned: runs with .31 and more unlearned, one with .20 did not.",
         advice=f"Widen {_CLIP} beyond the gap or set it to auto, or set rollout_correction.bypass_mode=false.",
+        suited=lambda history: wider(", or set rollout_correction.bypass_mode=false" * history.bypasses)(history),
     ),
     Check(
         name="gap_vs_clip",
@@ -106,7 +119,8 @@ GAP_CHECKS = (
         sde=Band(high=0.5, problem_high=0.8),
         tokens=None,
         reason="Of a normal gap, a tenth lies outside the band at .5 and a third at .8.",
-        advice=f"Set {_CLIP} to auto or above three times the gap, raise rollout.dtype, or set bypass_mode=false.",
+        advice=f"Set {_CLIP} to auto or six times the mean gap, raise rollout.dtype, or set bypass_mode=false.",
+        suited=wider(", raise rollout.dtype, or set bypass_mode=false"),
     ),
     Check(
         name="gap_timestep",
@@ -129,7 +143,7 @@ GAP_CHECKS = (
     Check(
         name="engine_gap",
         title="Engine and actor with equal weights",
-        measure=recent_mean("rollout_sync/engine_gap_abs_mean"),
+        measure=recent_mean("rollout_sync/engine_gap_per_dimension", "rollout_sync/engine_gap_abs_mean"),
         sde=Band(high=5e-3, problem_high=0.05),
         tokens=Band(high=0.1, problem_high=1.0),
         reason="bfloat16 gave 2.4e-4, fp8 weights 9e-4; at .05 (as in the probe) the engine computes something else.",
@@ -170,6 +184,7 @@ GAP_CHECKS = (
         tokens=Band(high=0.3, problem_high=0.6),
         reason="Healthy runs stayed below .22; with most samples clipped little is learned from a batch.",
         advice=f"Widen {_CLIP}, lower actor.optim.lr, or take fewer optimizer steps a batch.",
+        suited=wider(", lower actor.optim.lr, or take fewer optimizer steps a batch"),
     ),
     Check(
         name="clip_inert",
@@ -179,5 +194,6 @@ GAP_CHECKS = (
         tokens=Band(high=0.2, problem_high=0.4),
         reason="Half of the clipped samples, where signs are even; healthy runs stayed below .11.",
         advice=f"Widen {_CLIP} or lower actor.optim.lr.",
+        suited=wider(" or lower actor.optim.lr"),
     ),
 )

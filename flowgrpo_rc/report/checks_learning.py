@@ -216,5 +216,6 @@ LEARNING_CHECKS = (
         limits="healthy: quiet, watch: alarms, or fallen back",
         reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
         advice="Do what the alarm said: widen clip_ratio or set it to auto, or set guard=fallback.",
+        suited=lambda history: "Do what the alarm said." if history.correction("guard") == "fallback" else None,
     ),
 )

@@ -99,11 +99,11 @@ def data_uri(kind: str, content: bytes) -> str:
 
 def picture_uri(path: Path) -> str | None:
     """A PNG file as a data URI; None where it cannot be read, as while it is being written."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(path) as image:
             image.verify()
         return data_uri("image/png", path.read_bytes())
-    except (OSError, SyntaxError, UnidentifiedImageError):
+    except (OSError, SyntaxError, ValueError):  # as Pillow raises them, by what is damaged
         return None

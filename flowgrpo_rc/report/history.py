@@ -62,6 +62,7 @@ class History:
         self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, broken_lines: int = 0
     ) -> None:
         self.rows, self.config, self.broken_lines = rows, config, broken_lines
+        self._known: dict[str, Series | None] = {}
         self.steps = [_step(row, position) for position, row in enumerate(rows, 1)]
         self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
         trained = (step for step, row in zip(self.steps, rows, strict=True) if _trained(row))
@@ -75,6 +76,11 @@ class History:
 
     def _series(self, name: str) -> Series | None:
         """One metric; a ``rollout_corr/`` name also from the rows where the actor logged it, as in bypass mode."""
+        if name not in self._known:
+            self._known[name] = self._read(name)
+        return self._known[name]
+
+    def _read(self, name: str) -> Series | None:
         metrics = (name, f"actor/{name}") if name.startswith(CORRECTION) else (name,)
         points = []
         for step, row in zip(self.steps, self.rows, strict=True):
@@ -163,6 +169,16 @@ class History:
     def clips_the_ratio(self) -> bool:
         """Whether it clips the plain ratio; ``grpo_guard`` clips one that it has normalised."""
         return self.clips and self._loss_mode != "grpo_guard"
+
+    @property
+    def weights_act(self) -> bool:
+        """Whether importance weights are in the loss; in bypass mode with PPO they only diagnose."""
+        return not (self.bypasses and self.correction("loss_type", "ppo_clip") == "ppo_clip")
+
+    @property
+    def clip_is_auto(self) -> bool:
+        """Whether the clip band is calibrated now."""
+        return self.setting(f"{LOSS}.clip_ratio") == "auto" and not self.fallen_back
 
     @property
     def _loss_mode(self) -> Any:

@@ -34,7 +34,7 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
     findings = check_health(run.rows, run.config, broken_lines=run.broken_lines)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.writing")
-    partial.write_text(build_page(run, findings), encoding="utf-8")
+    partial.write_text(build_page(run, findings), encoding="utf-8", errors="backslashreplace")
     os.replace(partial, target)
     return target, findings
 

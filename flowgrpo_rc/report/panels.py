@@ -270,6 +270,8 @@ def draw_clip(history: History, axes: Any, theme: Theme) -> None:
 
 def describe_clip(history: History) -> str | None:
     """In words."""
+    if not history.clips:
+        return None
     return several(*(ends(history.series(name), f"clipped, {label},") for name, label in CLIP_LINES))
 
 

@@ -46,7 +46,7 @@ def read_run(root: str | Path) -> Run:
     if not rows:
         raise NotARunError(f"{folder.metrics}: no complete line in it; wait until the first step is done")
     probe, notes = _probe(folder.root / "probe.json")
-    grids = sorted(folder.samples.glob("step_*.png"))
+    grids = list(folder.grids().values())
     return Run(
         root=folder.root,
         rows=rows,

@@ -96,7 +96,7 @@ def tiles(history: History) -> list[tuple[str, str]]:
         ("Training reward", REWARD, False),
         ("Held-out reward", ("val/reward/mean",), False),
         ("Gap now", ("rollout_sync/engine_gap_abs_mean", "rollout_corr/logprob_abs_diff_mean"), True),
-        ("Outside the clip", ("actor/pg_clipfrac_first",), True),
+        ("Outside the clip", ("actor/pg_clipfrac_first",) if history.clips else (), True),
         ("Rejected", ("rollout_corr/rollout_rs_masked_fraction",), True),
         ("Seconds a step", ("timing_s/step",), True),
     )

@@ -134,7 +134,7 @@ class ProbeConfig:
     """Images a batch, over all prompts and processes, with all their stochastic steps; 0 switches the probe off."""
 
     warn_gap: float | None = None
-    """Warn, once a run, when ``rollout_sync/engine_gap_abs_mean`` exceeds this; null: never."""
+    """Warn, once a run, when ``rollout_sync/engine_gap_per_dimension`` exceeds this; null: never."""
 
     def __post_init__(self) -> None:
         non_negative(f"{_HERE}.probe.images", self.images)

@@ -58,6 +58,10 @@ class RunningQuantile:
             raise RuntimeError("no gap has been measured yet; observe() comes before the bands")
         return float(torch.quantile(torch.tensor(list(own), dtype=torch.float64), quantile or self._quantile))
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values = {}
+
     def count(self, timestep: float) -> int:
         """How many values are known there."""
         return len(self._values.get(timestep, ()))
@@ -133,8 +137,10 @@ class RejectionBands:
         self._window = 1
 
     def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
-        """Take in log ratios, actor over engine, of whole images."""
-        self._window = gaps.shape[1]
+        """Take in log ratios, actor over engine, of whole images; those of another window size are forgotten."""
+        if gaps.shape[1] != self._window:
+            self._window = gaps.shape[1]
+            self.sizes.clear()
         for timestep, size in zip(timesteps[:, 0].tolist(), row_statistic(gaps, self._criterion).tolist(), strict=True):
             self.sizes.observe(timestep, size)
 

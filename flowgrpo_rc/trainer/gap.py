@@ -2,13 +2,14 @@
 
 ``l = log pi_actor - log pi_engine`` of one SDE step is a mean over the latent dimensions. In nats it is the log ratio
 of the step's whole density: ``l`` times the dimensions, and for ``cps``, whose log-prob leaves out ``1/(2 std^2)``,
-times that too. Both policies draw a step with one standard deviation, so that in nats ``l ~ N(-K, 2K)`` under the
-engine, where ``K`` is the Kullback-Leibler divergence of engine from actor: known in closed form where the engine
-returns its transition means, else estimated from ``E[l^2] = 2K + K^2``.
+times that too. Divided by the dimensions again it has one scale for every ``sde_type`` (``l`` itself for ``sde`` and
+``dance_sde``), so that is what limits hold for. Both policies draw a step with one standard deviation, so that in nats
+``l ~ N(-K, 2K)`` under the engine, where ``K`` is the Kullback-Leibler divergence of engine from actor: known in closed
+form where the engine returns its transition means, else estimated from ``E[l^2] = 2K + K^2``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class GapSample:
     """The actor's log-prob now minus with the engine's adapter."""
     to_nats: Float[Tensor, "n W"]
     """What ``l`` is multiplied with."""
+    dimensions: int
+    """Of a latent."""
     kl: Float[Tensor, "n W"] | None
     """Closed form, in nats; None where the engine returned no means."""
 
@@ -38,9 +41,9 @@ class GapSample:
     @staticmethod
     def concatenate(samples: Sequence["GapSample"]) -> "GapSample":
         """Those of all processes in rank order."""
-        names = [f.name for f in fields(GapSample) if getattr(samples[0], f.name) is not None]
+        names = [f.name for f in fields(GapSample) if isinstance(getattr(samples[0], f.name), Tensor)]
         columns: dict[str, Any] = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
-        return GapSample(**{"kl": None, **columns})
+        return replace(samples[0], **columns)
 
 
 def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float[Tensor, "..."]:
@@ -60,10 +63,12 @@ def estimated_kl(nats: Float[Tensor, "..."]) -> float:
 def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
     """Means over the sample and, with ``/ts_{t}``, over each timestep.
 
-    ``engine_gap_abs_mean`` and ``staleness_abs_mean`` per latent dimension, ``engine_gap_nats`` and ``engine_kl_nats``
-    of the whole step; over all timesteps also ``engine_gap_abs_max``.
+    ``engine_gap_abs_mean`` and ``staleness_abs_mean`` as log-probs are; ``engine_gap_nats`` and ``engine_kl_nats``
+    of the whole step. Over all timesteps also ``engine_gap_abs_max``, and ``engine_gap_per_dimension``, the nats over
+    the latent dimensions.
     """
     values = {f"{prefix}engine_gap_abs_max": float(sample.engine.abs().max())} | _means(sample, slice(None), prefix, "")
+    values[f"{prefix}engine_gap_per_dimension"] = values[f"{prefix}engine_gap_nats"] / sample.dimensions
     for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True):
         values |= _means(sample, sample.timesteps == timestep, prefix, f"/ts_{timestep:.6g}")
     return values

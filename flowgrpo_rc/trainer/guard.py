@@ -14,14 +14,16 @@ from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 CLIP, REJECTED, GAP = "clip", "rejected", "engine_gap"
+ENGINE_GAP = ("rollout_sync/engine_gap_per_dimension", "rollout_sync/engine_gap_abs_mean")
+"""The first that is there: one scale for every ``sde_type``, or that of the log-probs."""
 
 _DIAGNOSIS = {
     CLIP: "{value:.0%} of the samples lay outside the clip band before anything was learned (limit {limit:.0%}), so "
     "the engine's error has a say in what is learned. {remedy}, or set rollout_correction.bypass_mode=false",
-    REJECTED: "{value:.0%} of the samples were rejected (limit {limit:.0%}). Widen rollout_rs_threshold or set it to "
-    "auto, or bring the engine's precision closer to the actor's",
-    GAP: "engine and actor differ by {value:.2g} in mean |log ratio| with equal weights (limit {limit:g}), so the "
-    "engine computes something else. Compare dtype, quantization, attention kernels and schedule",
+    REJECTED: "{value:.0%} of the samples were rejected (limit {limit:.0%}). {remedy}, or bring the engine's precision "
+    "closer to the actor's",
+    GAP: "engine and actor differ by {value:.2g} in mean |log ratio| per latent dimension with equal weights (limit "
+    "{limit:g}), so the engine computes something else. Compare dtype, quantization, attention kernels and schedule",
 }
 
 
@@ -77,16 +79,20 @@ class Guard:
         if config.rollout_correction.loss_type == "ppo_clip" and config.diffusion_loss.loss_mode != "flow_dppo":
             found[CLIP] = (metrics["actor/pg_clipfrac_first"], float(rc.guard_clip_fraction))
         found[REJECTED] = (1 - metrics["actor/kept_fraction"], float(rc.guard_rejected_fraction))
-        if "rollout_sync/engine_gap_abs_mean" in metrics:
-            found[GAP] = (metrics["rollout_sync/engine_gap_abs_mean"], float(rc.guard_engine_gap))
+        gap = next((metrics[name] for name in ENGINE_GAP if name in metrics), None)
+        if gap is not None:
+            found[GAP] = (gap, float(rc.guard_engine_gap))
         return found
 
     def _text(self, causes: dict[str, tuple[float, float]], step: int) -> str:
-        loss = self._configured.diffusion_loss
-        remedy = "Widen diffusion_loss.clip_ratio beyond the gap" + (
-            "" if loss.needs_old_means else " or set it to auto"
-        )
-        parts = (_DIAGNOSIS[n].format(value=v, limit=limit, remedy=remedy) for n, (v, limit) in causes.items())
+        loss, auto = self._configured.diffusion_loss, self._rc.rollout_rs_threshold == "auto"
+        clip = "Widen diffusion_loss.clip_ratio beyond the gap" + ("" if loss.needs_old_means else " or set it to auto")
+        remedies = {
+            CLIP: "Raise diffusion_loss.auto_clip_max" if loss.clip_ratio == "auto" else clip,
+            REJECTED: "Raise rollout_rs_auto_max" if auto else "Widen rollout_rs_threshold or set it to auto",
+            GAP: "",
+        }
+        parts = (_DIAGNOSIS[n].format(value=v, limit=limit, remedy=remedies[n]) for n, (v, limit) in causes.items())
         return f"step {step}: for {self._rc.guard_patience} updates in a row, {'; '.join(parts)}"
 
     def _fall_back(self, causes: dict[str, tuple[float, float]], step: int) -> None:

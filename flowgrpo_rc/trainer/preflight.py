@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_rc.actor import DiffusionLossConfig
 from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.loss.diffusion_loss import clip_band
 from flowgrpo_rc.models.base import Conditioning
@@ -32,7 +33,7 @@ CLIPPED_LIMIT = 0.25
 CLIPPED_MUCH = 0.1
 """and above which it is said to cost."""
 BROKEN_GAP = 0.05
-"""Mean |log ratio| of one step above which the engine computes something else, whatever the mode."""
+"""Mean |log ratio| of one step, in nats per latent dimension, above which the engine computes something else."""
 WIDEST_CLIP = 1e-2
 """A recommended band is not wider: beyond it PPO's clip no longer limits the policy's own movement."""
 
@@ -67,10 +68,12 @@ class Advice:
     safe: bool
     mode: str
     """``bypass`` or ``decoupled``."""
-    clip_ratio: float
-    """Three times the gap's 90 % quantile, at least the configured band."""
+    clip_ratio: float | None
+    """Three times the gap's 90 % quantile, at least the configured band; None where the objective does not clip the
+    ratio that the probe measures."""
     rejection_band: str
-    """For ``rollout_rs=seq_mean_k1``: holds 99 % of the images for the gap alone."""
+    """For ``rollout_rs=seq_mean_k1``: holds 99 % of the images for the gap alone, within ``rollout_rs_auto_min`` and
+    ``rollout_rs_auto_max``."""
     reasons: tuple[str, ...]
 
 
@@ -134,7 +137,7 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
         setting=_setting(config, batch),
         steps=tuple(steps),
         overall=overall,
-        advice=advise(config, overall, gap),
+        advice=advise(config, overall, gap, dimensions),
         seconds=seconds,
         saved=seconds["score"] / sum(seconds.values()),
     )
@@ -169,57 +172,76 @@ def step_gap(
     )
 
 
-def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"]) -> Advice:
-    """The verdict on this configuration, with its reasons in words."""
+def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"], dimensions: int) -> Advice:
+    """The verdict on this configuration, with its reasons in words; ``dimensions`` of a latent."""
     rc, loss = config.rollout_correction, config.actor_rollout_ref.actor.diffusion_loss
-    width, needed = float(max(clip_band(loss))), _round_up(3 * overall.abs_q90)
-    clips = rc.bypass_mode and rc.loss_type == "ppo_clip" and not loss.needs_old_means
-    wanted = max(width, needed)
-    image = float(torch.quantile(gap.mean(1).abs(), 0.99))
-    reasons, safe = [], True
-    if overall.abs_mean > BROKEN_GAP:
-        safe = False
-        reasons.append(
-            f"the mean |log ratio| is {overall.abs_mean:.2g}: the engine computes something else than the actor "
-            "(schedule, guidance, adapter or latents), which no correction repairs"
+    broken = not overall.nats / dimensions <= BROKEN_GAP  # a NaN is
+    clips = rc.loss_type == "ppo_clip" and not loss.needs_old_means
+    emptied = rc.bypass_mode and clips and overall.clipped > CLIPPED_LIMIT
+    much_rejected = overall.rejected > float(rc.guard_rejected_fraction)
+    needed = _round_up(3 * overall.abs_q90)
+    mode = "bypass" if needed <= WIDEST_CLIP and not broken else "decoupled"
+    narrow = float(min(clip_band(loss)))
+    wanted = max(narrow, needed) if mode == "bypass" else narrow
+    reasons = [_of_the_clip(config, overall, emptied=emptied)]
+    if broken:
+        reasons.insert(
+            0,
+            f"the mean |log ratio| is {overall.nats / dimensions:.2g} per latent dimension: the engine computes "
+            "something else than the actor (schedule, guidance, adapter or latents), which no correction repairs",
         )
-    share, band = f"{overall.clipped:.0%}", f"{width:g}"
-    if clips and overall.clipped > CLIPPED_LIMIT:
-        safe = False
+    if rc.bypass_mode and clips and config.actor_rollout_ref.rollout.adapter_lag:
         reasons.append(
-            f"bypass mode clips around the engine's log-probs, and {share} of the samples lie outside "
-            f"clip_ratio={band} before anything is learned (limit {CLIPPED_LIMIT:.0%}); what is left is chosen by the "
-            "engine's error"
+            f"adapter_lag={config.actor_rollout_ref.rollout.adapter_lag} adds the policy's own movement to this gap, "
+            "most in the first batches; it cannot be measured before training. clip_ratio=auto follows it, "
+            "guard=fallback watches it"
         )
-    elif clips:
-        text = f"{share} of the samples lie outside clip_ratio={band} before anything is learned"
-        costs = overall.clipped > CLIPPED_MUCH
-        reasons.append(f"{text}: runs like that learned, but less than with a wider band" if costs else text)
-    elif rc.bypass_mode and rc.loss_type == "ppo_clip":
-        reasons.append(
+    if overall.rejected:
+        knob = "rollout_rs_auto_max" if rc.rollout_rs_threshold == "auto" else "rollout_rs_threshold"
+        limit = f" (limit {float(rc.guard_rejected_fraction):.0%}): widen {knob}" if much_rejected else ""
+        reasons.append(f"rejection removes {overall.rejected:.0%} of the samples for the gap alone{limit}")
+    if emptied and mode == "bypass":
+        reasons.append(f"{_clip_words(wanted, wanted)} holds the gap{_sides(loss)}; decoupled mode does without")
+    half = float(torch.quantile(gap.mean(1).abs(), 0.99))
+    half = min(max(half, float(rc.rollout_rs_auto_min)), float(rc.rollout_rs_auto_max))
+    digits = 6 if half >= 1e-4 else 12
+    edges = f"{math.exp(-half):.{digits}g}_{math.exp(half):.{digits}g}"
+    return Advice(not (broken or emptied or much_rejected), mode, wanted if clips else None, edges, tuple(reasons))
+
+
+def _of_the_clip(config: FlowGRPOConfig, overall: StepGap, *, emptied: bool) -> str:
+    """What the gap does to the configured objective's clip."""
+    rc, loss = config.rollout_correction, config.actor_rollout_ref.actor.diffusion_loss
+    if not rc.bypass_mode:
+        return "decoupled mode centres the clip on the actor's own log-probs, so the gap is not clipped"
+    if rc.loss_type != "ppo_clip":
+        return "reinforce does not clip, so the gap cannot empty the band"
+    if loss.needs_old_means:
+        return (
             f"loss_mode={loss.loss_mode} does not clip the ratio that is measured here, so its share outside the band "
             "says nothing about it; watch actor/pg_clipfrac_inert in the first steps"
         )
-    elif rc.bypass_mode:
-        reasons.append("reinforce does not clip, so the gap cannot empty the band")
-    else:
-        reasons.append("decoupled mode centres the clip on the actor's own log-probs, so the gap is not clipped")
-    if clips and config.actor_rollout_ref.rollout.adapter_lag:
-        reasons.append(
-            f"adapter_lag={config.actor_rollout_ref.rollout.adapter_lag} adds the policy's own movement to this gap; "
-            "before training it cannot be measured"
+    band = _clip_words(*clip_band(loss))
+    text = f"{overall.clipped:.0%} of the samples lie outside {band} before anything is learned"
+    if emptied:
+        return (
+            f"bypass mode clips around the engine's log-probs, and {text} (limit {CLIPPED_LIMIT:.0%}); what is left is "
+            "chosen by the engine's error"
         )
-    if overall.rejected:
-        much = overall.rejected > float(rc.guard_rejected_fraction)
-        safe = safe and not much
-        limit = f" (limit {float(rc.guard_rejected_fraction):.0%}): widen rollout_rs_threshold" if much else ""
-        reasons.append(f"rejection removes {overall.rejected:.0%} of the samples for the gap alone{limit}")
-    mode = "bypass" if needed <= WIDEST_CLIP and overall.abs_mean <= BROKEN_GAP else "decoupled"
-    if not safe and mode == "bypass":
-        reasons.append(f"clip_ratio={wanted:g} holds the gap; decoupled mode does without")
-    half = max(image, 1e-6)
-    edges = f"{math.exp(-half):.6g}_{math.exp(half):.6g}"
-    return Advice(safe, mode, wanted if mode == "bypass" else width, edges, tuple(reasons))
+    costs = overall.clipped > CLIPPED_MUCH
+    return f"{text}: runs like that learned, but less than with a wider band" if costs else text
+
+
+def _clip_words(low: float, high: float) -> str:
+    """The band as the configuration writes it."""
+    return f"clip_ratio={low:g}" if low == high else f"clip_ratio_low={low:g} and clip_ratio_high={high:g}"
+
+
+def _sides(loss: DiffusionLossConfig) -> str:
+    """What goes with a recommended ``clip_ratio`` where a side has its own width."""
+    sides = {"clip_ratio_low": loss.clip_ratio_low, "clip_ratio_high": loss.clip_ratio_high}
+    own = [name for name, width in sides.items() if width is not None]
+    return f" (with {' and '.join(own)} null)" if own else ""
 
 
 def _round_up(value: float) -> float:
@@ -308,6 +330,7 @@ def _setting(config: FlowGRPOConfig, batch: TensorDict) -> dict[str, Any]:
         "bypass_mode": rc.bypass_mode,
         "loss_type": rc.loss_type,
         "clip_ratio": config.actor_rollout_ref.actor.diffusion_loss.clip_ratio,
+        "clip_band": list(clip_band(config.actor_rollout_ref.actor.diffusion_loss)),
         "latent_dimensions": batch["latents"].shape[2:].numel(),
         "images": len(batch),
     }

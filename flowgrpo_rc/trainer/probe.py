@@ -50,6 +50,8 @@ class Probe:
         self._actor, self._adapter, self._clip, self._rejection = actor, adapter, clip, rejection
         self._total = config.data.train_batch_size * self._rollout.n
         self._images = min(self._rollout.probe.images, self._total)
+        self.warns = True
+        """Whether this process warns: one of a run is enough."""
         self._warned = False
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
@@ -83,12 +85,13 @@ class Probe:
         part = batch[rows]
         recorded, timesteps = part["rollout_log_probs"].double(), part["timesteps"].double()
         means = part.get("rollout_means", None)
+        dimensions = part["latents"].shape[2:].numel()
         if not len(rows):
-            return GapSample(timesteps, recorded, recorded, recorded, None if means is None else recorded)
+            return GapSample(timesteps, recorded, recorded, recorded, dimensions, None if means is None else recorded)
         with self._adapter.actor_at_rollout_version():
             scored = self._actor.rescore(part, conditioning)
         now = self._actor.rescore(part, conditioning) if self._adapter.behind else scored
-        stds, dimensions = scored["transition_stds"].double(), part["latents"].shape[2:].numel()
+        stds = scored["transition_stds"].double()
         kl = None
         if means is not None:
             kl = dimensions * transition_kl(
@@ -99,6 +102,7 @@ class Probe:
             engine=scored["log_probs"].double() - recorded,
             staleness=now["log_probs"].double() - scored["log_probs"].double(),
             to_nats=to_nats(stds, dimensions, self._rollout.algo.sde_type),
+            dimensions=dimensions,
             kl=kl,
         )
 
@@ -110,13 +114,12 @@ class Probe:
         return float(((ratio < 1 - low) | (ratio > 1 + high)).double().mean())
 
     def _warn(self, metrics: dict[str, float], step: int) -> None:
-        limit, gap = self._rollout.probe.warn_gap, metrics[f"{PREFIX}engine_gap_abs_mean"]
-        largest = metrics[f"{PREFIX}engine_gap_abs_max"]
-        if limit is None or gap <= limit or self._warned:
+        limit, gap = self._rollout.probe.warn_gap, metrics[f"{PREFIX}engine_gap_per_dimension"]
+        if limit is None or gap <= limit or self._warned or not self.warns:
             return
         self._warned = True
         warnings.warn(
-            f"step {step + 1}: {PREFIX}engine_gap_abs_mean is {gap:.3g} (largest {largest:.3g}), above "
+            f"step {step + 1}: {PREFIX}engine_gap_per_dimension is {gap:.3g}, above "
             f"actor_rollout_ref.rollout.probe.warn_gap={limit:g}: "
             "with equal weights the rollout engine and the actor disagree. Give both one precision "
             "(actor_rollout_ref.rollout.dtype, quantization) and one attention kernel, or keep "

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.models.lora import save_lora
-from flowgrpo_rc.trainer.checkpoint import CheckpointStore, random_states, restore_random_states
+from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, restore_random_states
 from flowgrpo_rc.trainer.config import TrainerConfig
 from flowgrpo_rc.trainer.setup import Run
 
@@ -47,7 +47,7 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
     """Bring ``run`` to where the checkpoint was written; returns its step.
 
     Raises:
-        CheckpointError: not a checkpoint, unreadable, or of another model.
+        CheckpointError: not a checkpoint, unreadable, of another model, or of another version of this package.
     """
     state, tensors = store.load(source, run.fingerprint)
     run.actor.load_adapter(source)
@@ -55,7 +55,17 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
     run.actor.load_average(tensors.get("average"))
     for name, part in _calibrated(run).items():
         if name in tensors:
-            part.load_state_dict(tensors[name])
+            _take_up(part, name, tensors[name], source)
     restore_random_states(tensors["random"])
     run.sampler.load_state_dict(state["sampler"])
     return int(state["step"])
+
+
+def _take_up(part: Any, name: str, state: Any, source: Path) -> None:
+    try:
+        part.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{source}: its state of {name} is of another version ({type(error).__name__}: {error}). Start afresh with "
+            "trainer.resume_mode=disable"
+        ) from error

@@ -47,10 +47,15 @@ class RunFolder:
         """All complete lines of ``metrics.jsonl``; a line cut off by a kill is left out."""
         return read_rows(self.metrics)[0] if self.metrics.is_file() else []
 
+    def grids(self) -> dict[int, Path]:
+        """The sample grids by their step, in order."""
+        found = {grid.stem.removeprefix("step_"): grid for grid in self.samples.glob("step_*.png")}
+        return dict(sorted((int(step), grid) for step, grid in found.items() if step.isdecimal()))
+
     def forget_after(self, step: int) -> None:
         """Drop the lines and sample grids of later steps: a run resumed at ``step`` makes them again."""
-        for grid in self.samples.glob("step_*.png"):
-            if grid.stem[5:].isdigit() and int(grid.stem[5:]) > step:
+        for drawn, grid in self.grids().items():
+            if drawn > step:
                 grid.unlink()
         if not self.metrics.is_file():
             return

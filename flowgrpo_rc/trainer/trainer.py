@@ -68,6 +68,7 @@ class FlowGRPOTrainer:
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
         self.probe = Probe(config, actor, self.adapter, self.run.clip_bands, self.run.rejection_bands)
+        self.probe.warns = self.accelerator.is_main_process
 
     # ------------------------------------------------------------------ one step
 
@@ -336,7 +337,7 @@ class FlowGRPOTrainer:
             if any("reward/mean" in row for row in rows):
                 clip_ratio = self.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
                 pictures.append(write_plots(self.folder, clip_ratio)[-1])
-            grids = sorted(self.folder.samples.glob("step_*.png"))
+            grids = list(self.folder.grids().values())
             if len(grids) > 1:
                 pictures.append(self.folder.samples / "before_after.png")
                 stack_pictures(pictures[-1], [grids[0], grids[-1]])

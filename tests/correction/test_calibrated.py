@@ -157,3 +157,18 @@ def test_it_is_explained():
     text = explain(config()).text
     assert "beyond what the measured gap of their timesteps explains (auto)" in text
     assert not any("never bind" in warning for warning in explain(config()).warnings)
+
+
+def test_a_non_finite_log_prob_is_named_by_its_own_row():
+    """Rows are corrected in groups of one bound; the error counts and places it in the whole batch."""
+    l = gaps(20)  # noqa: E741
+    l[15, 2] = float("nan")
+    bounds = torch.where(torch.arange(20) % 2 == 0, 0.1, 0.2)
+    with pytest.raises(ValueError, match=r"1 of 60 positions .* the first is \(15, 2\)"):
+        compute_rollout_correction(l, torch.zeros_like(l), config=config(), rs_bounds=bounds)
+
+
+def test_a_share_too_small_to_be_measured_is_refused():
+    assert config(rollout_rs_auto_share=1e-4).rollout_rs_auto_share == 1e-4
+    with pytest.raises(ValueError, match=r"rollout_rs_auto_share must be at least 0\.0001, got 1e-05"):
+        config(rollout_rs_auto_share=1e-5)

@@ -8,11 +8,15 @@ import pytest
 from rows import COLLAPSING, HEALTHY, rows, settings
 
 from flowgrpo_rc.report import check_health, worst
+from flowgrpo_rc.report.checks_correction import WEIGHT_CHECKS
 from flowgrpo_rc.report.finding import LEVELS, Band, number
 from flowgrpo_rc.report.health import CHECKS, not_checked
 from flowgrpo_rc.report.history import TIMESTEP, WINDOW, History
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "learning"
+
+
+RC, LOSS = "algorithm__rollout_correction", "actor_rollout_ref__actor__diffusion_loss"
 
 
 def found(made, config, check):
@@ -26,6 +30,7 @@ SDE = [
     ("gap_timestep", "rollout_sync/engine_gap_abs_mean/ts_500", 9e-4, 1.5e-3, 2.1e-3),
     ("staleness", "rollout_sync/staleness_abs_mean", 4e-4, 1e-3, 2.1e-3),
     ("engine_gap", "rollout_sync/engine_gap_abs_mean", 1e-3, 0.01, 0.06),
+    ("engine_gap", "rollout_sync/engine_gap_per_dimension", 1e-3, 0.01, 0.06),
     ("gap_outliers", "rollout_corr/logprob_abs_diff_max", 3e-3, 5e-3, None),
     ("clip_fraction", "actor/pg_clipfrac", 0.29, 0.31, 0.61),
     ("clip_inert", "actor/pg_clipfrac_inert", 0.19, 0.21, 0.41),
@@ -69,10 +74,44 @@ TOKENS = [
 
 @pytest.mark.parametrize(("check", "metric", "ok", "watch", "problem"), SDE)
 def test_levels_of_sde_steps(check, metric, ok, watch, problem):
+    weights = check in {c.name for c in WEIGHT_CHECKS}
+    config = settings(**{f"{RC}__bypass_mode": not weights})
     for level, value in zip(LEVELS, (ok, watch, problem), strict=True):
         if value is not None:
-            finding = found(rows(**{metric.replace("/", "__"): value}), settings(), check)
+            finding = found(rows(**{metric.replace("/", "__"): value}), config, check)
             assert (finding.level, finding.metric) == (level, metric)
+
+
+def test_weights_that_only_diagnose_are_no_problem():
+    """In bypass mode PPO has no weights in its loss; REINFORCE has."""
+    made = rows(rollout_corr__rollout_is_eff_sample_size=0.2)
+    ppo, acting = found(made, settings(), "ess"), found(made, settings(**{f"{RC}__loss_type": "reinforce"}), "ess")
+    assert (ppo.level, acting.level) == ("watch", "problem")
+    assert "only diagnose in bypass mode with PPO" in ppo.advice
+    assert "Lower rollout_is_threshold" in acting.advice
+
+
+@pytest.mark.parametrize(
+    ("check", "changed", "setting", "advice"),
+    [
+        ("clip_first", {"actor__pg_clipfrac_first": 0.9}, {f"{LOSS}__clip_ratio": "auto"}, "Raise diffusion_loss.auto"),
+        ("clip_first", {"actor__pg_clipfrac_first": 0.9}, {f"{LOSS}__loss_mode": "grpo_guard"}, "Widen diffusion_loss"),
+        ("clip_first", {"actor__pg_clipfrac_first": 0.9}, {f"{RC}__bypass_mode": False}, "Widen diffusion_loss.clip"),
+        ("clip_inert", {"actor__pg_clipfrac_inert": 0.9}, {f"{LOSS}__clip_ratio": "auto"}, "Raise diffusion_loss.auto"),
+        ("rejected", {"actor__kept_fraction": 0.2}, {f"{RC}__rollout_rs_threshold": "auto"}, "Raise rollout_rs_auto_m"),
+        ("gap_mean", {"rollout_corr__logprob_abs_diff_mean": 1.0}, {f"{RC}__bypass_mode": False}, "Raise the engine's"),
+        ("guard", {"guard__alarms": 1.0}, {f"{RC}__guard": "fallback"}, "Do what the alarm said."),
+    ],
+)
+def test_advice_suits_what_is_set(check, changed, setting, advice):
+    """Neither what is in force already nor what the configuration refuses."""
+    usual, suited = found(rows(**changed), settings(), check), found(rows(**changed), settings(**setting), check)
+    assert usual.level == suited.level != "ok"
+    assert suited.advice.startswith(advice)
+    assert suited.advice != usual.advice
+    assert " auto" not in suited.advice
+    assert "guard=fallback" not in suited.advice
+    assert "bypass_mode=false" not in suited.advice or setting.get(f"{RC}__bypass_mode", True)
 
 
 @pytest.mark.parametrize(("check", "metric", "ok", "watch", "problem"), TOKENS)

@@ -39,6 +39,7 @@ def sample(kl=None):
         engine=torch.tensor([[1e-3, -2e-3], [4e-3, -8e-3]]).double(),
         staleness=torch.tensor([[0.0, 1e-3], [-2e-3, 0.0]]).double(),
         to_nats=torch.full((2, 2), 100.0).double(),
+        dimensions=25,
         kl=kl,
     )
 
@@ -48,6 +49,7 @@ def test_metrics_by_hand():
     assert found["x/engine_gap_abs_mean"] == pytest.approx(3.75e-3)
     assert found["x/engine_gap_abs_max"] == pytest.approx(8e-3)
     assert found["x/engine_gap_nats"] == pytest.approx(0.375)
+    assert found["x/engine_gap_per_dimension"] == pytest.approx(0.015)
     assert found["x/staleness_abs_mean"] == pytest.approx(0.75e-3)
     assert found["x/engine_gap_abs_mean/ts_900"] == pytest.approx(1e-3)
     assert found["x/engine_gap_abs_mean/ts_800"] == pytest.approx(3e-3)
@@ -61,7 +63,7 @@ def test_metrics_by_hand():
 
 
 def test_processes_are_put_together():
-    other = GapSample(*(torch.zeros(0, 2) for _ in range(4)), kl=None)
+    other = GapSample(*(torch.zeros(0, 2) for _ in range(4)), dimensions=25, kl=None)
     both = GapSample.concatenate([sample(), other, sample()])
     assert both.engine.shape == (4, 2)
     assert both.kl is None

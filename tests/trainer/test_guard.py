@@ -39,6 +39,7 @@ def guarded(*overrides):
 def feed(guard, count, **changes):
     """The last of ``count`` updates' metrics."""
     names = {"clip": "actor/pg_clipfrac_first", "kept": "actor/kept_fraction"}
+    names["scaled"] = "rollout_sync/engine_gap_per_dimension"
     names |= {"gap": "rollout_sync/engine_gap_abs_mean", "outside": "rollout_sync/outside_clip"}
     metrics = HEALTHY | {names[name]: value for name, value in changes.items()}
     found = {}
@@ -170,6 +171,29 @@ def test_one_process_of_a_run_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert feed(guard, 3, clip=0.5)["guard/alarms"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "remedy"),
+    [
+        ({"clip": 0.5}, (), "Widen diffusion_loss.clip_ratio beyond the gap or set it to auto"),
+        ({"clip": 0.5}, (f"{CLIP}=auto",), "Raise diffusion_loss.auto_clip_max, or"),
+        ({"clip": 0.5}, ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",), "beyond the gap, or set"),
+        ({"kept": 0.1}, (), "Widen rollout_rs_threshold or set it to auto"),
+        ({"kept": 0.1}, (f"{RC}.rollout_rs=seq_mean_k1", f"{RC}.rollout_rs_threshold=auto"), "Raise rollout_rs_auto_m"),
+    ],
+)
+def test_the_remedy_suits_what_is_set(change, overrides, remedy):
+    guard, _ = guarded(*overrides)
+    with pytest.warns(UserWarning, match=remedy):
+        feed(guard, 3, **change)
+
+
+def test_the_engine_gap_has_one_scale_for_every_sde_type():
+    """Per latent dimension where it is logged: ``cps`` log-probs are smaller by 1/(2 std^2)."""
+    guard, _ = guarded()
+    with pytest.warns(UserWarning, match=r"differ by 0.06 in mean \|log ratio\| per latent dimension"):
+        feed(guard, 3, scaled=0.06)
 
 
 def test_the_limits_of_a_resumed_run_are_its_own():

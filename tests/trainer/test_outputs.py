@@ -49,6 +49,20 @@ def test_lines_after_a_resume_point_are_forgotten(tmp_path):
     assert [json.loads(line)["x"] for line in folder.metrics.read_text().splitlines()] == [0.0, 0.5, 1.0, 7]
 
 
+def test_grids_are_in_the_order_of_their_steps(tmp_path):
+    """Also beyond the five digits of their names; what is not a step's grid is none."""
+    folder = RunFolder(tmp_path)
+    folder.samples.mkdir()
+    names = ("step_100000", "step_99999", "step_00000", "step_50000", "step_last", "before_after")
+    for name in names:
+        (folder.samples / f"{name}.png").touch()
+    assert list(folder.grids()) == [0, 50000, 99999, 100000]
+    assert folder.grids()[100000].name == "step_100000.png"
+    folder.forget_after(50000)
+    assert list(folder.grids()) == [0, 50000]
+    assert (folder.samples / "step_last.png").exists()
+
+
 def test_fresh_folders_number_on(tmp_path):
     for expected in ("run", "run-2", "run-3"):
         folder = RunFolder.open(str(tmp_path / "run"), fresh=True)

@@ -56,7 +56,7 @@ def overall(gap, width):
         ((BYPASS, f"{CLIP}=0.01"), 1e-3, True, "bypass", 1e-2),
         ((BYPASS, f"{CLIP}=0.05"), 1e-4, True, "bypass", 5e-2),
         ((BYPASS, f"{CLIP}=0.001"), 1e-2, False, "decoupled", 1e-3),
-        ((BYPASS, "algorithm.rollout_correction.loss_type=reinforce", f"{CLIP}=0.001"), 1e-3, True, "bypass", 5e-3),
+        ((BYPASS, "algorithm.rollout_correction.loss_type=reinforce", f"{CLIP}=0.001"), 1e-3, True, "bypass", None),
         (("algorithm.rollout_correction.bypass_mode=false", f"{CLIP}=0.0001"), 1e-3, True, "bypass", 5e-3),
         (("algorithm.rollout_correction.bypass_mode=false", f"{CLIP}=0.0001"), 0.2, False, "decoupled", 1e-4),
     ],
@@ -66,13 +66,59 @@ def test_verdicts(small_config, overrides, scale, safe, mode, clip):
     config = small_config(*overrides)
     gap = scale * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     width = config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
-    advice = advise(config, overall(gap, width), gap)
+    advice = advise(config, overall(gap, width), gap, 1)
     assert (advice.safe, advice.mode) == (safe, mode)
-    assert advice.clip_ratio == pytest.approx(clip)
+    assert advice.clip_ratio == (None if clip is None else pytest.approx(clip))
+
+
+@pytest.mark.parametrize(
+    ("scale", "half"),
+    [(0.0, 1e-3), (1e-7, 1e-3), (2e-3, None), (2e-2, None), (1.0, 0.1), (1e4, 0.1)],
+)
+def test_the_recommended_rejection_band_holds_the_gap_within_its_bounds(small_config, scale, half):
+    """99 % of the images; without a gap the bounds of ``auto``, or rounding alone would reject half of them."""
+    gap = scale * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    advice = advise(small_config(BYPASS, f"{CLIP}=0.01"), overall(gap, 0.01), gap, 1)
     low, high = map(float, advice.rejection_band.split("_"))
     inside = ((gap.mean(1) > math.log(low)) & (gap.mean(1) < math.log(high))).double().mean()
-    assert inside == pytest.approx(0.99, abs=2e-3)
     assert low * high == pytest.approx(1, rel=1e-5)
+    if half is None:
+        assert inside == pytest.approx(0.99, abs=2e-3)
+    else:
+        assert math.log(high) == pytest.approx(half, rel=1e-3)
+        assert bool(inside == 1) is (scale < 1)
+
+
+def test_a_narrow_rejection_band_keeps_its_digits(small_config):
+    gap = 1e-6 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config = small_config(BYPASS, f"{CLIP}=0.01", "algorithm.rollout_correction.rollout_rs_auto_min=1e-7")
+    low, high = map(float, advise(config, overall(gap, 0.01), gap, 1).rejection_band.split("_"))
+    inside = ((gap.mean(1) > math.log(low)) & (gap.mean(1) < math.log(high))).double().mean()
+    assert inside == pytest.approx(0.99, abs=2e-3)
+
+
+def test_a_band_with_two_sides_is_named_with_both(small_config):
+    sides = (f"{CLIP}_low=0.00001", f"{CLIP}_high=0.01")
+    gap = 1e-3 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    flat = gap.flatten()
+    found = step_gap(flat, flat, flat, torch.ones_like(flat, dtype=torch.bool), (1e-5, 1e-2), None)
+    advice = advise(small_config(BYPASS, *sides), found, gap, 1)
+    assert not advice.safe
+    assert "outside clip_ratio_low=1e-05 and clip_ratio_high=0.01 before" in advice.reasons[0]
+    assert advice.clip_ratio == pytest.approx(5e-3)
+    assert "clip_ratio=0.005 holds the gap (with clip_ratio_low and clip_ratio_high null)" in advice.reasons[1]
+
+
+@pytest.mark.parametrize(("sde_type", "scale"), [("sde", 1.0), ("cps", 5.0)])
+def test_a_broken_engine_is_one_in_nats_per_dimension(small_config, sde_type, scale):
+    """``cps`` log-probs leave out 1/(2 std^2), here 5: the same engine is as broken, at a fifth of the log ratio."""
+    algo = f"actor_rollout_ref.rollout.algo.sde_type={sde_type}"
+    config = small_config("algorithm.rollout_correction.bypass_mode=false", algo)
+    for mean, safe in ((0.06, False), (0.04, True)):
+        gap = torch.full((100, 2), mean / scale, dtype=torch.float64)
+        flat = gap.flatten()
+        found = step_gap(flat, 512 * scale * flat, flat, flat > 0, (1e-3, 1e-3), None)
+        assert advise(config, found, gap, 512).safe is safe
 
 
 @pytest.mark.parametrize(("kept", "safe"), [(0.6, True), (0.4, False), (0.0, False)])
@@ -80,18 +126,20 @@ def test_a_rejection_of_most_samples_is_not_safe(small_config, kept, safe):
     gap = 4e-3 * torch.ones(100).double()
     keep = torch.arange(100) < 100 * kept
     found = step_gap(gap, gap, gap, keep, (1e-2, 1e-2), None)
-    advice = advise(small_config(BYPASS, f"{CLIP}=0.01"), found, gap[:, None])
+    advice = advise(small_config(BYPASS, f"{CLIP}=0.01"), found, gap[:, None], 1)
     assert advice.safe is safe
     assert any(f"rejection removes {1 - kept:.0%}" in reason for reason in advice.reasons)
     assert any("widen rollout_rs_threshold" in reason for reason in advice.reasons) is not safe
+    assert not any("holds the gap" in reason for reason in advice.reasons)  # it is not the clip
 
 
 @pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
 def test_objectives_with_another_ratio_are_not_judged_by_this_one(small_config, loss_mode):
     config = small_config(BYPASS, f"{CLIP}=0.0001", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={loss_mode}")
     gap = 1e-3 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    advice = advise(config, overall(gap, 1e-4), gap)
+    advice = advise(config, overall(gap, 1e-4), gap, 1)
     assert advice.safe
+    assert advice.clip_ratio is None
     assert len(advice.reasons) == 1
     assert f"loss_mode={loss_mode} does not clip the ratio that is measured here" in advice.reasons[0]
 
@@ -150,3 +198,5 @@ def test_the_command_gates_on_its_exit_code(tmp_path, capsys):
     assert "images: got 1" in capsys.readouterr().err
     assert main(["probe", *common, f"{CLIP}=auto"]) == 2
     assert "clip_ratio: got auto" in capsys.readouterr().err
+    assert main(["probe", *common, "--out", str(tmp_path / "probe.json")]) == 2  # a file
+    assert "probe.json" in capsys.readouterr().err

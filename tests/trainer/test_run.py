@@ -226,6 +226,17 @@ def test_checkpoint_of_another_model_is_refused(small_config):
         FlowGRPOTrainer(small_config("trainer.resume_mode=resume_path", path, folder="fourth"))
 
 
+def test_a_state_of_another_version_is_refused(small_config):
+    first = FlowGRPOTrainer(small_config("trainer.save_freq=1", "trainer.total_training_steps=1")).fit().root
+    checkpoint = first / "checkpoints" / "step_1"
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    del state["guard"]["returns"]
+    torch.save(state, checkpoint / "optimizer.pt")
+    path = f"trainer.resume_from_path={checkpoint}"
+    with pytest.raises(CheckpointError, match="step_1: its state of guard is of another version .KeyError: 'returns'"):
+        FlowGRPOTrainer(small_config("trainer.resume_mode=resume_path", path, folder="other"))
+
+
 def test_finished_run_says_so_and_does_nothing(small_config, capsys):
     settings = ("trainer.resume_mode=auto", "trainer.save_freq=1")
     folder = FlowGRPOTrainer(small_config(*settings)).fit().root
