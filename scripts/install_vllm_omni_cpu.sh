@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # An environment in which the real vllm-omni runs without a GPU, with this package in it (a few minutes).
-# On a GPU machine do not use this: pip install vllm==0.30.0 'flowgrpo_rc[vllm-omni]'
+# On a GPU machine do not use this: pip install vllm==0.30.0 '.[vllm-omni]'
 #
 #   scripts/install_vllm_omni_cpu.sh VENV          (PYTHON=python3.11 chooses the interpreter)
 #

@@ -17,10 +17,29 @@ def test_the_library_example_runs():
     assert "rollout_corr/logprob_abs_diff_mean" in scope["metrics"]
 
 
-def test_the_token_example_runs():
-    text = (ROOT / "docs" / "training.md").read_text()
+def examples(document):
+    """The Python blocks of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / document).read_text(), re.S)
+
+
+def test_the_micro_batch_example_equals_the_whole_batch():
+    import torch
+
+    from flowgrpo_rc import diffusion_loss
+
     scope: dict = {}
-    exec(re.search(r"```python\n(.*?)```", text, re.S).group(1), scope)
+    exec(examples("training.md")[0], scope)
+    scale = torch.ones((), requires_grad=True)
+    loss, metrics = diffusion_loss(scope["config"], {"log_probs": scale * scope["rollout"]}, scope["batch"])
+    loss.backward()
+    assert abs(float(scale.grad)) > 1e-3
+    torch.testing.assert_close(scope["scale"].grad, scale.grad)
+    assert scope["metrics"].compute()["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac"]
+
+
+def test_the_token_example_runs():
+    scope: dict = {}
+    exec(examples("training.md")[1], scope)
     gradient = scope["log_probs"].grad
     assert gradient[scope["mask"]].abs().sum() > 0
     assert gradient[~scope["mask"]].abs().sum() == 0

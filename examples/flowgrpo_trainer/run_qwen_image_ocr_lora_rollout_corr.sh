@@ -8,7 +8,8 @@
 #   NUM_GPUS   processes on this machine          (default: 4)
 #   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
 #
-# Every process holds the frozen model twice when model.dtype and rollout.dtype differ, once when they agree.
+# Every process holds the frozen model once where model.dtype and rollout.dtype agree, twice where they differ, and with
+# ENGINE=vllm_omni always twice. rollout_is is a diagnosis only in bypass mode with PPO: the ratio corrects by itself.
 # Any setting can be overridden: bash run_qwen_image_...sh trainer.total_training_steps=100
 set -euo pipefail
 

@@ -1,6 +1,6 @@
 """Bands that follow the measured gap of engine and actor: ``clip_ratio=auto`` and ``rollout_rs_threshold=auto``.
 
-In bypass mode the clip is centred at the engine's log-probs, so it must be wider than the gap, which grows several-fold
+In bypass mode the clip is centred at the engine's log-probs, so it must hold the gap, which grows several-fold
 from the noisy to the clean end of the schedule and changes as the adapter grows. The clip band's half width at a
 timestep is
 
@@ -28,7 +28,7 @@ FACTOR, QUANTILE = 3.0, 0.9
 MEMORY = 64
 """Samples kept at each timestep for the clip;"""
 IMAGE_MEMORY = 256
-"""and images, of each first timestep of a window, for the rejection: its quantile lies further out."""
+"""and images, of each first timestep of a window, for the rejection, or 3 / share: its quantile lies further out."""
 ENOUGH = 8
 """A timestep with fewer takes the quantile over all timesteps."""
 _NORMAL = NormalDist()

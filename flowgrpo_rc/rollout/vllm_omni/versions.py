@@ -24,6 +24,6 @@ def check_versions() -> None:
     if wrong:
         raise ImportError(
             f"actor_rollout_ref.rollout.name=vllm_omni works with {WORKING_SET}; {', '.join(wrong)}. "
-            "Without a GPU: scripts/install_vllm_omni_cpu.sh; with one: pip install vllm==0.30.0 "
-            "'flowgrpo_rc[vllm-omni]'"
+            "Without a GPU: scripts/install_vllm_omni_cpu.sh; with one, in a checkout: pip install vllm==0.30.0 "
+            "'.[vllm-omni]'"
         )
