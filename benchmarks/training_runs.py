@@ -147,7 +147,8 @@ def run_one(study: Study, setting: str, seed: int, machine: dict) -> str:
     except Exception as error:  # whatever one run died of, the others go on
         error_file.write_text(f"{name}: {type(error).__name__}: {error}\noverrides: {' '.join(overrides)}\n")
         return f"FAILED {name}; see {error_file}"
-    head = {"setting": setting, "seed": seed, "steps": study.steps, "overrides": overrides}
+    program = [Path(part).name for part in study.program(setting)]
+    head = {"setting": setting, "seed": seed, "steps": study.steps, "program": program, "overrides": overrides}
     _write(study.results / f"{name}.json", {**head, **figures, "wall_seconds": seconds, "machine": machine})
     error_file.unlink(missing_ok=True)
     curve = " ".join(f"{value:.2f}" for value in figures["held_out"].values())

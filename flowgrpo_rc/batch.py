@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.compute import RolloutCorrection, compute_rollout_correction
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.mapping import as_mapping, optional, response_mask
 from flowgrpo_rc.correction.metrics import metrics_from_moments
 from flowgrpo_rc.correction.moments import merge_over_ranks
-from flowgrpo_rc.loss import inputs
 
 LATENTS = "latents"
 NEXT_LATENTS = "next_latents"
@@ -76,7 +76,8 @@ def apply_rollout_correction_to_diffusion_batch(
     tokens, as for `diffusion_loss`: what is masked enters neither weights nor rejection nor metrics, whatever it holds.
 
     Raises:
-        ValueError: a missing key, shapes that differ or are not `(B, W)`, a NaN or infinite log-prob, no valid token.
+        ValueError: a missing key, shapes that differ or are not `(B, W)`, a NaN or infinite log-prob, or tokens of
+            which none is valid (each rank needs one).
     """
     result = correct_diffusion_batch(batch, config, dp_group)
     moments = merge_over_ranks(result.moments, dp_group)
@@ -97,9 +98,9 @@ def correct_diffusion_batch(
     _require(data, (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS), "rollout correction")
     old, rollout = data[OLD_LOG_PROBS], data[ROLLOUT_LOG_PROBS]
     _check_shapes(old, rollout)
-    valid = inputs.response_mask(data, old)
+    valid = response_mask(data, old)
     timesteps = _timesteps(data, old) if valid is None else None
-    bounds = inputs.optional(data, ROLLOUT_RS_BOUNDS)
+    bounds = optional(data, ROLLOUT_RS_BOUNDS)
     result = compute_rollout_correction(
         old, rollout, valid, config=config, timesteps=timesteps, rs_bounds=bounds, dp_group=dp_group
     )
@@ -110,7 +111,7 @@ def correct_diffusion_batch(
 
 
 def _mapping(batch: object) -> MutableMapping[str, Tensor]:
-    return cast("MutableMapping[str, Tensor]", inputs.as_mapping(batch))
+    return cast("MutableMapping[str, Tensor]", as_mapping(batch))
 
 
 def _require(data: MutableMapping[str, Tensor], keys: tuple[str, ...], purpose: str) -> None:

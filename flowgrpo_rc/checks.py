@@ -32,8 +32,10 @@ def non_negative(field: str, value: float | None, *, optional: bool = False) -> 
 
 def section(field: str, cls: type, value: Any) -> Any:
     """``value``, or where it is a mapping the configuration class made from it."""
-    if not isinstance(value, Mapping):
+    if isinstance(value, cls):
         return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{field}: got {value!r}; give a {cls.__name__} or a mapping of its keys")
     known = [f.name for f in fields(cls)]
     unknown = [str(key) for key in value if key not in known]
     if unknown:

@@ -13,7 +13,7 @@ ALLOWED = {
     "correction": set(),
     "sde": set(),
     "loss": {"correction", "sde"},
-    "batch": {"correction", "sde", "loss"},
+    "batch": {"correction", "sde"},
     "models": BASE,
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},
     "rollout": {"correction", "sde", "loss", "batch", "models", *BASE},

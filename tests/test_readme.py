@@ -27,14 +27,19 @@ def test_the_micro_batch_example_equals_the_whole_batch():
 
     from flowgrpo_rc import diffusion_loss
 
+    torch.manual_seed(0)
     scope: dict = {}
     exec(examples("training.md")[0], scope)
-    scale = torch.ones((), requires_grad=True)
+    scale = scope["scale"].detach().requires_grad_()
     loss, metrics = diffusion_loss(scope["config"], {"log_probs": scale * scope["rollout"]}, scope["batch"])
     loss.backward()
     assert abs(float(scale.grad)) > 1e-3
     torch.testing.assert_close(scope["scale"].grad, scale.grad)
-    assert scope["metrics"].compute()["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac"]
+    together = scope["metrics"].compute()
+    assert 0.2 < metrics["actor/kept_fraction"] < 0.9
+    assert 0.1 < metrics["actor/pg_clipfrac"] < 0.9
+    for name in ("actor/kept_fraction", "actor/pg_clipfrac", "actor/ppo_kl"):
+        assert abs(together[name] - metrics[name]) < 1e-6, name
 
 
 def test_the_token_example_runs():

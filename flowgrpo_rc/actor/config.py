@@ -26,8 +26,8 @@ class DiffusionLossConfig:
 
     clip_ratio: float | str = 1e-4
     """Half width of the band around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are means over
-    the latent dimensions, so ratios move by 1e-5 to 1e-2; in bypass mode the band must be several times as wide as the
-    mean rollout/training gap. ``auto``: see ``auto_clip_min``."""
+    the latent dimensions, so ratios move by 1e-5 to 1e-2; in bypass mode the band must be at least four times as wide
+    as the mean rollout/training gap. ``auto``: see ``auto_clip_min``."""
 
     auto_clip_min: float = 1e-4
     """``clip_ratio=auto`` (bypass mode): the band at each timestep is three times the 90 % quantile of the gap that the

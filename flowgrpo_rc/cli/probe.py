@@ -52,7 +52,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
             return 2
         try:
             result = run_preflight(trainer, arguments.images)
-        except (RolloutError, ValueError) as error:
+        except RolloutError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         finally:
@@ -69,6 +69,8 @@ def report(result: Any) -> str:
     setting, advice = result.setting, result.advice
     mode = f"bypass, {setting['loss_type']}" if setting["bypass_mode"] else "decoupled"
     clip = "" if advice.clip_ratio is None else f", clip_ratio={advice.clip_ratio:g}"
+    if clip and len(set(setting["clip_band"])) > 1:
+        clip += " without clip_ratio_low and clip_ratio_high"
     quantized = f", {setting['quantization']} weights" if setting["quantization"] else ""
     lines = [
         f"Engine {setting['engine']} in {setting['rollout_dtype']}{quantized}; actor in {setting['actor_dtype']}; "

@@ -41,13 +41,13 @@ def with_bound(plan: CorrectionPlan, bound: float) -> CorrectionPlan:
 
 
 def run_calibrated(
-    log_prob: Float[Tensor, "B W"],
-    rollout_log_prob: Float[Tensor, "B W"],
-    mask: Shaped[Tensor, "B W"] | None,
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None,
     *,
     plan: CorrectionPlan,
     bounds: Float[Tensor, "..."],
-    timesteps: Shaped[Tensor, "B W"] | None = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
 ) -> RolloutCorrection:
     """`run_plan`, with the bound of each row from `bounds`: log ratios for k1, values of the statistic for k2 and k3.
 

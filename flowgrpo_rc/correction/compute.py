@@ -43,11 +43,13 @@ class NonFiniteLogProbError(ValueError):
     """Some valid log-prob is NaN or infinite; says how many are, and where the first is.
 
     Args:
-        p, q: log-probs `(B, T)` of the policy being trained and of the rollout.
+        p, q: log-probs `(B, T)` or `(B,)` of the policy being trained and of the rollout.
         m: the mask; None: all are valid.
     """
 
     def __init__(self, p: Tensor, q: Tensor, m: Tensor | None) -> None:
+        if p.dim() == 1:
+            p, q, m = p[:, None], q[:, None], None if m is None else m[:, None]
         bad = ~(torch.isfinite(p) & torch.isfinite(q) & torch.isfinite(p.double() - q.double()))
         if m is not None:
             bad &= m != 0

@@ -73,7 +73,7 @@ class RolloutCorrectionConfig(Presets):
     guard_rejected_fraction: str | float | int = 0.5
     """of the share of samples that rejection removed;"""
     guard_engine_gap: str | float | int = 0.05
-    """of the mean |log ratio| of actor and engine with equal weights."""
+    """of the mean |log ratio| of actor and engine with equal weights, in nats per latent dimension."""
     guard_patience: int = 3
     """Updates in a row that must pass a limit."""
     guard_return_after: int = 50

@@ -30,8 +30,9 @@ from flowgrpo_rc.correction import (
     RolloutCorrectionConfig,
     compute_rollout_correction,
 )
+from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, response_mask
 from flowgrpo_rc.loss import aggregation, inputs
-from flowgrpo_rc.loss.inputs import BatchHolder, Elements, TensorMapping
+from flowgrpo_rc.loss.inputs import Elements
 from flowgrpo_rc.loss.metrics import LossMetrics
 from flowgrpo_rc.loss.policy import PolicyTerms, gaussian_kl, k3_kl, kept, ppo_clip, reinforce
 from flowgrpo_rc.loss.trust_region import flow_dppo, grpo_guard
@@ -115,12 +116,14 @@ def diffusion_loss(
 
     Raises:
         ValueError: a missing key or a shape that does not fit, by name; a loss or log ratio that is NaN or infinite,
-            with what of the input is.
+            naming the inputs that are.
 
     Warns:
         UserWarning: everything is rejected; or decoupled mode is to correct, and ``data`` has no weights.
     """
-    sums = diffusion_loss_sums(config, model_output, data)
+    model_output, data = as_mapping(model_output), as_mapping(data)
+    _warn_if_uncorrected(config.rollout_correction, data)
+    sums = _sums(config, model_output, data)
     reported, denominator = sums.metrics, sums.denominator
     if dp_group is not None:
         reported = reported.all_reduce(dp_group)
@@ -144,8 +147,17 @@ def diffusion_loss(
 def diffusion_loss_sums(
     config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder
 ) -> LossSums:
-    """The loss of ``diffusion_loss`` before its division: see ``LossSums``. At least float32, whatever the input."""
-    options, data = config.diffusion_loss, inputs.as_mapping(data)
+    """The loss of ``diffusion_loss`` before its division: see ``LossSums``. At least float32, whatever the input.
+
+    Unlike ``diffusion_loss`` it does not wait for the device: whether the sums are finite is the caller's to see.
+    """
+    data = as_mapping(data)
+    _warn_if_uncorrected(config.rollout_correction, data)
+    return _sums(config, as_mapping(model_output), data)
+
+
+def _sums(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossSums:
+    options = config.diffusion_loss
     elements, correction = _elements(config, model_output, data)
     terms, masked = _objective(config, model_output, data, elements)
     denominator = _denominator(config, elements)
@@ -172,6 +184,24 @@ def diffusion_loss_sums(
     return LossSums(total, denominator, metrics, correction)
 
 
+def _warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping) -> None:
+    """Decoupled mode is corrected before the loss, once for the whole batch; say so where that was left out.
+
+    Of tokens the mask may hold the rejection, so that only weights can be missed.
+    """
+    names = set(data.keys())
+    rejects = rc.plan().can_reject and "response_mask" not in names
+    asked = not rc.bypass_mode and (rejects or rc.rollout_is is not None)
+    if asked and "rollout_log_probs" in names and names.isdisjoint(("rollout_is_weights", "rollout_keep")):
+        warnings.warn(
+            "rollout_correction asks for weights or rejection with bypass_mode=false, but data holds neither "
+            "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
+            "apply_rollout_correction_to_diffusion_batch(batch, config.rollout_correction) on the whole batch first, "
+            "or set rollout_correction=None",
+            stacklevel=3,
+        )
+
+
 def _elements(
     config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping
 ) -> tuple[Elements, RolloutCorrection | None]:
@@ -179,7 +209,7 @@ def _elements(
     options, rc = config.diffusion_loss, config.rollout_correction
     log_prob = inputs.require(model_output, "log_probs", "model_output")
     log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
-    valid = inputs.response_mask(data, log_prob)
+    valid = response_mask(data, log_prob)
     if valid is not None and options.loss_mode in MEAN_MODES:
         raise ValueError(
             f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens have no "
@@ -189,8 +219,6 @@ def _elements(
     advantages = inputs.advantages_like(data, log_prob, options.adv_clip_max if valid is None else None)
     if not rc.bypass_mode:
         weights, keep = _decoupled_correction(data, log_prob, valid)
-        if weights is None and keep is valid:
-            _warn_uncorrected(rc)
         return Elements(log_prob, old_log_prob, advantages, weights, keep, valid), None
     if valid is not None and not valid.any():
         return Elements(log_prob, old_log_prob, advantages, None, valid, valid), None  # nothing to correct
@@ -214,20 +242,6 @@ def _decoupled_correction(
     if keep is None and weights is not None:
         keep = weights != 0
     return weights, None if keep is None else keep.bool()
-
-
-def _warn_uncorrected(rc: RolloutCorrectionConfig) -> None:
-    """Decoupled mode is corrected before the loss, once for the whole batch; say so where that was left out."""
-    asked = {"rollout_is": rc.rollout_is, "rollout_rs": rc.rollout_rs}
-    named = [f"{name}={value}" for name, value in asked.items() if value is not None]
-    if named:
-        warnings.warn(
-            f"rollout_correction has {' and '.join(named)} with bypass_mode=false, but data holds neither "
-            "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
-            "apply_rollout_correction_to_diffusion_batch(batch, config.rollout_correction) on the whole batch first, "
-            "or set rollout_correction=None",
-            stacklevel=2,
-        )
 
 
 def _objective(

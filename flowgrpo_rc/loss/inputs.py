@@ -1,29 +1,13 @@
 """Reading what the loss needs from batch and model output. Every error names the key and both shapes."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowgrpo_rc.correction.mapping import TensorMapping, optional
 from flowgrpo_rc.loss.policy import kept
-
-
-@runtime_checkable
-class TensorMapping(Protocol):
-    """A dict of tensors, a ``TensorDict``, or anything else with keys."""
-
-    def keys(self) -> Any: ...
-    def __getitem__(self, name: str, /) -> Any: ...
-
-
-@runtime_checkable
-class BatchHolder(Protocol):
-    """What keeps its tensors in ``.batch``: verl's ``DataProto``."""
-
-    @property
-    def batch(self) -> Any: ...
 
 
 class Elements(NamedTuple):
@@ -40,25 +24,6 @@ class Elements(NamedTuple):
     """What the loss sees; on the token path the modified mask. ``None``: everything."""
     valid: Bool[Tensor, "B T"] | None
     """The ``response_mask`` of the token path; ``None`` on the diffusion path."""
-
-
-def as_mapping(batch: object) -> TensorMapping:
-    """The mapping inside: ``batch.batch`` where there is one, else the batch itself.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    data = batch if isinstance(batch, Mapping) else getattr(batch, "batch", None)
-    if data is None and hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
-        data = batch
-    if data is None:
-        raise ValueError(f"A {type(batch).__name__} is no batch: give a TensorDict, a dict, or an object with .batch.")
-    return cast("TensorMapping", data)
-
-
-def optional(mapping: TensorMapping, name: str) -> Tensor | None:
-    """The tensor of that name; ``None`` where it is absent or ``None``."""
-    return mapping[name] if name in mapping.keys() else None  # noqa: SIM118  (a TensorDict refuses plain ``in``)
 
 
 def require(mapping: TensorMapping, name: str, where: str) -> Tensor:
@@ -81,19 +46,6 @@ def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor |
             f"{name} has shape {tuple(value.shape)} but log_probs has {tuple(log_prob.shape)}; they must agree"
         )
     return value
-
-
-def response_mask(data: TensorMapping, log_prob: Tensor) -> Bool[Tensor, "B T"] | None:
-    """Valid tokens, from a mask of any dtype; ``None`` on the diffusion path, which has no such key."""
-    mask = optional(data, "response_mask")
-    if mask is None:
-        return None
-    if mask.dim() != 2 or mask.shape != log_prob.shape:
-        raise ValueError(
-            f"response_mask has shape {tuple(mask.shape)} and log_probs {tuple(log_prob.shape)}; "
-            "on the token path both must be (B, T)"
-        )
-    return mask != 0
 
 
 def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
@@ -152,15 +104,15 @@ def reference_means(model_output: TensorMapping, elements: Elements) -> tuple[Te
     return kept(mean, keep), kept(ref_mean, keep), kept(std, keep, 1.0)
 
 
-def not_finite(**mappings: object) -> str:
+def not_finite(**mappings: TensorMapping) -> str:
     """What to say where a result is NaN or infinite: which tensors hold such values, and how many of them."""
     found = []
-    for where, mapping in mappings.items():
-        tensors = as_mapping(mapping)
+    for where, tensors in mappings.items():
         for name in tensors.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
             value = tensors[name]
-            if isinstance(value, Tensor) and value.is_floating_point():
-                bad = int((~torch.isfinite(value)).sum())
-                found += [f"{bad} of {value.numel()} in {where}[{name!r}]"] * (bad > 0)
-    cause = "NaN or infinite: " + ", ".join(found) if found else "all inputs are finite, so a ratio has overflowed"
-    return f"{cause}. Leave such samples out, or stop before the optimizer's step"
+            bad = int((~torch.isfinite(value)).sum()) if isinstance(value, Tensor) else 0
+            if bad:
+                found.append(f"{bad} of {value.numel()} in {where}[{name!r}]")
+    if found:
+        return f"NaN or infinite, masked values included: {', '.join(found)}"
+    return "all of this rank's inputs are finite: another rank's are not, or a std is 0, or a weight or mean is extreme"

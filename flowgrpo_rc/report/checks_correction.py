@@ -136,6 +136,16 @@ def _diagnoses(history: History) -> str | None:
     return "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
 
 
+def _of_the_rejection(history: History) -> str | None:
+    """``auto`` is for one criterion of whole rows."""
+    threshold, option = history.correction("rollout_rs_threshold"), history.correction("rollout_rs")
+    precision = "or bring the engine's precision closer to the actor's."
+    if threshold == "auto":
+        return f"Raise rollout_rs_auto_max, {precision}"
+    one = option is None or (str(option).startswith("seq_") and "," not in str(option))
+    return None if one else f"Widen rollout_rs_threshold, {precision}"
+
+
 CORRECTION_CHECKS = (
     *(
         replace(check, suited=_diagnoses, only_watched=lambda history: not history.weights_act)
@@ -149,11 +159,7 @@ CORRECTION_CHECKS = (
         tokens=Band(high=0.1, problem_high=0.5),
         reason="A fifth rejected did not hurt; half is half of the rollouts for nothing (the guard's limit).",
         advice="Widen rollout_rs_threshold or set it to auto, or bring the engine's precision closer to the actor's.",
-        suited=lambda history: (
-            "Raise rollout_rs_auto_max, or bring the engine's precision closer to the actor's."
-            if history.correction("rollout_rs_threshold") == "auto"
-            else None
-        ),
+        suited=_of_the_rejection,
     ),
     Check(
         name="veto",
@@ -173,7 +179,7 @@ CORRECTION_CHECKS = (
         reason="Stale adapters gave 2e-3 and learned; at .05 the engine computes something else.",
         advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
         suited=lambda history: (
-            None if history.bypasses else "Raise the engine's precision, or refresh its weights more often."
+            None if history.may_leave_bypass else "Raise the engine's precision, or refresh its weights more often."
         ),
     ),
     Check(
@@ -192,7 +198,7 @@ CORRECTION_CHECKS = (
         sde=Band(high=1e-5, problem_high=1e-3),
         tokens=Band(high=0.05, problem_high=0.1),
         reason="Half the square of the gap: 1e-5 at 5e-3, 1e-3 at .05; it cannot cancel.",
-        advice="As for gap_mean.",
+        advice="Raise the engine's precision, or refresh its weights more often.",
     ),
     Check(
         name="chi2_token",

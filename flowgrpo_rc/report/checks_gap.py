@@ -4,7 +4,7 @@ from statistics import median
 
 from flowgrpo_rc.report.check import Check, Measurement, against_clip, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import Band, number
-from flowgrpo_rc.report.history import WINDOW, History
+from flowgrpo_rc.report.history import LOSS, WINDOW, History
 
 GAP = ("rollout_sync/engine_gap_abs_mean", "actor/log_ratio_abs_mean_first", "rollout_corr/logprob_abs_diff_mean")
 """Mean |log pi_actor - log pi_engine|: with equal weights, in bypass mode before the update, or as corrected."""
@@ -90,13 +90,22 @@ def clipped(metric: str, *others: str):
 _CLIP = "diffusion_loss.clip_ratio"
 
 
-def wider(rest: str):
-    """Advice with the knob that widens the band of the run as it is, where that is not just ``clip_ratio``."""
+def wider(rest: str, *, or_decoupled: bool = False):
+    """Advice with the knob that widens the band of the run as it is, where that is not ``clip_ratio`` or ``auto``."""
 
     def suited(history: History) -> str | None:
-        if history.clip_is_auto:
-            return f"Raise diffusion_loss.auto_clip_max{rest}."
-        return None if history.clips_the_ratio and history.bypasses else f"Widen {_CLIP}{rest}."
+        if history.config is None:
+            return None
+        if history.setting(f"{LOSS}.clip_ratio") == "auto":
+            knob = f"Raise diffusion_loss.auto_clip_{'min' if history.fallen_back else 'max'}"
+        elif history.clip_sides:
+            knob = f"Widen {_CLIP}_low and clip_ratio_high"
+        elif history.clips_at_the_engine:
+            return None
+        else:
+            knob = f"Widen {_CLIP}"
+        leave = ", or set rollout_correction.bypass_mode=false" if or_decoupled and history.may_leave_bypass else ""
+        return f"{knob}{rest}{leave}."
 
     return suited
 
@@ -110,7 +119,7 @@ GAP_CHECKS = (
         tokens=Band(high=0.1, problem_high=0.25),
         reason="The engine's error picks what is learned: runs with .31 and more unlearned, one with .20 did not.",
         advice=f"Widen {_CLIP} beyond the gap or set it to auto, or set rollout_correction.bypass_mode=false.",
-        suited=lambda history: wider(", or set rollout_correction.bypass_mode=false" * history.bypasses)(history),
+        suited=wider("", or_decoupled=True),
     ),
     Check(
         name="gap_vs_clip",
@@ -119,7 +128,7 @@ GAP_CHECKS = (
         sde=Band(high=0.5, problem_high=0.8),
         tokens=None,
         reason="Of a normal gap, a tenth lies outside the band at .5 and a third at .8.",
-        advice=f"Set {_CLIP} to auto or six times the mean gap, raise rollout.dtype, or set bypass_mode=false.",
+        advice=f"Set {_CLIP} to auto or four times the mean gap, raise rollout.dtype, or set bypass_mode=false.",
         suited=wider(", raise rollout.dtype, or set bypass_mode=false"),
     ),
     Check(
@@ -130,6 +139,11 @@ GAP_CHECKS = (
         tokens=None,
         reason="Of a normal gap, two fifths of that timestep lie outside the band at 1 and seven tenths at 2.",
         advice="Set clip_ratio=auto, whose band follows each timestep, or move rollout.algo.sde_window_range.",
+        suited=lambda history: (
+            f"Widen {_CLIP}_low and clip_ratio_high, or move rollout.algo.sde_window_range."
+            if history.clip_sides
+            else None
+        ),
     ),
     Check(
         name="staleness",

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
 from flowgrpo_rc.report.finding import Band, number
-from flowgrpo_rc.report.history import REWARD, History, Series, finite
+from flowgrpo_rc.report.history import LOSS, REWARD, History, Series, finite
 
 SIGNIFICANT = 3.0
 """Standard errors that a fall must have to count: of runs that only scatter, one in 100 (12 steps) to one in 1000 (60
@@ -161,6 +161,14 @@ LOG_CHECK = Check(
     advice="Resume from the last checkpoint with trainer.resume_mode=auto; a NaN is named in the run's error.",
 )
 
+
+def _of_the_guard(history: History) -> str | None:
+    """The usual advice is for a run that bypasses with a plain clip and has no guard that acts."""
+    plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.clip_sides
+    usual = history.clips_at_the_engine and plain and history.correction("guard") != "fallback"
+    return None if usual or history.config is None else "Do what the alarm said."
+
+
 LEARNING_CHECKS = (
     Check(
         name="reward_fall",
@@ -216,6 +224,6 @@ LEARNING_CHECKS = (
         limits="healthy: quiet, watch: alarms, or fallen back",
         reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
         advice="Do what the alarm said: widen clip_ratio or set it to auto, or set guard=fallback.",
-        suited=lambda history: "Do what the alarm said." if history.correction("guard") == "fallback" else None,
+        suited=_of_the_guard,
     ),
 )

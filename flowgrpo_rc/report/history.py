@@ -172,13 +172,19 @@ class History:
 
     @property
     def weights_act(self) -> bool:
-        """Whether importance weights are in the loss; in bypass mode with PPO they only diagnose."""
-        return not (self.bypasses and self.correction("loss_type", "ppo_clip") == "ppo_clip")
+        """Whether importance weights are in the loss, or reject; in bypass mode with PPO they only diagnose."""
+        ppo = self.correction("loss_type", "ppo_clip") == "ppo_clip"
+        return not (self.bypasses and ppo) or self.correction("rollout_is_mode") == "mask"
 
     @property
-    def clip_is_auto(self) -> bool:
-        """Whether the clip band is calibrated now."""
-        return self.setting(f"{LOSS}.clip_ratio") == "auto" and not self.fallen_back
+    def may_leave_bypass(self) -> bool:
+        """Whether ``bypass_mode=false`` is a remedy: the run bypasses, or what it does is not known."""
+        return self.config is None or (self.bypasses and self.correction("loss_type", "ppo_clip") == "ppo_clip")
+
+    @property
+    def clip_sides(self) -> bool:
+        """Whether the clip band has a width of its own on a side."""
+        return any(self.setting(f"{LOSS}.clip_ratio_{side}") is not None for side in ("low", "high"))
 
     @property
     def _loss_mode(self) -> Any:

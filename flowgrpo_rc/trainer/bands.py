@@ -28,7 +28,7 @@ FACTOR, QUANTILE = 3.0, 0.9
 MEMORY = 64
 """Samples kept at each timestep for the clip;"""
 IMAGE_MEMORY = 256
-"""and images, of each first timestep of a window, for the rejection, or 3 / share: its quantile lies further out."""
+"""and images, of each first timestep of a window, for the rejection, or 3 / share where that is more."""
 ENOUGH = 8
 """A timestep with fewer takes the quantile over all timesteps."""
 _NORMAL = NormalDist()

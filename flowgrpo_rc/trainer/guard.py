@@ -14,8 +14,7 @@ from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 CLIP, REJECTED, GAP = "clip", "rejected", "engine_gap"
-ENGINE_GAP = ("rollout_sync/engine_gap_per_dimension", "rollout_sync/engine_gap_abs_mean")
-"""The first that is there: one scale for every ``sde_type``, or that of the log-probs."""
+ENGINE_GAP = "rollout_sync/engine_gap_per_dimension"
 
 _DIAGNOSIS = {
     CLIP: "{value:.0%} of the samples lay outside the clip band before anything was learned (limit {limit:.0%}), so "
@@ -79,21 +78,32 @@ class Guard:
         if config.rollout_correction.loss_type == "ppo_clip" and config.diffusion_loss.loss_mode != "flow_dppo":
             found[CLIP] = (metrics["actor/pg_clipfrac_first"], float(rc.guard_clip_fraction))
         found[REJECTED] = (1 - metrics["actor/kept_fraction"], float(rc.guard_rejected_fraction))
-        gap = next((metrics[name] for name in ENGINE_GAP if name in metrics), None)
-        if gap is not None:
-            found[GAP] = (gap, float(rc.guard_engine_gap))
+        if ENGINE_GAP in metrics:
+            found[GAP] = (metrics[ENGINE_GAP], float(rc.guard_engine_gap))
         return found
 
     def _text(self, causes: dict[str, tuple[float, float]], step: int) -> str:
-        loss, auto = self._configured.diffusion_loss, self._rc.rollout_rs_threshold == "auto"
-        clip = "Widen diffusion_loss.clip_ratio beyond the gap" + ("" if loss.needs_old_means else " or set it to auto")
-        remedies = {
-            CLIP: "Raise diffusion_loss.auto_clip_max" if loss.clip_ratio == "auto" else clip,
-            REJECTED: "Raise rollout_rs_auto_max" if auto else "Widen rollout_rs_threshold or set it to auto",
-            GAP: "",
-        }
-        parts = (_DIAGNOSIS[n].format(value=v, limit=limit, remedy=remedies[n]) for n, (v, limit) in causes.items())
+        remedies = {CLIP: self._clip_remedy(), REJECTED: self._rejection_remedy()}
+        parts = (
+            _DIAGNOSIS[name].format(value=value, limit=limit, remedy=remedies.get(name))
+            for name, (value, limit) in causes.items()
+        )
         return f"step {step}: for {self._rc.guard_patience} updates in a row, {'; '.join(parts)}"
+
+    def _clip_remedy(self) -> str:
+        loss = self._configured.diffusion_loss
+        if loss.clip_ratio == "auto":
+            return "Raise diffusion_loss.auto_clip_max"
+        if loss.clip_ratio_low is not None or loss.clip_ratio_high is not None:
+            return "Widen diffusion_loss.clip_ratio_low and clip_ratio_high beyond the gap"
+        calibrates = self._rc.bypass_mode and not loss.needs_old_means
+        return "Widen diffusion_loss.clip_ratio beyond the gap" + (" or set it to auto" if calibrates else "")
+
+    def _rejection_remedy(self) -> str:
+        if self._rc.rollout_rs_threshold == "auto":
+            return "Raise rollout_rs_auto_max"
+        one = str(self._rc.rollout_rs).startswith("seq_") and "," not in str(self._rc.rollout_rs)
+        return "Widen rollout_rs_threshold" + (" or set it to auto" if one else "")
 
     def _fall_back(self, causes: dict[str, tuple[float, float]], step: int) -> None:
         self._actor.config = decoupled(self._configured)

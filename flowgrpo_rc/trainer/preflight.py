@@ -21,7 +21,7 @@ from flowgrpo_rc.actor import DiffusionLossConfig
 from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.loss.diffusion_loss import clip_band
 from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.rollout import RolloutRequest
+from flowgrpo_rc.rollout import RolloutError, RolloutRequest
 from flowgrpo_rc.rollout.seeds import PROBE, seed_for
 from flowgrpo_rc.sde import transition_kl
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -69,8 +69,8 @@ class Advice:
     mode: str
     """``bypass`` or ``decoupled``."""
     clip_ratio: float | None
-    """Three times the gap's 90 % quantile, at least the configured band; None where the objective does not clip the
-    ratio that the probe measures."""
+    """Three times the gap's 90 % quantile, at least the narrower side of the configured band; None where the objective
+    does not clip the ratio that the probe measures."""
     rejection_band: str
     """For ``rollout_rs=seq_mean_k1``: holds 99 % of the images for the gap alone, within ``rollout_rs_auto_min`` and
     ``rollout_rs_auto_max``."""
@@ -115,13 +115,19 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
 
     Raises:
         ValueError: see ``check_preflight``.
-        RolloutError: the engine sampled something else than it was asked for.
+        RolloutError: the engine sampled something else than it was asked for, or what the actor cannot score.
     """
     check_preflight(trainer.config, images)
     config, seconds = trainer.config, {}
     batch, conditioning, seconds["rollout"] = _sample(trainer, images)
     actor = trainer.run.actor
     scored, seconds["score"] = _timed(trainer, lambda: actor.rescore(batch, conditioning))
+    if not torch.isfinite(scored["log_probs"]).all():
+        bad = int((~torch.isfinite(scored["log_probs"])).sum())
+        raise RolloutError(
+            f"the actor gives {bad} of {scored['log_probs'].numel()} steps that the engine sampled a NaN or infinite "
+            "log-prob; check actor_rollout_ref.model.dtype and the model's weights"
+        )
     gap = scored["log_probs"].double() - batch["rollout_log_probs"].double()
     dimensions, sde_type = batch["latents"].shape[2:].numel(), config.actor_rollout_ref.rollout.algo.sde_type
     nats = gap * to_nats(scored["transition_stds"], dimensions, sde_type)
@@ -175,13 +181,13 @@ def step_gap(
 def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"], dimensions: int) -> Advice:
     """The verdict on this configuration, with its reasons in words; ``dimensions`` of a latent."""
     rc, loss = config.rollout_correction, config.actor_rollout_ref.actor.diffusion_loss
-    broken = not overall.nats / dimensions <= BROKEN_GAP  # a NaN is
+    broken = overall.nats / dimensions > BROKEN_GAP
     clips = rc.loss_type == "ppo_clip" and not loss.needs_old_means
     emptied = rc.bypass_mode and clips and overall.clipped > CLIPPED_LIMIT
     much_rejected = overall.rejected > float(rc.guard_rejected_fraction)
     needed = _round_up(3 * overall.abs_q90)
-    mode = "bypass" if needed <= WIDEST_CLIP and not broken else "decoupled"
-    narrow = float(min(clip_band(loss)))
+    fits = not broken and (needed <= WIDEST_CLIP or (rc.bypass_mode and not clips))
+    mode, narrow = "bypass" if fits else "decoupled", float(min(clip_band(loss)))
     wanted = max(narrow, needed) if mode == "bypass" else narrow
     reasons = [_of_the_clip(config, overall, emptied=emptied)]
     if broken:
@@ -193,7 +199,7 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"], 
     if rc.bypass_mode and clips and config.actor_rollout_ref.rollout.adapter_lag:
         reasons.append(
             f"adapter_lag={config.actor_rollout_ref.rollout.adapter_lag} adds the policy's own movement to this gap, "
-            "most in the first batches; it cannot be measured before training. clip_ratio=auto follows it, "
+            "most in the first batches, which cannot be measured before training; clip_ratio=auto follows it, "
             "guard=fallback watches it"
         )
     if overall.rejected:

@@ -166,6 +166,9 @@ def test_a_non_finite_log_prob_is_named_by_its_own_row():
     bounds = torch.where(torch.arange(20) % 2 == 0, 0.1, 0.2)
     with pytest.raises(ValueError, match=r"1 of 60 positions .* the first is \(15, 2\)"):
         compute_rollout_correction(l, torch.zeros_like(l), config=config(), rs_bounds=bounds)
+    column = l[:, 2].contiguous()
+    with pytest.raises(ValueError, match=r"1 of 20 positions .* the first is \(15, 0\)"):
+        compute_rollout_correction(column, torch.zeros_like(column), config=config(), rs_bounds=bounds)
 
 
 def test_a_share_too_small_to_be_measured_is_refused():

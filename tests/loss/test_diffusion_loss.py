@@ -3,6 +3,7 @@
 import math
 import warnings
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -877,30 +878,66 @@ def test_the_batch_may_be_an_object_around_a_mapping(mode):
         assert_close(run(make_config(mode), new, SimpleNamespace(batch=inside))[:2], expected[:2], **EXACT)
 
 
-@pytest.mark.parametrize("name", ["advantages", "old_log_probs", "rollout_is_weights", "log_probs"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+NOT_FINITE = [(name, math.nan) for name in ("advantages", "old_log_probs", "rollout_is_weights", "log_probs")]
+NOT_FINITE += [("old_log_probs", math.inf), ("old_log_probs", -math.inf), ("rollout_is_weights", math.inf)]
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_FINITE)
 def test_a_loss_that_is_not_finite_is_an_error_that_names_its_cause(name, value):
+    """Also where the loss itself stays finite, as it clamps log ratios."""
     new, data = random_batch()
     data |= {"rollout_is_weights": torch.ones_like(new), "rollout_keep": torch.ones_like(new).bool()}
     where, holder = ("model_output", {"log_probs": new}) if name == "log_probs" else ("data", data)
     holder[name] = holder[name].clone()
     holder[name].view(-1)[3] = value
-    if name == "advantages" and value == math.inf:
-        data["old_log_probs"][3] = math.nan  # an infinite advantage alone is clamped
-    with pytest.raises(ValueError, match=rf"actor/\w+ is (nan|-?inf); NaN or .*1 of \d+ in {where}\['{name}'\]"):
+    with pytest.raises(ValueError, match=rf"actor/\w+ is (nan|-?inf); NaN or .*: 1 of \d+ in {where}\['{name}'\]$"):
         diffusion_loss(make_config(), {"log_probs": holder.get("log_probs", new)}, data)
 
 
-def test_a_decoupled_batch_without_its_correction_warns():
+def test_what_is_not_finite_where_nothing_is_kept_has_no_effect():
     new, data = random_batch()
-    asked = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
-    with pytest.warns(UserWarning, match="rollout_is=sequence and rollout_rs=seq_mean_k1 with bypass_mode=false"):
-        run(make_config(rc=asked), new, data)
+    keep = torch.ones_like(new, dtype=torch.bool)
+    keep[2] = False
+    data |= {"rollout_is_weights": keep.to(F64), "rollout_keep": keep}
+    expected = run(make_config(), new, data)
+    data["old_log_probs"] = data["old_log_probs"].clone()
+    data["old_log_probs"][2] = torch.tensor([math.nan, math.inf], dtype=F64)
+    assert_close(run(make_config(), new, data)[:2], expected[:2], **EXACT)
+
+
+def test_finite_inputs_with_an_infinite_loss_are_said_to_be():
+    new, data = random_batch()
+    output = kl_output(0, new.shape)
+    output["transition_stds"] = torch.zeros_like(output["transition_stds"])
+    with pytest.raises(ValueError, match="actor/loss is inf; all of this rank's inputs are finite: .* a std is 0"):
+        run(make_config(kl=0.1), new, data, **output)
+
+
+ASKED = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
+VETO = {"rollout_token_veto_threshold": 1e-4}
+
+
+@pytest.mark.parametrize("rc", [ASKED, VETO, {"rollout_is": "token"}])
+def test_a_decoupled_batch_without_its_correction_warns(rc):
+    new, data = random_batch()
+    with pytest.warns(UserWarning, match="with bypass_mode=false, but data holds neither") as caught:
+        run(make_config(rc=rc), new, data)
+    assert Path(caught[0].filename).name != "diffusion_loss.py"  # the caller's, here the tests' type checker
+    with pytest.warns(UserWarning, match="this loss is not corrected"):
+        diffusion_loss_sums(make_config(rc=rc), {"log_probs": new}, data)
+
+
+def test_a_batch_that_needs_no_correction_does_not_warn():
+    new, data = random_batch()
+    tokens = {**data, "response_mask": torch.ones_like(new)}
+    on_policy = {name: data[name] for name in ("old_log_probs", "advantages")}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(make_config(), new, data)  # nothing to correct
-        run(make_config(rc=asked), new, {**data, "rollout_is_weights": torch.ones_like(new)})
-        run(make_config("bypass ppo_clip", rc=asked), new, data)  # corrects by itself
+        run(make_config(), new, data)
+        run(make_config(rc=ASKED), new, {**data, "rollout_is_weights": torch.ones_like(new)})
+        run(make_config("bypass ppo_clip", rc=ASKED), new, data)  # corrects by itself
+        run(make_config(rc=ASKED), new, on_policy)  # nothing to correct with
+        run(make_config(rc=BAND), new, tokens)  # the mask may hold the rejection
 
 
 def test_auto_clips_every_element_by_its_own_width():

@@ -91,6 +91,23 @@ def test_weights_that_only_diagnose_are_no_problem():
     assert "Lower rollout_is_threshold" in acting.advice
 
 
+def test_weights_that_reject_are_judged_in_bypass_mode_too():
+    made = rows(rollout_corr__rollout_is_masked_fraction=0.9)
+    assert found(made, settings(**{f"{RC}__rollout_is_mode": "mask"}), "is_dropped").level == "problem"
+
+
+def test_advice_without_a_configuration_is_the_whole_one():
+    clip, gap = (
+        ({"actor/pg_clipfrac_first": 0.9}, "clip_first"),
+        ({"rollout_corr/logprob_abs_diff_mean": 1.0}, "gap_mean"),
+    )
+    for row, check in (clip, gap):
+        assert "bypass_mode=false" in found([row] * 20, None, check).advice
+
+
+TS = "rollout_sync__engine_gap_abs_mean/ts_500"
+
+
 @pytest.mark.parametrize(
     ("check", "changed", "setting", "advice"),
     [
@@ -99,7 +116,18 @@ def test_weights_that_only_diagnose_are_no_problem():
         ("clip_first", {"actor__pg_clipfrac_first": 0.9}, {f"{RC}__bypass_mode": False}, "Widen diffusion_loss.clip"),
         ("clip_inert", {"actor__pg_clipfrac_inert": 0.9}, {f"{LOSS}__clip_ratio": "auto"}, "Raise diffusion_loss.auto"),
         ("rejected", {"actor__kept_fraction": 0.2}, {f"{RC}__rollout_rs_threshold": "auto"}, "Raise rollout_rs_auto_m"),
+        (
+            "rejected",
+            {"actor__kept_fraction": 0.2},
+            {f"{RC}__rollout_rs": "token_k1"},
+            "Widen rollout_rs_threshold, or",
+        ),
+        ("clip_first", {"actor__pg_clipfrac_first": 0.9}, {f"{LOSS}__clip_ratio_low": 1e-3}, "Widen diffusion_loss.cl"),
+        ("gap_timestep", {TS: 5e-3}, {f"{LOSS}__clip_ratio_high": 1e-3}, "Widen diffusion_loss.clip_ratio_low and"),
         ("gap_mean", {"rollout_corr__logprob_abs_diff_mean": 1.0}, {f"{RC}__bypass_mode": False}, "Raise the engine's"),
+        ("gap_mean", {"rollout_corr__logprob_abs_diff_mean": 1.0}, {f"{RC}__loss_type": "reinforce"}, "Raise the eng"),
+        ("guard", {"guard__alarms": 1.0}, {f"{RC}__loss_type": "reinforce"}, "Do what the alarm said."),
+        ("guard", {"guard__alarms": 1.0}, {f"{LOSS}__clip_ratio": "auto"}, "Do what the alarm said."),
         ("guard", {"guard__alarms": 1.0}, {f"{RC}__guard": "fallback"}, "Do what the alarm said."),
     ],
 )

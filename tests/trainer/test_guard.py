@@ -17,7 +17,7 @@ FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 HEALTHY = {
     "actor/pg_clipfrac_first": 0.0,
     "actor/kept_fraction": 1.0,
-    "rollout_sync/engine_gap_abs_mean": 1e-4,
+    "rollout_sync/engine_gap_per_dimension": 1e-4,
     "rollout_sync/outside_clip": 0.0,
 }
 
@@ -39,8 +39,7 @@ def guarded(*overrides):
 def feed(guard, count, **changes):
     """The last of ``count`` updates' metrics."""
     names = {"clip": "actor/pg_clipfrac_first", "kept": "actor/kept_fraction"}
-    names["scaled"] = "rollout_sync/engine_gap_per_dimension"
-    names |= {"gap": "rollout_sync/engine_gap_abs_mean", "outside": "rollout_sync/outside_clip"}
+    names |= {"gap": "rollout_sync/engine_gap_per_dimension", "outside": "rollout_sync/outside_clip"}
     metrics = HEALTHY | {names[name]: value for name, value in changes.items()}
     found = {}
     for step in range(count):
@@ -179,6 +178,12 @@ def test_one_process_of_a_run_warns():
         ({"clip": 0.5}, (), "Widen diffusion_loss.clip_ratio beyond the gap or set it to auto"),
         ({"clip": 0.5}, (f"{CLIP}=auto",), "Raise diffusion_loss.auto_clip_max, or"),
         ({"clip": 0.5}, ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",), "beyond the gap, or set"),
+        (
+            {"clip": 0.5},
+            (f"{CLIP}_low=0.1",),
+            "Widen diffusion_loss.clip_ratio_low and clip_ratio_high beyond",
+        ),
+        ({"kept": 0.1}, (f"{RC}.rollout_rs=token_k1",), "Widen rollout_rs_threshold, or"),
         ({"kept": 0.1}, (), "Widen rollout_rs_threshold or set it to auto"),
         ({"kept": 0.1}, (f"{RC}.rollout_rs=seq_mean_k1", f"{RC}.rollout_rs_threshold=auto"), "Raise rollout_rs_auto_m"),
     ],
@@ -187,13 +192,6 @@ def test_the_remedy_suits_what_is_set(change, overrides, remedy):
     guard, _ = guarded(*overrides)
     with pytest.warns(UserWarning, match=remedy):
         feed(guard, 3, **change)
-
-
-def test_the_engine_gap_has_one_scale_for_every_sde_type():
-    """Per latent dimension where it is logged: ``cps`` log-probs are smaller by 1/(2 std^2)."""
-    guard, _ = guarded()
-    with pytest.warns(UserWarning, match=r"differ by 0.06 in mean \|log ratio\| per latent dimension"):
-        feed(guard, 3, scaled=0.06)
 
 
 def test_the_limits_of_a_resumed_run_are_its_own():
@@ -258,3 +256,15 @@ def test_a_run_in_the_collapsing_setting_is_moved_to_decoupled_mode(small_config
             for row in (FlowGRPOTrainer(again).fit().rows()[-1], rows[-1])
         )
     )
+
+
+def test_no_step_of_a_run_is_called_uncorrected(small_config):
+    """In decoupled mode, with its free first mini-batch, and after falling back to it."""
+    fallen = (*BYPASS, FP8, f"{CLIP}=0.0001", f"{RC}.guard=fallback", f"{RC}.guard_patience=1")
+    for overrides in ((f"{RC}.bypass_mode=false",), fallen):
+        trainer = FlowGRPOTrainer(small_config(*overrides, folder=str(len(overrides))))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                metrics = trainer.train_step()
+        assert metrics["guard/fallback"] == (overrides is fallen)

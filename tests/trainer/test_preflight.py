@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.rollout import RolloutError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.preflight import advise, run_preflight, step_gap
 
@@ -109,16 +110,48 @@ def test_a_band_with_two_sides_is_named_with_both(small_config):
     assert "clip_ratio=0.005 holds the gap (with clip_ratio_low and clip_ratio_high null)" in advice.reasons[1]
 
 
-@pytest.mark.parametrize(("sde_type", "scale"), [("sde", 1.0), ("cps", 5.0)])
-def test_a_broken_engine_is_one_in_nats_per_dimension(small_config, sde_type, scale):
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_a_broken_engine_is_one_in_nats_per_dimension(small_config, scale):
     """``cps`` log-probs leave out 1/(2 std^2), here 5: the same engine is as broken, at a fifth of the log ratio."""
-    algo = f"actor_rollout_ref.rollout.algo.sde_type={sde_type}"
-    config = small_config("algorithm.rollout_correction.bypass_mode=false", algo)
+    config = small_config("algorithm.rollout_correction.bypass_mode=false")
     for mean, safe in ((0.06, False), (0.04, True)):
         gap = torch.full((100, 2), mean / scale, dtype=torch.float64)
         flat = gap.flatten()
         found = step_gap(flat, 512 * scale * flat, flat, flat > 0, (1e-3, 1e-3), None)
         assert advise(config, found, gap, 512).safe is safe
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps"])
+def test_other_weights_in_the_engine_are_broken_for_every_sde_type(small_config, sde_type):
+    """Actor and engine are as far apart, whatever the log-prob leaves out."""
+    algo = "actor_rollout_ref.rollout.algo"
+    settings = (f"{algo}.sde_type={sde_type}", f"{algo}.sde_window_range=[2,3]", f"{algo}.sde_window_size=1")
+    for scale, safe in ((0.0, True), (0.3, False)):
+        decoupled = "algorithm.rollout_correction.bypass_mode=false"
+        trainer = FlowGRPOTrainer(small_config(decoupled, *settings, folder=f"{sde_type}{scale}"))
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in trainer.run.engine.transformer.named_parameters():
+            if "lora" not in name:  # whose digest is checked
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.data = parameter.data + scale * parameter.data.std(correction=0) * noise
+        result = run_preflight(trainer, 4)
+        assert result.advice.safe is safe
+        assert ("computes something else" in " ".join(result.advice.reasons)) is not safe
+
+
+def test_what_the_actor_cannot_score_is_an_error(small_config):
+    trainer = FlowGRPOTrainer(small_config(BYPASS))
+    rescore = trainer.run.actor.rescore
+    trainer.run.actor.rescore = lambda *a: {k: v * float("nan") for k, v in rescore(*a).items()}
+    with pytest.raises(RolloutError, match=r"gives 8 of 8 steps that the engine sampled a NaN .*model.dtype"):
+        run_preflight(trainer, 2)
+
+
+@pytest.mark.parametrize(("loss", "mode"), [("reinforce", "bypass"), ("ppo_clip", "decoupled")])
+def test_no_mode_is_recommended_that_the_objective_refuses(small_config, loss, mode):
+    gap = 5e-2 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config = small_config(BYPASS, f"algorithm.rollout_correction.loss_type={loss}")
+    assert advise(config, overall(gap, 1e-3), gap, 1).mode == mode
 
 
 @pytest.mark.parametrize(("kept", "safe"), [(0.6, True), (0.4, False), (0.0, False)])
