@@ -27,8 +27,8 @@ ELSEWHERE = {
     "data.max_prompt_length": "use actor_rollout_ref.rollout.pipeline.max_sequence_length",
     "reward.reward_model": "reward models run behind reward.custom_reward_function",
     "reward.num_workers": "rewards run in the training process; for ocr see reward.ocr.num_threads",
-    "trainer.n_gpus_per_node": "the number of processes comes from `torchrun --nproc_per_node`",
-    "trainer.nnodes": "the number of machines comes from `torchrun --nnodes`",
+    "trainer.n_gpus_per_node": "the number of processes comes from `torchrun --nproc_per_node` or `accelerate launch`",
+    "trainer.nnodes": "the number of machines comes from `torchrun --nnodes` or `accelerate launch`",
 }
 """Keys of other trainers that mean nothing here, and why."""
 
