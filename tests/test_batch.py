@@ -188,7 +188,20 @@ def test_a_mask_of_another_shape_is_refused():
         )
 
 
-@pytest.mark.parametrize("wrong", [[1, 2], torch.zeros(3), None, 7])
+def test_an_object_with_keys_of_its_own_is_read_where_its_batch_is():
+    class Keyed(Proto):
+        def keys(self):
+            return ["meta"]
+
+        def __getitem__(self, name):
+            return "not a tensor"
+
+    batch = Keyed(_data())
+    apply_bypass_mode_to_diffusion_batch(batch)
+    assert batch.batch["old_log_probs"] is batch.batch["rollout_log_probs"]
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], torch.zeros(3), None, 7, Proto([1])])
 def test_what_is_no_batch(wrong):
     with pytest.raises(ValueError, match="is no batch: give a TensorDict, a dict, or an object with .batch"):
         apply_bypass_mode_to_diffusion_batch(wrong)

@@ -1,5 +1,6 @@
 """Reading tensors by name from a dict, a ``TensorDict`` or an object that holds one. Every error names the key."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Bool
@@ -23,12 +24,12 @@ class BatchHolder(Protocol):
 
 
 def as_mapping(batch: object) -> TensorMapping:
-    """The mapping inside: ``batch.batch`` where the batch is none itself.
+    """The mapping inside: ``batch.batch`` where there is one, else the batch itself.
 
     Raises:
-        ValueError: neither is one.
+        ValueError: neither is a mapping.
     """
-    for data in (batch, getattr(batch, "batch", None)):
+    for data in (None if isinstance(batch, Mapping) else getattr(batch, "batch", None), batch):
         if isinstance(data, TensorMapping):
             return data
     raise ValueError(f"A {type(batch).__name__} is no batch: give a TensorDict, a dict, or an object with .batch.")
