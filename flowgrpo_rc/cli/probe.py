@@ -69,8 +69,8 @@ def report(result: Any) -> str:
     setting, advice = result.setting, result.advice
     mode = f"bypass, {setting['loss_type']}" if setting["bypass_mode"] else "decoupled"
     clip = "" if advice.clip_ratio is None else f", clip_ratio={advice.clip_ratio:g}"
-    if clip and len(set(setting["clip_band"])) > 1:
-        clip += " without clip_ratio_low and clip_ratio_high"
+    if clip and setting["clip_sides"]:
+        clip += " with clip_ratio_low=null clip_ratio_high=null"
     quantized = f", {setting['quantization']} weights" if setting["quantization"] else ""
     lines = [
         f"Engine {setting['engine']} in {setting['rollout_dtype']}{quantized}; actor in {setting['actor_dtype']}; "

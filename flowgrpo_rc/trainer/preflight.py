@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 
-from flowgrpo_rc.actor import DiffusionLossConfig
 from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.loss.diffusion_loss import clip_band
 from flowgrpo_rc.models.base import Conditioning
@@ -70,7 +69,7 @@ class Advice:
     """``bypass`` or ``decoupled``."""
     clip_ratio: float | None
     """Three times the gap's 90 % quantile, at least the narrower side of the configured band; None where the objective
-    does not clip the ratio that the probe measures."""
+    does not clip the ratio that the probe measures. For both sides: ``clip_ratio_low`` and ``_high`` are to be null."""
     rejection_band: str
     """For ``rollout_rs=seq_mean_k1``: holds 99 % of the images for the gap alone, within ``rollout_rs_auto_min`` and
     ``rollout_rs_auto_max``."""
@@ -207,7 +206,7 @@ def advise(config: FlowGRPOConfig, overall: StepGap, gap: Float[Tensor, "B W"], 
         limit = f" (limit {float(rc.guard_rejected_fraction):.0%}): widen {knob}" if much_rejected else ""
         reasons.append(f"rejection removes {overall.rejected:.0%} of the samples for the gap alone{limit}")
     if emptied and mode == "bypass":
-        reasons.append(f"{_clip_words(wanted, wanted)} holds the gap{_sides(loss)}; decoupled mode does without")
+        reasons.append(f"clip_ratio={wanted:g} holds the gap; decoupled mode does without")
     half = float(torch.quantile(gap.mean(1).abs(), 0.99))
     half = min(max(half, float(rc.rollout_rs_auto_min)), float(rc.rollout_rs_auto_max))
     digits = 6 if half >= 1e-4 else 12
@@ -241,13 +240,6 @@ def _of_the_clip(config: FlowGRPOConfig, overall: StepGap, *, emptied: bool) -> 
 def _clip_words(low: float, high: float) -> str:
     """The band as the configuration writes it."""
     return f"clip_ratio={low:g}" if low == high else f"clip_ratio_low={low:g} and clip_ratio_high={high:g}"
-
-
-def _sides(loss: DiffusionLossConfig) -> str:
-    """What goes with a recommended ``clip_ratio`` where a side has its own width."""
-    sides = {"clip_ratio_low": loss.clip_ratio_low, "clip_ratio_high": loss.clip_ratio_high}
-    own = [name for name, width in sides.items() if width is not None]
-    return f" (with {' and '.join(own)} null)" if own else ""
 
 
 def _round_up(value: float) -> float:
@@ -326,6 +318,7 @@ def _now(trainer: FlowGRPOTrainer) -> float:
 
 def _setting(config: FlowGRPOConfig, batch: TensorDict) -> dict[str, Any]:
     rollout, rc = config.actor_rollout_ref.rollout, config.rollout_correction
+    loss = config.actor_rollout_ref.actor.diffusion_loss
     return {
         "model": config.actor_rollout_ref.model.path,
         "engine": rollout.name,
@@ -335,8 +328,9 @@ def _setting(config: FlowGRPOConfig, batch: TensorDict) -> dict[str, Any]:
         "sde_type": rollout.algo.sde_type,
         "bypass_mode": rc.bypass_mode,
         "loss_type": rc.loss_type,
-        "clip_ratio": config.actor_rollout_ref.actor.diffusion_loss.clip_ratio,
-        "clip_band": list(clip_band(config.actor_rollout_ref.actor.diffusion_loss)),
+        "clip_ratio": loss.clip_ratio,
+        "clip_band": list(clip_band(loss)),
+        "clip_sides": loss.clip_ratio_low is not None or loss.clip_ratio_high is not None,
         "latent_dimensions": batch["latents"].shape[2:].numel(),
         "images": len(batch),
     }

@@ -10,6 +10,7 @@ the very adapter that drew the batch, and once more under the present one, tells
 import warnings
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from jaxtyping import Int
 from tensordict import TensorDict
@@ -50,8 +51,6 @@ class Probe:
         self._actor, self._adapter, self._clip, self._rejection = actor, adapter, clip, rejection
         self._total = config.data.train_batch_size * self._rollout.n
         self._images = min(self._rollout.probe.images, self._total)
-        self.warns = True
-        """Whether this process warns: one of a run is enough."""
         self._warned = False
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
@@ -115,7 +114,7 @@ class Probe:
 
     def _warn(self, metrics: dict[str, float], step: int) -> None:
         limit, gap = self._rollout.probe.warn_gap, metrics[f"{PREFIX}engine_gap_per_dimension"]
-        if limit is None or gap <= limit or self._warned or not self.warns:
+        if limit is None or gap <= limit or self._warned or not PartialState().is_main_process:
             return
         self._warned = True
         warnings.warn(

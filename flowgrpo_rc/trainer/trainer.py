@@ -68,7 +68,6 @@ class FlowGRPOTrainer:
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
         self.probe = Probe(config, actor, self.adapter, self.run.clip_bands, self.run.rejection_bands)
-        self.probe.warns = self.accelerator.is_main_process
 
     # ------------------------------------------------------------------ one step
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.cli.probe import report
 from flowgrpo_rc.rollout import RolloutError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.preflight import advise, run_preflight, step_gap
@@ -107,7 +108,16 @@ def test_a_band_with_two_sides_is_named_with_both(small_config):
     assert not advice.safe
     assert "outside clip_ratio_low=1e-05 and clip_ratio_high=0.01 before" in advice.reasons[0]
     assert advice.clip_ratio == pytest.approx(5e-3)
-    assert "clip_ratio=0.005 holds the gap (with clip_ratio_low and clip_ratio_high null)" in advice.reasons[1]
+    assert "clip_ratio=0.005 holds the gap" in advice.reasons[1]
+
+
+@pytest.mark.parametrize("sides", [(), (f"{CLIP}_low=0.01", f"{CLIP}_high=0.01"), (f"{CLIP}_high=0.02",)])
+def test_the_recommendation_says_what_would_keep_it_from_working(small_config, sides):
+    """A side of its own overrides ``clip_ratio``, also where both are equal."""
+    result = run_preflight(FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01", *sides, folder=str(len(sides)))), 2)
+    said = report(result)
+    assert f"clip_ratio={result.advice.clip_ratio:g}" in said
+    assert ("with clip_ratio_low=null clip_ratio_high=null" in said) is bool(sides)
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0])
