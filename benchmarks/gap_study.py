@@ -24,7 +24,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from learning import COMMON, LOSS, RC, ROLLOUT, correction
-from training_runs import CONFIG, HERE, PROGRAM, THROUGH, Overrides, Study, load, run_missing
+from training_runs import COMMAND, CONFIG, HERE, PROGRAM, THROUGH, Overrides, Study, load, names, run_missing
 
 RESULTS = HERE / "results" / "gap_study"
 PLOT = HERE.parent / "docs" / "images" / "gap_study.png"
@@ -120,11 +120,12 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     file = study.results / "verdicts.json"
     found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
     for setting in settings:
-        own, overrides = study.settings[setting], study.overrides(setting, seed=1)
-        if own.get(f"{LOSS}.clip_ratio") == "auto" or PROGRAM in own or found.get(setting, {}).get("of") == overrides:
+        own = study.settings[setting]
+        program, overrides = study.inside(setting, [*COMMAND, "probe"]), study.overrides(setting, seed=1)
+        of = {"program": names(program), "of": overrides}
+        if own.get(f"{LOSS}.clip_ratio") == "auto" or PROGRAM in own or found.get(setting, {}).items() >= of.items():
             continue
         with tempfile.TemporaryDirectory() as out:
-            program = study.inside(setting, ["-m", "flowgrpo_rc.cli.main", "probe"])
             done = subprocess.run(
                 [sys.executable, *program, "--config-name", CONFIG, "--out", out, *overrides],
                 cwd=HERE.parent,
@@ -139,7 +140,7 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
         found[setting] = {
             "safe": done.returncode == 0,
             **{k: overall[k] for k in ("clipped", "rejected")},
-            "of": overrides,
+            **of,
         }
         file.write_text(json.dumps(found, indent=1))
         print(f"{setting}: {'safe' if found[setting]['safe'] else 'NOT SAFE'}", flush=True)

@@ -27,6 +27,8 @@ STAGES = ("rollout", "probe", "reward", "advantage", "score", "correct", "update
 
 GAPS = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
 """Where a row has the gap; see ``summarise``."""
+COMMAND = ("-m", "flowgrpo_rc.cli.main")
+"""The command line, as arguments to Python."""
 PROGRAM = "program"
 """The key of a setting that trains with another program than the command line's; its arguments to Python."""
 THROUGH = "through"
@@ -55,11 +57,16 @@ class Study:
 
     def program(self, setting: str) -> list[str]:
         """What is run, before ``--config-name``."""
-        return self.inside(setting, self.settings[setting].get(PROGRAM, ["-m", "flowgrpo_rc.cli.main", "train"]))
+        return self.inside(setting, self.settings[setting].get(PROGRAM, [*COMMAND, "train"]))
 
     def inside(self, setting: str, program: Sequence[str]) -> list[str]:
         """Arguments to Python that run ``program`` the way the setting runs its own."""
         return [*self.settings[setting].get(THROUGH, []), *program]
+
+
+def names(program: Sequence[str]) -> list[str]:
+    """``program`` without the folders of this checkout, as a result records it."""
+    return [Path(part).name for part in program]
 
 
 def _hydra(value: Any) -> str:
@@ -147,7 +154,7 @@ def run_one(study: Study, setting: str, seed: int, machine: dict) -> str:
     except Exception as error:  # whatever one run died of, the others go on
         error_file.write_text(f"{name}: {type(error).__name__}: {error}\noverrides: {' '.join(overrides)}\n")
         return f"FAILED {name}; see {error_file}"
-    program = [Path(part).name for part in study.program(setting)]
+    program = names(study.program(setting))
     head = {"setting": setting, "seed": seed, "steps": study.steps, "program": program, "overrides": overrides}
     _write(study.results / f"{name}.json", {**head, **figures, "wall_seconds": seconds, "machine": machine})
     error_file.unlink(missing_ok=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from accelerate import PartialState
+
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
@@ -42,8 +44,6 @@ class Guard:
         self._safe = self._returns = 0
         self.say: Callable[[str], None] = lambda _text: None
         """Where a change of mode is told."""
-        self.warns = True
-        """Whether this process warns: one of a run is enough."""
 
     @property
     def fallen_back(self) -> bool:
@@ -62,7 +62,7 @@ class Guard:
             self._fall_back({name: signals[name] for name in alarms}, step)
         elif new := [name for name in alarms if name not in self._said]:
             self._said |= set(new)
-            if self.warns:
+            if PartialState().is_main_process:
                 warnings.warn(f"guard: {self._text({name: signals[name] for name in new}, step)}", stacklevel=3)
         elif self.fallen_back:
             self._consider_return(metrics, signals, step)

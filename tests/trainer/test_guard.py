@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.correction import RolloutCorrectionConfig
@@ -164,9 +165,9 @@ def test_its_state_is_kept():
     assert "guard=warn takes it back to bypass" in said[0]
 
 
-def test_one_process_of_a_run_warns():
+def test_one_process_of_a_run_warns(monkeypatch):
     guard, _ = guarded()
-    guard.warns = False
+    monkeypatch.setattr(PartialState, "is_main_process", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert feed(guard, 3, clip=0.5)["guard/alarms"] == 1
