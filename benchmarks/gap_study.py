@@ -6,8 +6,9 @@
     python benchmarks/gap_study.py --table --plot                    # reports what is there; runs nothing
 
 A setting's name says what it is: ``fp8_stale2_bypass_1e-3`` samples with fp8-rounded weights and an adapter that is two
-optimizer steps old, in bypass mode with a clip of 1e-3. Resumable, as ``training_runs.py`` says. After each run a
-second OCR engine reads the adapter's images (``second_ocr.py``; tesseract must be installed).
+optimizer steps old, in bypass mode with a clip of 1e-3. Beside the grid stand a few settings of the objectives that
+compare transition means. Resumable, as ``training_runs.py`` says. After each run a second OCR engine reads the
+adapter's images (``second_ocr.py``; tesseract must be installed).
 """
 
 import argparse
@@ -46,31 +47,61 @@ PRECISIONS: dict[str, Overrides] = {
 STALENESS: dict[int, int] = {0: 0, 2: 1, 8: 4}
 """Age of the rollout's adapter in optimizer steps, and in batches of two of them."""
 CLIPS = ("1e-4", "1e-3", "1e-2")
+DECOUPLED = correction(bypass=False, weights="sequence")
+DECOUPLED_RS = {**correction(bypass=False, weights="sequence", band=FIXED_BAND), f"{LOSS}.clip_ratio": WITHOUT_A_GAP}
 BYPASS, BYPASS_RS = correction(bypass=True), correction(bypass=True, band=FIXED_BAND)
 CALIBRATED: Overrides = {f"{LOSS}.clip_ratio": "auto", f"{LOSS}.auto_clip_min": WITHOUT_A_GAP}
+CALIBRATED_RS: Overrides = {f"{RC}.rollout_rs_threshold": "auto"}
 REINFORCE = correction(bypass=True, weights="sequence", loss="reinforce")
+REINFORCE_RS = correction(bypass=True, weights="sequence", loss="reinforce", band=FIXED_BAND)
 
 MODES: dict[str, Overrides] = {
-    **{
-        f"decoupled_{c}": {**correction(bypass=False, weights="sequence"), f"{LOSS}.clip_ratio": float(c)}
-        for c in CLIPS
-    },
+    **{f"decoupled_{c}": {**DECOUPLED, f"{LOSS}.clip_ratio": float(c)} for c in CLIPS},
+    "decoupled_rs_1e-3": DECOUPLED_RS,
+    "decoupled_rs_auto": {**DECOUPLED_RS, **CALIBRATED_RS},
     **{f"bypass_{c}": {**BYPASS, f"{LOSS}.clip_ratio": float(c)} for c in CLIPS},
     "bypass_auto": {**BYPASS, **CALIBRATED},
     **{f"bypass_rs_{c}": {**BYPASS_RS, f"{LOSS}.clip_ratio": float(c)} for c in CLIPS},
-    "bypass_rs_auto": {**BYPASS_RS, **CALIBRATED, f"{RC}.rollout_rs_threshold": "auto"},
+    "bypass_rs_auto": {**BYPASS_RS, **CALIBRATED, **CALIBRATED_RS},
     "guarded_1e-3": {**BYPASS, f"{LOSS}.clip_ratio": 1e-3, f"{RC}.guard": "fallback"},
     "centred_1e-3": {**BYPASS, f"{LOSS}.clip_ratio": 1e-3, PROGRAM: [ALTERNATIVES, "centred"]},
     "first_free_1e-3": {**correction(bypass=False), f"{LOSS}.clip_ratio": 1e-3, PROGRAM: [ALTERNATIVES, "first_free"]},
     "reinforce": REINFORCE,
-    "reinforce_rs_auto": {**REINFORCE, f"{RC}.rollout_rs": "seq_mean_k1", f"{RC}.rollout_rs_threshold": "auto"},
+    "reinforce_rs": REINFORCE_RS,
+    "reinforce_rs_auto": {**REINFORCE_RS, **CALIBRATED_RS},
 }
+
+
+def _guard(mode: Overrides, clip: float) -> Overrides:
+    return {**mode, f"{LOSS}.loss_mode": "grpo_guard", f"{LOSS}.clip_ratio": clip}
+
+
+def _dppo(mode: Overrides, threshold: float) -> Overrides:
+    return {**mode, f"{LOSS}.loss_mode": DPPO, f"{LOSS}.kl_mask_threshold": threshold}
+
+
+DPPO = "flow_dppo"
+OBJECTIVES: dict[str, dict[str, Overrides]] = {
+    "fp8": {
+        "decoupled_grpo_guard_1e-4": _guard(DECOUPLED, 1e-4),
+        "bypass_grpo_guard_1e-4": _guard(BYPASS, 1e-4),
+        "bypass_grpo_guard_1e-2": _guard(BYPASS, 1e-2),
+        "decoupled_flow_dppo_1e-5": _dppo(DECOUPLED, 1e-5),
+        "bypass_flow_dppo_1e-5": _dppo(BYPASS, 1e-5),
+        "bypass_flow_dppo_1e-2": _dppo(BYPASS, 1e-2),
+    },
+    "bfloat16": {
+        "bypass_grpo_guard_1e-4": _guard(BYPASS, 1e-4),
+        "bypass_flow_dppo_1e-5": _dppo(BYPASS, 1e-5),
+    },
+}
+"""By precision, without a lag; the number is ``clip_ratio``, or ``flow_dppo``'s ``kl_mask_threshold``."""
 
 SETTINGS: dict[str, Overrides] = {
     f"{precision}_stale{age}_{mode}": {**overrides, **PRECISIONS[precision], f"{ROLLOUT}.adapter_lag": lag}
     for age, lag in STALENESS.items()
     for precision in PRECISIONS
-    for mode, overrides in MODES.items()
+    for mode, overrides in {**MODES, **(OBJECTIVES.get(precision, {}) if age == 0 else {})}.items()
 }
 
 
@@ -106,13 +137,22 @@ class Noise:
         total = sum(stdev(group) ** 2 * (len(group) - 1) for group in several)
         return cls(math.sqrt(total / freedom) if freedom else math.nan, freedom)
 
+    def half_width(self, count: int) -> float:
+        """Of the 95 % confidence interval of a mean over ``count`` seeds."""
+        t = T_95[max(known for known in T_95 if known <= self.freedom)]
+        return t * self.deviation / math.sqrt(count)
+
     def interval(self, values: Sequence[float]) -> str:
-        """Mean with the half width of its 95 % confidence interval."""
+        """Mean with half the width of its interval: from all settings' deviation, or from its own if that is wider.
+
+        Seeds scatter more where a setting is on the verge of collapsing.
+        """
         mean = f"{fmean(values):.2f}"
         if not self.freedom:
             return mean
-        t = T_95[max(known for known in T_95 if known <= self.freedom)]
-        return f"{mean} ±{t * self.deviation / math.sqrt(len(values)):.2f}"
+        own = Noise.of([values])
+        widths = [noise.half_width(len(values)) for noise in (self, own) if noise.freedom]
+        return f"{mean} ±{max(widths):.2f}"
 
 
 def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -162,7 +202,7 @@ def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> s
             noise.interval(rewards[setting]),
             other_noise.interval(others[setting]),
             "-" if PROGRAM in SETTINGS[setting] else f"{bound}{fmean(run['gap'] for run in group):.1e}",
-            f"{fmean(run['clip_fraction'] for run in group):.2f}",
+            f"{fmean(run['metrics'][_outside(setting)] for run in group):.2f}",
             f"{fmean(run['rejected'] for run in group):.2f}",
             "" if setting not in verdicts else "safe" if verdicts[setting]["safe"] else "**not safe**",
         )
@@ -170,6 +210,11 @@ def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> s
     if noise.freedom:
         lines += ["", f"Deviation between seeds: {noise.deviation:.3f} ({noise.freedom} degrees of freedom)"]
     return "\n".join(lines)
+
+
+def _outside(setting: str) -> str:
+    """The metric of the share that the clip leaves out; ``flow_dppo`` masks instead."""
+    return "actor/pg_clipfrac_inert" if DPPO in setting else "actor/pg_clipfrac"
 
 
 def plot(runs: dict[str, list[dict]], path: Path) -> None:
@@ -180,7 +225,7 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     colours = {"1e-4": "#c53030", "1e-3": "#dd6b20", "1e-2": "#2b6cb0", "auto": "#2f855a", "": "#4a5568"}
-    names = ("decoupled", "bypass", "bypass_rs", "guarded", "centred", "first_free", "reinforce", "reinforce_rs")
+    names = list(dict.fromkeys(split_mode(mode)[0] for mode in MODES))
     figure, grid = plt.subplots(
         len(PRECISIONS), len(STALENESS), figsize=(11, 10.5), sharex=True, sharey=True, layout="constrained"
     )
@@ -189,7 +234,7 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
             axes = grid[row][column]
             prefix = f"{precision}_stale{age}_"
             for setting, group in runs.items():
-                if not setting.startswith(prefix):
+                if setting.removeprefix(prefix) not in MODES:
                     continue
                 mode, clip = split_mode(setting.removeprefix(prefix))
                 place = names.index(mode) + (list(colours).index(clip) - 1.5) * 0.17 * (clip != "")
@@ -208,7 +253,9 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
     grid[0][0].set_ylim(0.1, 0.9)
     marks = [plt.Line2D([], [], color=c, marker="o", linewidth=0, label=n or "no clip") for n, c in colours.items()]
     marks.append(plt.Line2D([], [], color="0.6", linestyle="--", label="before training"))
-    figure.legend(handles=marks, loc="outside lower center", ncols=6, title="clip_ratio", fontsize=8)
+    figure.legend(
+        handles=marks, loc="outside lower center", ncols=6, title="clip_ratio (auto: calibrated bands)", fontsize=8
+    )
     figure.supylabel("held-out reward after training (ODE, fixed noise)", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -216,11 +263,9 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
 
 
 def split_mode(mode: str) -> tuple[str, str]:
-    """``bypass_rs_1e-3`` as ``("bypass_rs", "1e-3")``; without a clip the second is empty."""
+    """``bypass_rs_1e-3`` as ``("bypass_rs", "1e-3")``; without a clip or calibrated band the second is empty."""
     name, _, clip = mode.rpartition("_")
-    if clip in CLIPS or (clip == "auto" and name.startswith("bypass")):
-        return name, clip
-    return mode.removesuffix("_auto"), ""
+    return (name, clip) if clip in (*CLIPS, "auto") else (mode, "")
 
 
 def _arguments() -> argparse.Namespace:
