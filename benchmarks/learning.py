@@ -67,7 +67,7 @@ NONE = correction(bypass=False)
 DECOUPLED_IS = correction(bypass=False, weights="sequence")
 BYPASS = correction(bypass=True)
 FP8: Overrides = {f"{ROLLOUT}.quantization": "fp8"}
-AUTO: Overrides = {f"{LOSS}.clip_ratio": "auto"}
+AUTO: Overrides = {f"{LOSS}.clip_ratio": "auto", f"{LOSS}.auto_clip_min": 1e-4}
 STALE: Overrides = {f"{ROLLOUT}.adapter_lag": 4}
 
 SETTINGS: dict[str, Overrides] = {

@@ -29,12 +29,12 @@ COMPILE_BACKEND = "inductor"
 
 
 class NonFiniteUpdateError(RuntimeError):
-    """A loss or gradient is NaN or infinite; raised before the optimizer moves, with the samples to blame."""
+    """A log-prob, loss or gradient is not finite; raised before the optimizer moves, with the samples to blame."""
 
     def __init__(self, message: str, samples: Sequence[int]) -> None:
         super().__init__(message)
         self.samples = list(samples)
-        """Rows of the batch given to ``update`` on this process."""
+        """Rows of the batch on this process."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class DiffusionActor:
         self, total: LossMetrics, first: dict[str, float], norms: list[float], gap: MetricAccumulator
     ) -> dict[str, float]:
         metrics = total.compute()
-        metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"]
+        metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"] / (first["actor/kept_fraction"] or 1.0)
         metrics["actor/log_ratio_abs_mean_first"] = first["actor/log_ratio_abs_mean"]
         metrics["actor/ratio_deviation_first"] = max(
             abs(first["actor/ratio_max"] - 1), abs(first["actor/ratio_min"] - 1)

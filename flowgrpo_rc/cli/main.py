@@ -69,6 +69,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
         return 0
     from flowgrpo_rc.actor import NonFiniteUpdateError
+    from flowgrpo_rc.correction import NonFiniteLogProbError
     from flowgrpo_rc.rewards import RewardError
     from flowgrpo_rc.rollout import RolloutError
     from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, NonFiniteMetricError
@@ -77,9 +78,10 @@ def _train(arguments: argparse.Namespace) -> int:
         trainer = FlowGRPOTrainer(config)
     except (ValueError, OSError, ImportError, CheckpointError) as error:
         return _refuse(error)
+    failed = (CheckpointError, NonFiniteLogProbError, NonFiniteUpdateError, NonFiniteMetricError, RewardError)
     try:
         trainer.fit()
-    except (CheckpointError, NonFiniteUpdateError, NonFiniteMetricError, RewardError, RolloutError, OSError) as error:
+    except (*failed, RolloutError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return INTERRUPTED if trainer.interrupted else 0

@@ -44,7 +44,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
             from flowgrpo_rc.trainer.preflight import check_preflight, run_preflight
 
             refused = (*refused, CheckpointError)
-            check_preflight(config, arguments.images)
+            check_preflight(arguments.images)
             arguments.out.mkdir(parents=True, exist_ok=True)
             trainer = FlowGRPOTrainer(config)
         except refused as error:
@@ -68,14 +68,17 @@ def report(result: Any) -> str:
     """The table and the verdict, as text."""
     setting, advice = result.setting, result.advice
     mode = f"bypass, {setting['loss_type']}" if setting["bypass_mode"] else "decoupled"
-    clip = "" if advice.clip_ratio is None else f", clip_ratio={advice.clip_ratio:g}"
-    if clip and setting["clip_sides"]:
-        clip += " with clip_ratio_low=null clip_ratio_high=null"
+    clip = ""
+    if advice.kl_mask_threshold is not None:
+        clip = f", kl_mask_threshold={advice.kl_mask_threshold:g}"
+    elif advice.clip_ratio is not None:
+        clip = f", clip_ratio={advice.clip_ratio if advice.clip_ratio == 'auto' else format(advice.clip_ratio, 'g')}"
+        clip += " with clip_ratio_low=null clip_ratio_high=null" if setting["clip_sides"] else ""
     quantized = f", {setting['quantization']} weights" if setting["quantization"] else ""
     lines = [
         f"Engine {setting['engine']} in {setting['rollout_dtype']}{quantized}; actor in {setting['actor_dtype']}; "
         f"{setting['sde_type']}, {setting['latent_dimensions']} latent dimensions; {mode}, "
-        f"clip band {_band(setting)}; {setting['images']} images",
+        f"{_band(setting)}; {setting['images']} images",
         "",
         f"{'timestep':>9} {'n':>4} {'mean l':>10} {'mean |l|':>9} {'90 %':>9} {'largest':>9} "
         f"{'nats':>7} {'KL nats':>8} {'clipped':>8}",
@@ -88,20 +91,33 @@ def report(result: Any) -> str:
         )
     lines += [
         "",
-        "l = log pi_actor - log pi_engine, same weights; clipped: outside the clip band before any learning",
+        f"l = log pi_actor - log pi_engine, same weights; clipped: {_clipped(setting)} before any learning",
         f"Verdict: {'SAFE' if advice.safe else 'NOT SAFE'}",
         *(f"  - {reason}" for reason in advice.reasons),
         f"Recommended: {advice.mode} mode{clip}; a band that only outliers leave: "
         f"rollout_rs=seq_mean_k1 rollout_rs_threshold={advice.rejection_band}",
-        f"Bypass mode leaves out the scoring pass: {result.saved:.0%} of rollout, score and update here "
-        "(decoupled mode scores less with actor.score=auto)",
     ]
+    if result.saved is not None:
+        seconds = ", ".join(f"{name} {value:.2f} s" for name, value in result.seconds.items())
+        lines.append(
+            f"Bypass mode leaves out decoupled mode's scoring pass: {result.saved:.0%} of rollout, score and update "
+            f"here (of these images: {seconds})"
+        )
     return "\n".join(lines)
 
 
 def _band(setting: dict[str, Any]) -> str:
-    low, high = setting["clip_band"]
-    return f"1 +- {low:g}" if low == high else f"1 - {low:g} to 1 + {high:g}"
+    band = setting["clip_band"]
+    if len(band) == 1:
+        return f"KL threshold {band[0]:g}"
+    if setting["clip_ratio"] == "auto":
+        return f"clip band auto, 1 +- {band[0]:.2g} to {band[1]:.2g}"
+    return "clip band " + (f"1 +- {band[0]:g}" if band[0] == band[1] else f"1 - {band[0]:g} to 1 + {band[1]:g}")
+
+
+def _clipped(setting: dict[str, Any]) -> str:
+    own = {"grpo_guard": "outside the clip band of grpo_guard's own ratio", "flow_dppo": "beyond the KL threshold"}
+    return own.get(setting["loss_mode"], "outside the clip band")
 
 
 def _draw(result: Any, path: Path) -> None:
@@ -119,8 +135,9 @@ def _draw(result: Any, path: Path) -> None:
         ([s.abs_mean for s in steps], "mean", "-"),
     ):
         left.plot(names, [max(value, 1e-9) for value in values], style, marker="o", color="#2b6cb0", label=label)
-    for width, style in zip(sorted(set(band)), ("-", "--"), strict=False):
-        left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:g}")
+    comparable = result.setting["loss_mode"] not in ("grpo_guard", "flow_dppo")  # which hold something else against it
+    for width, style in zip(sorted(set(band)) if comparable else (), ("-", "--"), strict=False):
+        left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:.3g}")
     left.set(yscale="log", xlabel="timestep, from noise to image", ylabel="|log pi_actor - log pi_engine|")
     left.set_title("Gap with equal weights")
     left.legend()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flowgrpo_rc.correction.compute import (
+        NonFiniteLogProbError,
         RolloutCorrection,
         compute_offpolicy_metrics,
         compute_rollout_correction,
@@ -25,6 +26,7 @@ __all__ = [
     "Explanation",
     "MetricAccumulator",
     "Moments",
+    "NonFiniteLogProbError",
     "RolloutCorrection",
     "RolloutCorrectionConfig",
     "SAFETY_BOUND",

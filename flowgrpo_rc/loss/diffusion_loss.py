@@ -115,14 +115,16 @@ def diffusion_loss(
         ``actor/kept_fraction = 0``.
 
     Raises:
-        ValueError: a missing key or a shape that does not fit, by name; a loss or log ratio that is NaN or infinite,
-            naming the inputs that are.
+        ValueError: a missing key or a shape that does not fit, by name; ``clip_widths`` that are no widths; a loss or
+            log ratio that is NaN or infinite, naming the inputs that are.
 
     Warns:
         UserWarning: everything is rejected; or decoupled mode is to correct, and ``data`` has no weights.
     """
     model_output, data = as_mapping(model_output), as_mapping(data)
     _warn_if_uncorrected(config.rollout_correction, data)
+    if config.diffusion_loss.clip_ratio == "auto":
+        inputs.check_widths(data)
     sums = _sums(config, model_output, data)
     reported, denominator = sums.metrics, sums.denominator
     if dp_group is not None:

@@ -48,6 +48,25 @@ def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor |
     return value
 
 
+def check_widths(data: TensorMapping) -> None:
+    """Half widths of a clip band lie above 0 and are finite.
+
+    Raises:
+        ValueError: some do not.
+    """
+    widths, mask = optional(data, "clip_widths"), optional(data, "response_mask")
+    if widths is None:
+        return
+    bad = ~((widths > 0) & torch.isfinite(widths))
+    if mask is not None and mask.shape == widths.shape:
+        bad = bad & mask.bool()
+    if bad.any():
+        raise ValueError(
+            f"clip_widths: {int(bad.sum())} of {widths.numel()} are not finite numbers above 0, the first is "
+            f"{float(widths[bad][0])}; they are half widths of the clip band"
+        )
+
+
 def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
     """``old_log_probs``; in bypass mode the rollout's, under either name."""
     names = ("rollout_log_probs", "old_log_probs") if bypass else ("old_log_probs",)

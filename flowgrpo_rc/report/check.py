@@ -39,6 +39,8 @@ class Check:
     """Why the limits are where they are."""
     limits: str = ""
     """The band in words, where its numbers are only a code."""
+    of_densities: bool = False
+    """Whether the limits take a log ratio for one of densities: that of ``cps`` leaves out ``1/(2 std^2)``."""
     advice: str
     suited: Callable[[History], str | None] = lambda history: None
     """Advice for a run that ``advice`` does not suit, as it is set up; None where it does."""
@@ -47,6 +49,8 @@ class Check:
 
     def run(self, history: History) -> Finding | None:
         """The finding; None where there is nothing to measure."""
+        if self.of_densities and history.setting("actor_rollout_ref.rollout.algo.sde_type") == "cps":
+            return None
         band = self.sde if history.sde else self.tokens
         found = self.measure(history) if band is not None else None
         if band is None or found is None:

@@ -177,6 +177,7 @@ CORRECTION_CHECKS = (
         sde=Band(high=5e-3, problem_high=0.05),
         tokens=Band(high=0.05, problem_high=0.5),
         reason="Stale adapters gave 2e-3 and learned; at .05 the engine computes something else.",
+        of_densities=True,
         advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
         suited=lambda history: (
             None if history.may_leave_bypass else "Raise the engine's precision, or refresh its weights more often."
@@ -189,6 +190,7 @@ CORRECTION_CHECKS = (
         sde=Band(high=5e-3, problem_high=0.05),
         tokens=Band(high=0.05, problem_high=0.1),
         reason="A steady offset is not rounding, which has either sign; for tokens .1 is the customary alarm.",
+        of_densities=True,
         advice="Compare the weights, noise schedule and temperature of engine and actor.",
     ),
     Check(
@@ -198,6 +200,7 @@ CORRECTION_CHECKS = (
         sde=Band(high=1e-5, problem_high=1e-3),
         tokens=Band(high=0.05, problem_high=0.1),
         reason="Half the square of the gap: 1e-5 at 5e-3, 1e-3 at .05; it cannot cancel.",
+        of_densities=True,
         advice="Raise the engine's precision, or refresh its weights more often.",
     ),
     Check(
@@ -225,6 +228,7 @@ CORRECTION_CHECKS = (
         sde=Band(high=5e-3, problem_high=0.05),
         tokens=Band(high=0.1, problem_high=0.5),
         reason="As kl, with each row counting once; the value held against the limits is the distance from 1.",
+        of_densities=True,
         advice="Compare the weights, noise schedule and temperature of engine and actor.",
     ),
     Check(
@@ -234,6 +238,7 @@ CORRECTION_CHECKS = (
         sde=Band(high=5e-3, problem_high=0.05),
         tokens=Band(high=0.1, problem_high=1.0),
         reason="For tokens, above 1 the engine computes something else; an SDE step's log-prob is far smaller.",
+        of_densities=True,
         advice="Compare dtype, quantization, kernels and weights of engine and actor before training on.",
     ),
 )

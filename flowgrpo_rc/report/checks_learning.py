@@ -6,6 +6,8 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
+from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
+from flowgrpo_rc.report.checks_gap import GAP_CHECKS
 from flowgrpo_rc.report.finding import Band, number
 from flowgrpo_rc.report.history import LOSS, REWARD, History, Series, finite
 
@@ -106,18 +108,38 @@ def policy_shift(history: History) -> Measurement | None:
     return Measurement(value, series.metric, series.span, says)
 
 
+GUARDED = {
+    "clip": "samples outside the clip band before anything was learned",
+    "rejected": "samples rejected or without weight",
+    "engine_gap": "engine and actor with equal weights",
+}
+"""What the guard watches, by the end of ``guard/alarm_...``."""
+
+
 def guard_alarms(history: History) -> Measurement | None:
-    """Whether the guard is raising alarms or has left bypass mode (1), or neither (0)."""
+    """Whether the guard is raising alarms or has left bypass mode (1), or neither (0), and over what."""
     alarms, fled = history.recent("guard/alarms"), history.recent("guard/fallback")
     if alarms is None:
         return None
     raised, away = alarms.values[-1] > 0, fled is not None and fled.values[-1] > 0
+    named = {name: history.recent(f"guard/alarm_{name}") for name in GUARDED}
+    causes = [name for name, series in named.items() if series is not None and series.values[-1] > 0]
+    over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
+    advice = " ".join(dict.fromkeys(_remedy(history, name) for name in causes)) or None
     if away:
-        return Measurement(
-            1.0, "guard/fallback", alarms.span, f"the guard has the run in decoupled mode at step {alarms.steps[-1]}"
-        )
-    says = f"the guard {'raises alarms' if raised else 'is quiet'} at step {alarms.steps[-1]}"
-    return Measurement(float(raised), "guard/alarms", alarms.span, says)
+        says = f"the guard has the run in decoupled mode at step {alarms.steps[-1]}{over}"
+        return Measurement(1.0, "guard/fallback", alarms.span, says, advice)
+    says = f"the guard {'raises alarms' if raised else 'is quiet'} at step {alarms.steps[-1]}{over}"
+    return Measurement(float(raised), "guard/alarms", alarms.span, says, advice)
+
+
+def _remedy(history: History, cause: str) -> str:
+    check = {check.name: check for check in (*GAP_CHECKS, *CORRECTION_CHECKS)}[GUARD_CHECKS[cause]]
+    return check.suited(history) or check.advice
+
+
+GUARD_CHECKS = {"clip": "clip_first", "rejected": "rejected", "engine_gap": "engine_gap"}
+"""Which check's advice is for which alarm."""
 
 
 def not_finite(history: History) -> Measurement | None:

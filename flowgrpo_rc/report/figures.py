@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.report.history import History
-from flowgrpo_rc.report.panels import DARK, LIGHT, PANELS, Panel, Theme
+from flowgrpo_rc.report.panel import DARK, LIGHT, Panel, Theme
+from flowgrpo_rc.report.panels import PANELS
 
 SIZE = (4.3, 2.75)
 """Inches; small, so that the text is still legible when the picture fills a phone's width."""

@@ -12,7 +12,7 @@ from flowgrpo_rc.sde.transition import (
     transition,
     transition_kl,
 )
-from flowgrpo_rc.sde.window import SDEWindow, draw_window_start, progressive_window_start
+from flowgrpo_rc.sde.window import SDEWindow, draw_window_start, progressive_places, progressive_window_start
 
 __all__ = [
     "SDE_TYPES",
@@ -22,6 +22,7 @@ __all__ = [
     "draw_window_start",
     "gaussian_log_prob",
     "log_prob",
+    "progressive_places",
     "progressive_window_start",
     "transition",
     "transition_kl",

@@ -59,6 +59,11 @@ def progressive_window_start(window: SDEWindow, step: int, iters_per_group: int)
     The last place is moved back to fit into the range; after it the window starts over. MixGRPO's progressive
     strategy (arXiv 2507.21802).
     """
-    last = window.stop - window.size
-    places = sorted({*range(window.first, last, window.size), last})
+    places = progressive_places(window)
     return places[step // iters_per_group % len(places)]
+
+
+def progressive_places(window: SDEWindow) -> list[int]:
+    """The first steps that a sliding window takes, in order."""
+    last = window.stop - window.size
+    return sorted({*range(window.first, last, window.size), last})

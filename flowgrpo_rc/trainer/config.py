@@ -172,6 +172,15 @@ class FlowGRPOConfig:
         """The run's rollout correction, validated."""
         return self.actor_rollout_ref.actor.rollout_correction
 
+    @property
+    def first_mini_batch_is_free(self) -> bool:
+        """Whether the update's own first forward supplies the first mini-batch's old policy in decoupled mode.
+
+        Batch normalisation of the weights and a baseline that knows of rejection need every row's before.
+        """
+        needs_all = self.rollout_correction.rollout_is_batch_normalize or self.algorithm.rejection_aware_baseline
+        return self.actor_rollout_ref.actor.score == "auto" and not needs_all
+
     def check_processes(self, num_processes: int) -> None:
         """Raise ``ValueError`` unless every process gets whole prompt groups of every mini-batch."""
         mini = self.actor_rollout_ref.actor.ppo_mini_batch_size

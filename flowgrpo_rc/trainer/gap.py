@@ -63,23 +63,28 @@ def estimated_kl(nats: Float[Tensor, "..."]) -> float:
 def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
     """Means over the sample and, with ``/ts_{t}``, over each timestep.
 
-    ``engine_gap_abs_mean`` and ``staleness_abs_mean`` as log-probs are; ``engine_gap_nats`` and ``engine_kl_nats``
-    of the whole step. Over all timesteps also ``engine_gap_abs_max``, and ``engine_gap_per_dimension``, the nats over
-    the latent dimensions.
+    ``engine_gap_mean`` (with its sign), ``engine_gap_abs_mean`` and ``staleness_abs_mean`` as log-probs are;
+    ``engine_gap_nats``, ``engine_kl_nats`` and ``staleness_nats`` of the whole step. Over all timesteps also
+    ``engine_gap_abs_max``, and ``engine_gap_per_dimension`` and ``staleness_per_dimension``, the nats over the latent
+    dimensions.
     """
     values = {f"{prefix}engine_gap_abs_max": float(sample.engine.abs().max())} | _means(sample, slice(None), prefix, "")
-    values[f"{prefix}engine_gap_per_dimension"] = values[f"{prefix}engine_gap_nats"] / sample.dimensions
+    for part in ("engine_gap", "staleness"):
+        values[f"{prefix}{part}_per_dimension"] = values[f"{prefix}{part}_nats"] / sample.dimensions
     for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True):
         values |= _means(sample, sample.timesteps == timestep, prefix, f"/ts_{timestep:.6g}")
     return values
 
 
 def _means(sample: GapSample, chosen: Tensor | slice, prefix: str, suffix: str) -> dict[str, float]:
-    nats = sample.engine[chosen] * sample.to_nats[chosen]
+    engine, staleness, to_nats = sample.engine[chosen], sample.staleness[chosen], sample.to_nats[chosen]
+    nats = engine * to_nats
     means = {
-        "engine_gap_abs_mean": float(sample.engine[chosen].abs().mean()),
+        "engine_gap_mean": float(engine.mean()),
+        "engine_gap_abs_mean": float(engine.abs().mean()),
         "engine_gap_nats": float(nats.abs().mean()),
         "engine_kl_nats": estimated_kl(nats) if sample.kl is None else float(sample.kl[chosen].mean()),
-        "staleness_abs_mean": float(sample.staleness[chosen].abs().mean()),
+        "staleness_abs_mean": float(staleness.abs().mean()),
+        "staleness_nats": float((staleness * to_nats).abs().mean()),
     }
     return {f"{prefix}{name}{suffix}": value for name, value in means.items()}

@@ -17,12 +17,14 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 CLIP, REJECTED, GAP = "clip", "rejected", "engine_gap"
 ENGINE_GAP = "rollout_sync/engine_gap_per_dimension"
+ZEROED = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
+"""Share of importance weights set to 0, where the loss uses them."""
 
 _DIAGNOSIS = {
     CLIP: "{value:.0%} of the samples lay outside the clip band before anything was learned (limit {limit:.0%}), so "
     "the engine's error has a say in what is learned. {remedy}, or set rollout_correction.bypass_mode=false",
-    REJECTED: "{value:.0%} of the samples were rejected (limit {limit:.0%}). {remedy}, or bring the engine's precision "
-    "closer to the actor's",
+    REJECTED: "{value:.0%} of the samples were rejected or had a weight of 0 (limit {limit:.0%}). {remedy}, or bring "
+    "the engine's precision closer to the actor's",
     GAP: "engine and actor differ by {value:.2g} in mean |log ratio| per latent dimension with equal weights (limit "
     "{limit:g}), so the engine computes something else. Compare dtype, quantization, attention kernels and schedule",
 }
@@ -41,6 +43,7 @@ class Guard:
         self._rc = config.rollout_correction
         self._over = {CLIP: 0, REJECTED: 0, GAP: 0}
         self._said: set[str] = set()
+        self._causes: set[str] = set()
         self._safe = self._returns = 0
         self.say: Callable[[str], None] = lambda _text: None
         """Where a change of mode is told."""
@@ -51,7 +54,11 @@ class Guard:
         return self._rc.bypass_mode and not self._actor.config.rollout_correction.bypass_mode
 
     def __call__(self, metrics: dict[str, float], step: int) -> dict[str, float]:
-        """Takes an update's metrics, the same on every process; returns ``guard/...``; empty when off."""
+        """Takes an update's metrics, the same on every process; returns ``guard/...``; empty when off.
+
+        ``guard/alarms`` counts the figures in alarm; ``guard/alarm_<figure>`` is 1 for each of them, and after a
+        fallback for what caused it; ``guard/fallback`` is 1 in decoupled mode by its doing.
+        """
         if self._rc.guard == "off":
             return {}
         signals = self._signals(metrics)
@@ -66,18 +73,30 @@ class Guard:
                 warnings.warn(f"guard: {self._text({name: signals[name] for name in new}, step)}", stacklevel=3)
         elif self.fallen_back:
             self._consider_return(metrics, signals, step)
-        return {"guard/alarms": float(len(alarms)), "guard/fallback": float(self.fallen_back)}
+        causes = {*alarms, *(self._causes if self.fallen_back else ())}
+        return {
+            "guard/alarms": float(len(alarms)),
+            **{f"guard/alarm_{name}": float(name in causes) for name in _DIAGNOSIS},
+            "guard/fallback": float(self.fallen_back),
+        }
 
     @property
     def _may_fall_back(self) -> bool:
         return self._rc.guard == "fallback" and self._actor.config.rollout_correction.bypass_mode
+
+    @property
+    def _only_diagnoses(self) -> bool:
+        """Whether importance weights do not enter the loss."""
+        rc = self._actor.config.rollout_correction
+        return rc.bypass_mode and rc.loss_type == "ppo_clip"
 
     def _signals(self, metrics: dict[str, float]) -> dict[str, tuple[float, float]]:
         """Value and limit of what there is to watch; ``reinforce`` and ``flow_dppo`` do not clip."""
         rc, config, found = self._rc, self._actor.config, {}
         if config.rollout_correction.loss_type == "ppo_clip" and config.diffusion_loss.loss_mode != "flow_dppo":
             found[CLIP] = (metrics["actor/pg_clipfrac_first"], float(rc.guard_clip_fraction))
-        found[REJECTED] = (1 - metrics["actor/kept_fraction"], float(rc.guard_rejected_fraction))
+        zeroed = 0.0 if self._only_diagnoses else max(metrics.get(name, 0.0) for name in ZEROED)
+        found[REJECTED] = (max(1 - metrics["actor/kept_fraction"], zeroed), float(rc.guard_rejected_fraction))
         if ENGINE_GAP in metrics:
             found[GAP] = (metrics[ENGINE_GAP], float(rc.guard_engine_gap))
         return found
@@ -100,6 +119,8 @@ class Guard:
         return "Widen diffusion_loss.clip_ratio beyond the gap" + (" or set it to auto" if calibrates else "")
 
     def _rejection_remedy(self) -> str:
+        if self._rc.rollout_rs is None:
+            return "Widen rollout_is_threshold"
         if self._rc.rollout_rs_threshold == "auto":
             return "Raise rollout_rs_auto_max"
         one = str(self._rc.rollout_rs).startswith("seq_") and "," not in str(self._rc.rollout_rs)
@@ -107,7 +128,7 @@ class Guard:
 
     def _fall_back(self, causes: dict[str, tuple[float, float]], step: int) -> None:
         self._actor.config = decoupled(self._configured)
-        self._over, self._safe = dict.fromkeys(self._over, 0), 0
+        self._over, self._safe, self._causes = dict.fromkeys(self._over, 0), 0, set(causes)
         self.say(f"guard: {self._text(causes, step)}. Falling back to decoupled mode")
 
     def _consider_return(self, metrics: dict[str, float], signals: dict[str, tuple[float, float]], step: int) -> None:
@@ -132,12 +153,12 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         counters = {"over": dict(self._over), "safe": self._safe, "returns": self._returns}
-        return {"fallen_back": self.fallen_back, **counters}
+        return {"fallen_back": self.fallen_back, "causes": sorted(self._causes), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` gave, as far as the present configuration allows it; limits are its own."""
         self._over |= state["over"]
-        self._safe, self._returns = state["safe"], state["returns"]
+        self._safe, self._returns, self._causes = state["safe"], state["returns"], set(state.get("causes", ()))
         if not (state["fallen_back"] and self._rc.bypass_mode):
             return
         if self._rc.guard == "fallback":

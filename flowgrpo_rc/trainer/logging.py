@@ -1,6 +1,7 @@
 """What people watch: metrics.jsonl, accelerate's trackers, a progress bar, and a closing table."""
 
 import math
+import warnings
 from typing import Any
 
 from flowgrpo_rc.trainer.plots import GAP, GAP_MAX
@@ -39,6 +40,12 @@ class RunLogger:
     def say(self, text: str) -> None:
         """A line on the terminal of the main process."""
         self._console.print(text, soft_wrap=True)
+
+    def alert(self, text: str) -> None:
+        """What no run may miss: a line on the terminal, or without the tracker ``console`` a warning."""
+        if self._main and self._console.quiet:
+            warnings.warn(text, stacklevel=2)
+        self.say(text)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step.

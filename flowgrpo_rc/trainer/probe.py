@@ -16,7 +16,7 @@ from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from flowgrpo_rc.actor import DiffusionActor
+from flowgrpo_rc.actor import DiffusionActor, NonFiniteUpdateError
 from flowgrpo_rc.loss.diffusion_loss import clip_band
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.sde import transition_kl
@@ -54,11 +54,17 @@ class Probe:
         self._warned = False
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
-        """Metrics over all processes; empty when the probe is off."""
+        """Metrics over all processes; empty when the probe is off.
+
+        Raises:
+            NonFiniteUpdateError: a rescored log-prob is NaN or infinite, on whatever process; no band has seen it.
+        """
         if not self._images:
             return {}
-        own = self.rescore(batch, self.rows(batch, step), conditioning)
+        rows = self.rows(batch, step)
+        own = self.rescore(batch, rows, conditioning)
         sample = GapSample.concatenate(gather_object([own]))
+        _check_finite(sample, own, rows)
         metrics = gap_metrics(sample, PREFIX)
         metrics[f"{PREFIX}version_lag"] = float(self._adapter.behind)
         metrics[f"{PREFIX}probe_forwards"] = float(sample.engine.numel() * (2 if self._adapter.behind else 1))
@@ -124,4 +130,14 @@ class Probe:
             "(actor_rollout_ref.rollout.dtype, quantization) and one attention kernel, or keep "
             "diffusion_loss.clip_ratio well above the gap and correct it with algorithm.rollout_correction",
             stacklevel=3,
+        )
+
+
+def _check_finite(sample: GapSample, own: GapSample, rows: Tensor) -> None:
+    bad = ~torch.isfinite(sample.total)
+    if bad.any():
+        raise NonFiniteUpdateError(
+            f"the actor gives {int(bad.sum())} of {bad.numel()} probed steps a NaN or infinite log-prob, before the "
+            "update; check actor_rollout_ref.model.dtype and the adapter",
+            rows[~torch.isfinite(own.total).all(1)].tolist(),
         )

@@ -1,11 +1,14 @@
 """The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flowgrpo_rc.actor import NonFiniteUpdateError, UpdateResult
+from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, correct_diffusion_batch
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
@@ -62,7 +65,7 @@ class FlowGRPOTrainer:
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
-        self.run.guard.say = self.logger.say
+        self.run.guard.say = self.logger.alert
         self._resume()
         rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
@@ -76,7 +79,7 @@ class FlowGRPOTrainer:
         prompts, rows = self._next_prompts()
         with self.timer("rollout"):
             batch, images, cond = self._rollout(prompts, rows)
-        with self.timer("probe"):
+        with self.timer("probe"), self._naming(batch, prompts):
             sync_metrics = self.probe(batch, cond, self.step)
         with self.timer("reward"):
             rewards, metrics = self._reward(images, prompts, batch)
@@ -86,8 +89,9 @@ class FlowGRPOTrainer:
             gap = self._correct(batch, first_scored)
         with self.timer("advantage"):
             batch["advantages"], adv_metrics = self._advantages(rewards, batch)
-        with self.timer("update"):
-            update = self._update(batch, cond, gap, prompts, first_is_old=first_scored > 0)
+        with self.timer("update"), self._naming(batch, prompts):
+            mini_batches, actor = self._mini_batches(len(batch)), self.run.actor
+            update = actor.update(batch, cond, mini_batches, gap=gap, first_is_old=first_scored > 0)
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
@@ -178,20 +182,16 @@ class FlowGRPOTrainer:
         """The old policy's log-probs: the rollout's in bypass mode, else a pass of the actor.
 
         Returns the first row that was scored. The rows before it are the first mini-batch, whose old policy the
-        update's own forward supplies; batch normalisation of the weights and a baseline that knows of rejection need
-        every row first.
+        update's own forward supplies.
         """
-        rc = self.correction
         if self.run.rejection_bands is not None:
             batch["rollout_rs_bounds"] = self.run.rejection_bands.bounds(batch["timesteps"])
-        if rc.bypass_mode:
+        if self.correction.bypass_mode:
             apply_bypass_mode_to_diffusion_batch(batch)
             if self.run.clip_bands is not None:
                 batch["clip_widths"] = self.run.clip_bands.widths(batch["timesteps"])
             return 0
-        needs_all = rc.rollout_is_batch_normalize or self.config.algorithm.rejection_aware_baseline
-        free = self.config.actor_rollout_ref.actor.score == "auto" and not needs_all
-        start = len(self._mini_batches(len(batch))[0]) if free else 0
+        start = len(self._mini_batches(len(batch))[0]) if self.config.first_mini_batch_is_free else 0
         shapes = {"old_log_probs": batch["rollout_log_probs"], "rollout_is_weights": batch["rollout_log_probs"]}
         if self.config.actor_rollout_ref.actor.diffusion_loss.needs_old_means:
             shapes["old_transition_means"] = batch["latents"]
@@ -213,18 +213,11 @@ class FlowGRPOTrainer:
                 batch[name][start:] = part[name]
         return gap
 
-    def _update(
-        self,
-        batch: TensorDict,
-        cond: Conditioning,
-        gap: MetricAccumulator,
-        prompts: list[PromptRecord],
-        *,
-        first_is_old: bool,
-    ) -> UpdateResult:
-        mini_batches = self._mini_batches(len(batch))
+    @contextmanager
+    def _naming(self, batch: TensorDict, prompts: list[PromptRecord]) -> Iterator[None]:
+        """Adds step and prompts to the error of samples that are not finite."""
         try:
-            return self.run.actor.update(batch, cond, mini_batches, gap=gap, first_is_old=first_is_old)
+            yield
         except NonFiniteUpdateError as error:
             texts = dict.fromkeys(prompts[int(batch["prompt_index"][i])].prompt for i in error.samples[:8])
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"

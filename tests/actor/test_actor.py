@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch.testing import assert_close
 
-from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, NonFiniteUpdateError
+from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
 from flowgrpo_rc.batch import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
@@ -157,6 +157,19 @@ def test_rejected_samples_leave_the_gradient(tiny_model):
     for name in without:
         assert_close(rejected[name], without[name], atol=1e-7, rtol=1e-4)
         assert_close(diluted[name], 0.75 * without[name], atol=1e-7, rtol=1e-4)
+
+
+def test_the_share_clipped_at_first_is_of_what_rejection_keeps(tiny_model):
+    """A rejected step has a ratio of 1 in the metrics, and would thin it out."""
+    rc = {"bypass_mode": True, "rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.99_1.01"}
+    setup = Setup(tiny_model, diffusion_loss=DiffusionLossConfig(clip_ratio=1e-3), rollout_correction=rc)
+    shift = torch.tensor([[0.0, 2e-3], [0.5, 0.5], [0.0, 0.5], [-2e-3, 0.0]]).repeat(2, 1)
+    setup.batch["rollout_log_probs"] = setup.batch["rollout_log_probs"] - shift
+    apply_bypass_mode_to_diffusion_batch(setup.batch)
+    _, metrics = setup.gradient()
+    assert metrics["actor/kept_fraction"] == pytest.approx(5 / 8)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 8)
+    assert metrics["actor/pg_clipfrac_first"] == pytest.approx(2 / 5)
 
 
 def test_everything_rejected_skips_the_step(tiny_model):

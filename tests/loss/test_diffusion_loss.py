@@ -957,5 +957,10 @@ def test_auto_clips_every_element_by_its_own_width():
     assert loss.item() == pytest.approx((-1.01 - 1.001 + 0.99 + 0.999) / 4)
     assert log_probs.grad.flatten().tolist() == pytest.approx([-1.01 / 4, 0.0, 0.99 / 4, 0.0])
     assert metrics["actor/pg_clipfrac"] == 0.5
+    for bad in (0.0, -1e-3, math.inf, math.nan):
+        widths = data["clip_widths"].clone()
+        widths[1, 0] = bad
+        with pytest.raises(ValueError, match=f"clip_widths: 1 of 4 are not finite numbers above 0, the first is {bad}"):
+            diffusion_loss(config, {"log_probs": log_probs}, {**data, "clip_widths": widths})
     with pytest.raises(ValueError, match="clip_widths has shape"):
         diffusion_loss(config, {"log_probs": log_probs}, {**data, "clip_widths": torch.ones(2)})

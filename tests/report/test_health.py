@@ -243,6 +243,38 @@ def test_guard(alarms, fled, level):
     assert (found(made, settings(), "gap_vs_clip") is None) == bool(fled)
 
 
+@pytest.mark.parametrize(
+    ("cause", "says", "advice"),
+    [
+        ("clip", "at step 30: samples outside the clip band before", "Widen diffusion_loss.clip_ratio."),
+        ("rejected", "at step 30: samples rejected", "Widen rollout_rs_threshold or set it to auto"),
+        ("engine_gap", "at step 30: engine and actor with equal", "Compare dtype"),
+    ],
+)
+def test_the_guard_says_what_for(cause, says, advice):
+    """After a fallback there is no alarm any more; what caused it still stands."""
+    made = rows(30, guard__alarms=0.0, guard__fallback=1.0, **{f"guard__alarm_{cause}": 1.0})
+    finding = found(made, settings(**{f"{RC}__guard": "fallback"}), "guard")
+    assert finding.measured.startswith("the guard has the run in decoupled mode")
+    assert says in finding.measured
+    assert finding.advice.startswith(advice)
+    assert "bypass_mode=false" not in finding.advice
+
+
+OF_DENSITIES = ("gap_mean", "kl", "k3_kl", "ppl_ratio", "log_ppl_abs_diff")
+
+
+def test_limits_of_densities_are_not_for_cps():
+    """Its log-probs leave out 1/(2 std^2): at .0027 this engine is as broken as one at .06."""
+    names = ("logprob_abs_diff_mean", "kl", "k3_kl", "log_ppl_abs_diff")
+    made = rows(20, **{f"rollout_corr__{name}": 0.0027 for name in names}, rollout_corr__ppl_ratio=1.0027)
+    cps = settings(actor_rollout_ref__rollout__algo__sde_type="cps")
+    assert {f.check for f in check_health(made, settings())} >= set(OF_DENSITIES)
+    assert not {f.check for f in check_health(made, cps)} & set(OF_DENSITIES)
+    made = rows(20, **{"rollout_sync__engine_gap_per_dimension": 0.06})
+    assert found(made, cps, "engine_gap").level == "problem"
+
+
 @pytest.mark.parametrize(("pinned", "level"), [(0, "ok"), (5, "ok"), (6, "watch")])
 def test_weights_at_the_bound(pinned, level):
     made = rows(30, **{"rollout_corr__rollout_is_max": lambda step: 2.0 if step > 30 - pinned else 1.1})

@@ -8,6 +8,7 @@ from rows import folder, rows, settings
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.report import check_health, read_run, write_report
+from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import WINDOW, History
 from flowgrpo_rc.report.panels import PANELS
 
@@ -153,7 +154,7 @@ def panel(title):
 def test_the_band_is_drawn_where_the_gap_fills_it(title):
     from matplotlib.figure import Figure
 
-    from flowgrpo_rc.report.panels import LIGHT
+    from flowgrpo_rc.report.panel import LIGHT
 
     for bypass in (True, False):
         history = History(rows(), settings(**{BYPASS: bypass}))
@@ -163,6 +164,49 @@ def test_the_band_is_drawn_where_the_gap_fills_it(title):
         assert ("band" in panel(title).look_for(history)) == bypass
     assert ("band" in panel("Gap between engine and actor").describe(history)) == bypass
     assert panel("Gap between engine and actor").describe(History([{"reward/mean": 1.0}], settings())) is None
+
+
+def drawn(title, made):
+    """The panel's sentence, and ``{label: y values}`` of its lines."""
+    from matplotlib.figure import Figure
+
+    from flowgrpo_rc.report.panel import LIGHT
+
+    history, axes = History(made, settings()), Figure().subplots()
+    panel(title).draw(history, axes, LIGHT)
+    return panel(title).describe(history), {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+
+
+@pytest.mark.parametrize(
+    ("title", "values", "reference"),
+    [
+        ("KL of rollout from training", {"kl": -2e-4, "k3_kl": 3e-8}, [0, 0]),
+        ("Perplexity ratio", {"ppl_ratio": 0.999}, [1, 1]),
+        ("Chi-squared divergence", {"chi2_token": 1e-7, "chi2_seq": 2e-7}, [1, 1]),
+        ("Effective sample size", {"rollout_is_eff_sample_size": 0.9}, [0.3, 0.3]),
+        ("Samples that teach nothing", {"rollout_is_veto_fraction": 0.02}, [0.1, 0.1]),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "actor/"])
+def test_divergences_are_drawn_against_their_reference(title, values, reference, prefix):
+    says, lines = drawn(title, [{f"{prefix}rollout_corr/{name}": v for name, v in values.items()}] * 5)
+    for value in values.values():
+        assert [value] * 5 in lines.values()
+        assert number(value) in says
+    assert reference in lines.values()
+    assert panel(title).describe(History([{"reward/mean": 1.0}])) is None
+
+
+def test_sizes_and_nats_by_timestep_are_two_figures_and_a_signed_mean_is_in_neither():
+    metrics = {"engine_gap_abs_mean": 2e-4, "engine_gap_mean": -1e-4, "engine_gap_nats": 0.1, "engine_kl_nats": 0.02}
+    made = [{f"rollout_sync/{name}/ts_{t}": v * t for name, v in metrics.items() for t in (1, 2)}] * 12
+    _, lines = drawn("Gap by timestep", made)
+    assert {name: values for name, values in lines.items() if "band" not in name} == {
+        "engine_gap_abs_mean": pytest.approx([4e-4, 2e-4])
+    }
+    says, lines = drawn("Gap in nats by timestep", made)
+    assert lines == {"engine_gap_nats": pytest.approx([0.2, 0.1]), "engine_kl_nats": pytest.approx([0.04, 0.02])}
+    assert "engine_kl_nats over the last 10 steps: 0.04 at 2, 0.02 at 1" in says
 
 
 # ---------------------------------------------------------------------- rows and files out of shape
@@ -250,7 +294,8 @@ def test_the_caller_s_matplotlib_is_left_alone(tmp_path):
 def test_a_reward_s_parts_are_drawn_and_named():
     from matplotlib.figure import Figure
 
-    from flowgrpo_rc.report.panels import LIGHT, describe_reward, draw_reward
+    from flowgrpo_rc.report.panel import LIGHT
+    from flowgrpo_rc.report.panels import describe_reward, draw_reward
 
     both = {"reward/ocr": 0.25, "reward/jpeg_compressibility": -3.0, "reward/zero_std_fraction": 0.1}
     for given, names in ((both, ["ocr", "jpeg_compressibility"]), ({"reward/ocr": 0.25}, [])):

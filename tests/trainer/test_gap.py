@@ -8,7 +8,7 @@ from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.gap import GapSample, estimated_kl, gap_metrics, to_nats
 
 
-@pytest.mark.parametrize("sde_type", ["sde", "cps"])
+@pytest.mark.parametrize("sde_type", ["sde", "dance_sde", "cps"])
 @pytest.mark.parametrize("shift", [0.003, 0.05])
 def test_nats_and_both_divergences_of_two_gaussians(sde_type, shift):
     """Engine and actor differ by a shift of the mean in every dimension: KL = D shift^2 / (2 std^2)."""
@@ -50,7 +50,12 @@ def test_metrics_by_hand():
     assert found["x/engine_gap_abs_max"] == pytest.approx(8e-3)
     assert found["x/engine_gap_nats"] == pytest.approx(0.375)
     assert found["x/engine_gap_per_dimension"] == pytest.approx(0.015)
+    assert found["x/engine_gap_mean"] == pytest.approx(-1.25e-3)
+    assert found["x/engine_gap_mean/ts_800"] == pytest.approx(1e-3)
     assert found["x/staleness_abs_mean"] == pytest.approx(0.75e-3)
+    assert found["x/staleness_nats"] == pytest.approx(0.075)
+    assert found["x/staleness_per_dimension"] == pytest.approx(0.003)
+    assert found["x/staleness_nats/ts_800"] == pytest.approx(0.15)
     assert found["x/engine_gap_abs_mean/ts_900"] == pytest.approx(1e-3)
     assert found["x/engine_gap_abs_mean/ts_800"] == pytest.approx(3e-3)
     assert found["x/engine_gap_nats/ts_700"] == pytest.approx(0.8)

@@ -30,6 +30,15 @@ class Actor:
         self.config = config.actor_rollout_ref.actor
 
 
+QUIET = {
+    "guard/alarms": 0,
+    "guard/alarm_clip": 0,
+    "guard/alarm_rejected": 0,
+    "guard/alarm_engine_gap": 0,
+    "guard/fallback": 0,
+}
+
+
 def guarded(*overrides):
     config = compose("tiny_qwen_image_ocr", [*BYPASS, *overrides])
     guard, said = Guard(config, Actor(config)), []
@@ -48,20 +57,24 @@ def feed(guard, count, **changes):
     return found
 
 
-CAUSES = [({"clip": 0.11}, "11% of the samples"), ({"kept": 0.4}, "60% of the samples were r"), ({"gap": 0.06}, "0.06")]
+CAUSES = [
+    ({"clip": 0.11}, "11% of the samples", "clip"),
+    ({"kept": 0.4}, "60% of the samples were r", "rejected"),
+    ({"gap": 0.06}, "0.06", "engine_gap"),
+]
 
 
-@pytest.mark.parametrize(("change", "text"), CAUSES)
-def test_it_warns_once_after_enough_updates_in_a_row(change, text):
+@pytest.mark.parametrize(("change", "text", "cause"), CAUSES)
+def test_it_warns_once_after_enough_updates_in_a_row(change, text, cause):
     guard, said = guarded()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert feed(guard, 50) == {"guard/alarms": 0, "guard/fallback": 0}
+        assert feed(guard, 50) == QUIET
         feed(guard, 2, **change)
         feed(guard, 1)
-        assert feed(guard, 2, **change) == {"guard/alarms": 0, "guard/fallback": 0}
+        assert feed(guard, 2, **change) == QUIET
     with pytest.warns(UserWarning, match=f"for 3 updates in a row, .*{text}") as caught:
-        assert feed(guard, 1, **change) == {"guard/alarms": 1, "guard/fallback": 0}
+        assert feed(guard, 1, **change) == QUIET | {"guard/alarms": 1, f"guard/alarm_{cause}": 1}
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,8 +93,8 @@ def test_at_the_limit_it_is_quiet(change):
         assert feed(guard, 20, **change)["guard/alarms"] == 0
 
 
-@pytest.mark.parametrize(("change", "text"), CAUSES)
-def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text):
+@pytest.mark.parametrize(("change", "text", "cause"), CAUSES)
+def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text, cause):
     guard, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=10")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -91,19 +104,46 @@ def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text):
         now = guard._actor.config
         assert now.rollout_correction.bypass_mode is False
         assert now.diffusion_loss.clip_ratio == 0.001
-        feed(guard, 9)
+        assert feed(guard, 9) == QUIET | {f"guard/alarm_{cause}": 1, "guard/fallback": 1}  # why it is there
         assert feed(guard, 1, outside=0.06)["guard/fallback"] == 1  # more than half of the limit: start again
         feed(guard, 9)
         assert feed(guard, 1, gap=0.03)["guard/fallback"] == 1
         feed(guard, 9)
         assert feed(guard, 1, kept=0.7)["guard/fallback"] == 1
         assert feed(guard, 9)["guard/fallback"] == 1
-        assert feed(guard, 1)["guard/fallback"] == 0
+        assert feed(guard, 1) == QUIET
         assert "safe for 10 updates" in said[1]
         assert guard._actor.config.rollout_correction.bypass_mode is True
         feed(guard, 3, **change)
         assert feed(guard, 19)["guard/fallback"] == 1  # the second time it waits twice as long
         assert feed(guard, 1)["guard/fallback"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prefix", "settings", "alarm"),
+    [
+        ("", (f"{RC}.bypass_mode=false",), 1),
+        ("actor/", (f"{RC}.loss_type=reinforce",), 1),
+        ("actor/", (), 0),  # a diagnosis
+    ],
+)
+def test_weights_of_0_count_as_rejected_where_they_enter_the_loss(prefix, settings, alarm):
+    guard, _ = guarded(*settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            found = guard(HEALTHY | {f"{prefix}rollout_corr/rollout_is_oob_ratio": 0.7}, step)
+    assert found["guard/alarm_rejected"] == alarm
+    assert ["70% of the samples were rejected or had a weight of 0" in str(w.message) for w in caught] == [True] * alarm
+
+
+def test_a_change_of_mode_is_told_without_a_console(small_config):
+    """``trainer.logger=[]``: as a warning instead."""
+    guard = (f"{RC}.guard=fallback", f"{RC}.guard_patience=1", "trainer.logger=[]")
+    trainer = FlowGRPOTrainer(small_config(*BYPASS, f"{CLIP}=1e-6", *guard))
+    with pytest.warns(UserWarning, match="samples lay outside the clip band .* Falling back to decoupled mode"):
+        metrics = trainer.train_step()
+    assert (metrics["guard/alarm_clip"], metrics["guard/fallback"]) == (1, 1)
 
 
 def test_without_a_probe_it_stays_where_it_fell():
@@ -155,6 +195,7 @@ def test_its_state_is_kept():
     other, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=4")
     other.load_state_dict(guard.state_dict())
     assert other.fallen_back
+    assert guard.state_dict()["causes"] == other.state_dict()["causes"] == ["clip"]
     assert "had fallen back to decoupled mode, and goes on there" in said[0]
     assert feed(other, 1)["guard/fallback"] == 1
     assert feed(other, 1)["guard/fallback"] == 0
@@ -186,6 +227,7 @@ def test_one_process_of_a_run_warns(monkeypatch):
         ),
         ({"kept": 0.1}, (f"{RC}.rollout_rs=token_k1",), "Widen rollout_rs_threshold, or"),
         ({"kept": 0.1}, (), "Widen rollout_rs_threshold or set it to auto"),
+        ({"kept": 0.1}, (f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null"), "Widen rollout_is_threshold, or"),
         ({"kept": 0.1}, (f"{RC}.rollout_rs=seq_mean_k1", f"{RC}.rollout_rs_threshold=auto"), "Raise rollout_rs_auto_m"),
     ],
 )

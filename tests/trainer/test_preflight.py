@@ -6,22 +6,37 @@ import math
 import pytest
 import torch
 
+from flowgrpo_rc.actor.actor import NonFiniteUpdateError
+from flowgrpo_rc.actor.config import DiffusionLossConfig
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.cli.probe import report
 from flowgrpo_rc.rollout import RolloutError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.preflight import advise, run_preflight, step_gap
+from flowgrpo_rc.trainer.advice import advise
+from flowgrpo_rc.trainer.clipping import clipping
+from flowgrpo_rc.trainer.preflight import Fate, run_preflight, saved_by_bypass, step_gap
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
-CLIP = "actor_rollout_ref.actor.diffusion_loss.clip_ratio"
+LOSS = "actor_rollout_ref.actor.diffusion_loss"
+CLIP = f"{LOSS}.clip_ratio"
+RC = "algorithm.rollout_correction"
+
+
+def measured(gap, keep=None, band=(1e-3, 1e-3), *, nats=None, kl=None, timestep=None, zeroed=None, **loss):
+    """``step_gap`` of these samples, with this band and this part of them kept."""
+    options = DiffusionLossConfig(**({"clip_ratio_low": band[0], "clip_ratio_high": band[1]} | loss))
+    keep = torch.ones_like(gap, dtype=torch.bool) if keep is None else keep
+    kl = torch.zeros_like(gap) if kl is None else kl
+    clip = clipping(options, gap, kl, torch.full_like(gap, 0.5))
+    fate = Fate(keep, torch.zeros_like(keep) if zeroed is None else zeroed)
+    return step_gap(gap, gap if nats is None else nats, kl, fate, clip, timestep)
 
 
 def test_statistics_of_a_known_distribution():
     """A normal gap of mean 1e-4 and deviation 1e-3: quantiles, moments and the share outside an uneven band."""
     generator = torch.Generator().manual_seed(0)
     gap = 1e-4 + 1e-3 * torch.randn(400_000, generator=generator, dtype=torch.float64)
-    keep = torch.ones_like(gap, dtype=torch.bool)
-    found = step_gap(gap, 512 * gap, torch.full_like(gap, 0.2), keep, (1e-3, 2e-3), 500.0)
+    found = measured(gap, band=(1e-3, 2e-3), nats=512 * gap, kl=torch.full_like(gap, 0.2), timestep=500.0)
 
     def below(x):
         return 0.5 * (1 + math.erf((x - 1e-4) / 1e-3 / math.sqrt(2)))
@@ -39,15 +54,14 @@ def test_statistics_of_a_known_distribution():
     assert found.kl_nats == pytest.approx(0.2)
     assert found.count == 400_000
     assert found.rejected == 0
-    kept = step_gap(gap, 512 * gap, gap, gap.abs() < 1.5e-3, (1e-3, 2e-3), 500.0)  # what is rejected is not clipped
+    kept = measured(gap, gap.abs() < 1.5e-3, (1e-3, 2e-3))  # what is rejected is not clipped
     share = below(1.5e-3) - below(-1.5e-3)
     assert kept.clipped == pytest.approx((below(math.log(1 - 1e-3)) - below(-1.5e-3)) / share, abs=3e-3)
     assert kept.rejected == pytest.approx(1 - share, abs=3e-3)
 
 
 def overall(gap, width):
-    flat = gap.flatten()
-    return step_gap(flat, flat, flat, torch.ones_like(flat, dtype=torch.bool), (width, width), None)
+    return measured(gap.flatten(), band=(width, width))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +116,7 @@ def test_a_narrow_rejection_band_keeps_its_digits(small_config):
 def test_a_band_with_two_sides_is_named_with_both(small_config):
     sides = (f"{CLIP}_low=0.00001", f"{CLIP}_high=0.01")
     gap = 1e-3 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    flat = gap.flatten()
-    found = step_gap(flat, flat, flat, torch.ones_like(flat, dtype=torch.bool), (1e-5, 1e-2), None)
+    found = measured(gap.flatten(), band=(1e-5, 1e-2))
     advice = advise(small_config(BYPASS, *sides), found, gap, 1)
     assert not advice.safe
     assert "outside clip_ratio_low=1e-05 and clip_ratio_high=0.01 before" in advice.reasons[0]
@@ -127,7 +140,7 @@ def test_a_broken_engine_is_one_in_nats_per_dimension(small_config, scale):
     for mean, safe in ((0.06, False), (0.04, True)):
         gap = torch.full((100, 2), mean / scale, dtype=torch.float64)
         flat = gap.flatten()
-        found = step_gap(flat, 512 * scale * flat, flat, flat > 0, (1e-3, 1e-3), None)
+        found = measured(flat, nats=512 * scale * flat)
         assert advise(config, found, gap, 512).safe is safe
 
 
@@ -168,7 +181,7 @@ def test_no_mode_is_recommended_that_the_objective_refuses(small_config, loss, m
 def test_a_rejection_of_most_samples_is_not_safe(small_config, kept, safe):
     gap = 4e-3 * torch.ones(100).double()
     keep = torch.arange(100) < 100 * kept
-    found = step_gap(gap, gap, gap, keep, (1e-2, 1e-2), None)
+    found = measured(gap, keep, (1e-2, 1e-2))
     advice = advise(small_config(BYPASS, f"{CLIP}=0.01"), found, gap[:, None], 1)
     assert advice.safe is safe
     assert any(f"rejection removes {1 - kept:.0%}" in reason for reason in advice.reasons)
@@ -176,15 +189,162 @@ def test_a_rejection_of_most_samples_is_not_safe(small_config, kept, safe):
     assert not any("holds the gap" in reason for reason in advice.reasons)  # it is not the clip
 
 
-@pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
-def test_objectives_with_another_ratio_are_not_judged_by_this_one(small_config, loss_mode):
-    config = small_config(BYPASS, f"{CLIP}=0.0001", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={loss_mode}")
+@pytest.mark.parametrize(("std", "share"), [(0.5, 0.6171), (0.05, 3e-7)])
+def test_grpo_guard_is_judged_by_its_own_ratio(small_config, std, share):
+    """``exp((l + KL) * std)``: for a gap of N(-K, 2K / D) per dimension that is N(0, 2K / D) times the deviation."""
+    kl, dimensions = 1e-3, 512
+    deviation = math.sqrt(2 * kl / dimensions)
+    generator = torch.Generator().manual_seed(0)
+    gap = -kl + deviation * torch.randn(100_000, 2, generator=generator, dtype=torch.float64)
+    loss = DiffusionLossConfig(loss_mode="grpo_guard", clip_ratio=0.5 * deviation * 0.5)
+    found = clipping(loss, gap, torch.full_like(gap, kl), torch.full_like(gap, std))
+    assert found.outside.double().mean() == pytest.approx(share, abs=5e-3)
+    assert torch.quantile(found.size.flatten(), 0.9) == pytest.approx(1.645 * deviation * std, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kl", "safe", "said"),
+    [
+        (9e-6, True, "0% of the samples lie beyond kl_mask_threshold=1e-05"),
+        (2e-4, False, "100% of the samples lie beyond kl_mask_threshold=1e-05"),
+    ],
+)
+def test_flow_dppo_is_judged_by_its_trust_region(small_config, kl, safe, said):
     gap = 1e-3 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    advice = advise(config, overall(gap, 1e-4), gap, 1)
-    assert advice.safe
+    flat = gap.flatten()
+    found = measured(flat, kl=torch.full_like(flat, kl), loss_mode="flow_dppo")
+    config = small_config(BYPASS, f"{LOSS}.loss_mode=flow_dppo")
+    advice = advise(config, found, gap, 512)
+    assert advice.safe is safe
+    assert said in advice.reasons[0]
     assert advice.clip_ratio is None
-    assert len(advice.reasons) == 1
-    assert f"loss_mode={loss_mode} does not clip the ratio that is measured here" in advice.reasons[0]
+    assert advice.kl_mask_threshold == pytest.approx(5e-5 if safe else 1e-3)  # three times the KL, rounded up
+    assert any("kl_mask_threshold=0.001 holds the gap" in reason for reason in advice.reasons) is not safe
+
+
+@pytest.mark.parametrize(("loss_mode", "metric"), [("grpo_guard", "clipfrac"), ("flow_dppo", "clipfrac_inert")])
+def test_what_the_probe_says_of_an_objective_is_what_its_first_update_meets(small_config, loss_mode, metric):
+    """The very same samples, which the probe trains on to time it; ``flow_dppo`` leaves out one half of them."""
+    limit = {"grpo_guard": f"{CLIP}=2e-4", "flow_dppo": f"{LOSS}.kl_mask_threshold=5e-4"}[loss_mode]
+    settings = (BYPASS, f"{LOSS}.loss_mode={loss_mode}", "actor_rollout_ref.rollout.quantization=fp8", limit)
+    trainer = FlowGRPOTrainer(small_config(*settings, f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null"))
+    update, seen = trainer.run.actor.update, []
+    trainer.run.actor.update = lambda *a: seen.append(update(*a)) or seen[0]
+    result = run_preflight(trainer, 16)
+    assert 0.1 < result.overall.clipped < 0.95
+    of_the_update = seen[0].metrics[f"actor/pg_{metric}_first" if metric == "clipfrac" else f"actor/pg_{metric}"]
+    if metric == "clipfrac":
+        assert of_the_update == pytest.approx(result.overall.clipped)
+    else:
+        assert of_the_update == pytest.approx(result.overall.clipped / 2, abs=0.12)
+
+
+def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
+    """Where a fixed clip is emptied, three times the 90 % quantile holds all but outliers; unless it may not."""
+    fp8 = "actor_rollout_ref.rollout.quantization=fp8"
+    rejects = (f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
+    auto = (BYPASS, fp8, *rejects, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-5")
+    fixed = run_preflight(FlowGRPOTrainer(small_config(BYPASS, fp8, *rejects, f"{CLIP}=1e-4", folder="f")), 16)
+    result = run_preflight(FlowGRPOTrainer(small_config(*auto, folder="a")), 16)
+    assert fixed.overall.abs_mean == result.overall.abs_mean
+    assert (fixed.advice.safe, result.advice.safe, result.advice.clip_ratio) == (False, True, "auto")
+    assert result.overall.clipped < 0.03 < 0.5 < fixed.overall.clipped
+    assert result.setting["clip_band"] == pytest.approx(
+        [min(3 * edge(step.abs_q90 for step in result.steps), 1e-2) for edge in (min, max)]
+    )
+    narrow = run_preflight(FlowGRPOTrainer(small_config(*auto, f"{LOSS}.auto_clip_max=1e-4", folder="n")), 16)
+    assert not narrow.advice.safe
+    assert "outside clip_ratio=auto (1e-05 to 0.0001) before" in narrow.advice.reasons[0]
+    assert narrow.advice.clip_ratio == pytest.approx(3 * result.overall.abs_q90, rel=1.5)
+    assert "clip band auto, 1 +- " in report(result)
+    assert "clip_ratio=auto;" in report(result)
+
+
+def test_one_emptied_timestep_is_named(small_config):
+    generator = torch.Generator().manual_seed(0)
+    gap = torch.cat([torch.full((400, 2), 2e-4), 0.1 * torch.randn(100, 2, generator=generator)]).double()
+    steps = [measured(gap[:400].flatten(), timestep=900.0), measured(gap[400:].flatten(), timestep=100.0)]
+    config = small_config(BYPASS, f"{CLIP}=1e-3")
+    reasons = advise(config, measured(gap.flatten()), gap, 512, steps).reasons
+    assert "20% of the samples" in reasons[0]
+    share = f"{steps[1].clipped:.0%}"
+    assert steps[1].clipped == pytest.approx(0.992, abs=0.02)  # a normal gap of .1 outside a band of 1e-3
+    assert sum(f"at timestep 100 it is {share}" in reason for reason in reasons) == 1
+    assert not any("timestep 900" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("zeroed", "safe"), [(0.2, True), (0.8, False)])
+def test_a_weight_of_0_removes_a_sample_too(small_config, zeroed, safe):
+    gap = 1e-4 * torch.ones(100, 1, dtype=torch.float64)
+    found = measured(gap.flatten(), zeroed=torch.arange(100) < 100 * zeroed)
+    assert (found.rejected, found.zeroed) == (0, zeroed)
+    advice = advise(small_config(f"{RC}.bypass_mode=false"), found, gap, 512)
+    assert advice.safe is safe
+    assert any(f"importance weights are 0 for {zeroed:.0%}" in reason for reason in advice.reasons)
+    assert any("widen rollout_is_threshold" in reason for reason in advice.reasons) is not safe
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_weights_that_only_diagnose_remove_nothing(small_config, loss_type):
+    """IcePop with a band that the gap leaves: zero in the loss for reinforce, a diagnosis in bypass mode with PPO."""
+    icepop = (f"{RC}.rollout_is=token", f'{RC}.rollout_is_threshold="0.9999999_1.0000001"', f"{CLIP}=0.01")
+    none = (f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
+    result = run_preflight(FlowGRPOTrainer(small_config(BYPASS, *icepop, *none, f"{RC}.loss_type={loss_type}")), 8)
+    assert result.overall.zeroed > 0.9 if loss_type == "reinforce" else result.overall.zeroed == 0
+    assert result.advice.safe is (loss_type == "ppo_clip")
+
+
+@pytest.mark.parametrize("bypass", ["true", "false"])
+def test_a_lag_is_named_wherever_bypass_is_run_or_recommended(small_config, bypass):
+    gap = 1e-5 * torch.ones(100, 1, dtype=torch.float64)
+    settings = (f"{RC}.bypass_mode={bypass}", "actor_rollout_ref.rollout.adapter_lag=4")
+    advice = advise(small_config(*settings), measured(gap.flatten()), gap, 512)
+    assert advice.mode == "bypass"
+    assert any("adapter_lag=4 adds the policy's own movement" in reason for reason in advice.reasons)
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ((), 2.0 * 0.5),
+        (("actor_rollout_ref.actor.ppo_mini_batch_size=4",), 0.0),
+        (("actor_rollout_ref.actor.score=always",), 2.0),
+    ],
+)
+def test_the_time_saved_is_against_decoupled_mode_as_configured(small_config, settings, share):
+    """Four prompts a batch: with two a mini-batch half of the scoring pass is free, with four all of it."""
+    config = small_config("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *settings)
+    seconds = {"rollout": 5.0, "score": 2.0, "update": 3.0}
+    assert saved_by_bypass(config, seconds) == pytest.approx(share / (8 + share))
+
+
+def test_an_update_that_fails_is_not_safe(small_config):
+    """What was measured is kept."""
+    trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01"))
+
+    def fails(*_):
+        raise NonFiniteUpdateError("the gradient is nan", [0])
+
+    trainer.run.actor.update = fails
+    result = run_preflight(trainer, 2)
+    assert not result.advice.safe
+    assert result.saved is None
+    assert "an optimizer step on these samples fails: the gradient is nan" in report(result)
+    assert "leaves out" not in report(result)
+
+
+def test_a_sliding_window_is_probed_at_its_own_places(small_config):
+    algo = "actor_rollout_ref.rollout.algo"
+    window = (f"{algo}.sde_window_size=2", f"{algo}.sde_window_range=[0,3]")
+    found = {}
+    for strategy in ("random", "progressive"):
+        trainer = FlowGRPOTrainer(small_config(BYPASS, *window, f"{algo}.sample_strategy={strategy}", folder=strategy))
+        found[strategy] = run_preflight(trainer, 2)
+    assert found["random"].setting["images"] == found["progressive"].setting["images"] == 2 * 2  # [0, 1] and [1, 2]
+    trainer = FlowGRPOTrainer(
+        small_config(BYPASS, f"{algo}.sde_window_size=1", f"{algo}.sde_window_range=[0,3]", folder="one")
+    )
+    assert run_preflight(trainer, 2).setting["images"] == 3 * 2
 
 
 def test_equal_engines_have_no_gap(small_config):
@@ -239,7 +399,9 @@ def test_the_command_gates_on_its_exit_code(tmp_path, capsys):
     assert (tmp_path / "probe.png").stat().st_size > 10_000
     assert main(["probe", *common, "--images", "1"]) == 2
     assert "images: got 1" in capsys.readouterr().err
-    assert main(["probe", *common, f"{CLIP}=auto"]) == 2
-    assert "clip_ratio: got auto" in capsys.readouterr().err
+    assert main(["probe", *common, f"{CLIP}=auto"]) == 0
+    said = capsys.readouterr().out
+    assert "clip band auto, 1 +- " in said
+    assert "Recommended: bypass mode, clip_ratio=auto;" in said
     assert main(["probe", *common, "--out", str(tmp_path / "probe.json")]) == 2  # a file
     assert "probe.json" in capsys.readouterr().err

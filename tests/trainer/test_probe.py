@@ -7,6 +7,7 @@ import torch
 from accelerate import PartialState
 from torch.testing import assert_close
 
+from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import RolloutConfig
 from flowgrpo_rc.rollout.config import ProbeConfig
@@ -18,6 +19,8 @@ PROBE = "actor_rollout_ref.rollout.probe"
 LAG = "actor_rollout_ref.rollout.adapter_lag"
 FLOAT32 = "actor_rollout_ref.rollout.dtype=float32"
 FAST = "actor_rollout_ref.actor.optim.lr=0.01"
+LOSS = "actor_rollout_ref.actor.diffusion_loss"
+RC = "algorithm.rollout_correction"
 
 
 def watched(config):
@@ -207,6 +210,29 @@ def test_a_gap_below_the_level_does_not_warn(small_config, settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         trainer.train_step()
+
+
+@pytest.mark.parametrize("settings", [(), (f"{LOSS}.clip_ratio=auto",), (f"{RC}.rollout_rs_threshold=auto",)])
+def test_a_log_prob_that_is_not_finite_stops_the_run_before_anything_learns_from_it(small_config, settings):
+    """Neither the bands nor the weights have moved, and the prompt is named."""
+    trainer = FlowGRPOTrainer(small_config(f"{PROBE}.images=4", *settings))
+    rescore, before = trainer.run.actor.rescore, adapter_state(trainer.run.actor.transformer)
+    before = {name: value.clone() for name, value in before.items()}
+
+    def one_nan(batch, conditioning):
+        scored = rescore(batch, conditioning)
+        scored["log_probs"][1, 0] = torch.nan
+        return scored
+
+    trainer.run.actor.rescore = one_nan
+    with pytest.raises(
+        NonFiniteUpdateError, match="step 1: the actor gives 1 of 8 probed steps a NaN .*prompts: '"
+    ) as e:
+        trainer.train_step()
+    assert len(e.value.samples) == 1
+    assert same(before, adapter_state(trainer.run.actor.transformer))
+    for bands in filter(None, (trainer.run.clip_bands, trainer.run.rejection_bands)):
+        assert bands.metrics() == {}
 
 
 def test_its_settings_are_checked():
