@@ -40,8 +40,9 @@ class RolloutCorrectionConfig(Presets):
 
     rollout_is: str | None = "sequence"
     """Level of the importance weights: "token", "sequence", "geometric", or None for no weights."""
-    rollout_is_threshold: str | float | int = 2.0
-    """A number truncates weights at it (TIS); "lower_upper" zeroes weights outside the band (IcePop)."""
+    rollout_is_threshold: str | float | int | None = 2.0
+    """A number truncates weights at it (TIS); "lower_upper" zeroes weights outside the band (IcePop). None is allowed
+    where `rollout_is` is None."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch, across data-parallel ranks."""
     rollout_rs: str | None = None
@@ -92,7 +93,8 @@ class RolloutCorrectionConfig(Presets):
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError("loss_type='reinforce' needs bypass_mode=True: it has no proximal policy pi_old.")
         if self.rollout_is is None:
-            parse_is_threshold(self.rollout_is_threshold, self.rollout_is_mode)
+            unset = self.rollout_is_threshold is None
+            parse_is_threshold(2.0 if unset else self.rollout_is_threshold, self.rollout_is_mode)
         self._check_ranges()
         if self.rollout_token_veto_threshold is not None:
             veto = parse_number(self.rollout_token_veto_threshold, "rollout_token_veto_threshold")

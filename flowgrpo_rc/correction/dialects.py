@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flowgrpo_rc.correction.thresholds import parse_number
+
 _LEGACY_RS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 _LEGACY_KEYS = (
     "bypass_old_logprob_for_rollout",
@@ -99,8 +101,14 @@ def _from_legacy(values: Mapping[str, Any]) -> dict[str, Any]:
     if level in _LEGACY_RS:
         upper = values.get("rollout_rs_threshold")
         upper = values.get("rollout_is_threshold", 2.0) if upper is None else upper
+        if upper is None:
+            raise ValueError(
+                f"rollout_rs_threshold is null with rollout_rs={level!r}, and so is rollout_is_threshold, which would "
+                "stand in for it; give rollout_rs_threshold a number or 'lower_upper'."
+            )
         out["rollout_rs"] = _LEGACY_RS[level]
-        out["rollout_rs_threshold"] = _band(values.get("rollout_rs_threshold_lower"), upper)
+        lower = values.get("rollout_rs_threshold_lower")
+        out["rollout_rs_threshold"] = _band(lower, upper, "rollout_rs_threshold")
     elif values.get("rollout_rs_threshold_lower") is not None:
         if level is not None:
             raise ValueError(
@@ -151,7 +159,7 @@ def _slime_threshold(mode: str, lower: Any, upper: Any) -> dict[str, Any]:
     upper = 2.0 if upper is None else upper
     if mode == "truncate":
         return {"rollout_is_threshold": upper, "rollout_is_mode": "truncate"}
-    return {"rollout_is_threshold": _band(lower, upper), "rollout_is_mode": mode}
+    return {"rollout_is_threshold": _band(lower, upper, "tis_upper_bound"), "rollout_is_mode": mode}
 
 
 def _slime_rejection(values: Mapping[str, Any], tis_lower: Any, tis_upper: Any) -> dict[str, Any]:
@@ -163,14 +171,14 @@ def _slime_rejection(values: Mapping[str, Any], tis_lower: Any, tis_upper: Any) 
     lower = tis_lower if lower is None else lower
     return {
         "rollout_rs": _LEGACY_RS[level],
-        "rollout_rs_threshold": _band(lower, 2.0 if upper is None else upper),
+        "rollout_rs_threshold": _band(lower, 2.0 if upper is None else upper, "rs_upper_bound"),
     }
 
 
-def _band(lower: Any, upper: Any) -> str:
-    """`"lower_upper"`; without a lower bound, the reciprocal of the upper one."""
+def _band(lower: Any, upper: Any, name: str) -> str:
+    """`"lower_upper"`; without a lower bound, the reciprocal of the upper one, which is `name`."""
     if lower is not None:
         return f"{lower}_{upper}"
     if isinstance(upper, str) and "_" in upper:
         return upper
-    return f"{1.0 / float(upper)!r}_{upper}"
+    return f"{1.0 / parse_number(upper, name)!r}_{upper}"

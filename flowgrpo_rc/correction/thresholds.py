@@ -191,6 +191,11 @@ def make_plan(
     if rollout_is is not None:
         if rollout_is not in IS_LEVELS:
             raise ValueError(f"rollout_is must be one of {IS_LEVELS} or null, got {rollout_is!r}.")
+        if rollout_is_threshold is None:
+            raise ValueError(
+                f"rollout_is_threshold is null with rollout_is={rollout_is!r}; give a number or 'lower_upper', or set "
+                "rollout_is=null for no weights."
+            )
         mode, lower, upper = parse_is_threshold(rollout_is_threshold, rollout_is_mode)
         reported = lower if lower > 0 else 1.0 / upper
         importance = ImportanceSampling(
@@ -236,16 +241,20 @@ def _criterion(option: str, entry: object) -> Criterion:
 def _split(spec: object, name: str) -> tuple[str | None, object]:
     """`(None, u)` of a lone number, `(lower, upper)` of `"lower_upper"`."""
     if isinstance(spec, str) and "_" in spec:
-        lower, _, upper = spec.partition("_")
-        return lower.strip(), upper.strip()
+        parts = [part.strip() for part in spec.split("_")]
+        if len(parts) > 2:
+            raise ValueError(f"{name}: {spec!r} has {len(parts)} parts; give a number, or 'lower_upper' as in '0.5_2.0'.")
+        return parts[0], parts[1]
     if spec is None:
-        raise ValueError(f"{name} is missing.")
+        raise ValueError(f"{name} is null; give a number, or 'lower_upper' as in '0.5_2.0'.")
     return None, spec
 
 
 def _to_float(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (Real, str)):
         raise TypeError(f"{name} must be a number or a numeric string, got {value!r}.")
+    if isinstance(value, str) and "_" in value:  # float() would take it for a separator of digits
+        raise ValueError(f"{name}: {value!r} is a band; give one number.")
     try:
         number = float(value)
     except ValueError as error:

@@ -7,6 +7,7 @@ import pytest
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
 from flowgrpo_rc.correction.presets import PRESET_NAMES
+from flowgrpo_rc.correction.thresholds import make_plan
 
 Config = RolloutCorrectionConfig
 
@@ -86,6 +87,47 @@ def test_bad_bands_of_weights(value):
 def test_bad_rejection_thresholds(option, value):
     with pytest.raises(ValueError, match="rollout_rs"):
         Config(rollout_rs=option, rollout_rs_threshold=value)
+
+
+@pytest.mark.parametrize("band", ["0.5_1_2", "1_2_3", "0.5__2", "1_000_000"])
+def test_a_band_has_two_parts(band):
+    """Python reads "1_2" as 12, so that [0.5, 12] would be kept."""
+    parts = band.count("_") + 1
+    message = f"{band}' has {parts} parts; give a number, or 'lower_upper' as in '0.5_2.0'"
+    with pytest.raises(ValueError, match=f"rollout_is_threshold: '{message}"):
+        Config(rollout_is="token", rollout_is_threshold=band)
+    with pytest.raises(ValueError, match=f"rollout_rs_threshold for token_k1: '{message}"):
+        Config(rollout_rs="token_k1", rollout_rs_threshold=band)
+
+
+def test_a_number_is_no_band():
+    with pytest.raises(ValueError, match="guard_engine_gap: '0.5_5' is a band; give one number"):
+        Config(guard_engine_gap="0.5_5")
+    with pytest.raises(ValueError, match="rollout_token_veto_threshold: '0.5_5' is a band; give one number"):
+        make_plan(rollout_token_veto_threshold="0.5_5")
+
+
+def test_no_weight_threshold_without_weights():
+    """As verl switches weights off; with weights it is an error that says so."""
+    config = Config.from_dict({"rollout_is": None, "rollout_is_threshold": None, "rollout_rs": None})
+    assert config.plan() == Config.disabled().plan()
+    assert Config.from_dict(config.to_dict()) == config
+    with pytest.raises(ValueError, match="rollout_is_mode must be one of"):
+        Config(rollout_is=None, rollout_is_threshold=None, rollout_is_mode="drop")
+    with pytest.raises(ValueError, match="rollout_is_threshold is null with rollout_is='token'; give .*rollout_is=null"):
+        Config(rollout_is="token", rollout_is_threshold=None)
+
+
+def test_a_legacy_criterion_needs_some_threshold():
+    given = {"rollout_is": None, "rollout_is_threshold": None, "rollout_rs": "token"}
+    with pytest.raises(ValueError, match="rollout_rs_threshold is null with rollout_rs='token'.*give"):
+        Config.from_dict(given)
+    with pytest.warns(UserWarning, match="canonical form"):
+        config = Config.from_dict({**given, "rollout_rs_threshold": 4.0})
+    assert (config.rollout_is_threshold, config.rollout_rs_threshold) == (None, "0.25_4.0")
+    for key, wrong in (("rollout_rs_threshold", 0), ("rollout_rs_threshold", "two")):
+        with pytest.raises(ValueError, match=key):
+            Config.from_dict({**given, key: wrong})
 
 
 def test_a_band_for_k2_or_k3_says_what_to_write():
