@@ -90,8 +90,15 @@ def _refuse_contradiction(
 
 
 def _warn(dialect: str, keys: list[str], canonical: Mapping[str, Any]) -> None:
-    form = ", ".join(f"{k}={'null' if v is None else v}" for k, v in canonical.items())
+    form = ", ".join(f"{k}={_pasteable(v)}" for k, v in canonical.items())
     warnings.warn(f"{dialect} keys ({', '.join(keys)}) were translated; the canonical form is: {form}", stacklevel=4)
+
+
+def _pasteable(value: Any) -> str:
+    """A value as YAML reads it back: bands in quotes, without which `0.5_5` would be a number."""
+    if isinstance(value, str) and "_" in value and value[0] in "0123456789.+-":
+        return f'"{value}"'
+    return "null" if value is None else str(value)
 
 
 def _from_legacy(values: Mapping[str, Any]) -> dict[str, Any]:

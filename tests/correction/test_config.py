@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 
 import pytest
+import yaml
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
 from flowgrpo_rc.correction.presets import PRESET_NAMES
@@ -383,7 +384,25 @@ def test_other_dialects(given, expected):
 def test_the_warning_prints_what_can_be_pasted():
     with pytest.warns(UserWarning, match="canonical form") as caught:
         Config.from_dict({"rollout_rs": "sequence", "rollout_rs_threshold": 4.0})
-    assert "rollout_rs=seq_sum_k1, rollout_rs_threshold=0.25_4.0" in str(caught[0].message)
+    assert 'rollout_rs=seq_sum_k1, rollout_rs_threshold="0.25_4.0"' in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(given for given, _ in DIALECTS),
+        # bands that YAML reads as 2, 0.53 and 13
+        {"rollout_rs": "sequence", "rollout_rs_threshold": 2, "rollout_rs_threshold_lower": 0},
+        {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 0.5, "tis_upper_bound": 3},
+        {"rollout_rs": "token", "rollout_rs_threshold": 3, "rollout_rs_threshold_lower": 1},
+    ],
+)
+def test_the_canonical_form_means_the_same_when_pasted_into_yaml(given):
+    with pytest.warns(UserWarning, match="canonical form") as caught:
+        config = Config.from_dict(given)
+    form = str(caught[0].message).split("the canonical form is: ")[1]
+    lines = "\n".join(pair.replace("=", ": ", 1) for pair in form.split(", ")) if form else "{}"
+    assert Config.from_dict(yaml.safe_load(lines)) == config
 
 
 @pytest.mark.parametrize("key", ["use_pure_rollout_correction", "use_policy_gradient"])
