@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from flowgrpo_rc.correction.quoting import quote_bands, refuse_unquoted_bands
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
@@ -44,12 +45,12 @@ def compose(
 
     Args:
         config_name: a YAML file's name without its ending, in ``config_dir`` or among the shipped ones.
-        overrides: Hydra overrides, ``key=value``.
+        overrides: Hydra overrides, ``key=value``. A threshold's band needs no quotes of Hydra's: ``0.5_5`` is one.
         config_dir: a folder of the user's own; its files may build on the shipped ones by name.
 
     Raises:
         ConfigError: no such file, an unknown key (lists the nearest known ones), or a value of the wrong type.
-        ValueError: a value that a configuration class refuses.
+        ValueError: a value that a configuration class refuses, or a band without quotes in a file of ``config_dir``.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -68,15 +69,34 @@ def compose(
         if not folder.is_dir():
             raise ConfigError(f"--config-dir: {config_dir} is not a folder")
         primary, search = str(folder), [f"hydra.searchpath=[file://{own}]"]
+        for file in _own_files(folder, config_name):
+            refuse_unquoted_bands(file)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(primary, version_base="1.3"):
-            composed = hydra_compose(config_name, [*search, *(_admit(o) for o in overrides)])
+            composed = hydra_compose(config_name, [*search, *(_admit(quote_bands(o)) for o in overrides)])
         return OmegaConf.to_object(composed)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, config_name, primary)) from error
     finally:
         GlobalHydra.instance().clear()
+
+
+def _own_files(folder: Path, name: str) -> Iterator[Path]:
+    """The user's file of that name, and those of the folder that its defaults list builds on."""
+    import yaml
+
+    seen, waiting = set(), [name]
+    while waiting:
+        name = waiting.pop().lstrip("/").removesuffix(".yaml")
+        file = folder / f"{name}.yaml"
+        if name in seen or not file.is_file():
+            continue
+        seen.add(name)
+        yield file
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for entry in (content.get("defaults") or []) if isinstance(content, Mapping) else []:
+            waiting += [f"{k}/{v}" for k, v in entry.items()] if isinstance(entry, Mapping) else [str(entry)]
 
 
 def known_keys() -> list[str]:

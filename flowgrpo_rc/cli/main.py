@@ -99,16 +99,15 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    import yaml
-
     from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
+    from flowgrpo_rc.correction.quoting import read_value
 
     try:
         pairs = [setting.partition("=") for setting in arguments.settings]
         wrong = [key for key, equals, _ in pairs if not equals]
         if wrong:
             raise ValueError(f"cannot read {wrong[0]!r}; write key=value")
-        result = explain(RolloutCorrectionConfig.from_dict({k: yaml.safe_load(v) for k, _, v in pairs}))
+        result = explain(RolloutCorrectionConfig.from_dict({k: read_value(k, v) for k, _, v in pairs}))
     except (ValueError, TypeError) as error:
         return _refuse(error)
     print(result.text)

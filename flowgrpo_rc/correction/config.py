@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.correction import dialects
 from flowgrpo_rc.correction.presets import PRESET_NAMES, Presets
+from flowgrpo_rc.correction.quoting import refuse_unquoted_bands
 from flowgrpo_rc.correction.thresholds import (
     IS_LEVELS,
     CorrectionPlan,
@@ -143,12 +144,13 @@ class RolloutCorrectionConfig(Presets):
 
         Raises:
             ImportError: PyYAML is missing.
-            ValueError: the file does not hold a mapping, or as `from_dict`.
+            ValueError: the file does not hold a mapping, a threshold like 0.5_5 has no quotes, or as `from_dict`.
         """
         try:
             import yaml
         except ImportError as error:
             raise ImportError("Reading a YAML file needs PyYAML: pip install pyyaml") from error
+        refuse_unquoted_bands(Path(path))
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, Mapping):
             raise ValueError(f"{path}: expected a mapping of keys, found {type(content).__name__}.")

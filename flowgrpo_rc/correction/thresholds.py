@@ -243,7 +243,9 @@ def _split(spec: object, name: str) -> tuple[str | None, object]:
     if isinstance(spec, str) and "_" in spec:
         parts = [part.strip() for part in spec.split("_")]
         if len(parts) > 2:
-            raise ValueError(f"{name}: {spec!r} has {len(parts)} parts; give a number, or 'lower_upper' as in '0.5_2.0'.")
+            raise ValueError(
+                f"{name}: {spec!r} has {len(parts)} parts; give a number, or 'lower_upper' as in '0.5_2.0'."
+            )
         return parts[0], parts[1]
     if spec is None:
         raise ValueError(f"{name} is null; give a number, or 'lower_upper' as in '0.5_2.0'.")

@@ -1,8 +1,11 @@
 """Composition: every shipped file parses, unknown keys are refused with a remedy, open sections are open."""
 
+import math
+
 import pytest
 
 from flowgrpo_rc.cli.compose import ELSEWHERE, ConfigError, compose, known_keys
+from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.paths import shipped
 
 TINY = "tiny_qwen_image_ocr"
@@ -108,6 +111,65 @@ def test_users_own_yaml_builds_on_the_shipped_ones(tmp_path):
     (tmp_path / "typo.yaml").write_text("defaults: [tiny_qwen_image_ocr, _self_]\ntrainer: {sead: 5}\n")
     with pytest.raises(ConfigError, match=r"unknown configuration key trainer.sead; nearest: .*trainer.seed"):
         compose("typo", config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.rollout_correction.rollout_rs_threshold={}",
+        "++algorithm.rollout_correction.rollout_rs_threshold={}",
+        "algorithm.rollout_correction={{rollout_rs_threshold: {}, rollout_is: token}}",
+    ],
+)
+@pytest.mark.parametrize("band", ["0.5_5", "0.5_2.0", "1_3", "0_2", ".5_5", "0.5_1e1", '"0.5_5"', "'1_3'"])
+def test_a_band_needs_no_quotes_on_the_command_line(band, override, capsys):
+    """YAML and Hydra read 0.5_5 as 0.55; 0_2 is 2 to YAML and text to Hydra."""
+    text = band.strip("'\"")
+    low, high = (float(part) for part in text.split("_"))
+    config = compose(TINY, [override.format(band), "algorithm.rollout_correction.rollout_rs=seq_sum_k1"])
+    (criterion,) = config.rollout_correction.plan().criteria
+    assert config.rollout_correction.rollout_rs_threshold == text
+    assert (math.exp(criterion.lower), math.exp(criterion.upper)) == pytest.approx((low, high))
+    assert main(["explain-config", "rollout_rs=seq_sum_k1", f"rollout_rs_threshold={band}"]) == 0
+    assert f"product of ratios pi_old/pi_rollout is outside [{low:g}, {high:g}]" in capsys.readouterr().out
+
+
+def test_numbers_and_other_keys_stay_what_they_are(capsys):
+    threshold = "algorithm.rollout_correction.rollout_is_threshold"
+    config = compose(TINY, [f"{threshold}=0.5_5", "trainer.total_training_steps=1_0"])
+    assert (config.rollout_correction.rollout_is_threshold, config.trainer.total_training_steps) == ("0.5_5", 10)
+    assert compose(TINY, [f"{threshold}=3"]).rollout_correction.rollout_is_threshold == 3
+    assert compose(TINY, [f"{threshold}=null", "algorithm.rollout_correction.rollout_is=null"])
+    assert main(["explain-config", "rollout_is=token", "rollout_is_threshold=0.5_5"]) == 0
+    assert "0 outside [0.5, 5]" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="legacy verl"):
+        assert main(["explain-config", "rollout_rs=token", "rollout_rs_threshold=0.5_5"]) == 0
+    assert "outside [0.5, 5]" in capsys.readouterr().out
+
+
+def test_a_yaml_file_must_quote_its_bands(tmp_path):
+    head = "defaults: [{}, _self_]\nalgorithm:\n  rollout_correction:\n    rollout_rs: seq_sum_k1\n"
+    for name, key, value in (
+        ("first", "rollout_rs_threshold", "0.5_5"),
+        ("second", "rollout_is_threshold", "1_3"),
+        ("third", "rollout_rs_threshold", "0_2"),
+        ("fourth", "rollout_rs_threshold", "0.5_"),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(f"{head.format(TINY)}    {key}: {value}\n")
+        message = rf"{name}.yaml, line 5: {key}: got {value} without quotes.*Write {key}: \"{value}\" for the band"
+        with pytest.raises(ValueError, match=message):
+            compose(name, config_dir=str(tmp_path))
+    (tmp_path / "onto.yaml").write_text("defaults: [first, _self_]\ntrainer: {seed: 5}\n")
+    with pytest.raises(ValueError, match=r"first.yaml, line 5"):
+        compose("onto", config_dir=str(tmp_path))
+    (tmp_path / "quoted.yaml").write_text(
+        f"{head.format(TINY)}    rollout_rs_threshold: '0.5_5'\n    rollout_is_threshold: 0.5_2.0\n"
+    )
+    config = compose("quoted", config_dir=str(tmp_path)).rollout_correction
+    assert (config.rollout_rs_threshold, config.rollout_is_threshold) == ("0.5_5", "0.5_2.0")
+    (tmp_path / "broken.yaml").write_text("trainer: [1\n")
+    with pytest.raises(ValueError, match="broken.yaml is not YAML"):
+        compose("broken", config_dir=str(tmp_path))
 
 
 def test_keys_with_a_reason_are_not_our_own():

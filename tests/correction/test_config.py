@@ -115,7 +115,9 @@ def test_no_weight_threshold_without_weights():
     assert Config.from_dict(config.to_dict()) == config
     with pytest.raises(ValueError, match="rollout_is_mode must be one of"):
         Config(rollout_is=None, rollout_is_threshold=None, rollout_is_mode="drop")
-    with pytest.raises(ValueError, match="rollout_is_threshold is null with rollout_is='token'; give .*rollout_is=null"):
+    with pytest.raises(
+        ValueError, match="rollout_is_threshold is null with rollout_is='token'; give .*rollout_is=null"
+    ):
         Config(rollout_is="token", rollout_is_threshold=None)
 
 
@@ -480,6 +482,16 @@ def test_slime_command_line_spelling(tmp_path):
     with pytest.warns(UserWarning, match="slime keys"):
         config = Config.from_slime_yaml(str(path))
     assert config == _made(rollout_is="token", rollout_is_threshold=2.5, rollout_is_mode="truncate")
+
+
+def test_a_slime_file_must_quote_its_bands(tmp_path):
+    path = tmp_path / "mis.yaml"
+    path.write_text("use-tis: true\ntis-mode: clip\ntis-upper-bound: 0.5_5\n")
+    with pytest.raises(ValueError, match=r"mis.yaml, line 3: tis-upper-bound: got 0.5_5 without quotes"):
+        Config.from_slime_yaml(path)
+    path.write_text("use-tis: true\ntis-mode: clip\ntis-upper-bound: '0.5_5'\n")
+    with pytest.warns(UserWarning, match="slime keys"):
+        assert Config.from_slime_yaml(path).rollout_is_threshold == "0.5_5"
 
 
 def test_a_slime_file_without_keys_is_refused(tmp_path):

@@ -1,0 +1,90 @@
+"""Bands in text. `0.5_5` is a lower and an upper bound here; YAML and Hydra take `_` for a separator of digits: 0.55.
+
+On the command line what follows a threshold's key can only be a band, and is read as one. A YAML file is refused: what
+it holds without quotes is a number by YAML's own rules.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from yaml import Node, ScalarNode
+
+THRESHOLD_KEYS = (
+    *("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold", "rollout_rs_threshold_lower"),
+    *("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
+)
+_BAND = r"[-+]?[.\d][\w.+-]*"
+_ENTRY = re.compile(rf"\b((?:{'|'.join(THRESHOLD_KEYS)})\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def quote_bands(override: str) -> str:
+    """A Hydra override with bands in quotes: of `key=0.5_5`, and inside of `section={key: 0.5_5}`."""
+    key, equals, value = override.partition("=")
+    if key.rpartition(".")[2].strip("+ ") in THRESHOLD_KEYS:
+        return f'{key}="{value.strip()}"' if _is_band(value) else override
+    if not value.lstrip().startswith("{"):
+        return override
+    return key + equals + _ENTRY.sub(lambda m: f'{m[1]}"{m[2]}"' if _is_band(m[2]) else m[0], value)
+
+
+def read_value(key: str, text: str) -> Any:
+    """The value of `key=text` by YAML's rules, except that a threshold's band needs no quotes."""
+    import yaml
+
+    return text.strip() if key in THRESHOLD_KEYS and _is_band(text) else yaml.safe_load(text)
+
+
+def refuse_unquoted_bands(path: Path) -> None:
+    """Checks a YAML file.
+
+    Raises:
+        ValueError: a threshold without quotes that has a `_` and is a number to YAML; or the file is not YAML.
+    """
+    import yaml
+
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    for key, node in () if root is None else _thresholds(root):
+        if node.style is None and "_" in node.value and _is_number(node):
+            raise ValueError(
+                f"{path}, line {node.start_mark.line + 1}: {key}: got {node.value} without quotes, which YAML reads as "
+                f'one number, without the _. Write {key}: "{node.value}" for the band.'
+            )
+
+
+def _is_band(text: str) -> bool:
+    return "_" in text and re.fullmatch(_BAND, text.strip(), re.ASCII) is not None
+
+
+def _thresholds(node: "Node") -> "Iterator[tuple[str, ScalarNode]]":
+    """Keys and values of all thresholds below a node; slime's file spells them with dashes, or with `mis_` before."""
+    from yaml import MappingNode, ScalarNode, SequenceNode
+
+    if isinstance(node, SequenceNode):
+        for child in node.value:
+            yield from _thresholds(child)
+    if not isinstance(node, MappingNode):
+        return
+    for key, value in node.value:
+        if isinstance(key, ScalarNode) and isinstance(value, ScalarNode):
+            if key.value.replace("-", "_").removeprefix("mis_") in THRESHOLD_KEYS:
+                yield key.value, value
+        else:
+            yield from _thresholds(value)
+
+
+def _is_number(node: "ScalarNode") -> bool:
+    """By YAML 1.1, or by Python, whose exponents without a point OmegaConf reads too."""
+    if node.tag in _NUMBER_TAGS:
+        return True
+    try:
+        float(node.value)
+    except ValueError:
+        return False
+    return True
