@@ -98,7 +98,7 @@ def compute_rollout_correction_and_rejection_mask(
 
     Raises:
         ValueError: shapes or devices differ, shapes are not 1-D or 2-D, the batch is empty, no element is valid,
-            a valid log-prob is NaN or infinite, or an option is invalid.
+            a valid log-prob or its timestep is NaN or infinite, or an option is invalid.
         TypeError: a log-prob that is not floating point, or a threshold of the wrong type.
 
     Source: Liu et al. 2025, "When Speed Kills Stability"; Yao et al. 2025 (truncated IS); verl's rollout correction.

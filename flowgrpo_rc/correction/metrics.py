@@ -29,10 +29,19 @@ def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Figures:
         out["rollout_is_veto_fraction"] = total["veto_row"] / total["valid_rows"]
         out["rollout_is_catastrophic_token_fraction"] = total["veto_low"] / total["n"]
     out.update(_offpolicy(total, low, high))
-    for t, (gap, count) in moments.timesteps.items():
-        out[f"logprob_abs_diff/ts_{t:.6g}"] = gap / count
+    out.update(_timestep_gaps(moments.timesteps))
     full = _full_names(tuple(out), prefix)
     return dict(zip(full, out.values(), strict=True))
+
+
+def _timestep_gaps(timesteps: dict[float, tuple[float, float]]) -> Figures:
+    """Mean `|l|` by the timestep's name; values that six digits do not tell apart share one."""
+    sums: dict[str, tuple[float, float]] = {}
+    for t, (gap, count) in timesteps.items():
+        name = f"logprob_abs_diff/ts_{t:.6g}"
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = (before[0] + gap, before[1] + count)
+    return {name: gap / count for name, (gap, count) in sums.items()}
 
 
 @lru_cache(maxsize=64)

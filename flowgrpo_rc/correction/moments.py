@@ -152,4 +152,7 @@ def _group_by_timestep(tail: list[float]) -> dict[float, tuple[float, float]]:
         if valid:
             total, count = groups.get(t, (0.0, 0.0))
             groups[t] = (total + gap, count + 1.0)
+    wrong = [t for t in groups if not math.isfinite(t)]
+    if wrong:
+        raise ValueError(f"timesteps: got {wrong[0]} for a valid element; give finite numbers, or leave timesteps out.")
     return dict(sorted(groups.items()))

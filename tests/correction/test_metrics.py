@@ -302,6 +302,34 @@ def test_fractional_and_integer_timesteps():
     assert metrics["rollout_corr/logprob_abs_diff/ts_900"] == 1.0
 
 
+def test_timesteps_of_one_name_share_their_mean():
+    """Six digits do not tell 999.1231 from 999.1234: one mean over three elements, not the last one's."""
+    p = torch.tensor([[0.1, -0.3], [0.5, 0.2]], dtype=torch.float64)
+    q, timesteps = torch.zeros_like(p), torch.tensor([[999.1231, 500.0], [999.1234, 999.1234]], dtype=torch.float64)
+    expected = {
+        "rollout_corr/logprob_abs_diff/ts_500": pytest.approx(0.3),
+        "rollout_corr/logprob_abs_diff/ts_999.123": pytest.approx((0.1 + 0.5 + 0.2) / 3),
+    }
+    accumulated = MetricAccumulator()
+    for row in (slice(0, 1), slice(1, 2)):
+        accumulated.add(
+            compute_rollout_correction(
+                p[row], q[row], config=RolloutCorrectionConfig.disabled(), timesteps=timesteps[row]
+            )
+        )
+    for metrics in (compute_offpolicy_metrics(p, q, timesteps=timesteps), accumulated.compute()):
+        assert {name: value for name, value in metrics.items() if "/ts_" in name} == expected
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_timestep_that_is_no_number_is_an_error_where_it_counts(wrong):
+    p, timesteps = torch.zeros(2, 2), torch.tensor([[900.0, wrong], [900.0, 700.0]])
+    with pytest.raises(ValueError, match=f"timesteps: got {wrong} for a valid element; give finite numbers"):
+        compute_offpolicy_metrics(p, p, timesteps=timesteps)
+    masked = compute_offpolicy_metrics(p, p, torch.tensor([[1, 0], [1, 1]]), timesteps=timesteps)
+    assert sum("/ts_" in name for name in masked) == 2
+
+
 # One transfer.
 
 
