@@ -49,7 +49,7 @@ def _ratio(config: RolloutCorrectionConfig) -> str:
 def _algorithm(config: RolloutCorrectionConfig) -> str:
     plan = config.plan()
     parts = []
-    if plan.importance is not None and not _diagnostics_only(config):
+    if plan.importance is not None and not _unweighted(config):
         names = {
             "truncate": "truncated importance sampling",
             "zero": "IcePop",
@@ -76,7 +76,8 @@ def _clipped(config: RolloutCorrectionConfig) -> str:
     return f"the PPO ratio {'pi_theta/pi_rollout' if config.bypass_mode else 'pi_theta/pi_old'}, around 1"
 
 
-def _diagnostics_only(config: RolloutCorrectionConfig) -> bool:
+def _unweighted(config: RolloutCorrectionConfig) -> bool:
+    """Whether the loss leaves importance weights out, because its ratio is one."""
     return config.bypass_mode and config.loss_type == "ppo_clip"
 
 
@@ -84,8 +85,9 @@ def _weighted(config: RolloutCorrectionConfig) -> str:
     spec = config.plan().importance
     if spec is None:
         return "nothing"
-    if _diagnostics_only(config):
-        return "nothing: the PPO ratio is the importance weight; rollout_is only adds diagnostics"
+    if _unweighted(config):
+        does = "rejects (rollout_is_mode=mask)" if spec.mode == "mask" else "adds diagnostics"
+        return f"nothing: the PPO ratio is the importance weight; rollout_is only {does}"
     when = "at every mini-step" if config.bypass_mode else "once per batch"
     norm = ", then divided by their mean over the batch" if spec.batch_normalize else ""
     return f"the loss, by {_LEVELS[spec.level]} {_ratio(config)}, {_bounds(spec)}{norm}; fixed {when}, no gradient"
@@ -142,7 +144,7 @@ def _mistakes(config: RolloutCorrectionConfig) -> list[str]:
             "PPO against pi_old while the rollout policy is ignored: nothing corrects pi_old/pi_rollout. "
             "Set rollout_is, or bypass_mode=true."
         )
-    if _diagnostics_only(config) and plan.importance is not None:
+    if _unweighted(config) and plan.importance is not None and plan.importance.mode != "mask":
         found.append(
             "rollout_is in bypass mode with ppo_clip: applied weights would count pi_theta/pi_rollout twice, so they "
             "are diagnostics only. Set rollout_is=null, or loss_type=reinforce."

@@ -549,6 +549,19 @@ def test_classic_mistakes_give_a_warning(config, phrase):
     assert len(found) == 1, explain(config).warnings
 
 
+def test_mask_mode_in_bypass_mode_rejects_and_says_so():
+    """What it does to the loss: `test_mask_mode_rejects_in_bypass_ppo_clip`."""
+    config = Config(bypass_mode=True, rollout_is="token", rollout_is_mode="mask", rollout_is_threshold="0.5_3")
+    explanation = explain(config)
+    assert "Algorithm: PPO in bypass mode with rejection sampling" in explanation.text
+    assert "Weighted:  nothing: the PPO ratio is the importance weight; rollout_is only rejects" in explanation.text
+    assert "Rejected:  what has each element's ratio outside [0.5, 3]" in explanation.text
+    assert "diagnos" not in explanation.text + "".join(explanation.warnings)
+    reweighted = explain(dataclasses.replace(config, rollout_is_mode="clip"))
+    assert "rollout_is only adds diagnostics" in reweighted.text
+    assert any("diagnostics only" in w for w in reweighted.warnings)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -424,6 +424,17 @@ def test_bypass_rejects_by_the_current_policy_at_every_call(mode):
     assert slope.ne(0).tolist() == [True, False, True, True, False]
 
 
+def test_mask_mode_rejects_in_bypass_ppo_clip():
+    """Its weights stay out of the loss as in every mode; what lies outside the band rejects like `token_k1`."""
+    new, data = random_batch()
+    band = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.15"}
+    weights = {"rollout_is": "token", "rollout_is_mode": "mask", "rollout_is_threshold": "0.8_1.15"}
+    expected = run(make_config("bypass ppo_clip", {"rollout_is": None, **band}), new, data)
+    loss, slope, metrics = run(make_config("bypass ppo_clip", weights), new, data)
+    assert_close((loss, slope), expected[:2], **EXACT)
+    assert 0 < metrics["actor/kept_fraction"] == expected[2]["actor/kept_fraction"] < 1
+
+
 def test_decoupled_rejection_is_the_batchs():
     new, data = random_batch(b=4)
     keep = torch.tensor([[True, False], [True, True], [False, False], [False, True]])
