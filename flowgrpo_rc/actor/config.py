@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,9 @@ class DiffusionLossConfig:
     clip_ratio_high: float | None = None
     """Half width above 1; null takes ``clip_ratio``."""
 
-    clip_ratio_c: float = 3.0
-    """Tokens only: at a negative advantage ``A`` the loss is at most ``-A * clip_ratio_c`` (dual clip)."""
+    clip_ratio_c: float | None = 3.0
+    """Tokens only: at a negative advantage ``A`` the loss is at most ``-A * clip_ratio_c`` (dual clip); null: no such
+    bound."""
 
     kl_mask_threshold: float = 1e-5
     """``flow_dppo``: the KL per latent dimension beyond which an update may not move further away."""
@@ -83,9 +85,8 @@ class DiffusionLossConfig:
         positive(f"{here}.clip_ratio_high", self.clip_ratio_high, optional=True)
         positive(f"{here}.adv_clip_max", self.adv_clip_max)
         positive(f"{here}.kl_mask_threshold", self.kl_mask_threshold)
-        positive(f"{here}.clip_ratio_c", self.clip_ratio_c)
-        if self.clip_ratio_c <= 1:
-            raise ValueError(f"{here}.clip_ratio_c: got {self.clip_ratio_c!r}; give a number above 1")
+        if self.clip_ratio_c is not None and not 1 < self.clip_ratio_c < math.inf:
+            raise ValueError(f"{here}.clip_ratio_c: got {self.clip_ratio_c!r}; give a number above 1 or null")
         choice(f"{here}.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
         positive(f"{here}.loss_scale_factor", self.loss_scale_factor, optional=True)
 

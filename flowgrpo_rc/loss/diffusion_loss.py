@@ -49,7 +49,7 @@ class LossOptions(Protocol):
     clip_ratio: float | str
     clip_ratio_low: float | None
     clip_ratio_high: float | None
-    clip_ratio_c: float
+    clip_ratio_c: float | None
     adv_clip_max: float
     loss_agg_mode: str
     loss_scale_factor: float | None
@@ -304,7 +304,7 @@ def clip_band(options: LossOptions, widths: Tensor | None = None) -> tuple[Any, 
 
 
 def _dual_clip(options: LossOptions, elements: Elements) -> float | None:
-    """Only the token path clips dually."""
+    """Only the token path clips dually, and with ``clip_ratio_c=None`` not even that."""
     return None if elements.valid is None else options.clip_ratio_c
 
 

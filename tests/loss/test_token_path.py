@@ -421,6 +421,15 @@ def test_dual_clip_does_not_enter_reinforce_nor_the_diffusion_path():
     assert "actor/pg_clipfrac_dual" not in tight[2]
 
 
+@pytest.mark.parametrize("mode", ["decoupled", "bypass ppo_clip"])
+def test_without_clip_ratio_c_nothing_is_clipped_dually(mode):
+    new, data = random_batch()
+    none, wide, tight = (run(make_config(mode, clip_ratio_c=c), new, data) for c in (None, 1e9, 1.02))
+    assert_close(none[:2], wide[:2], **EXACT)
+    assert none[0] > tight[0] + 1e-3
+    assert "actor/pg_clipfrac_dual" not in none[2]
+
+
 def test_advantages_are_clamped_on_the_diffusion_path_alone():
     new, data = random_batch()
     tight, wide = make_config(adv_clip_max=0.01), make_config(adv_clip_max=100.0)
