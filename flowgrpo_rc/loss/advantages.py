@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
@@ -18,7 +18,7 @@ class GroupAdvantages(NamedTuple):
 
 
 def group_advantages(
-    rewards: Float[Tensor, " B"],
+    rewards: Shaped[Tensor, " B"],
     group: Int[Tensor, " B"],
     *,
     norm_by_std: bool = True,
@@ -29,7 +29,7 @@ def group_advantages(
     """``(reward - mean of its group) / (std + eps)``.
 
     Args:
-        rewards: one finite number an image.
+        rewards: one finite number an image, of any dtype.
         group: images of one prompt share a number; the numbers need not be consecutive.
         norm_by_std: ``False`` leaves the division out (Dr.GRPO, arXiv 2503.20783).
         global_std: divide by the standard deviation of *all* rewards instead of the group's (Flow-GRPO's
@@ -39,7 +39,7 @@ def group_advantages(
             their advantage is 0.
 
     The standard deviations are population ones (``correction=0``). A group of identical rewards, or with fewer than
-    two kept images, gets advantages of exactly 0.
+    two kept images, gets advantages of exactly 0. Advantages are float32, or float64 where the rewards are.
 
     Raises:
         ValueError: empty or non-finite rewards, shapes that differ, or a group with a single image (its
@@ -66,8 +66,9 @@ def group_advantages(
         std = values.std(correction=0) if global_std and len(values) else variance.sqrt()[member]
         advantages = centred / (std + eps)
     advantages = advantages.masked_fill(flat[member], 0.0)
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
     return GroupAdvantages(
-        torch.zeros_like(rewards).masked_scatter_(keep, advantages.to(rewards.dtype)),
+        torch.zeros_like(rewards, dtype=dtype).masked_scatter_(keep, advantages.to(dtype)),
         group_std_mean=float(variance.sqrt().mean()),
         zero_std_fraction=float(flat.double().mean()),
     )

@@ -85,6 +85,20 @@ def test_order_and_group_names_do_not_matter():
     assert_close(shuffled, straight[permutation])
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32])
+def test_advantages_are_float32_or_wider(dtype):
+    """In the rewards' own dtype, integers would be cut to -1, 0 and 1, and bools to true."""
+    rewards, group = torch.tensor([0, 1, 1, 1, 0, 0], dtype=dtype), torch.tensor([0, 0, 0, 1, 1, 1])
+    # group 0: mean 2/3, group 1: mean 1/3; variance 2/9 in both
+    expected = torch.tensor([-2.0, 1, 1, 2, -1, -1]) / 3 / ((2 / 9) ** 0.5 + 1e-4)
+    made = group_advantages(rewards, group).advantages
+    assert made.dtype == torch.float32
+    assert_close(made, expected)
+    assert_close(group_advantages(rewards.double(), group).advantages, expected.double(), rtol=1e-6, atol=0)
+    half = group_advantages(rewards, group, keep=torch.tensor([True, True, False, True, True, False])).advantages
+    assert_close(half, torch.tensor([-1.0, 1, 0, 1, -1, 0]) / 2 / (0.5 + 1e-4))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="1 of 2 groups hold a single image.*rollout.n must be at least 2"):
         group_advantages(torch.zeros(3), torch.tensor([0, 0, 1]))
