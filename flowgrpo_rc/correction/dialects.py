@@ -59,6 +59,16 @@ def to_canonical(values: Mapping[str, Any], known: Iterable[str]) -> dict[str, A
     return canonical
 
 
+def known_keys(canonical: Iterable[str]) -> tuple[str, ...]:
+    """Every key that `from_dict` understands: the canonical ones, those of the dialects, and `preset`."""
+    return (*canonical, *_LEGACY_KEYS, *_SLIME_KEYS, "preset")
+
+
+def decides_weights(values: Mapping[str, Any]) -> bool:
+    """Whether `values` say by other keys than `rollout_is` which weights there are: a preset's name, or slime's."""
+    return any(key == "preset" or key in _SLIME_KEYS for key in values)
+
+
 def nearest(key: str, known: Iterable[str]) -> str:
     """The known names most like `key`, comma-separated (all of them when none is close)."""
     known = tuple(known)
@@ -72,7 +82,7 @@ def slime_file_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    every = (*known, *_LEGACY_KEYS, *_SLIME_KEYS, "preset")
+    every = known_keys(known)
     for key in values:
         if key not in every:
             raise ValueError(f"Unknown rollout-correction key {key!r}; nearest known: {nearest(key, every)}.")

@@ -9,15 +9,20 @@ missing, the import raises.
 Unlike the verl drop-in, the k1 band is the documented one: `"lower_upper"` keeps `lower <= r <= upper`, with
 `r` train over rollout. Rejection also leaves a `rollout_keep` in the batch, and every metric of this library is
 reported, the gap per timestep included.
+
+The section `algorithm.rollout_correction` takes every key of this library and of the dialects that it translates. In
+bypass mode verl-omni's loss hands on verl's own keys alone, so that the others act in decoupled mode.
 """
 
 import importlib
+import warnings
 from typing import Any
 
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc import batch as trajectory
+from flowgrpo_rc.correction import dialects
 from flowgrpo_rc.correction.compute import compute_offpolicy_metrics, run_plan
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import ThresholdSpec, make_plan
@@ -36,13 +41,16 @@ __all__ = [
 _HOME = "verl_omni.trainer.diffusion.rollout_correction"
 _LOSSES = "verl_omni.workers.utils.losses"
 _HELPER = "compute_rollout_correction_and_rejection_mask"
+_ASKS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "preset", "use_tis", "use_rs", "rs_veto_threshold")
+"""Keys that ask for weights or rejection unless they are null or false."""
 
 
 def rollout_correction_enabled(rollout_corr_config: Any) -> bool:
-    """Whether a configuration asks for weights or rejection."""
+    """Whether a configuration asks for weights or rejection, the veto included, in any dialect."""
     if rollout_corr_config is None:
         return False
-    return any(bool(rollout_corr_config.get(key, None)) for key in ("rollout_is", "rollout_rs"))
+    asked = (rollout_corr_config.get(key, None) for key in _ASKS)
+    return any(value is not None and value is not False and value != "" for value in asked)
 
 
 def apply_bypass_mode_to_diffusion_batch(batch: Any) -> None:
@@ -53,11 +61,12 @@ def apply_bypass_mode_to_diffusion_batch(batch: Any) -> None:
 def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
     """Decoupled mode: adds `rollout_is_weights` (weight times keep) and `rollout_keep`; returns batch and metrics.
 
-    Without `rollout_is` and `rollout_rs` the batch stays as it is, as in verl-omni, and the metrics are diagnostics.
+    Without weights and rejection the batch stays as it is, as in verl-omni, and the metrics are diagnostics.
+
+    Warns:
+        UserWarning: a key that is none of this library's has no effect here.
     """
-    known = RolloutCorrectionConfig.__dataclass_fields__
-    options = {key: rollout_corr_config[key] for key in known if key in rollout_corr_config}
-    config = RolloutCorrectionConfig.from_dict({"rollout_is": None, **options})
+    config = _read(rollout_corr_config)
     enabled = config.rollout_is is not None or config.plan().can_reject
     before = set(batch.batch.keys())
     batch, metrics = trajectory.apply_rollout_correction_to_diffusion_batch(batch, config)
@@ -67,11 +76,36 @@ def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config:
     return batch, metrics
 
 
+def _read(section: Any) -> RolloutCorrectionConfig:
+    """verl-omni's section: `rollout_is` is off unless given, and Hydra's own keys (`_target_`) mean nothing.
+
+    Other unknown keys warn and are left out: a later verl-omni may have keys of its own there.
+    """
+    values = {key: section[key] for key in section if not str(key).startswith("_")}
+    known = dialects.known_keys(RolloutCorrectionConfig.__dataclass_fields__)
+    for key in [key for key in values if key not in known]:
+        near = dialects.nearest(str(key), known)
+        warnings.warn(
+            f"algorithm.rollout_correction.{key}={values.pop(key)!r} has no effect: {__name__} does not know it; "
+            f"nearest known: {near}",
+            stacklevel=3,
+        )
+    if not dialects.decides_weights(values):
+        values = {"rollout_is": None, **values}
+    return RolloutCorrectionConfig.from_dict(values)
+
+
 def compute_rollout_corr_metrics_from_logprobs(
-    log_prob: Float[Tensor, "..."], rollout_log_prob: Float[Tensor, "..."]
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    timesteps: Shaped[Tensor, "..."] | None = None,
 ) -> dict[str, float]:
-    """Diagnostics of the current policy against the rollout policy, prefixed `rollout_corr/`."""
-    return compute_offpolicy_metrics(log_prob, rollout_log_prob)
+    """Diagnostics of the current policy against the rollout policy, prefixed `rollout_corr/`.
+
+    `timesteps` of another shape than the log-probs are left out, as in verl-omni.
+    """
+    aligned = timesteps is not None and timesteps.shape == log_prob.shape
+    return compute_offpolicy_metrics(log_prob, rollout_log_prob, timesteps=timesteps if aligned else None)
 
 
 def compute_rollout_correction_and_rejection_mask(

@@ -3,9 +3,12 @@
 import importlib
 import sys
 import types
+import warnings
+from collections.abc import Mapping
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 HOME = "verl_omni.trainer.diffusion.rollout_correction"
@@ -96,6 +99,105 @@ def test_nothing_enabled_leaves_the_batch(omni):
     assert home.rollout_correction_enabled({"rollout_is": None, "rollout_rs": "token_k2"})
 
 
+OMNIS_OWN = {
+    "_target_": "verl.trainer.config.algorithm.RolloutCorrectionConfig",
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+}
+"""The section `algorithm.rollout_correction` of verl-omni's YAML."""
+
+
+class Typed(Mapping):
+    """Like verl's `BaseConfig`, whose missing keys are an `AttributeError` to `in`."""
+
+    def __init__(self, values):
+        self.__dict__.update(values)
+
+    def get(self, key, default=None):
+        return getattr(self, key, default)
+
+    def __getitem__(self, key):
+        return getattr(self, key)
+
+    def __iter__(self):
+        return iter(self.__dict__)
+
+    def __len__(self):
+        return len(self.__dict__)
+
+
+@pytest.mark.parametrize("make", [dict, Typed, OmegaConf.create])
+def test_verl_omnis_own_section_is_taken_silently(omni, make):
+    _, home, _, _ = omni
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not home.rollout_correction_enabled(make(OMNIS_OWN))
+        made, _ = home.apply_rollout_correction_to_diffusion_batch(batch(), make(OMNIS_OWN))
+        assert set(made.batch.keys()) == {"old_log_probs", "rollout_log_probs"}
+        section = make({**OMNIS_OWN, "rollout_is": "token", "rollout_is_threshold": 1.2})
+        assert home.rollout_correction_enabled(section)
+        made, _ = home.apply_rollout_correction_to_diffusion_batch(batch(), section)
+    weights = torch.tensor([[1.0, 1.2], [0.55, 1.0], [1.0, 1.0]])
+    torch.testing.assert_close(made.batch["rollout_is_weights"], weights)
+
+
+def test_a_veto_alone_is_a_correction(omni):
+    _, home, _, _ = omni
+    section = {**OMNIS_OWN, "rollout_token_veto_threshold": 0.6}
+    assert home.rollout_correction_enabled(section)
+    made, metrics = home.apply_rollout_correction_to_diffusion_batch(batch(), section)
+    assert made.batch["rollout_keep"].tolist() == [[True, True], [False, False], [True, True]]
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(1 / 3)
+    assert not home.rollout_correction_enabled({**section, "rollout_token_veto_threshold": None})
+
+
+@pytest.mark.parametrize(
+    ("section", "keep", "weights"),
+    [
+        # a lower bound of 0.5 where the upper one alone would give 1/1.6 = 0.625, and one of 0.6 that rejects 0.55
+        ({"rollout_rs": "token", "rollout_rs_threshold": 1.6, "rollout_rs_threshold_lower": 0.5}, [True] * 6, None),
+        (
+            {"rollout_rs": "token", "rollout_rs_threshold": 1.6, "rollout_rs_threshold_lower": 0.6},
+            [True, True, False, True, True, True],
+            None,
+        ),
+        ({"use_tis": True, "tis_upper_bound": 1.2}, [True] * 6, [1.0, 1.2, 0.55, 1.0, 1.0, 1.0]),
+        ({"use_rs": True, "rs_lower_bound": 0.6, "rs_upper_bound": 1.4}, [True, False, False, True, True, True], None),
+    ],
+)
+def test_keys_of_other_dialects_are_translated(omni, section, keep, weights):
+    _, home, _, _ = omni
+    assert home.rollout_correction_enabled(section)
+    with pytest.warns(UserWarning, match="canonical form"):
+        made, _ = home.apply_rollout_correction_to_diffusion_batch(batch(), section)
+    assert made.batch["rollout_keep"].flatten().tolist() == keep
+    expected = torch.tensor(keep).float() if weights is None else torch.tensor(weights)
+    torch.testing.assert_close(made.batch["rollout_is_weights"].flatten(), expected)
+
+
+def test_a_preset_is_read(omni):
+    _, home, _, _ = omni
+    section = {"preset": "decoupled_token_is", "rollout_is_threshold": 1.2}
+    assert home.rollout_correction_enabled(section)
+    made, _ = home.apply_rollout_correction_to_diffusion_batch(batch(), section)
+    expected = torch.tensor([1.0, 1.2, 0.55, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(made.batch["rollout_is_weights"].flatten(), expected)
+
+
+def test_an_unknown_key_warns_and_has_no_effect(omni):
+    _, home, _, _ = omni
+    with pytest.warns(
+        UserWarning, match=r"rollout_rs_treshold='0.6_1.4' has no effect.*nearest known: rollout_rs_thresh"
+    ):
+        made, _ = home.apply_rollout_correction_to_diffusion_batch(batch(), {"rollout_rs_treshold": "0.6_1.4"})
+    assert set(made.batch.keys()) == {"old_log_probs", "rollout_log_probs"}
+
+
 def test_bypass_shares_the_rollout_log_probs(omni):
     _, home, _, _ = omni
     proto = batch()
@@ -122,5 +224,9 @@ def test_the_bypass_loss_gets_mask_and_metrics(omni):
 
 def test_diagnostics_of_one_step(omni):
     _, home, _, _ = omni
-    metrics = home.compute_rollout_corr_metrics_from_logprobs(torch.tensor([0.1, 0.3]), torch.zeros(2))
+    log_prob, timesteps = torch.tensor([0.1, 0.3]), torch.tensor([900.0, 700.0])
+    metrics = home.compute_rollout_corr_metrics_from_logprobs(log_prob, torch.zeros(2))
     assert metrics["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(0.2)
+    by_step = home.compute_rollout_corr_metrics_from_logprobs(log_prob, torch.zeros(2), timesteps=timesteps)
+    assert by_step["rollout_corr/logprob_abs_diff/ts_700"] == pytest.approx(0.3)
+    assert home.compute_rollout_corr_metrics_from_logprobs(log_prob, torch.zeros(2), timesteps[:, None]) == metrics
