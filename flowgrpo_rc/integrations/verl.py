@@ -29,18 +29,21 @@ from flowgrpo_rc.correction.thresholds import (
     mirror_k1,
 )
 from flowgrpo_rc.integrations._replace import Replacement
+from flowgrpo_rc.integrations.verl_metrics import compute_is_metrics, compute_rs_metrics
 
 __all__ = [
     "SAFETY_BOUND",
     "SUPPORTED_ROLLOUT_RS_OPTIONS",
     "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS",
     "apply_bypass_mode",
+    "compute_is_metrics",
     "compute_offpolicy_metrics",
     "compute_rollout_corr_metrics_from_logprobs",
     "compute_rollout_correction_and_add_to_batch",
     "compute_rollout_correction_and_rejection_mask",
     "compute_rollout_correction_weights",
     "compute_rollout_rejection_mask",
+    "compute_rs_metrics",
     "install",
 ]
 
@@ -163,6 +166,8 @@ _FUNCTIONS = (
     compute_rollout_corr_metrics_from_logprobs,
     compute_rollout_correction_and_add_to_batch,
     apply_bypass_mode,
+    compute_is_metrics,
+    compute_rs_metrics,
 )
 
 

@@ -1,5 +1,6 @@
 """The verl drop-in against verl 0.9.1 itself."""
 
+import inspect
 import math
 import random
 
@@ -103,6 +104,63 @@ def test_the_parts_agree_with_verl() -> None:
         ours.compute_rollout_corr_metrics_from_logprobs(p, q, mask),
         theirs.compute_rollout_corr_metrics_from_logprobs(p, q, mask),
     )
+
+
+def test_every_public_function_is_there_with_verls_signature() -> None:
+    own = {name: f for name, f in vars(theirs).items() if inspect.isfunction(f) and f.__module__ == theirs.__name__}
+    for name, function in own.items():
+        if name.startswith("_"):
+            continue
+        made, expected = (inspect.signature(f).parameters.values() for f in (getattr(ours, name), function))
+        assert [(p.name, p.kind, p.default) for p in made] == [(p.name, p.kind, p.default) for p in expected], name
+        assert name in ours.__all__
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_metric_helpers_agree_with_verl(seed: int) -> None:
+    """On what verl itself hands to them, taken down during one of its calls, in both precisions."""
+    (p, q, mask), options = _case(seed)
+    options |= {"rollout_is": ("token", "sequence")[seed % 2], "rollout_rs": ",".join(ours.RS_OPTIONS)}
+    options["rollout_rs_threshold"] = ",".join("0.6_1.4" if o.endswith("k1") else "0.02" for o in ours.RS_OPTIONS)
+    calls = []
+
+    def noting(name: str):
+        original = getattr(theirs, name)
+
+        def call(*args, **kwargs):
+            metrics = original(*args, **kwargs)
+            calls.append((name, args, kwargs, dict(metrics)))
+            return metrics
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("compute_is_metrics", "compute_rs_metrics"):
+            patch.setattr(theirs, name, noting(name))
+        for dtype in (torch.float32, torch.float64):
+            before = len(calls)
+            try:
+                theirs.compute_rollout_correction_and_rejection_mask(p.to(dtype), q.to(dtype), mask, **options)
+            except ZeroDivisionError:  # verl's effective sample size, when every weight is zero
+                continue
+            assert len(calls) == before + 1 + len(ours.RS_OPTIONS)
+    for name, args, kwargs, expected in calls:
+        actual = getattr(ours, name)(*args, **kwargs)
+        assert set(actual) == set(expected)
+        exact = any(torch.is_tensor(x) and x.dtype == torch.float64 for x in (*args, *kwargs.values()))
+        _check_metrics(actual, expected, 2e-6 if exact else 1e-4, f"seed {seed}: {name}", exact=exact)
+
+
+def test_metric_helpers_where_verl_fails() -> None:
+    zero, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    arguments = (zero, zero + 9.0, zero + 2.2, mask, "token", 2.0, 0.5)
+    with pytest.raises(ZeroDivisionError):
+        theirs.compute_is_metrics(*arguments)
+    metrics = ours.compute_is_metrics(*arguments)
+    assert (metrics["rollout_is_eff_sample_size"], metrics["rollout_is_ratio_fraction_high"]) == (0.0, 1.0)
+    for module in (theirs, ours):
+        with pytest.raises(ValueError, match="response_mask"):
+            module.compute_is_metrics(zero, zero, zero, zero, "token", 2.0)
 
 
 def test_the_band_is_verls() -> None:
