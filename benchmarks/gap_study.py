@@ -156,14 +156,13 @@ class Noise:
 
 
 def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What ``flowgrpo-rc probe`` says of each setting before training; none for calibrated clips and alternatives."""
+    """What ``flowgrpo-rc probe`` says of each setting before training; none for alternatives, which it cannot know."""
     file = study.results / "verdicts.json"
     found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
     for setting in settings:
-        own = study.settings[setting]
         program, overrides = study.inside(setting, [*COMMAND, "probe"]), study.overrides(setting, seed=1)
         of = {"program": names(program), "of": overrides}
-        if own.get(f"{LOSS}.clip_ratio") == "auto" or PROGRAM in own or found.get(setting, {}).items() >= of.items():
+        if PROGRAM in study.settings[setting] or found.get(setting, {}).items() >= of.items():
             continue
         with tempfile.TemporaryDirectory() as out:
             done = subprocess.run(
