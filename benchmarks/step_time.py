@@ -11,10 +11,13 @@ step that is model compute (transformer, VAE, text encoder) is measured around t
 What a step spends, for batches of so many images, outside model compute and reward, and on the loss and the rollout
 correction alone (forward; decoupled, everything scored: the mode that corrects most).
 
-    python benchmarks/step_time.py --calibration --out benchmarks/results/calibration_share.json
+    python benchmarks/step_time.py --calibration --steps 40 --out benchmarks/results/calibration_share.json \
+        actor_rollout_ref.rollout.quantization=fp8
 
 What the probe's forwards take of a step, and what all the rest of measuring, calibrating and guarding takes (bypass
-mode with ``clip_ratio=auto``, ``rollout_rs_threshold=auto`` and ``guard=fallback``).
+mode with ``clip_ratio=auto``, ``rollout_rs_threshold=auto`` and ``guard=fallback``): the calibrated rejection counts
+with what it takes longer than one bound for all. With fp8 weights the bounds differ
+between timesteps, once enough of each has been seen.
 """
 
 import argparse
@@ -23,6 +26,8 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,6 +35,8 @@ from machine import describe
 
 from flowgrpo_rc.actor import actor as actor_module
 from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.correction import calibrated
+from flowgrpo_rc.correction.compute import run_plan
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import trainer as trainer_module
@@ -69,6 +76,28 @@ class ModelClock:
         self._wrap(actor_module, "diffusion_loss_sums", "loss")
         for module, name in _CORRECT:
             self._wrap(module, name, "correction")
+
+    @contextmanager
+    def watching_rejection(self) -> Iterator[list[int]]:
+        """Time the calibrated rejection, and one bound for all on the same rows; gives the number of bounds by call."""
+        original, groups = calibrated.run_calibrated, []
+
+        def twice(log_prob, rollout_log_prob, mask, *, plan, bounds, timesteps=None):
+            groups.append(len(bounds.unique()))
+            fixed = calibrated.with_bound(plan, float(bounds.max()))
+            start = self._now()
+            run_plan(log_prob, rollout_log_prob, mask, plan=fixed, timesteps=timesteps)
+            between = self._now()
+            result = original(log_prob, rollout_log_prob, mask, plan=plan, bounds=bounds, timesteps=timesteps)
+            self.seconds["one_bound"] += between - start
+            self.seconds["calibrated"] += self._now() - between
+            return result
+
+        calibrated.run_calibrated = twice
+        try:
+            yield groups
+        finally:
+            calibrated.run_calibrated = original
 
     def _wrap(self, owner: object, name: str, label: str) -> None:
         original = getattr(owner, name)
@@ -163,16 +192,24 @@ def report_calibration(steps: int, overrides: list[str]) -> dict[str, float]:
         for bands, name in ((run.clip_bands, "widths"), (run.rejection_bands, "bounds")):
             clock._wrap(bands, name, "bands")
         clock._wrap(run, "guard", "guard")  # called as run.guard(...)
-        for index in range(steps + 1):
-            trainer.train_step()
-            times, inside = trainer.timer.take(), clock.take()
-            if index > 0:
-                step = times["timing_s/step"] + inside["guard"]  # called after the last stage
-                forwards.append(inside["probe_forwards"] / step)
-                around = times["timing_s/probe"] - inside["probe_forwards"] + inside["bands"] + inside["guard"]
-                others.append(around / step)
-    result = {"probe_forwards": statistics.median(forwards), "everything_else": statistics.median(others)}
-    print(f"of a step: the probe's forwards {result['probe_forwards']:.2%}, the rest {result['everything_else']:.3%}")
+        with clock.watching_rejection() as groups:
+            for index in range(steps + 1):
+                trainer.train_step()
+                times, inside = trainer.timer.take(), clock.take()
+                if index > 0:
+                    step = times["timing_s/step"] + inside["guard"] - inside["one_bound"]  # the guard ends a step
+                    forwards.append(inside["probe_forwards"] / step)
+                    around = times["timing_s/probe"] - inside["probe_forwards"] + inside["bands"] + inside["guard"]
+                    others.append((around + inside["calibrated"] - inside["one_bound"]) / step)
+    result = {
+        "probe_forwards": statistics.median(forwards),
+        "everything_else": statistics.median(others),
+        "bounds_a_micro_batch": statistics.fmean(groups),
+    }
+    print(
+        f"of a step: the probe's forwards {result['probe_forwards']:.2%}, the rest {result['everything_else']:.3%}; "
+        f"{result['bounds_a_micro_batch']:.1f} bounds a micro-batch"
+    )
     return result
 
 
