@@ -73,7 +73,7 @@ class RolloutCorrectionConfig(Presets):
     guard_clip_fraction: str | float | int = 0.1
     """Limit of the share of samples outside the clip band in a batch's first mini-step, before anything is learned;"""
     guard_rejected_fraction: str | float | int = 0.5
-    """of the share of samples that rejection removed;"""
+    """of the share of samples that rejection removed, and of importance weights that are 0 in the loss;"""
     guard_engine_gap: str | float | int = 0.05
     """of the mean |log ratio| of actor and engine with equal weights, in nats per latent dimension."""
     guard_patience: int = 3
@@ -117,6 +117,11 @@ class RolloutCorrectionConfig(Presets):
     def to_dict(self) -> dict[str, Any]:
         """The canonical keys; `from_dict` of it is an equal configuration."""
         return asdict(self)
+
+    @property
+    def weights_act(self) -> bool:
+        """Whether importance weights enter the loss; in bypass mode with PPO its ratio is one itself."""
+        return not (self.bypass_mode and self.loss_type == "ppo_clip")
 
     @classmethod
     def from_dict(cls, mapping: "Mapping[str, Any] | RolloutCorrectionConfig | None") -> "Self":

@@ -49,7 +49,7 @@ def _ratio(config: RolloutCorrectionConfig) -> str:
 def _algorithm(config: RolloutCorrectionConfig) -> str:
     plan = config.plan()
     parts = []
-    if plan.importance is not None and not _unweighted(config):
+    if plan.importance is not None and config.weights_act:
         names = {
             "truncate": "truncated importance sampling",
             "zero": "IcePop",
@@ -76,16 +76,11 @@ def _clipped(config: RolloutCorrectionConfig) -> str:
     return f"the PPO ratio {'pi_theta/pi_rollout' if config.bypass_mode else 'pi_theta/pi_old'}, around 1"
 
 
-def _unweighted(config: RolloutCorrectionConfig) -> bool:
-    """Whether the loss leaves importance weights out, because its ratio is one."""
-    return config.bypass_mode and config.loss_type == "ppo_clip"
-
-
 def _weighted(config: RolloutCorrectionConfig) -> str:
     spec = config.plan().importance
     if spec is None:
         return "nothing"
-    if _unweighted(config):
+    if not config.weights_act:
         does = "rejects (rollout_is_mode=mask)" if spec.mode == "mask" else "adds diagnostics"
         return f"nothing: the PPO ratio is the importance weight; rollout_is only {does}"
     when = "at every mini-step" if config.bypass_mode else "once per batch"
@@ -144,7 +139,7 @@ def _mistakes(config: RolloutCorrectionConfig) -> list[str]:
             "PPO against pi_old while the rollout policy is ignored: nothing corrects pi_old/pi_rollout. "
             "Set rollout_is, or bypass_mode=true."
         )
-    if _unweighted(config) and plan.importance is not None and plan.importance.mode != "mask":
+    if not config.weights_act and plan.importance is not None and plan.importance.mode != "mask":
         found.append(
             "rollout_is in bypass mode with ppo_clip: applied weights would count pi_theta/pi_rollout twice, so they "
             "are diagnostics only. Set rollout_is=null, or loss_type=reinforce."

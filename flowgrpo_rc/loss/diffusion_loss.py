@@ -115,16 +115,14 @@ def diffusion_loss(
         ``actor/kept_fraction = 0``.
 
     Raises:
-        ValueError: a missing key or a shape that does not fit, by name; ``clip_widths`` that are no widths; a loss or
-            log ratio that is NaN or infinite, naming the inputs that are.
+        ValueError: a missing key or a shape that does not fit, by name; a loss or log ratio that is NaN or infinite,
+            naming the inputs that are, or that are no clip widths.
 
     Warns:
         UserWarning: everything is rejected; or decoupled mode is to correct, and ``data`` has no weights.
     """
     model_output, data = as_mapping(model_output), as_mapping(data)
     _warn_if_uncorrected(config.rollout_correction, data)
-    if config.diffusion_loss.clip_ratio == "auto":
-        inputs.check_widths(data)
     sums = _sums(config, model_output, data)
     reported, denominator = sums.metrics, sums.denominator
     if dp_group is not None:
@@ -167,7 +165,7 @@ def _sums(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapp
     kl_sum = policy_sum.new_zeros(())
     if config.use_kl_loss:
         kl_sum = _sum(_kl(model_output, data, elements), options, elements)
-    low, high = clip_band(options, inputs.like_log_probs(data, "clip_widths", elements.log_prob))
+    low, high = clip_band(options, inputs.clip_widths(data, elements.log_prob))
     metrics = LossMetrics.of(
         loss_sum=policy_sum,
         denominator=denominator,
@@ -252,7 +250,7 @@ def _objective(
     """The configured objective's terms, and for objectives that do not clip the elements that they leave out."""
     options, rc = config.diffusion_loss, config.rollout_correction
     log_prob, old_log_prob, advantages, weights, keep, _ = elements
-    low, high = clip_band(options, inputs.like_log_probs(data, "clip_widths", log_prob))
+    low, high = clip_band(options, inputs.clip_widths(data, log_prob))
     if rc.bypass_mode and rc.loss_type == "reinforce":
         terms = reinforce(log_prob, old_log_prob, advantages, weights=weights, keep=keep)
         return terms, torch.zeros_like(terms.loss, dtype=torch.bool)

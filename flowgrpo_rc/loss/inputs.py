@@ -48,23 +48,14 @@ def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor |
     return value
 
 
-def check_widths(data: TensorMapping) -> None:
-    """Half widths of a clip band lie above 0 and are finite.
+def clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
+    """``clip_widths``, with NaN for what is none, so that the loss is not finite either: no wait for the device."""
+    widths = like_log_probs(data, "clip_widths", log_prob)
+    return None if widths is None else torch.where(_is_width(widths), widths, torch.nan)
 
-    Raises:
-        ValueError: some do not.
-    """
-    widths, mask = optional(data, "clip_widths"), optional(data, "response_mask")
-    if widths is None:
-        return
-    bad = ~((widths > 0) & torch.isfinite(widths))
-    if mask is not None and mask.shape == widths.shape:
-        bad = bad & mask.bool()
-    if bad.any():
-        raise ValueError(
-            f"clip_widths: {int(bad.sum())} of {widths.numel()} are not finite numbers above 0, the first is "
-            f"{float(widths[bad][0])}; they are half widths of the clip band"
-        )
+
+def _is_width(values: Tensor) -> Tensor:
+    return (values > 0) & torch.isfinite(values)
 
 
 def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
@@ -129,9 +120,12 @@ def not_finite(**mappings: TensorMapping) -> str:
     for where, tensors in mappings.items():
         for name in tensors.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
             value = tensors[name]
-            bad = int((~torch.isfinite(value)).sum()) if isinstance(value, Tensor) else 0
+            if not isinstance(value, Tensor):
+                continue
+            bad = int((~(_is_width(value) if name == "clip_widths" else torch.isfinite(value))).sum())
             if bad:
-                found.append(f"{bad} of {value.numel()} in {where}[{name!r}]")
+                kind = " (or not above 0)" if name == "clip_widths" else ""
+                found.append(f"{bad} of {value.numel()} in {where}[{name!r}]{kind}")
     if found:
         return f"NaN or infinite, masked values included: {', '.join(found)}"
     return "all of this rank's inputs are finite: another rank's are not, or a std is 0, or a weight or mean is extreme"

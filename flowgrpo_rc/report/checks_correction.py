@@ -137,11 +137,13 @@ def _diagnoses(history: History) -> str | None:
 
 
 def _of_the_rejection(history: History) -> str | None:
-    """``auto`` is for one criterion of whole rows."""
+    """``auto`` is for one criterion of whole rows; without one it is the weights' mask mode that rejects."""
     threshold, option = history.correction("rollout_rs_threshold"), history.correction("rollout_rs")
     precision = "or bring the engine's precision closer to the actor's."
     if threshold == "auto":
         return f"Raise rollout_rs_auto_max, {precision}"
+    if option is None and history.correction("rollout_is_mode") == "mask":
+        return f"Widen rollout_is_threshold, {precision}"
     one = option is None or (str(option).startswith("seq_") and "," not in str(option))
     return None if one else f"Widen rollout_rs_threshold, {precision}"
 

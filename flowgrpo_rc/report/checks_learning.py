@@ -109,11 +109,12 @@ def policy_shift(history: History) -> Measurement | None:
 
 
 GUARDED = {
-    "clip": "samples outside the clip band before anything was learned",
-    "rejected": "samples rejected or without weight",
-    "engine_gap": "engine and actor with equal weights",
+    "clip": ("samples outside the clip band before anything was learned", "clip_first"),
+    "rejected": ("samples rejected", "rejected"),
+    "zeroed": ("importance weights of 0", "is_dropped"),
+    "engine_gap": ("engine and actor with equal weights", "engine_gap"),
 }
-"""What the guard watches, by the end of ``guard/alarm_...``."""
+"""What the guard watches, by the end of ``guard/alarm_...``: in words, and the check whose advice is for it."""
 
 
 def guard_alarms(history: History) -> Measurement | None:
@@ -124,7 +125,7 @@ def guard_alarms(history: History) -> Measurement | None:
     raised, away = alarms.values[-1] > 0, fled is not None and fled.values[-1] > 0
     named = {name: history.recent(f"guard/alarm_{name}") for name in GUARDED}
     causes = [name for name, series in named.items() if series is not None and series.values[-1] > 0]
-    over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
+    over = f": {', '.join(GUARDED[name][0] for name in causes)}" if causes else ""
     advice = " ".join(dict.fromkeys(_remedy(history, name) for name in causes)) or None
     if away:
         says = f"the guard has the run in decoupled mode at step {alarms.steps[-1]}{over}"
@@ -134,12 +135,11 @@ def guard_alarms(history: History) -> Measurement | None:
 
 
 def _remedy(history: History, cause: str) -> str:
-    check = {check.name: check for check in (*GAP_CHECKS, *CORRECTION_CHECKS)}[GUARD_CHECKS[cause]]
+    """Of bypass mode, where it was caused, also where the guard has left it since."""
+    if cause == "clip" and history.setting(f"{LOSS}.clip_ratio") == "auto":
+        return "Raise diffusion_loss.auto_clip_max."
+    check = next(c for c in (*GAP_CHECKS, *CORRECTION_CHECKS) if c.name == GUARDED[cause][1])
     return check.suited(history) or check.advice
-
-
-GUARD_CHECKS = {"clip": "clip_first", "rejected": "rejected", "engine_gap": "engine_gap"}
-"""Which check's advice is for which alarm."""
 
 
 def not_finite(history: History) -> Measurement | None:

@@ -2,19 +2,23 @@
 
 from typing import Any
 
-from flowgrpo_rc.report.checks_correction import is_bound
+from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS, is_bound
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.panel import Panel, Theme, ends, line, logarithmic, several, share_axis
 
-VETO_LIMIT, ESS_LIMITS = 0.1, (0.5, 0.3)
-"""Where vetoed rows, and the effective sample size of tokens (watch, problem), stop being healthy."""
 REJECTION_LINES = (
     ("rollout_corr/rollout_rs_masked_fraction", "rejected steps"),
     ("rollout_corr/rollout_rs_seq_masked_fraction", "rejected rows"),
     ("rollout_corr/rollout_is_veto_fraction", "vetoed rows"),
     ("reward/zero_std_fraction", "groups with equal rewards"),
 )
+
+
+def _band(history: History, name: str) -> Any:
+    """The limits of a check, for this kind of log-prob."""
+    check = next(check for check in CORRECTION_CHECKS if check.name == name)
+    return check.sde if history.sde else check.tokens
 
 
 def draw_rejection(history: History, axes: Any, theme: Theme) -> None:
@@ -28,7 +32,8 @@ def draw_rejection(history: History, axes: Any, theme: Theme) -> None:
             line(axes, series, label, color, linestyle=style)
     veto = history.series("rollout_corr/rollout_is_veto_fraction")
     if veto is not None and max(veto.values) > 0:
-        axes.axhline(VETO_LIMIT, color=theme.red, linestyle="--", linewidth=1.2, label=f"veto limit {VETO_LIMIT:g}")
+        limit = _band(history, "veto").problem_high
+        axes.axhline(limit, color=theme.red, linestyle="--", linewidth=1.2, label=f"vetoed rows, limit {limit:g}")
     share_axis(axes)
 
 
@@ -62,8 +67,9 @@ def describe_weights(history: History) -> str | None:
 def draw_ess(history: History, axes: Any, theme: Theme) -> None:
     """Effective sample size."""
     line(axes, history.series("rollout_corr/rollout_is_eff_sample_size"), "effective sample size", theme.blue)
-    for limit, style in zip(ESS_LIMITS, (":", "--"), strict=True):
-        axes.axhline(limit, color=theme.red, linestyle=style, linewidth=1.2, label=f"{limit:g}")
+    band = _band(history, "ess")
+    for name, limit, style in (("watch", band.low, ":"), ("problem", band.problem_low, "--")):
+        axes.axhline(limit, color=theme.red, linestyle=style, linewidth=1.2, label=f"{name} below {limit:g}")
     axes.set_ylim(-0.02, 1.05)
     axes.set(xlabel="step", ylabel="share of the batch")
 
@@ -81,7 +87,7 @@ def draw_kl(history: History, axes: Any, theme: Theme) -> None:
     for (name, label), color in zip(KL_LINES, (theme.blue, theme.orange), strict=True):
         line(axes, history.series(name), label, color)
     axes.axhline(0, color=theme.soft, linewidth=0.8)
-    axes.set(xlabel="step", ylabel="nats, as log-probs are")
+    axes.set(xlabel="step", ylabel="in units of the log-probs")
 
 
 def describe_kl(history: History) -> str | None:

@@ -89,7 +89,7 @@ def advise(
     broken = overall.nats / dimensions > BROKEN_GAP
     clips, dppo = rc.loss_type == "ppo_clip", loss.loss_mode == "flow_dppo"
     emptied = rc.bypass_mode and clips and overall.clipped > CLIPPED_LIMIT
-    much_removed = overall.rejected + overall.zeroed > float(rc.guard_rejected_fraction)
+    much_removed = max(overall.rejected, overall.zeroed) > float(rc.guard_rejected_fraction)
     needed, narrow = _round_up(3 * overall.clip_q90), _narrowest(config)
     fits = not broken and (needed <= WIDEST or (rc.bypass_mode and not clips))
     mode = "bypass" if fits else "decoupled"
@@ -104,7 +104,7 @@ def advise(
     reasons.append(_of_the_clip(config, overall, emptied=emptied))
     if rc.bypass_mode and clips and not emptied:
         reasons += [_of_a_timestep(config, step) for step in steps if step.clipped > CLIPPED_LIMIT]
-    reasons += _of_the_lag(config, mode) + _of_what_is_removed(config, overall, much_removed)
+    reasons += _of_the_lag(config, mode) + _of_what_is_removed(config, overall)
     if emptied and fits:
         knob = "kl_mask_threshold" if dppo else "clip_ratio"
         reasons.append(f"{knob}={wanted:g} holds the gap; decoupled mode does without")
@@ -147,9 +147,19 @@ def _of_the_clip(config: FlowGRPOConfig, overall: StepGap, *, emptied: bool) -> 
 
 def _of_a_timestep(config: FlowGRPOConfig, step: StepGap) -> str:
     loss = config.actor_rollout_ref.actor.diffusion_loss
-    own = "" if loss.needs_old_means else "; clip_ratio=auto gives every timestep a band of its own"
+    own = ""
+    if loss.clip_ratio == "auto":
+        own = ", a higher auto_clip_max hold it"
+    elif _takes_auto(config):
+        own = ", clip_ratio=auto give every timestep a band of its own"
     says = f"at timestep {step.timestep:g} it is {step.clipped:.0%}, and what is learned there chosen by that error"
     return f"{says}; rollout.algo.sde_window_range can leave it out{own}"
+
+
+def _takes_auto(config: FlowGRPOConfig) -> bool:
+    """Whether ``clip_ratio=auto`` would be accepted in bypass mode."""
+    loss = config.actor_rollout_ref.actor.diffusion_loss
+    return not loss.needs_old_means and loss.clip_ratio_low is None and loss.clip_ratio_high is None
 
 
 def _of_the_lag(config: FlowGRPOConfig, mode: str) -> list[str]:
@@ -157,27 +167,30 @@ def _of_the_lag(config: FlowGRPOConfig, mode: str) -> list[str]:
     rc, lag = config.rollout_correction, config.actor_rollout_ref.rollout.adapter_lag
     if not lag or rc.loss_type != "ppo_clip" or not (rc.bypass_mode or mode == "bypass"):
         return []
+    remedies = ["clip_ratio=auto follows it"] if _takes_auto(config) else []
+    if config.actor_rollout_ref.actor.diffusion_loss.loss_mode != "flow_dppo":
+        remedies.append("guard=fallback watches it")
     return [
         f"adapter_lag={lag} adds the policy's own movement to this gap wherever the clip is centred at the engine, "
-        "most in the first batches, which cannot be measured before training; clip_ratio=auto follows it, "
-        "guard=fallback watches it, decoupled mode does without"
+        f"most in the first batches, which cannot be measured before training; {', '.join(remedies)}"
+        f"{', ' if remedies else ''}decoupled mode does without"
     ]
 
 
-def _of_what_is_removed(config: FlowGRPOConfig, overall: StepGap, much: bool) -> list[str]:
+def _of_what_is_removed(config: FlowGRPOConfig, overall: StepGap) -> list[str]:
     rc, found = config.rollout_correction, []
+    rejects = "rollout_is_threshold"
+    if rc.rollout_rs is not None:
+        rejects = "rollout_rs_auto_max" if rc.rollout_rs_threshold == "auto" else "rollout_rs_threshold"
     for share, what, knob in (
-        (overall.rejected, "rejection removes", f"rollout_rs_{'auto_max' if _calibrated(config) else 'threshold'}"),
+        (overall.rejected, "rejection removes", rejects),
         (overall.zeroed, "importance weights are 0 for", "rollout_is_threshold"),
     ):
         if share:
+            much = share > float(rc.guard_rejected_fraction)
             limit = f" (limit {float(rc.guard_rejected_fraction):.0%}): widen {knob}" if much else ""
             found.append(f"{what} {share:.0%} of the samples for the gap alone{limit}")
     return found
-
-
-def _calibrated(config: FlowGRPOConfig) -> bool:
-    return config.rollout_correction.rollout_rs_threshold == "auto"
 
 
 def _rejection_band(config: FlowGRPOConfig, gap: Float[Tensor, "B W"]) -> str:

@@ -41,9 +41,15 @@ def clipping(
     if loss.loss_mode == "flow_dppo":  # beyond the threshold it leaves out what moves further away: one half
         return Clipping(kl, kl >= loss.kl_mask_threshold)
     log_ratio = (gap + kl) * stds.to(gap) if loss.loss_mode == "grpo_guard" else gap
-    low, high = clip_band(loss, widths)
-    ratio = log_ratio.exp()
-    return Clipping(log_ratio.abs(), (ratio < 1 - low) | (ratio > 1 + high))
+    return Clipping(log_ratio.abs(), outside(log_ratio, loss, widths))
+
+
+def outside(
+    log_ratio: Float[Tensor, "..."], loss: DiffusionLossConfig, widths: Float[Tensor, "..."] | None
+) -> Bool[Tensor, "..."]:
+    """Which ratios lie outside the configured clip band."""
+    (low, high), ratio = clip_band(loss, widths), log_ratio.exp()
+    return (ratio < 1 - low) | (ratio > 1 + high)
 
 
 def limit_words(loss: DiffusionLossConfig) -> str:

@@ -15,15 +15,17 @@ from accelerate import PartialState
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
-CLIP, REJECTED, GAP = "clip", "rejected", "engine_gap"
+CLIP, REJECTED, ZEROED, GAP = "clip", "rejected", "zeroed", "engine_gap"
 ENGINE_GAP = "rollout_sync/engine_gap_per_dimension"
-ZEROED = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
-"""Share of importance weights set to 0, where the loss uses them."""
+ZERO_WEIGHTS = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
+"""Share of importance weights set to 0."""
 
 _DIAGNOSIS = {
     CLIP: "{value:.0%} of the samples lay outside the clip band before anything was learned (limit {limit:.0%}), so "
     "the engine's error has a say in what is learned. {remedy}, or set rollout_correction.bypass_mode=false",
-    REJECTED: "{value:.0%} of the samples were rejected or had a weight of 0 (limit {limit:.0%}). {remedy}, or bring "
+    REJECTED: "{value:.0%} of the samples were rejected (limit {limit:.0%}). {remedy}, or bring the engine's precision "
+    "closer to the actor's",
+    ZEROED: "{value:.0%} of the importance weights were 0 (limit {limit:.0%}). Widen rollout_is_threshold, or bring "
     "the engine's precision closer to the actor's",
     GAP: "engine and actor differ by {value:.2g} in mean |log ratio| per latent dimension with equal weights (limit "
     "{limit:g}), so the engine computes something else. Compare dtype, quantization, attention kernels and schedule",
@@ -41,7 +43,7 @@ class Guard:
     def __init__(self, config: FlowGRPOConfig, actor: DiffusionActor) -> None:
         self._actor, self._configured = actor, config.actor_rollout_ref.actor
         self._rc = config.rollout_correction
-        self._over = {CLIP: 0, REJECTED: 0, GAP: 0}
+        self._over = dict.fromkeys(_DIAGNOSIS, 0)
         self._said: set[str] = set()
         self._causes: set[str] = set()
         self._safe = self._returns = 0
@@ -84,19 +86,15 @@ class Guard:
     def _may_fall_back(self) -> bool:
         return self._rc.guard == "fallback" and self._actor.config.rollout_correction.bypass_mode
 
-    @property
-    def _only_diagnoses(self) -> bool:
-        """Whether importance weights do not enter the loss."""
-        rc = self._actor.config.rollout_correction
-        return rc.bypass_mode and rc.loss_type == "ppo_clip"
-
     def _signals(self, metrics: dict[str, float]) -> dict[str, tuple[float, float]]:
         """Value and limit of what there is to watch; ``reinforce`` and ``flow_dppo`` do not clip."""
         rc, config, found = self._rc, self._actor.config, {}
         if config.rollout_correction.loss_type == "ppo_clip" and config.diffusion_loss.loss_mode != "flow_dppo":
             found[CLIP] = (metrics["actor/pg_clipfrac_first"], float(rc.guard_clip_fraction))
-        zeroed = 0.0 if self._only_diagnoses else max(metrics.get(name, 0.0) for name in ZEROED)
-        found[REJECTED] = (max(1 - metrics["actor/kept_fraction"], zeroed), float(rc.guard_rejected_fraction))
+        found[REJECTED] = (1 - metrics["actor/kept_fraction"], float(rc.guard_rejected_fraction))
+        if config.rollout_correction.weights_act:
+            zeroed = max(metrics.get(name, 0.0) for name in ZERO_WEIGHTS)
+            found[ZEROED] = (zeroed, float(rc.guard_rejected_fraction))
         if ENGINE_GAP in metrics:
             found[GAP] = (metrics[ENGINE_GAP], float(rc.guard_engine_gap))
         return found
@@ -135,12 +133,12 @@ class Guard:
         """Back to bypass mode when all has been at most half of its limit for long enough.
 
         What bypass mode would clip is the probe's to say: without one, or with an objective whose ratio it does not
-        measure, the run stays in decoupled mode.
+        measure, the run stays in decoupled mode. Weights of 0 do nothing in bypass mode.
         """
         outside = metrics.get("rollout_sync/outside_clip")
         if outside is None:
             return
-        halves = [value <= limit / 2 for name, (value, limit) in signals.items() if name != CLIP]
+        halves = [value <= limit / 2 for name, (value, limit) in signals.items() if name not in (CLIP, ZEROED)]
         safe = outside <= float(self._rc.guard_clip_fraction) / 2 and all(halves)
         self._safe = self._safe + 1 if safe else 0
         wait = self._rc.guard_return_after * 2**self._returns

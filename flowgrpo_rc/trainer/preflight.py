@@ -28,6 +28,7 @@ from flowgrpo_rc.trainer.advice import Advice, StepGap, advise
 from flowgrpo_rc.trainer.clipping import Clipping, clipping
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.gap import to_nats
+from flowgrpo_rc.trainer.setup import clip_bands, rejection_bands
 from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
 
 
@@ -95,7 +96,7 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
     try:
         _, seconds["update"] = _timed(trainer, lambda: _update(trainer, batch, conditioning))
     except NonFiniteUpdateError as error:
-        failure = f"an optimizer step on these samples fails: {error}"
+        failure = f"an optimizer step on these samples fails: {str(error).partition(';')[0]}"
     return Preflight(
         setting=_setting(config, batch, widths),
         steps=tuple(steps),
@@ -186,18 +187,18 @@ def _sample(trainer: FlowGRPOTrainer, images: int) -> tuple[TensorDict, Conditio
 
 def _fate(trainer: FlowGRPOTrainer, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Fate:
     """What the configured correction makes of the engine's draws; ``auto`` is calibrated on this very gap."""
-    rc, bands, bounds = trainer.config.rollout_correction, trainer.run.rejection_bands, None
+    rc, bands, bounds = trainer.config.rollout_correction, rejection_bands(trainer.config), None
     if bands is not None:
         bands.observe(batch["timesteps"], gap)
         bounds = batch["rollout_rs_bounds"] = bands.bounds(batch["timesteps"])
     weights, mask, _ = compute_rollout_correction(gap, torch.zeros_like(gap), config=rc, rs_bounds=bounds)
-    weighs = weights is not None and not (rc.bypass_mode and rc.loss_type == "ppo_clip")
-    return Fate(mask, weights == 0 if weighs else torch.zeros_like(mask))
+    acts = weights is not None and rc.weights_act
+    return Fate(mask, weights == 0 if acts else torch.zeros_like(mask))
 
 
 def _clip_widths(trainer: FlowGRPOTrainer, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Tensor | None:
     """Of ``clip_ratio=auto``, calibrated on this very gap; the update reads them too."""
-    bands = trainer.run.clip_bands
+    bands = clip_bands(trainer.config)
     if bands is None:
         return None
     bands.observe(batch["timesteps"], gap)

@@ -17,11 +17,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor, NonFiniteUpdateError
-from flowgrpo_rc.loss.diffusion_loss import clip_band
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.sde import transition_kl
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.bands import ClipBands, RejectionBands
+from flowgrpo_rc.trainer.clipping import outside
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.gap import GapSample, gap_metrics, to_nats
 
@@ -114,9 +114,7 @@ class Probe:
     def _outside_clip(self, sample: GapSample) -> float:
         """Share of the probed steps that a clip centred at the engine's log-probs leaves out before any learning."""
         widths = None if self._clip is None else self._clip.widths(sample.timesteps).double()
-        low, high = clip_band(self._loss, widths)
-        ratio = sample.total.exp()
-        return float(((ratio < 1 - low) | (ratio > 1 + high)).double().mean())
+        return float(outside(sample.total, self._loss, widths).double().mean())
 
     def _warn(self, metrics: dict[str, float], step: int) -> None:
         limit, gap = self._rollout.probe.warn_gap, metrics[f"{PREFIX}engine_gap_per_dimension"]

@@ -94,8 +94,8 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         total_steps=total_steps,
         fingerprint=_fingerprint(config, model),
         guard=Guard(config, actor),
-        clip_bands=_clip_bands(config),
-        rejection_bands=_rejection_bands(config),
+        clip_bands=clip_bands(config),
+        rejection_bands=rejection_bands(config),
     )
 
 
@@ -126,12 +126,14 @@ def _load(
     return model, encoder, engine, actor
 
 
-def _clip_bands(config: FlowGRPOConfig) -> ClipBands | None:
+def clip_bands(config: FlowGRPOConfig) -> ClipBands | None:
+    """New ones, for ``clip_ratio=auto``."""
     loss = config.actor_rollout_ref.actor.diffusion_loss
     return ClipBands(loss.auto_clip_min, loss.auto_clip_max) if loss.clip_ratio == "auto" else None
 
 
-def _rejection_bands(config: FlowGRPOConfig) -> RejectionBands | None:
+def rejection_bands(config: FlowGRPOConfig) -> RejectionBands | None:
+    """New ones, for ``rollout_rs_threshold=auto``."""
     rc = config.rollout_correction
     return RejectionBands(rc) if rc.plan().calibrated else None
 

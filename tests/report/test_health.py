@@ -248,6 +248,7 @@ def test_guard(alarms, fled, level):
     [
         ("clip", "at step 30: samples outside the clip band before", "Widen diffusion_loss.clip_ratio."),
         ("rejected", "at step 30: samples rejected", "Widen rollout_rs_threshold or set it to auto"),
+        ("zeroed", "at step 30: importance weights of 0", "Widen the band of rollout_is_threshold"),
         ("engine_gap", "at step 30: engine and actor with equal", "Compare dtype"),
     ],
 )
@@ -259,6 +260,18 @@ def test_the_guard_says_what_for(cause, says, advice):
     assert says in finding.measured
     assert finding.advice.startswith(advice)
     assert "bypass_mode=false" not in finding.advice
+
+
+def test_after_a_calibrated_clip_the_guard_means_its_upper_bound():
+    """In decoupled mode ``auto_clip_min`` is in force, but bypass mode was at the other end."""
+    made = rows(30, guard__alarms=0.0, guard__fallback=1.0, guard__alarm_clip=1.0)
+    config = settings(**{f"{RC}__guard": "fallback", f"{LOSS}__clip_ratio": "auto"})
+    assert found(made, config, "guard").advice == "Raise diffusion_loss.auto_clip_max."
+
+
+def test_where_only_the_mask_mode_of_weights_rejects_it_is_to_be_widened():
+    config = settings(**{f"{RC}__rollout_rs": None, f"{RC}__rollout_is_mode": "mask"})
+    assert found(rows(actor__kept_fraction=0.2), config, "rejected").advice.startswith("Widen rollout_is_threshold")
 
 
 OF_DENSITIES = ("gap_mean", "kl", "k3_kl", "ppl_ratio", "log_ppl_abs_diff")

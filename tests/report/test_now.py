@@ -166,13 +166,13 @@ def test_the_band_is_drawn_where_the_gap_fills_it(title):
     assert panel("Gap between engine and actor").describe(History([{"reward/mean": 1.0}], settings())) is None
 
 
-def drawn(title, made):
+def drawn(title, made, *config):
     """The panel's sentence, and ``{label: y values}`` of its lines."""
     from matplotlib.figure import Figure
 
     from flowgrpo_rc.report.panel import LIGHT
 
-    history, axes = History(made, settings()), Figure().subplots()
+    history, axes = History(made, *(config or [settings()])), Figure().subplots()
     panel(title).draw(history, axes, LIGHT)
     return panel(title).describe(history), {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
 
@@ -183,7 +183,7 @@ def drawn(title, made):
         ("KL of rollout from training", {"kl": -2e-4, "k3_kl": 3e-8}, [0, 0]),
         ("Perplexity ratio", {"ppl_ratio": 0.999}, [1, 1]),
         ("Chi-squared divergence", {"chi2_token": 1e-7, "chi2_seq": 2e-7}, [1, 1]),
-        ("Effective sample size", {"rollout_is_eff_sample_size": 0.9}, [0.3, 0.3]),
+        ("Effective sample size", {"rollout_is_eff_sample_size": 0.95}, [0.3, 0.3]),
         ("Samples that teach nothing", {"rollout_is_veto_fraction": 0.02}, [0.1, 0.1]),
     ],
 )
@@ -195,6 +195,14 @@ def test_divergences_are_drawn_against_their_reference(title, values, reference,
         assert number(value) in says
     assert reference in lines.values()
     assert panel(title).describe(History([{"reward/mean": 1.0}])) is None
+
+
+def test_the_lines_of_a_figure_are_the_limits_of_its_check():
+    """Those of SDE steps are narrower than those of tokens."""
+    made = [{"rollout_corr/rollout_is_eff_sample_size": 0.95}] * 5
+    sde, tokens = (drawn("Effective sample size", made, config)[1] for config in (settings(), None))
+    assert sde["watch below 0.9"] == [0.9, 0.9]
+    assert tokens["watch below 0.5"] == [0.5, 0.5]
 
 
 def test_sizes_and_nats_by_timestep_are_two_figures_and_a_signed_mean_is_in_neither():

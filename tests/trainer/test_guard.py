@@ -34,6 +34,7 @@ QUIET = {
     "guard/alarms": 0,
     "guard/alarm_clip": 0,
     "guard/alarm_rejected": 0,
+    "guard/alarm_zeroed": 0,
     "guard/alarm_engine_gap": 0,
     "guard/fallback": 0,
 }
@@ -127,14 +128,15 @@ def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text, 
         ("actor/", (), 0),  # a diagnosis
     ],
 )
-def test_weights_of_0_count_as_rejected_where_they_enter_the_loss(prefix, settings, alarm):
+def test_weights_of_0_are_watched_where_they_enter_the_loss(prefix, settings, alarm):
     guard, _ = guarded(*settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
             found = guard(HEALTHY | {f"{prefix}rollout_corr/rollout_is_oob_ratio": 0.7}, step)
-    assert found["guard/alarm_rejected"] == alarm
-    assert ["70% of the samples were rejected or had a weight of 0" in str(w.message) for w in caught] == [True] * alarm
+    assert (found["guard/alarm_zeroed"], found["guard/alarm_rejected"]) == (alarm, 0)
+    said = "70% of the importance weights were 0 (limit 50%). Widen rollout_is_threshold, or"
+    assert [said in str(w.message) for w in caught] == [True] * alarm
 
 
 def test_a_change_of_mode_is_told_without_a_console(small_config):
@@ -144,6 +146,15 @@ def test_a_change_of_mode_is_told_without_a_console(small_config):
     with pytest.warns(UserWarning, match="samples lay outside the clip band .* Falling back to decoupled mode"):
         metrics = trainer.train_step()
     assert (metrics["guard/alarm_clip"], metrics["guard/fallback"]) == (1, 1)
+
+
+def test_weights_that_bypass_mode_leaves_out_do_not_keep_it_away():
+    """After a fallback they act; the mode to return to only diagnoses by them."""
+    guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=5")
+    feed(guard, 3, clip=0.5)
+    for step in range(5):
+        found = guard(HEALTHY | {"rollout_corr/rollout_is_oob_ratio": 0.3}, step)
+    assert found["guard/fallback"] == 0
 
 
 def test_without_a_probe_it_stays_where_it_fell():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -255,7 +256,7 @@ def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
     narrow = run_preflight(FlowGRPOTrainer(small_config(*auto, f"{LOSS}.auto_clip_max=1e-4", folder="n")), 16)
     assert not narrow.advice.safe
     assert "outside clip_ratio=auto (1e-05 to 0.0001) before" in narrow.advice.reasons[0]
-    assert narrow.advice.clip_ratio == pytest.approx(3 * result.overall.abs_q90, rel=1.5)
+    assert 3 * result.overall.abs_q90 <= narrow.advice.clip_ratio <= 2.5 * 3 * result.overall.abs_q90
     assert "clip band auto, 1 +- " in report(result)
     assert "clip_ratio=auto;" in report(result)
 
@@ -271,6 +272,39 @@ def test_one_emptied_timestep_is_named(small_config):
     assert steps[1].clipped == pytest.approx(0.992, abs=0.02)  # a normal gap of .1 outside a band of 1e-3
     assert sum(f"at timestep 100 it is {share}" in reason for reason in reasons) == 1
     assert not any("timestep 900" in reason for reason in reasons)
+
+
+def test_the_bands_of_a_checkpoint_do_not_enter(small_config):
+    """They hold staleness, and gaps of another engine."""
+    auto = (BYPASS, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-6", f"{RC}.rollout_rs_threshold=auto")
+    first = run_preflight(FlowGRPOTrainer(small_config(*auto, folder="fresh")), 8)
+    resumed = FlowGRPOTrainer(small_config(*auto, folder="resumed"))
+    times = torch.tensor([[step.timestep] for step in first.steps] * 64)
+    for bands in (resumed.run.clip_bands, resumed.run.rejection_bands):
+        bands.observe(times, torch.full_like(times, 0.5))
+    second = run_preflight(resumed, 8)
+    assert first.setting["clip_band"] == second.setting["clip_band"]
+    assert first.overall == second.overall
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ((f"{CLIP}=1e-3",), "clip_ratio=auto give every timestep"),
+        ((f"{CLIP}=auto",), "higher auto_clip_max"),
+        ((f"{CLIP}_low=1e-3",), None),
+        ((f"{LOSS}.loss_mode=grpo_guard",), None),
+    ],
+)
+def test_hints_are_ones_that_the_configuration_takes(small_config, settings, hint):
+    gap = 1e-4 * torch.ones(100, 1, dtype=torch.float64)
+    step = replace(measured(gap.flatten(), timestep=100.0), clipped=0.9)
+    config = small_config(BYPASS, "actor_rollout_ref.rollout.adapter_lag=1", *settings)
+    said = " ".join(advise(config, measured(gap.flatten()), gap, 512, [step]).reasons)
+    assert "at timestep 100 it is 90%" in said
+    assert (hint or "sde_window_range can leave it out") in said
+    assert ("clip_ratio=auto follows it" in said) is (hint is not None)
+    assert hint is not None or "clip_ratio=auto give" not in said
 
 
 @pytest.mark.parametrize(("zeroed", "safe"), [(0.2, True), (0.8, False)])
@@ -335,16 +369,14 @@ def test_an_update_that_fails_is_not_safe(small_config):
 
 def test_a_sliding_window_is_probed_at_its_own_places(small_config):
     algo = "actor_rollout_ref.rollout.algo"
-    window = (f"{algo}.sde_window_size=2", f"{algo}.sde_window_range=[0,3]")
+    window = (f"{algo}.sde_window_size=2", f"{algo}.sde_window_range=[0,4]")
     found = {}
     for strategy in ("random", "progressive"):
         trainer = FlowGRPOTrainer(small_config(BYPASS, *window, f"{algo}.sample_strategy={strategy}", folder=strategy))
         found[strategy] = run_preflight(trainer, 2)
-    assert found["random"].setting["images"] == found["progressive"].setting["images"] == 2 * 2  # [0, 1] and [1, 2]
-    trainer = FlowGRPOTrainer(
-        small_config(BYPASS, f"{algo}.sde_window_size=1", f"{algo}.sde_window_range=[0,3]", folder="one")
-    )
-    assert run_preflight(trainer, 2).setting["images"] == 3 * 2
+    assert (found["random"].setting["images"], found["progressive"].setting["images"]) == (3 * 2, 2 * 2)
+    assert [step.count for step in found["random"].steps] == [2, 4, 4, 2]  # from 0, 1, 2
+    assert [step.count for step in found["progressive"].steps] == [2, 2, 2, 2]  # from 0, 2
 
 
 def test_equal_engines_have_no_gap(small_config):
