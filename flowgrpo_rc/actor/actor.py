@@ -345,7 +345,9 @@ class DiffusionActor:
         self, total: LossMetrics, first: dict[str, float], norms: list[float], gap: MetricAccumulator
     ) -> dict[str, float]:
         metrics = total.compute()
-        metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"] / (first["actor/kept_fraction"] or 1.0)
+        kept = first["actor/kept_fraction"] or 1.0
+        metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"] / kept
+        metrics["actor/pg_clipfrac_inert_first"] = first["actor/pg_clipfrac_inert"] / kept
         metrics["actor/log_ratio_abs_mean_first"] = first["actor/log_ratio_abs_mean"]
         metrics["actor/ratio_deviation_first"] = max(
             abs(first["actor/ratio_max"] - 1), abs(first["actor/ratio_min"] - 1)

@@ -87,6 +87,17 @@ def clipped(metric: str, *others: str):
     return lambda history: measure(history) if history.clips else None
 
 
+def clipped_first(history: History) -> Measurement | None:
+    """What the gap alone puts beyond the objective's limit; ``flow_dppo`` leaves out one half of that."""
+    if not history.masks:
+        return clipped("actor/pg_clipfrac_first", "rollout_sync/outside_clip")(history)
+    series = history.recent("actor/pg_clipfrac_inert_first")
+    if series is None:
+        return None
+    says = f"twice {series.metric} is {number(2 * series.mean)} {span_words(series.span)}"
+    return Measurement(min(2 * series.mean, 1.0), series.metric, series.span, says)
+
+
 _CLIP = "diffusion_loss.clip_ratio"
 
 
@@ -96,7 +107,9 @@ def wider(rest: str, *, or_decoupled: bool = False):
     def suited(history: History) -> str | None:
         if history.config is None:
             return None
-        if history.setting(f"{LOSS}.clip_ratio") == "auto":
+        if history.masks:
+            knob = "Raise diffusion_loss.kl_mask_threshold"
+        elif history.setting(f"{LOSS}.clip_ratio") == "auto":
             knob = f"Raise diffusion_loss.auto_clip_{'min' if history.fallen_back else 'max'}"
         elif history.clip_sides:
             knob = f"Widen {_CLIP}_low and clip_ratio_high"
@@ -114,7 +127,7 @@ GAP_CHECKS = (
     Check(
         name="clip_first",
         title="Clipped before anything is learned",
-        measure=clipped("actor/pg_clipfrac_first", "rollout_sync/outside_clip"),
+        measure=clipped_first,
         sde=Band(high=0.1, problem_high=0.25),
         tokens=Band(high=0.1, problem_high=0.25),
         reason="The engine's error picks what is learned: runs with .31 and more unlearned, one with .20 did not.",

@@ -161,6 +161,11 @@ class History:
         return bool(self.correction("bypass_mode", False)) and not self.fallen_back
 
     @property
+    def masks(self) -> bool:
+        """Whether the objective leaves out what lies beyond a KL threshold: ``flow_dppo``."""
+        return self.correction("loss_type", "ppo_clip") == "ppo_clip" and self._loss_mode == "flow_dppo"
+
+    @property
     def clips(self) -> bool:
         """Whether the objective clips at all; ``flow_dppo`` bounds a divergence instead."""
         return self.correction("loss_type", "ppo_clip") == "ppo_clip" and self._loss_mode != "flow_dppo"

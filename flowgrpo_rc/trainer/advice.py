@@ -167,13 +167,11 @@ def _of_the_lag(config: FlowGRPOConfig, mode: str) -> list[str]:
     rc, lag = config.rollout_correction, config.actor_rollout_ref.rollout.adapter_lag
     if not lag or rc.loss_type != "ppo_clip" or not (rc.bypass_mode or mode == "bypass"):
         return []
-    remedies = ["clip_ratio=auto follows it"] if _takes_auto(config) else []
-    if config.actor_rollout_ref.actor.diffusion_loss.loss_mode != "flow_dppo":
-        remedies.append("guard=fallback watches it")
+    follows = "clip_ratio=auto follows it, " if _takes_auto(config) else ""
     return [
         f"adapter_lag={lag} adds the policy's own movement to this gap wherever the clip is centred at the engine, "
-        f"most in the first batches, which cannot be measured before training; {', '.join(remedies)}"
-        f"{', ' if remedies else ''}decoupled mode does without"
+        f"most in the first batches, which cannot be measured before training; {follows}guard=fallback watches it, "
+        "decoupled mode does without"
     ]
 
 

@@ -21,8 +21,8 @@ ZERO_WEIGHTS = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout
 """Share of importance weights set to 0."""
 
 _DIAGNOSIS = {
-    CLIP: "{value:.0%} of the samples lay outside the clip band before anything was learned (limit {limit:.0%}), so "
-    "the engine's error has a say in what is learned. {remedy}, or set rollout_correction.bypass_mode=false",
+    CLIP: "{value:.0%} of the samples lay outside {band} before anything was learned (limit {limit:.0%}), so the "
+    "engine's error has a say in what is learned. {remedy}, or set rollout_correction.bypass_mode=false",
     REJECTED: "{value:.0%} of the samples were rejected (limit {limit:.0%}). {remedy}, or bring the engine's precision "
     "closer to the actor's",
     ZEROED: "{value:.0%} of the importance weights were 0 (limit {limit:.0%}). Widen rollout_is_threshold, or bring "
@@ -87,10 +87,14 @@ class Guard:
         return self._rc.guard == "fallback" and self._actor.config.rollout_correction.bypass_mode
 
     def _signals(self, metrics: dict[str, float]) -> dict[str, tuple[float, float]]:
-        """Value and limit of what there is to watch; ``reinforce`` and ``flow_dppo`` do not clip."""
+        """Value and limit of what there is to watch; ``reinforce`` does not clip.
+
+        ``flow_dppo`` leaves out one half of what lies beyond its threshold: what would move further away.
+        """
         rc, config, found = self._rc, self._actor.config, {}
-        if config.rollout_correction.loss_type == "ppo_clip" and config.diffusion_loss.loss_mode != "flow_dppo":
-            found[CLIP] = (metrics["actor/pg_clipfrac_first"], float(rc.guard_clip_fraction))
+        if config.rollout_correction.loss_type == "ppo_clip":
+            outside = 2 * metrics["actor/pg_clipfrac_inert_first"] if self._dppo else metrics["actor/pg_clipfrac_first"]
+            found[CLIP] = (min(outside, 1.0), float(rc.guard_clip_fraction))
         found[REJECTED] = (1 - metrics["actor/kept_fraction"], float(rc.guard_rejected_fraction))
         if config.rollout_correction.weights_act:
             zeroed = max(metrics.get(name, 0.0) for name in ZERO_WEIGHTS)
@@ -101,14 +105,21 @@ class Guard:
 
     def _text(self, causes: dict[str, tuple[float, float]], step: int) -> str:
         remedies = {CLIP: self._clip_remedy(), REJECTED: self._rejection_remedy()}
+        band = "the trust region" if self._dppo else "the clip band"
         parts = (
-            _DIAGNOSIS[name].format(value=value, limit=limit, remedy=remedies.get(name))
+            _DIAGNOSIS[name].format(value=value, limit=limit, remedy=remedies.get(name), band=band)
             for name, (value, limit) in causes.items()
         )
         return f"step {step}: for {self._rc.guard_patience} updates in a row, {'; '.join(parts)}"
 
+    @property
+    def _dppo(self) -> bool:
+        return self._configured.diffusion_loss.loss_mode == "flow_dppo"
+
     def _clip_remedy(self) -> str:
         loss = self._configured.diffusion_loss
+        if self._dppo:
+            return "Raise diffusion_loss.kl_mask_threshold beyond the gap's KL"
         if loss.clip_ratio == "auto":
             return "Raise diffusion_loss.auto_clip_max"
         if loss.clip_ratio_low is not None or loss.clip_ratio_high is not None:

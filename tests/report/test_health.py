@@ -262,6 +262,14 @@ def test_the_guard_says_what_for(cause, says, advice):
     assert "bypass_mode=false" not in finding.advice
 
 
+@pytest.mark.parametrize(("inert", "level"), [(0.04, "ok"), (0.06, "watch"), (0.2, "problem")])
+def test_of_flow_dppo_twice_what_it_leaves_out_at_first_counts(inert, level):
+    made = rows(actor__pg_clipfrac_first=0.9, actor__pg_clipfrac_inert_first=inert)
+    finding = found(made, settings(**{f"{LOSS}__loss_mode": "flow_dppo"}), "clip_first")
+    assert (finding.level, finding.value) == (level, 2 * inert)
+    assert finding.advice.startswith("Raise diffusion_loss.kl_mask_threshold")
+
+
 def test_after_a_calibrated_clip_the_guard_means_its_upper_bound():
     """In decoupled mode ``auto_clip_min`` is in force, but bypass mode was at the other end."""
     made = rows(30, guard__alarms=0.0, guard__fallback=1.0, guard__alarm_clip=1.0)

@@ -17,6 +17,7 @@ BYPASS = (f"{RC}.bypass_mode=true", f"{CLIP}=0.001")
 FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 HEALTHY = {
     "actor/pg_clipfrac_first": 0.0,
+    "actor/pg_clipfrac_inert_first": 0.0,
     "actor/kept_fraction": 1.0,
     "rollout_sync/engine_gap_per_dimension": 1e-4,
     "rollout_sync/outside_clip": 0.0,
@@ -189,6 +190,19 @@ def test_off_and_what_cannot_fall_back():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         feed(reinforce, 20, clip=1.0)  # nothing is clipped there
+
+
+def test_of_flow_dppo_twice_what_it_leaves_out_is_watched():
+    """Its threshold says nothing of the ratio's clip band."""
+    guard, said = guarded(f"{RC}.guard=fallback", "actor_rollout_ref.actor.diffusion_loss.loss_mode=flow_dppo")
+    for step in range(3):
+        found = guard(HEALTHY | {"actor/pg_clipfrac_first": 0.9, "actor/pg_clipfrac_inert_first": 0.05}, step)
+    assert found == QUIET
+    for step in range(3):
+        found = guard(HEALTHY | {"actor/pg_clipfrac_inert_first": 0.3}, step)
+    assert found["guard/fallback"] == 1
+    assert "60% of the samples lay outside the trust region before" in said[0]
+    assert "Raise diffusion_loss.kl_mask_threshold beyond the gap's KL, or" in said[0]
 
 
 @pytest.mark.parametrize(("loss_mode", "watched"), [("flow_grpo", True), ("grpo_guard", True), ("flow_dppo", False)])
