@@ -1,7 +1,7 @@
 """The guard: watches every update, and moves a run that its gap is wrecking from bypass to decoupled mode.
 
 In bypass mode the clip is centred at the engine's log-probs. Where the gap empties the band, what is left of a batch is
-chosen by the engine's error, and the run unlearns. The first mini-step shows it before anything is lost: its ratios
+chosen by the engine's error, and the run may unlearn. The first mini-step shows it before anything is lost: its ratios
 hold the gap alone (and, with a stale adapter, the policy's movement since).
 """
 
