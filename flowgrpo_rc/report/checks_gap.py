@@ -130,7 +130,7 @@ GAP_CHECKS = (
         measure=clipped_first,
         sde=Band(high=0.1, problem_high=0.25),
         tokens=Band(high=0.1, problem_high=0.25),
-        reason="Then the engine's error picks what is learned: of five runs with .29 to .33 three unlearned, none with .2 did.",
+        reason="The engine's error picks what is learned: at .29 to .33 three of five runs unlearned, at .2 none.",
         advice=f"Widen {_CLIP} beyond the gap or set it to auto, or set rollout_correction.bypass_mode=false.",
         suited=wider("", or_decoupled=True),
     ),
