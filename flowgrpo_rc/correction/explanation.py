@@ -38,6 +38,7 @@ def explain(config: RolloutCorrectionConfig) -> Explanation:
         f"Weighted:  {_weighted(config)}",
         f"Rejected:  {_rejected(config)}",
         f"Cost:      {_cost(config)}",
+        f"Guard:     {_guard(config)}",
     )
     return Explanation("\n".join(lines), tuple(_mistakes(config)))
 
@@ -128,6 +129,19 @@ def _cost(config: RolloutCorrectionConfig) -> str:
     if config.rollout_is_batch_normalize:
         return "a scoring pass of the actor per batch (batch normalisation needs all of it first)"
     return "a scoring pass of the actor per batch, or none where the first mini-batch's own forward supplies pi_old"
+
+
+def _guard(config: RolloutCorrectionConfig) -> str:
+    """Of a training run; thresholds may be text."""
+    if config.guard == "off":
+        return "none"
+    does = "falls back to decoupled mode" if config.guard == "fallback" and config.bypass_mode else "warns"
+    clip = f"{float(config.guard_clip_fraction):.0%} clipped before anything is learned, "
+    return (
+        f"{does} after {config.guard_patience} updates in a row with more than "
+        f"{clip if config.loss_type == 'ppo_clip' else ''}{float(config.guard_rejected_fraction):.0%} rejected, or an "
+        f"engine gap of {float(config.guard_engine_gap):g} per latent dimension"
+    )
 
 
 def _mistakes(config: RolloutCorrectionConfig) -> list[str]:

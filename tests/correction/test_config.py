@@ -518,6 +518,26 @@ def test_a_slime_file_without_keys_is_refused(tmp_path):
         (Config(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
     ],
 )
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"guard": "off"}, "Guard:     none"),
+        (
+            {"bypass_mode": True, "guard": "fallback", "guard_patience": 5},
+            "falls back to decoupled mode after 5 updates",
+        ),
+        (
+            {"bypass_mode": True, "guard_clip_fraction": "0.2"},
+            "warns after 3 updates in a row with more than 20% clipped",
+        ),
+        ({"bypass_mode": True, "loss_type": "reinforce"}, "with more than 50% rejected, or an engine gap of 0.05"),
+        ({"guard": "fallback"}, "warns after"),
+    ],
+)
+def test_the_guard_is_explained(options, said):
+    assert said in explain(RolloutCorrectionConfig.from_dict(options)).text
+
+
 def test_explanations(config, phrases):
     text = explain(config).text
     for phrase in phrases:
