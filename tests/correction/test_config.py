@@ -505,20 +505,6 @@ def test_a_slime_file_without_keys_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "phrases"),
-    [
-        (Config.decoupled_token_is(), ("decoupled PPO with truncated", "three: pi_rollout", "at most 2", "once per")),
-        (Config.decoupled_token_icepop(), ("IcePop", "0 outside [0.5, 5]")),
-        (Config.bypass_ppo_clip(), ("PPO in bypass mode", "two: pi_rollout", "pi_theta/pi_rollout, around 1")),
-        (Config.bypass_pg_is(), ("off-policy REINFORCE with truncated", "Clipped:   nothing", "every mini-step")),
-        (Config.geo_rs(), ("rejection sampling", "[0.999, 1.001]", "veto", "0.0001")),
-        (Config.decoupled_k3_rs(), ("k3 = r - 1 - l", "exceeds 0.01")),
-        (Config(rollout_is_mode="clip", rollout_is_threshold="0.5_3"), ("clipped into [0.5, 3]",)),
-        (Config(rollout_is_mode="mask", rollout_is_threshold="0_3"), ("masked importance", "outside [0, 3]")),
-        (Config(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
-    ],
-)
-@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"guard": "off"}, "Guard:     none"),
@@ -538,6 +524,20 @@ def test_the_guard_is_explained(options, said):
     assert said in explain(RolloutCorrectionConfig.from_dict(options)).text
 
 
+@pytest.mark.parametrize(
+    ("config", "phrases"),
+    [
+        (Config.decoupled_token_is(), ("decoupled PPO with truncated", "three: pi_rollout", "at most 2", "once per")),
+        (Config.decoupled_token_icepop(), ("IcePop", "0 outside [0.5, 5]")),
+        (Config.bypass_ppo_clip(), ("PPO in bypass mode", "two: pi_rollout", "pi_theta/pi_rollout, around 1")),
+        (Config.bypass_pg_is(), ("off-policy REINFORCE with truncated", "Clipped:   nothing", "every mini-step")),
+        (Config.geo_rs(), ("rejection sampling", "[0.999, 1.001]", "veto", "0.0001")),
+        (Config.decoupled_k3_rs(), ("k3 = r - 1 - l", "exceeds 0.01")),
+        (Config(rollout_is_mode="clip", rollout_is_threshold="0.5_3"), ("clipped into [0.5, 3]",)),
+        (Config(rollout_is_mode="mask", rollout_is_threshold="0_3"), ("masked importance", "outside [0, 3]")),
+        (Config(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
+    ],
+)
 def test_explanations(config, phrases):
     text = explain(config).text
     for phrase in phrases:
