@@ -143,7 +143,7 @@ def _draw(result: Any, path: Path) -> None:
     left.legend()
     right.bar(names, [step.clipped for step in steps], color="#2b6cb0")
     right.set(ylim=(0, 1), xlabel="timestep, from noise to image", ylabel="share of samples")
-    right.set_title("Outside a band centred at the engine, before learning")
+    right.set_title("Left out before anything is learned")
     figure.suptitle("Safe" if result.advice.safe else "Not safe", color="#2f855a" if result.advice.safe else "#c53030")
     figure.savefig(path, dpi=120)
     plt.close(figure)
