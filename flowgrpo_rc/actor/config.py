@@ -67,7 +67,7 @@ class DiffusionLossConfig:
             if isinstance(self.clip_ratio, str):
                 raise ValueError(f"{here}.clip_ratio: got {self.clip_ratio!r}; give a number or auto")
             positive(f"{here}.clip_ratio", self.clip_ratio)
-        elif self.clip_ratio_low is not None or self.clip_ratio_high is not None:
+        elif self.has_sides:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with clip_ratio_low or clip_ratio_high; give numbers, or only auto"
             )
@@ -94,6 +94,16 @@ class DiffusionLossConfig:
     def needs_old_means(self) -> bool:
         """Whether the objective compares transition means."""
         return self.loss_mode in MEAN_MODES
+
+    @property
+    def has_sides(self) -> bool:
+        """Whether the clip band has a width of its own on a side."""
+        return self.clip_ratio_low is not None or self.clip_ratio_high is not None
+
+    @property
+    def takes_auto(self) -> bool:
+        """Whether the objective and its sides allow ``clip_ratio=auto``."""
+        return not self.needs_old_means and not self.has_sides
 
 
 @dataclass(kw_only=True, slots=True)

@@ -126,6 +126,8 @@ def _draw(result: Any, path: Path) -> None:
     matplotlib.use("Agg", force=False)
     from matplotlib import pyplot as plt
 
+    from flowgrpo_rc.actor.config import MEAN_MODES
+
     steps, band = result.steps, result.setting["clip_band"]
     names = [f"{step.timestep:.0f}" for step in steps]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -135,7 +137,7 @@ def _draw(result: Any, path: Path) -> None:
         ([s.abs_mean for s in steps], "mean", "-"),
     ):
         left.plot(names, [max(value, 1e-9) for value in values], style, marker="o", color="#2b6cb0", label=label)
-    comparable = result.setting["loss_mode"] not in ("grpo_guard", "flow_dppo")  # which hold something else against it
+    comparable = result.setting["loss_mode"] not in MEAN_MODES  # which hold something else against it
     for width, style in zip(sorted(set(band)) if comparable else (), ("-", "--"), strict=False):
         left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:.3g}")
     left.set(yscale="log", xlabel="timestep, from noise to image", ylabel="|log pi_actor - log pi_engine|")

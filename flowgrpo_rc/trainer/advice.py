@@ -150,24 +150,19 @@ def _of_a_timestep(config: FlowGRPOConfig, step: StepGap) -> str:
     own = ""
     if loss.clip_ratio == "auto":
         own = ", a higher auto_clip_max hold it"
-    elif _takes_auto(config):
+    elif loss.takes_auto:
         own = ", clip_ratio=auto give every timestep a band of its own"
     says = f"at timestep {step.timestep:g} it is {step.clipped:.0%}, and what is learned there chosen by that error"
     return f"{says}; rollout.algo.sde_window_range can leave it out{own}"
 
 
-def _takes_auto(config: FlowGRPOConfig) -> bool:
-    """Whether ``clip_ratio=auto`` would be accepted in bypass mode."""
-    loss = config.actor_rollout_ref.actor.diffusion_loss
-    return not loss.needs_old_means and loss.clip_ratio_low is None and loss.clip_ratio_high is None
-
-
 def _of_the_lag(config: FlowGRPOConfig, mode: str) -> list[str]:
     """Where the run clips around the engine, or is told to."""
     rc, lag = config.rollout_correction, config.actor_rollout_ref.rollout.adapter_lag
+    loss = config.actor_rollout_ref.actor.diffusion_loss
     if not lag or rc.loss_type != "ppo_clip" or not (rc.bypass_mode or mode == "bypass"):
         return []
-    follows = "clip_ratio=auto follows it, " if _takes_auto(config) else ""
+    follows = "clip_ratio=auto follows it, " if loss.takes_auto else ""
     return [
         f"adapter_lag={lag} adds the policy's own movement to this gap wherever the clip is centred at the engine, "
         f"most in the first batches, which cannot be measured before training; {follows}guard=fallback watches it, "
@@ -177,11 +172,8 @@ def _of_the_lag(config: FlowGRPOConfig, mode: str) -> list[str]:
 
 def _of_what_is_removed(config: FlowGRPOConfig, overall: StepGap) -> list[str]:
     rc, found = config.rollout_correction, []
-    rejects = "rollout_is_threshold"
-    if rc.rollout_rs is not None:
-        rejects = "rollout_rs_auto_max" if rc.rollout_rs_threshold == "auto" else "rollout_rs_threshold"
     for share, what, knob in (
-        (overall.rejected, "rejection removes", rejects),
+        (overall.rejected, "rejection removes", rc.rejection_knob),
         (overall.zeroed, "importance weights are 0 for", "rollout_is_threshold"),
     ):
         if share:

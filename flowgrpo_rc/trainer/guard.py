@@ -122,18 +122,15 @@ class Guard:
             return "Raise diffusion_loss.kl_mask_threshold beyond the gap's KL"
         if loss.clip_ratio == "auto":
             return "Raise diffusion_loss.auto_clip_max"
-        if loss.clip_ratio_low is not None or loss.clip_ratio_high is not None:
+        if loss.has_sides:
             return "Widen diffusion_loss.clip_ratio_low and clip_ratio_high beyond the gap"
-        calibrates = self._rc.bypass_mode and not loss.needs_old_means
+        calibrates = self._rc.bypass_mode and loss.takes_auto
         return "Widen diffusion_loss.clip_ratio beyond the gap" + (" or set it to auto" if calibrates else "")
 
     def _rejection_remedy(self) -> str:
-        if self._rc.rollout_rs is None:
-            return "Widen rollout_is_threshold"
-        if self._rc.rollout_rs_threshold == "auto":
-            return "Raise rollout_rs_auto_max"
-        one = str(self._rc.rollout_rs).startswith("seq_") and "," not in str(self._rc.rollout_rs)
-        return "Widen rollout_rs_threshold" + (" or set it to auto" if one else "")
+        knob, option = self._rc.rejection_knob, str(self._rc.rollout_rs)
+        calibrates = knob == "rollout_rs_threshold" and option.startswith("seq_") and "," not in option
+        return f"{'Raise' if knob.endswith('max') else 'Widen'} {knob}{' or set it to auto' if calibrates else ''}"
 
     def _fall_back(self, causes: dict[str, tuple[float, float]], step: int) -> None:
         self._actor.config = decoupled(self._configured)

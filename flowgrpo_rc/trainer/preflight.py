@@ -252,7 +252,7 @@ def _setting(config: FlowGRPOConfig, batch: TensorDict, widths: Tensor | None) -
         "loss_mode": loss.loss_mode,
         "clip_ratio": loss.clip_ratio,
         "clip_band": _band(loss, widths),
-        "clip_sides": loss.clip_ratio_low is not None or loss.clip_ratio_high is not None,
+        "clip_sides": loss.has_sides,
         "latent_dimensions": batch["latents"].shape[2:].numel(),
         "images": len(batch),
     }
