@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from flowgrpo_rc import trainer
+from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.correction import NonFiniteLogProbError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "flowgrpo_trainer"
@@ -166,3 +171,21 @@ def test_the_full_size_script_with_the_tiny_model(tmp_path, tiny_sd3_path, famil
     root = tmp_path / "out" / "flow_grpo" / f"{family}_ocr_lora_rollout_corr"
     assert len((root / "metrics.jsonl").read_text().splitlines()) == 3
     assert list(root.rglob("events.out.tfevents.*"))
+
+
+def test_a_log_prob_that_is_not_finite_ends_a_run_with_its_message(monkeypatch, capsys):
+    """From the scoring pass, outside the update: no traceback, exit code 1."""
+    bad = torch.tensor([[0.0, torch.nan]])
+
+    class Trainer:
+        def __init__(self, config):
+            pass
+
+        def fit(self):
+            raise NonFiniteLogProbError(bad, torch.zeros(1, 2), None)
+
+    monkeypatch.setattr(trainer, "FlowGRPOTrainer", Trainer)
+    assert main(["train", "--config-name", "tiny_qwen_image_ocr"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert "NaN" in said
