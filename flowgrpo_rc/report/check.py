@@ -47,11 +47,15 @@ class Check:
     only_watched: Callable[[History], bool] = lambda history: False
     """Whether what is measured does nothing in this run, so that it is never a problem by itself."""
 
+    def limits_for(self, history: History) -> Band | None:
+        """Those of its kind of log-prob."""
+        return self.sde if history.sde else self.tokens
+
     def run(self, history: History) -> Finding | None:
         """The finding; None where there is nothing to measure."""
-        if self.of_densities and history.setting("actor_rollout_ref.rollout.algo.sde_type") == "cps":
+        if self.of_densities and history.cps:
             return None
-        band = self.sde if history.sde else self.tokens
+        band = self.limits_for(history)
         found = self.measure(history) if band is not None else None
         if band is None or found is None:
             return None

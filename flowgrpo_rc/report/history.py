@@ -161,6 +161,11 @@ class History:
         return bool(self.correction("bypass_mode", False)) and not self.fallen_back
 
     @property
+    def cps(self) -> bool:
+        """Whether log-probs leave out ``1/(2 std^2)``, and so have a unit of their own."""
+        return self.setting("actor_rollout_ref.rollout.algo.sde_type") == "cps"
+
+    @property
     def masks(self) -> bool:
         """Whether the objective leaves out what lies beyond a KL threshold: ``flow_dppo``."""
         return self.correction("loss_type", "ppo_clip") == "ppo_clip" and self._loss_mode == "flow_dppo"

@@ -83,9 +83,7 @@ def draw_gap(history: History, axes: Any, theme: Theme) -> None:
 
 
 def _unit(history: History) -> str:
-    """``cps`` log-probs leave out ``1/(2 std^2)``, so they have a unit of their own."""
-    cps = history.setting("actor_rollout_ref.rollout.algo.sde_type") == "cps"
-    return "|log ratio| per dimension" if history.sde and not cps else "|log ratio|"
+    return "|log ratio| per dimension" if history.sde and not history.cps else "|log ratio|"
 
 
 def describe_gap(history: History) -> str | None:

@@ -17,8 +17,7 @@ REJECTION_LINES = (
 
 def _band(history: History, name: str) -> Any:
     """The limits of a check, for this kind of log-prob."""
-    check = next(check for check in CORRECTION_CHECKS if check.name == name)
-    return check.sde if history.sde else check.tokens
+    return next(check for check in CORRECTION_CHECKS if check.name == name).limits_for(history)
 
 
 def draw_rejection(history: History, axes: Any, theme: Theme) -> None:

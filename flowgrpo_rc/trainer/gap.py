@@ -71,8 +71,12 @@ def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
     values = {f"{prefix}engine_gap_abs_max": float(sample.engine.abs().max())} | _means(sample, slice(None), prefix, "")
     for part in ("engine_gap", "staleness"):
         values[f"{prefix}{part}_per_dimension"] = values[f"{prefix}{part}_nats"] / sample.dimensions
+    named: dict[str, list[float]] = {}
     for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True):
-        values |= _means(sample, sample.timesteps == timestep, prefix, f"/ts_{timestep:.6g}")
+        named.setdefault(f"/ts_{timestep:.6g}", []).append(timestep)
+    for suffix, timesteps in named.items():
+        chosen = torch.isin(sample.timesteps, torch.tensor(timesteps, dtype=sample.timesteps.dtype))
+        values |= _means(sample, chosen, prefix, suffix)
     return values
 
 

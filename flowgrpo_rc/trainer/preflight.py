@@ -82,8 +82,8 @@ def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
     gap = scored["log_probs"].double() - batch["rollout_log_probs"].double()
     dimensions, sde_type = batch["latents"].shape[2:].numel(), config.actor_rollout_ref.rollout.algo.sde_type
     nats = gap * to_nats(scored["transition_stds"], dimensions, sde_type)
-    kl, fate = _kl_nats(batch, scored), _fate(trainer, batch, gap)
-    widths = _clip_widths(trainer, batch, gap)
+    kl, fate = _kl_nats(batch, scored), _fate(config, batch, gap)
+    widths = _clip_widths(config, batch, gap)
     loss = config.actor_rollout_ref.actor.diffusion_loss
     clip = clipping(loss, gap, kl / dimensions, scored["transition_stds"], widths)
     steps = []
@@ -185,9 +185,9 @@ def _sample(trainer: FlowGRPOTrainer, images: int) -> tuple[TensorDict, Conditio
     return trajectories.batch, conditioning, seconds
 
 
-def _fate(trainer: FlowGRPOTrainer, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Fate:
+def _fate(config: FlowGRPOConfig, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Fate:
     """What the configured correction makes of the engine's draws; ``auto`` is calibrated on this very gap."""
-    rc, bands, bounds = trainer.config.rollout_correction, rejection_bands(trainer.config), None
+    rc, bands, bounds = config.rollout_correction, rejection_bands(config), None
     if bands is not None:
         bands.observe(batch["timesteps"], gap)
         bounds = batch["rollout_rs_bounds"] = bands.bounds(batch["timesteps"])
@@ -196,9 +196,9 @@ def _fate(trainer: FlowGRPOTrainer, batch: TensorDict, gap: Float[Tensor, "B W"]
     return Fate(mask, weights == 0 if acts else torch.zeros_like(mask))
 
 
-def _clip_widths(trainer: FlowGRPOTrainer, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Tensor | None:
+def _clip_widths(config: FlowGRPOConfig, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Tensor | None:
     """Of ``clip_ratio=auto``, calibrated on this very gap; the update reads them too."""
-    bands = clip_bands(trainer.config)
+    bands = clip_bands(config)
     if bands is None:
         return None
     bands.observe(batch["timesteps"], gap)

@@ -1,5 +1,7 @@
 """The gap in nats and as a divergence: equal to its definitions on Gaussians of known means."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,14 @@ def test_metrics_by_hand():
     assert closed["x/engine_kl_nats"] == 3.75
     assert closed["x/engine_kl_nats/ts_800"] == 3.0
     assert closed.keys() == found.keys()
+
+
+def test_timesteps_of_one_name_share_their_mean():
+    """As those of the correction's metrics do; six digits do not tell them apart."""
+    made = replace(sample(), timesteps=torch.tensor([[900.0001, 900.0002], [800.0, 700.0]]).double())
+    found = gap_metrics(made, "x/")
+    assert found["x/engine_gap_abs_mean/ts_900"] == pytest.approx(1.5e-3)
+    assert found["x/engine_gap_abs_mean/ts_800"] == pytest.approx(4e-3)
 
 
 def test_processes_are_put_together():
