@@ -3,7 +3,7 @@
     python benchmarks/gap_study.py --jobs 2                          # what is missing of the whole grid, seed 1
     python benchmarks/gap_study.py --only fp8_stale0 --seeds 1,2,3   # settings whose name holds one of these texts
     python benchmarks/gap_study.py --verdicts                       # `flowgrpo-rc probe` on all settings with a result
-    python benchmarks/gap_study.py --table --plot                    # reports what is there; runs nothing
+    python benchmarks/gap_study.py --report                        # writes the table and the figure; runs nothing
 
 A setting's name says what it is: ``fp8_stale2_bypass_1e-3`` samples with fp8-rounded weights and an adapter that is two
 optimizer steps old, in bypass mode with a clip of 1e-3. Beside the grid stand a few settings of the objectives that
@@ -25,9 +25,22 @@ from statistics import fmean, stdev
 from typing import Any
 
 from learning import COMMON, LOSS, RC, ROLLOUT, correction
-from training_runs import COMMAND, CONFIG, HERE, PROGRAM, THROUGH, Overrides, Study, load, names, run_missing
+from training_runs import (
+    COMMAND,
+    CONFIG,
+    HERE,
+    PROGRAM,
+    THROUGH,
+    Overrides,
+    Study,
+    load,
+    names,
+    run_missing,
+    write_table,
+)
 
-RESULTS = HERE / "results" / "gap_study"
+RESULTS = HERE / "results" / "gap_study.jsonl"
+PAGE = HERE.parent / "docs" / "gap_study_runs.md"
 PLOT = HERE.parent / "docs" / "images" / "gap_study.png"
 FIXED_BAND = "0.999_1.001"
 """Of the rejection that does not follow the gap; for ``seq_mean_k1``."""
@@ -155,9 +168,14 @@ class Noise:
         return f"{mean} ±{max(widths):.2f}"
 
 
+def verdicts_of(results: Path) -> Path:
+    """The file of the probe's verdicts beside a file of results."""
+    return results.with_name(f"{results.stem}_verdicts.json")
+
+
 def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What ``flowgrpo-rc probe`` says of each setting before training; none for alternatives, which it cannot know."""
-    file = study.results / "verdicts.json"
+    file = verdicts_of(study.results)
     found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
     for setting in settings:
         program, overrides = study.inside(setting, [*COMMAND, "probe"]), study.overrides(setting, seed=1)
@@ -273,10 +291,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1", help="comma-separated (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="training steps of a run (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the results' JSON-lines file")
     parser.add_argument("--verdicts", action="store_true", help="run the probe on every setting with a result")
-    parser.add_argument("--table", action="store_true", help="print the Markdown table; runs nothing")
-    parser.add_argument("--plot", type=Path, nargs="?", const=PLOT, help="draw the figure (%(const)s); runs nothing")
+    parser.add_argument("--report", action="store_true", help=f"write {PAGE.name} and its figure; runs nothing")
     arguments = parser.parse_args()
     texts = [text for text in arguments.only.split(",") if text] or [""]
     arguments.settings = [name for name in SETTINGS if any(text in name for text in texts)]
@@ -291,15 +308,16 @@ def main() -> int:
     study = Study(SETTINGS, COMMON, arguments.results, arguments.steps, second_engine)
     if arguments.verdicts:
         probed(study, list(load(arguments.settings, arguments.results)))
-    elif not (arguments.table or arguments.plot):
+    elif not arguments.report:
         failed = run_missing(study, arguments.settings, arguments.seeds, arguments.jobs)
     runs = load(arguments.settings, arguments.results)
-    if runs and (arguments.table or not arguments.plot):
-        file = arguments.results / "verdicts.json"
-        print(table(runs, json.loads(file.read_text()) if file.is_file() else {}))
-    if runs and arguments.plot:
-        plot(runs, arguments.plot)
-        print(arguments.plot)
+    file = verdicts_of(arguments.results)
+    verdicts = json.loads(file.read_text()) if file.is_file() else {}
+    if arguments.report:
+        write_table(PAGE, RESULTS, table(runs, verdicts))
+        plot(runs, PLOT)
+    elif runs:
+        print(table(runs, verdicts))
     return 1 if failed else 0
 
 

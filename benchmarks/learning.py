@@ -1,12 +1,11 @@
 """What the rollout/training gap does to learning, and what each correction does about it: tiny model, several seeds.
 
     python benchmarks/learning.py --jobs 2 --seeds 1,2,3           # runs what is missing, then prints the table
-    python benchmarks/learning.py --table --plot                   # reports what is there; runs nothing
+    python benchmarks/learning.py --report     # writes the table and the figure of docs/learning.md; runs nothing
 
 Every setting of ``SETTINGS`` trains the demo's model with the command line's ``train``, a process a run, one thread
-each. A finished run is one JSON file in ``benchmarks/results/learning`` and is not run again; a run that fails leaves
-``<setting>_seed<k>.error.txt`` with the end of its output, the others go on, and the next call tries it again.
-To add a setting, add an entry to ``SETTINGS``; it is laid over ``COMMON``.
+each; resumable, as ``training_runs.py`` says. To add a setting, add an entry to ``SETTINGS``; it is laid over
+``COMMON``.
 """
 
 import argparse
@@ -15,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from training_runs import HERE, Overrides, Study, load, run_missing
+from training_runs import HERE, Overrides, Study, load, run_missing, write_table
 
-RESULTS = HERE / "results" / "learning"
+RESULTS = HERE / "results" / "learning.jsonl"
+PAGE = HERE.parent / "docs" / "learning.md"
 PLOT = HERE.parent / "docs" / "images" / "learning.png"
 REFERENCE = "float32_bypass"
 """The setting without a gap; drawn in grey behind all others."""
@@ -98,22 +98,39 @@ SETTINGS: dict[str, Overrides] = {
 def table(runs: dict[str, list[dict]]) -> str:
     """Markdown: a row a setting, means over its seeds."""
     seeds = sorted({run["seed"] for group in runs.values() for run in group})
-    heads = ["setting", *(f"seed {s}" for s in seeds), "mean", "gap", "clip fraction", "rejected", "s/step"]
+    heads = ["setting", "rollouts", "mode", *(f"seed {s}" for s in seeds), "gap", "outside the clip", "rejected"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for setting, group in runs.items():
         final = {run["seed"]: run["final_held_out"] for run in group}
-        mean = {key: fmean(run[key] for run in group) for key in ("clip_fraction", "rejected", "step_seconds")}
         cells = [
             f"`{setting}`",
-            *(f"{final[s]:.3f}" if s in final else "" for s in seeds),
-            f"**{fmean(final.values()):.3f}**",
+            *words({**COMMON, **SETTINGS[setting]}),
+            *(f"{final[s]:.2f}" if s in final else "" for s in seeds),
             _gap(group),
-            f"{mean['clip_fraction']:.2f}",
-            f"{mean['rejected']:.2f}",
-            f"{mean['step_seconds']:.2f}",
+            f"{fmean(run['clip_fraction'] for run in group):.2f}",
+            f"{fmean(run['rejected'] for run in group):.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def words(overrides: Overrides) -> tuple[str, str]:
+    """How a setting draws its rollouts, and how it corrects and clips them."""
+    rollouts = "fp8-rounded" if f"{ROLLOUT}.quantization" in overrides else overrides[f"{ROLLOUT}.dtype"]
+    if f"{ROLLOUT}.adapter_lag" in overrides:
+        rollouts += f", adapter {overrides[f'{ROLLOUT}.adapter_lag']} batches old"
+    mode = "bypass" if overrides[f"{RC}.bypass_mode"] else "decoupled"
+    if overrides[f"{RC}.loss_type"] == "reinforce":
+        mode += ", reinforce"
+    elif f"{LOSS}.loss_mode" in overrides:
+        mode += f", {overrides[f'{LOSS}.loss_mode']}"
+    if overrides[f"{RC}.rollout_is"]:
+        mode += f", {overrides[f'{RC}.rollout_is']} weights"
+    if overrides[f"{RC}.rollout_rs"]:
+        mode += f", rejection {overrides[f'{RC}.rollout_rs_threshold'].replace('_', '-')}"
+    if overrides[f"{RC}.loss_type"] == "ppo_clip":
+        mode += f", clip {overrides[f'{LOSS}.clip_ratio']}"
+    return rollouts, mode
 
 
 def _gap(group: Sequence[dict]) -> str:
@@ -163,12 +180,11 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", default=",".join(SETTINGS), help="comma-separated; all of them if left out")
-    parser.add_argument("--seeds", default="1,2", help="comma-separated (%(default)s)")
+    parser.add_argument("--seeds", default="1,2,3", help="comma-separated (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="training steps of a run (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--table", action="store_true", help="print the Markdown table; runs nothing")
-    parser.add_argument("--plot", type=Path, nargs="?", const=PLOT, help="draw the curves (%(const)s); runs nothing")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the results' JSON-lines file")
+    parser.add_argument("--report", action="store_true", help=f"write {PAGE.name}'s table and figure; runs nothing")
     arguments = parser.parse_args()
     arguments.settings = [name.strip() for name in arguments.settings.split(",") if name.strip()]
     if unknown := [name for name in arguments.settings if name not in SETTINGS]:
@@ -180,14 +196,14 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = _arguments()
     study, failed = Study(SETTINGS, COMMON, arguments.results, arguments.steps), 0
-    if not (arguments.table or arguments.plot):
+    if not arguments.report:
         failed = run_missing(study, arguments.settings, arguments.seeds, arguments.jobs)
     runs = load(arguments.settings, arguments.results)
-    if runs and (arguments.table or not arguments.plot):
+    if arguments.report:
+        write_table(PAGE, RESULTS, table(runs))
+        plot(runs, PLOT)
+    elif runs:
         print(table(runs))
-    if runs and arguments.plot:
-        plot(runs, arguments.plot)
-        print(arguments.plot)
     return 1 if failed else 0
 
 

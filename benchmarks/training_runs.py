@@ -1,7 +1,8 @@
-"""Training runs of a study: a process a run, a JSON file a result, resumable. Shared by the studies in this folder.
+"""Training runs of a study: a process a run, a line of a JSON-lines file a result, resumable. Shared by the studies.
 
-A finished run is one JSON file and is not run again; a run that fails leaves ``<setting>_seed<k>.error.txt`` with the
-end of its output, the others go on, and the next call tries it again.
+A finished run is one line of the study's file and is not run again; a run that fails leaves
+``<setting>_seed<k>.error.txt`` beside that file with the end of its output, the others go on, and the next call tries
+it again. The tables in ``docs/`` are made from the file: ``write_table``.
 """
 
 import json
@@ -45,6 +46,7 @@ class Study:
     common: Overrides
     """Under every setting."""
     results: Path
+    """The JSON-lines file of the results."""
     steps: int
     extra: Callable[[Path], dict[str, Any]] | None = None
     """More figures from a finished run's folder."""
@@ -140,10 +142,13 @@ def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def run_one(study: Study, setting: str, seed: int, machine: dict) -> str:
-    """Train, summarise, write; returns a line to print. Failures are written down, not raised."""
+def run_one(study: Study, setting: str, seed: int, machine: dict) -> tuple[dict[str, Any] | None, str]:
+    """Train and summarise; returns the result and a line to print.
+
+    A run that fails has no result: what it died of is written down beside the results, not raised.
+    """
     name = f"{setting}_seed{seed}"
-    error_file = study.results / f"{name}.error.txt"
+    error_file = study.results.with_name(f"{name}.error.txt")
     overrides = study.overrides(setting, seed)
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -153,20 +158,27 @@ def run_one(study: Study, setting: str, seed: int, machine: dict) -> str:
             figures |= study.extra(folder) if study.extra else {}
     except Exception as error:  # whatever one run died of, the others go on
         error_file.write_text(f"{name}: {type(error).__name__}: {error}\noverrides: {' '.join(overrides)}\n")
-        return f"FAILED {name}; see {error_file}"
+        return None, f"FAILED {name}; see {error_file}"
     program = names(study.program(setting))
     head = {"setting": setting, "seed": seed, "steps": study.steps, "program": program, "overrides": overrides}
-    _write(study.results / f"{name}.json", {**head, **figures, "wall_seconds": seconds, "machine": machine})
     error_file.unlink(missing_ok=True)
     curve = " ".join(f"{value:.2f}" for value in figures["held_out"].values())
-    return f"{name}: held out {curve}  gap {figures['gap']:.1e}  {seconds:.0f} s"
+    result = {**head, **figures, "wall_seconds": seconds, "machine": machine}
+    return result, f"{name}: held out {curve}  gap {figures['gap']:.1e}  {seconds:.0f} s"
 
 
-def _write(path: Path, content: dict) -> None:
-    """Whole or not at all: an interrupted run must not look finished."""
+def write_results(path: Path, results: Iterable[dict[str, Any]]) -> None:
+    """Write the whole file, sorted by setting and seed: an interruption leaves the file as it was."""
+    ordered = sorted(results, key=lambda result: (result["setting"], result["seed"]))
+    lines = [json.dumps(result) + "\n" for result in ordered]
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1))
+    partial.write_text("".join(lines))
     partial.replace(path)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Every finished run of a study's file; none where there is no file yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def pending(study: Study, settings: Iterable[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
@@ -175,13 +187,16 @@ def pending(study: Study, settings: Iterable[str], seeds: Sequence[int]) -> list
     Raises:
         ValueError: a result was made with other overrides, so it must not stand for this study.
     """
+    done = {(result["setting"], result["seed"]): result for result in read_results(study.results)}
     todo = []
     for seed, setting in ((seed, setting) for seed in seeds for setting in settings):
-        path = study.results / f"{setting}_seed{seed}.json"
-        if not path.is_file():
+        if (setting, seed) not in done:
             todo.append((setting, seed))
-        elif json.loads(path.read_text())["overrides"] != study.overrides(setting, seed):
-            raise ValueError(f"{path}: was made with other overrides; remove it, or give another --results")
+        elif done[setting, seed]["overrides"] != study.overrides(setting, seed):
+            raise ValueError(
+                f"{study.results}: {setting} with seed {seed} was made with other overrides; remove its line, or give "
+                "another --results"
+            )
     return todo
 
 
@@ -197,14 +212,18 @@ def run_missing(study: Study, settings: Sequence[str], seeds: Sequence[int], job
 
 def run_all(study: Study, todo: Sequence[tuple[str, int]], jobs: int) -> int:
     """Run ``jobs`` at a time; returns how many failed."""
-    study.results.mkdir(parents=True, exist_ok=True)
-    machine, failed = {**describe(), "jobs": jobs, "threads_per_job": 1}, 0
+    study.results.parent.mkdir(parents=True, exist_ok=True)
+    machine = {**describe(), "jobs": jobs, "threads_per_job": 1}
+    failed = 0
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run_one, study, setting, seed, machine) for setting, seed in todo]
         try:
             for count, future in enumerate(as_completed(futures), 1):
-                line = future.result()
-                failed += line.startswith("FAILED")
+                result, line = future.result()
+                if result is None:
+                    failed += 1
+                else:
+                    write_results(study.results, [*read_results(study.results), result])
                 print(f"[{count}/{len(todo)}] {line}", flush=True)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -214,6 +233,24 @@ def run_all(study: Study, todo: Sequence[tuple[str, int]], jobs: int) -> int:
 
 def load(settings: Iterable[str], results: Path) -> dict[str, list[dict]]:
     """Finished runs by setting, in the given order, by seed; settings without one are left out."""
-    files = {s: sorted(results.glob(f"{s}_seed*.json")) for s in settings}
-    runs = {s: [json.loads(f.read_text()) for f in paths] for s, paths in files.items() if paths}
-    return {s: sorted(group, key=lambda run: run["seed"]) for s, group in runs.items()}
+    finished = read_results(results)
+    runs = {setting: [run for run in finished if run["setting"] == setting] for setting in settings}
+    return {setting: sorted(group, key=lambda run: run["seed"]) for setting, group in runs.items() if group}
+
+
+TABLE_BEGINS, TABLE_ENDS = "<!-- table of {} -->\n", "<!-- end of the table -->"
+"""What stands around a generated table in a page; the name is that of the results' file."""
+
+
+def write_table(page: Path, results: Path, table: str) -> None:
+    """Put ``table`` in the place of the page's table of ``results``.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    begins, text = TABLE_BEGINS.format(results.name), page.read_text()
+    if begins not in text:
+        raise ValueError(f"{page} has no line {begins.strip()!r}, after which the table would stand")
+    before, _, rest = text.partition(begins)
+    after = rest[rest.index(TABLE_ENDS) :]
+    page.write_text(f"{before}{begins}\n{table}\n\n{after}")

@@ -13,7 +13,8 @@ from flowgrpo_rc.report.finding import LEVELS, Band, number
 from flowgrpo_rc.report.health import CHECKS, not_checked
 from flowgrpo_rc.report.history import TIMESTEP, WINDOW, History
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "learning"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "learning.jsonl"
+MEASURED = [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
 RC, LOSS = "algorithm__rollout_correction", "actor_rollout_ref__actor__diffusion_loss"
@@ -391,12 +392,11 @@ def measured(result):
     return made
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_measured_runs(path):
+@pytest.mark.parametrize("result", MEASURED, ids=lambda result: f"{result['setting']}_seed{result['seed']}")
+def test_measured_runs(result):
     """Only fp8 rollouts under too narrow a fixed clip unlearned, and only they are a problem."""
     from flowgrpo_rc.cli.compose import compose
 
-    result = json.loads(path.read_text())
     findings = check_health(measured(result), compose("tiny_qwen_image_ocr", result["overrides"]).to_dict())
     problems = {f.check for f in findings if f.level == "problem"}
     if result["setting"] == "fp8_bypass":
