@@ -1,6 +1,7 @@
 """The configuration: validation, presets, other projects' keys, and what it says in words."""
 
 import dataclasses
+import functools
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from flowgrpo_rc.correction.presets import PRESET_NAMES
 from flowgrpo_rc.correction.thresholds import make_plan
 
 Config = RolloutCorrectionConfig
+SEQ = functools.partial(Config, rollout_is="sequence")
 
 
 def _made(**expected):
@@ -20,7 +22,7 @@ def _made(**expected):
 
 def test_defaults():
     assert Config().to_dict() == {
-        "rollout_is": "sequence",
+        "rollout_is": None,
         "rollout_is_threshold": 2.0,
         "rollout_is_batch_normalize": False,
         "rollout_rs": None,
@@ -68,9 +70,10 @@ def test_bad_weight_thresholds(rollout_is, value):
 
 
 @pytest.mark.parametrize("value", ["0_2.0", "-0.5_2.0", "nan_2.0", "0.5_nan", "0.5_-1"])
-def test_bad_bands_of_weights(value):
+@pytest.mark.parametrize("rollout_is", ["token", None])
+def test_bad_bands_of_weights(rollout_is, value):
     with pytest.raises(ValueError, match="rollout_is_threshold"):
-        Config(rollout_is_threshold=value)
+        Config(rollout_is=rollout_is, rollout_is_threshold=value)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +176,15 @@ def test_switches_are_bools(key):
 
 
 def test_integers_and_numeric_strings_are_numbers():
-    config = Config.from_dict({"rollout_is_threshold": 2, "rollout_rs": "token_k1", "rollout_rs_threshold": 3})
+    config = Config.from_dict(
+        {"rollout_is": "token", "rollout_is_threshold": 2, "rollout_rs": "token_k1", "rollout_rs_threshold": 3}
+    )
     plan = config.plan()
     assert plan.importance is not None
     assert plan.importance.upper == 2.0
-    text = Config(rollout_is_threshold="2", rollout_rs="token_k1", rollout_rs_threshold=" 3.0 ").plan()
+    text = Config(
+        rollout_is="token", rollout_is_threshold="2", rollout_rs="token_k1", rollout_rs_threshold=" 3.0 "
+    ).plan()
     assert text == plan
 
 
@@ -192,7 +199,10 @@ def test_criteria_are_read_in_order_without_repetition():
         ("decoupled_token_is", {"rollout_is": "token"}),
         ("decoupled_seq_is", {"rollout_is": "sequence"}),
         ("decoupled_token_icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}),
-        ("decoupled_seq_is_rs", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
+        (
+            "decoupled_seq_is_rs",
+            {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        ),
         ("decoupled_geo_rs", {"rollout_is": None, **(geo := {"rollout_rs": "seq_mean_k1"})}),
         ("decoupled_geo_rs_seq_tis", {"rollout_is": "sequence", **geo}),
         ("decoupled_geo_rs_token_tis", {"rollout_is": "token", **geo}),
@@ -211,8 +221,8 @@ def test_criteria_are_read_in_order_without_repetition():
         ("token_is", {"rollout_is": "token"}),
         ("token_tis", {"rollout_is": "token"}),
         ("seq_is", {"rollout_is": "sequence"}),
-        ("seq_is_rs", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
-        ("seq_mis", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0_2.0"}),
+        ("seq_is_rs", {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
+        ("seq_mis", {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0_2.0"}),
         ("geo_rs", {"rollout_is": None, **geo, **(veto := {"rollout_token_veto_threshold": 1e-4})}),
         ("geo_mis", {"rollout_is": None, **geo, **veto}),
         ("ppo_is_bypass", {"rollout_is": "token", "bypass_mode": True}),
@@ -238,7 +248,7 @@ def test_every_preset_is_listed_above():
 def test_preset_arguments():
     assert Config.decoupled_token_icepop(3.0, 0.25).rollout_is_threshold == "0.25_3.0"
     assert Config.seq_mis(4.0).rollout_rs_threshold == "0_4.0"
-    assert Config.geo_rs("0.99_1.02", None) == Config.decoupled_geo_rs("0.99_1.02")
+    assert Config.geo_rs("0.99_1.02", veto_threshold=None) == Config.decoupled_geo_rs("0.99_1.02")
     assert Config.bypass_pg_geo_rs_seq_tis(3.0, "0.98_1.05").rollout_is_threshold == 3.0
 
 
@@ -533,9 +543,9 @@ def test_the_guard_is_explained(options, said):
         (Config.bypass_pg_is(), ("off-policy REINFORCE with truncated", "Clipped:   nothing", "every mini-step")),
         (Config.geo_rs(), ("rejection sampling", "[0.999, 1.001]", "veto", "0.0001")),
         (Config.decoupled_k3_rs(), ("k3 = r - 1 - l", "exceeds 0.01")),
-        (Config(rollout_is_mode="clip", rollout_is_threshold="0.5_3"), ("clipped into [0.5, 3]",)),
-        (Config(rollout_is_mode="mask", rollout_is_threshold="0_3"), ("masked importance", "outside [0, 3]")),
-        (Config(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
+        (SEQ(rollout_is_mode="clip", rollout_is_threshold="0.5_3"), ("clipped into [0.5, 3]",)),
+        (SEQ(rollout_is_mode="mask", rollout_is_threshold="0_3"), ("masked importance", "outside [0, 3]")),
+        (SEQ(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
     ],
 )
 def test_explanations(config, phrases):
@@ -551,7 +561,7 @@ def test_explanations(config, phrases):
         (Config.ppo_is_bypass(), "twice"),
         (Config(rollout_is=None, bypass_mode=True, loss_type="reinforce"), "biased"),
         (Config.bypass_ppo_clip_geo_rs(), "one SDE step at a time"),
-        (Config(rollout_is_threshold=1e9), "upper bound 1e+09 can never bind"),
+        (SEQ(rollout_is_threshold=1e9), "upper bound 1e+09 can never bind"),
         (
             Config(rollout_rs="token_k2", rollout_rs_threshold=250.0),  # k2 ends at 20^2 / 2 = 200
             "threshold of token_k2 can never bind",
@@ -562,6 +572,9 @@ def test_explanations(config, phrases):
         (Config(rollout_token_veto_threshold=1.5), "usually all"),
         (Config.decoupled_geo_rs(), "kept/total"),
         (Config(rollout_rs_threshold="0.5_2.0"), "no rollout_rs to act on"),
+        (Config(rollout_is_threshold=3.0), "rollout_is_threshold=3.0 has no rollout_is to act on"),
+        (Config(rollout_is_mode="clip"), "rollout_is_mode='clip' has no rollout_is to act on"),
+        (Config(rollout_is_batch_normalize=True), "rollout_is_batch_normalize=True has no rollout_is to act on"),
     ],
 )
 def test_classic_mistakes_give_a_warning(config, phrase):
