@@ -22,6 +22,7 @@ from flowgrpo_rc.correction.thresholds import (
     parse_is_threshold,
     parse_number,
     plain_threshold,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 LOSS_TYPES = ("ppo_clip", "reinforce")
 GUARDS = ("warn", "fallback", "off")
 _SHARES = ("guard_clip_fraction", "guard_rejected_fraction", "rollout_rs_auto_share")
+_BANDS = ("rollout_is_threshold", "rollout_rs_threshold")
+_NUMBERS = (
+    *("rollout_token_veto_threshold", "guard_engine_gap", "rollout_rs_auto_min", "rollout_rs_auto_max"),
+    *_SHARES,
+)
 SMALLEST_AUTO_SHARE = 1e-4
 REJECTION_NORMALIZATIONS = ("all", "kept")
 
@@ -68,7 +74,7 @@ class RolloutCorrectionConfig(Presets):
     """Take pi_rollout as pi_old and skip the pass that recomputes pi_old."""
     loss_type: str = "ppo_clip"
     """Loss in bypass mode: "ppo_clip" or "reinforce"."""
-    rollout_token_veto_threshold: float | int | None = None
+    rollout_token_veto_threshold: str | float | int | None = None
     """Reject a row if one of its ratios is below this; None for no veto."""
     rollout_is_mode: str | None = None
     """What happens to weights outside the bounds: "truncate", "zero", "clip", "mask"; None: by the threshold."""
@@ -90,9 +96,7 @@ class RolloutCorrectionConfig(Presets):
     again; doubled with every return."""
 
     def __post_init__(self) -> None:
-        for name in ("rollout_is_threshold", "rollout_rs_threshold"):
-            setattr(self, name, plain_threshold(getattr(self, name), name))
-        self._check_types()
+        self._check_level()
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"loss_type must be one of {LOSS_TYPES}, got {self.loss_type!r}.")
         if self.rejection_normalization not in REJECTION_NORMALIZATIONS:
@@ -106,9 +110,6 @@ class RolloutCorrectionConfig(Presets):
             unset = self.rollout_is_threshold is None
             parse_is_threshold(2.0 if unset else self.rollout_is_threshold, self.rollout_is_mode)
         self._check_ranges()
-        if self.rollout_token_veto_threshold is not None:
-            veto = parse_number(self.rollout_token_veto_threshold, "rollout_token_veto_threshold")
-            self.rollout_token_veto_threshold = veto
         self.plan()
 
     def plan(self) -> CorrectionPlan:
@@ -215,8 +216,9 @@ class RolloutCorrectionConfig(Presets):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of updates, 1 or more, got {value!r}.")
-        for name in ("guard_engine_gap", "rollout_rs_auto_min", "rollout_rs_auto_max", *_SHARES):
-            setattr(self, name, parse_number(getattr(self, name), name))
+        for name in _NUMBERS:
+            if name != "rollout_token_veto_threshold" or getattr(self, name) is not None:
+                setattr(self, name, parse_number(getattr(self, name), name))
         for name in _SHARES:
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a share between 0 and 1, got {getattr(self, name)!r}.")
@@ -234,12 +236,19 @@ class RolloutCorrectionConfig(Presets):
                 "corrected apart then, and have no common mean. Set one of the two otherwise."
             )
 
-    def _check_types(self) -> None:
-        for name in ("rollout_is_batch_normalize", "bypass_mode"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+    def _check_level(self) -> None:
         if self.rollout_is is not None and self.rollout_is not in IS_LEVELS:
             raise ValueError(f"rollout_is must be one of {IS_LEVELS} or null, got {self.rollout_is!r}.")
+
+
+def _of_plain_types(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keywords with thresholds as Python's own numbers or text; refuses other types there, and in switches."""
+    for name in ("rollout_is_batch_normalize", "bypass_mode"):
+        if name in keywords and not isinstance(keywords[name], bool):
+            raise TypeError(f"{name} must be true or false, got {shown(keywords[name])}.")
+    bands = {key: plain_threshold(keywords[key], key) for key in _BANDS if key in keywords}
+    numbers = {key: plain_threshold(keywords[key], key, band=False) for key in _NUMBERS if key in keywords}
+    return {**keywords, **bands, **numbers}
 
 
 def _translating(init: Callable[..., None]) -> Callable[..., None]:
@@ -258,7 +267,7 @@ def _translating(init: Callable[..., None]) -> Callable[..., None]:
                     "section there is from_dict."
                 )
             keywords, warning = self._canonical(keywords)
-        init(self, *args, **keywords)
+        init(self, *args, **_of_plain_types(keywords))
         if warning:
             warnings.warn(warning, stacklevel=2)
 

@@ -155,8 +155,7 @@ class _Slime:
         if not self._use_tis and not asked:
             return {}
         if not self._use_tis and self._base["rollout_is"] is None:
-            if self._use_rs:  # the bounds are those of rejection then
-                asked = given(asked, ("tis_level", "tis_mode"))
+            asked = {key: value for key, value in asked.items() if key not in self._fallbacks()}
             self._refuse(asked, "without weights", "add use_tis: true")
             return {}
         out: dict[str, Any] = {"rollout_is": self._level or self._base["rollout_is"] or "token"}
@@ -167,7 +166,7 @@ class _Slime:
         mode = self._mode or was
         upper = above if upper is None else upper
         if mode == "truncate":
-            if not self._takes_fallback():
+            if "tis_lower_bound" not in self._fallbacks():
                 self._refuse(given(asked, _TIS_BOUNDS[:1]), "with truncated weights", "add tis_mode: clip")
             out["rollout_is_threshold"] = upper
         else:
@@ -176,9 +175,12 @@ class _Slime:
             out["rollout_is_mode"] = mode
         return out
 
-    def _takes_fallback(self) -> bool:
-        """Whether the bounds of the weights are those of rejection too, which has none of its own."""
-        return bool(self._use_rs) and self._base["rollout_rs"] is None
+    def _fallbacks(self) -> set[str]:
+        """The bounds of weights that are those of rejection too, where it is new and has none of its own."""
+        if not self._use_rs or self._base["rollout_rs"] is not None:
+            return set()
+        pairs = zip(_RS_BOUNDS, _TIS_BOUNDS, strict=True)
+        return {tis for rs, tis in pairs if self._values.get(rs) is None}
 
     def _rejection(self) -> dict[str, Any]:
         asked, criterion = given(self._values, ("rs_level", *_RS_BOUNDS)), self._base["rollout_rs"]

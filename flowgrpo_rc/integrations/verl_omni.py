@@ -66,7 +66,7 @@ def rollout_correction_enabled(rollout_corr_config: Any) -> bool:
 
 def apply_bypass_mode_to_diffusion_batch(batch: Any) -> None:
     """Sets `old_log_probs` to `rollout_log_probs`; ValueError when the batch has none, or no tensors at all."""
-    trajectory.apply_bypass_mode_to_diffusion_batch(_with_tensors(batch))
+    trajectory.apply_bypass_mode_to_diffusion_batch(_tensors(batch))
 
 
 def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
@@ -81,12 +81,12 @@ def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config:
         UserWarning: once of each key that has no effect here.
     """
     config = _read(rollout_corr_config)
-    data = batch.batch
-    before: set[str] = set() if data is None else set(data.keys())
-    _, metrics = trajectory.apply_rollout_correction_to_diffusion_batch(_with_tensors(batch), config)
+    tensors = _tensors(batch)
+    before = set(tensors.keys())
+    _, metrics = trajectory.apply_rollout_correction_to_diffusion_batch(tensors, config)
     if not _corrects(config):
         for key in {trajectory.ROLLOUT_IS_WEIGHTS, trajectory.ROLLOUT_KEEP} - before:
-            del data[key]
+            del tensors[key]
     return batch, metrics
 
 
@@ -94,10 +94,10 @@ def _corrects(config: RolloutCorrectionConfig) -> bool:
     return config.rollout_is is not None or config.plan().can_reject
 
 
-def _with_tensors(batch: Any) -> Any:
-    """The batch; in place of one whose `.batch` is None, an empty one, of which every key is missing."""
+def _tensors(batch: Any) -> Any:
+    """The mapping in `batch.batch`; where that is None, an empty one, of which every key is missing."""
     empty: dict[str, Tensor] = {}
-    return empty if batch.batch is None else batch
+    return empty if batch.batch is None else batch.batch
 
 
 def _read(section: Any) -> RolloutCorrectionConfig:
@@ -201,8 +201,8 @@ def compute_rollout_correction_and_rejection_mask(
 
 def compute_rollout_corr_metrics_from_batch(batch: Any, *, bypass_mode: bool) -> dict[str, float]:
     """The diagnostics of a batch with both log-probs; empty in bypass mode, or where one of them is missing."""
-    data = batch.batch
-    if bypass_mode or data is None or not {"old_log_probs", "rollout_log_probs"} <= set(data.keys()):
+    data = _tensors(batch)
+    if bypass_mode or not {"old_log_probs", "rollout_log_probs"} <= set(data.keys()):
         return {}
     timesteps = data["all_timesteps"] if "all_timesteps" in data.keys() else None  # noqa: SIM118
     return compute_rollout_corr_metrics_from_logprobs(data["old_log_probs"], data["rollout_log_probs"], timesteps)
