@@ -158,7 +158,13 @@ class RolloutCorrectionConfig(Presets):
             return cls.disabled()
         if isinstance(mapping, cls):
             return mapping
-        values = {str(k): v for k, v in dict(mapping).items()}  # pyright: ignore[reportArgumentType, reportCallIssue]
+        try:
+            values = {str(k): v for k, v in dict(mapping).items()}  # pyright: ignore[reportArgumentType, reportCallIssue]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"rollout_correction must be a mapping of keys, or null, got {shown(mapping)}; a preset is chosen by "
+                "the key preset."
+            ) from None
         canonical, warning = cls._canonical(values)
         config = cls(**canonical)
         if warning:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -680,6 +682,33 @@ def test_a_slime_file_must_quote_its_bands(tmp_path):
     path.write_text("use-tis: true\ntis-mode: clip\ntis-upper-bound: '0.5_5'\n")
     with pytest.warns(UserWarning, match="slime keys"):
         assert Config.from_slime_yaml(path).rollout_is_threshold == "0.5_5"
+
+
+@pytest.mark.parametrize("key", ["mis_tis_upper_bound", "mis-upper-bound", "rs-lower-bound", "mis_veto_threshold"])
+def test_so_must_every_spelling(tmp_path, key):
+    path = tmp_path / "mis.yaml"
+    path.write_text(f"{key}: 0.5_5\n")
+    with pytest.raises(ValueError, match=rf"line 1: {key}: got 0.5_5 without quotes"):
+        Config.from_slime_yaml(path)
+
+
+SECTIONS = """
+from flowgrpo_rc.correction import RolloutCorrectionConfig
+
+for section in ("token_is", 3, ["token_is"], True):
+    try:
+        RolloutCorrectionConfig.from_dict(section)
+    except ValueError as error:
+        assert "must be a mapping of keys, or null" in str(error) and "preset" in str(error), error
+    else:
+        raise AssertionError(section)
+"""
+
+
+def test_a_section_is_a_mapping():
+    """In a process of its own: the tests' type checks would refuse other types first."""
+    done = subprocess.run([sys.executable, "-c", SECTIONS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_slime_file_without_keys_is_refused(tmp_path):
