@@ -244,17 +244,22 @@ def _normalise(weights: Tensor, layout: Layout, table: Float[Tensor, "K B"], dp_
     """Divides `weights` by their mean over all ranks, in place, and returns the divisor.
 
     The mean is over valid elements ("token") or over rows with one ("sequence", "geometric"); at 1e-8 or less
-    the weights stay as they are and the divisor is 1.
+    the weights stay as they are and the divisor is 1. Of elements the table has the sums of `w` and of `d = w - 1`:
+    near 1 the latter is the more exact, near 0 the former. Every rank takes the same of the two, by the mean of all.
     """
-    n = table[layout.table.index("n")].double()
+    row = dict(zip(layout.table, table, strict=True))
+    n = row["n"].double()
     if "d" in layout.sums:
-        total = torch.stack((n.sum() + table[layout.table.index("d")].double().sum(), n.sum()))
+        total = torch.stack((row["w"].double().sum(), n.sum(), row["d"].double().sum()))
     else:
         rows = (n > 0).double()
-        total = torch.stack(((table[layout.table.index("is_row_weight")] * rows).sum(), rows.sum()))
+        total = torch.stack(((row["is_row_weight"] * rows).sum(), rows.sum()))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(total, group=dp_group)
-    mean = total[0] / total[1].clamp(min=1.0)
+    count = total[1].clamp(min=1.0)
+    mean = total[0] / count
+    if "d" in layout.sums:
+        mean = torch.where(mean < 0.5, mean, 1.0 + total[2] / count)
     divisor = torch.where(mean > 1e-8, mean, torch.ones_like(mean))
     weights.div_(divisor)
     return divisor.reshape(1)

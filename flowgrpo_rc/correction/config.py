@@ -3,13 +3,16 @@
 The keys are verl's, so that its configurations work unchanged; other dialects are translated in `dialects`.
 """
 
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.correction import dialects
+from flowgrpo_rc.correction.overrides import override
 from flowgrpo_rc.correction.presets import PRESET_NAMES, Presets
 from flowgrpo_rc.correction.quoting import refuse_unquoted_bands
 from flowgrpo_rc.correction.thresholds import (
@@ -18,6 +21,8 @@ from flowgrpo_rc.correction.thresholds import (
     make_plan,
     parse_is_threshold,
     parse_number,
+    plain_threshold,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +31,11 @@ if TYPE_CHECKING:
 LOSS_TYPES = ("ppo_clip", "reinforce")
 GUARDS = ("warn", "fallback", "off")
 _SHARES = ("guard_clip_fraction", "guard_rejected_fraction", "rollout_rs_auto_share")
+_BANDS = ("rollout_is_threshold", "rollout_rs_threshold")
+_NUMBERS = (
+    *("rollout_token_veto_threshold", "guard_engine_gap", "rollout_rs_auto_min", "rollout_rs_auto_max"),
+    *_SHARES,
+)
 SMALLEST_AUTO_SHARE = 1e-4
 REJECTION_NORMALIZATIONS = ("all", "kept")
 
@@ -34,12 +44,15 @@ REJECTION_NORMALIZATIONS = ("all", "kept")
 class RolloutCorrectionConfig(Presets):
     """Rollout correction, validated at construction. Ratios are train over rollout.
 
+    Without arguments nothing is corrected; the presets switch it on. Keywords of other dialects are translated as
+    `from_dict` translates them.
+
     Raises:
         TypeError: a value of the wrong type, such as a bool threshold.
         ValueError: an unknown option, or thresholds that are missing, not positive, NaN or out of order.
     """
 
-    rollout_is: str | None = "sequence"
+    rollout_is: str | None = None
     """Level of the importance weights: "token", "sequence", "geometric", or None for no weights."""
     rollout_is_threshold: str | float | int | None = 2.0
     """A number truncates weights at it (TIS); "lower_upper" zeroes weights outside the band (IcePop). None is allowed
@@ -61,7 +74,7 @@ class RolloutCorrectionConfig(Presets):
     """Take pi_rollout as pi_old and skip the pass that recomputes pi_old."""
     loss_type: str = "ppo_clip"
     """Loss in bypass mode: "ppo_clip" or "reinforce"."""
-    rollout_token_veto_threshold: float | int | None = None
+    rollout_token_veto_threshold: str | float | int | None = None
     """Reject a row if one of its ratios is below this; None for no veto."""
     rollout_is_mode: str | None = None
     """What happens to weights outside the bounds: "truncate", "zero", "clip", "mask"; None: by the threshold."""
@@ -83,7 +96,7 @@ class RolloutCorrectionConfig(Presets):
     again; doubled with every return."""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        self._check_level()
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"loss_type must be one of {LOSS_TYPES}, got {self.loss_type!r}.")
         if self.rejection_normalization not in REJECTION_NORMALIZATIONS:
@@ -97,9 +110,6 @@ class RolloutCorrectionConfig(Presets):
             unset = self.rollout_is_threshold is None
             parse_is_threshold(2.0 if unset else self.rollout_is_threshold, self.rollout_is_mode)
         self._check_ranges()
-        if self.rollout_token_veto_threshold is not None:
-            veto = parse_number(self.rollout_token_veto_threshold, "rollout_token_veto_threshold")
-            self.rollout_token_veto_threshold = veto
         self.plan()
 
     def plan(self) -> CorrectionPlan:
@@ -134,21 +144,32 @@ class RolloutCorrectionConfig(Presets):
     def from_dict(cls, mapping: "Mapping[str, Any] | RolloutCorrectionConfig | None") -> "Self":
         """Builds a configuration from canonical keys, `preset: NAME`, or another dialect (one warning each).
 
-        `None` means no correction, metrics only (`disabled`). Keys beside `preset` override it.
+        `None` means no correction, metrics only (`disabled`). Keys beside `preset` override it, in every dialect, and
+        each half of a band by itself: beside the preset `seq_is_rs`, whose band is `0.5_2.0`, a lone number
+        `rollout_rs_threshold: 3.0` is the upper half and gives `0.5_3.0` (without a preset it is the band `1/3_3`),
+        `rollout_rs_threshold_lower: 0.1` gives `0.1_2.0`, and `rollout_rs_threshold: "0.3_4.0"` is the whole band.
 
         Raises:
-            ValueError: an unknown key (the message lists the nearest known ones) or preset, contradicting keys.
+            TypeError: a switch or a threshold of the wrong type.
+            ValueError: an unknown key (the message lists the nearest known ones) or preset, contradicting keys, or one
+                that cannot act beside the preset.
         """
         if mapping is None:
             return cls.disabled()
         if isinstance(mapping, cls):
             return mapping
-        values = {str(k): v for k, v in dict(mapping).items()}  # pyright: ignore[reportArgumentType, reportCallIssue]
-        preset = values.pop("preset", None)
-        canonical = dialects.to_canonical(values, known=tuple(cls.__dataclass_fields__))
-        if preset is None:
-            return cls(**canonical)
-        return cls._of_preset(preset, canonical)
+        try:
+            values = {str(k): v for k, v in dict(mapping).items()}  # pyright: ignore[reportArgumentType, reportCallIssue]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"rollout_correction must be a mapping of keys, or null, got {shown(mapping)}; a preset is chosen by "
+                "the key preset."
+            ) from None
+        canonical, warning = cls._canonical(values)
+        config = cls(**canonical)
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+        return config
 
     @classmethod
     def from_slime_yaml(cls, path: str | Path) -> "Self":
@@ -166,15 +187,26 @@ class RolloutCorrectionConfig(Presets):
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, Mapping):
             raise ValueError(f"{path}: expected a mapping of keys, found {type(content).__name__}.")
-        return cls.from_dict(dialects.slime_file_keys(content))
+        return cls.from_dict(content)
 
     @classmethod
-    def _of_preset(cls, preset: object, overrides: dict[str, Any]) -> "Self":
+    def _canonical(cls, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The fields that keys of any dialect come to, and what to say of their translation."""
+        known = cls.__dataclass_fields__
+        preset = values.get("preset")
+        named = dialects.named_keys({k: v for k, v in values.items() if k != "preset"}, known)
+        if preset is None:
+            translation = dialects.to_canonical(named)
+            return translation.canonical, translation.warning(translation.canonical) if translation.keys else ""
         if preset not in PRESET_NAMES:
             near = dialects.nearest(str(preset), PRESET_NAMES)
             raise ValueError(f"Unknown preset {preset!r}; nearest: {near}. All: {', '.join(PRESET_NAMES)}.")
         base = getattr(cls, str(preset))().to_dict()
-        return cls(**{**base, **overrides})
+        translation = override(named, base, str(preset))
+        canonical = {**base, **translation.canonical}
+        defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+        form = {k: v for k, v in canonical.items() if v != defaults[k] or k in translation.canonical}
+        return canonical, translation.warning(form) if translation.keys else ""
 
     def _check_ranges(self) -> None:
         if self.guard is False:
@@ -190,8 +222,9 @@ class RolloutCorrectionConfig(Presets):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of updates, 1 or more, got {value!r}.")
-        for name in ("guard_engine_gap", "rollout_rs_auto_min", "rollout_rs_auto_max", *_SHARES):
-            setattr(self, name, parse_number(getattr(self, name), name))
+        for name in _NUMBERS:
+            if name != "rollout_token_veto_threshold" or getattr(self, name) is not None:
+                setattr(self, name, parse_number(getattr(self, name), name))
         for name in _SHARES:
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a share between 0 and 1, got {getattr(self, name)!r}.")
@@ -209,9 +242,42 @@ class RolloutCorrectionConfig(Presets):
                 "corrected apart then, and have no common mean. Set one of the two otherwise."
             )
 
-    def _check_types(self) -> None:
-        for name in ("rollout_is_batch_normalize", "bypass_mode"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+    def _check_level(self) -> None:
         if self.rollout_is is not None and self.rollout_is not in IS_LEVELS:
             raise ValueError(f"rollout_is must be one of {IS_LEVELS} or null, got {self.rollout_is!r}.")
+
+
+def _of_plain_types(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keywords with thresholds as Python's own numbers or text; refuses other types there, and in switches."""
+    for name in ("rollout_is_batch_normalize", "bypass_mode"):
+        if name in keywords and not isinstance(keywords[name], bool):
+            raise TypeError(f"{name} must be true or false, got {shown(keywords[name])}.")
+    bands = {key: plain_threshold(keywords[key], key) for key in _BANDS if key in keywords}
+    numbers = {key: plain_threshold(keywords[key], key, band=False) for key in _NUMBERS if key in keywords}
+    return {**keywords, **bands, **numbers}
+
+
+def _translating(init: Callable[..., None]) -> Callable[..., None]:
+    """`__init__` for keywords of any dialect, which those who know another project's class pass."""
+
+    @functools.wraps(init)
+    def translated(self: RolloutCorrectionConfig, /, *args: Any, **keywords: Any) -> None:
+        known = self.__dataclass_fields__
+        warning = ""
+        if dialects.is_legacy_level(keywords.get("rollout_rs")) or not known.keys() >= keywords.keys():
+            unknown = [key for key in keywords if not dialects.is_known(key, known)]
+            if unknown:
+                near = dialects.nearest(unknown[0], dialects.known_keys(known))
+                raise TypeError(
+                    f"{type(self).__name__} has no {unknown[0]!r}; nearest known: {near}. For another project's "
+                    "section there is from_dict."
+                )
+            keywords, warning = self._canonical(keywords)
+        init(self, *args, **_of_plain_types(keywords))
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+
+    return translated
+
+
+RolloutCorrectionConfig.__init__ = _translating(RolloutCorrectionConfig.__init__)

@@ -1,72 +1,118 @@
 """Other projects' keys for rollout correction, translated into the canonical ones.
 
-Three dialects: verl's first release ("legacy verl"), its transitional keys, and slime's MIS options. Each
-translation gives one warning that prints the canonical form. `to_canonical` is the only entry.
+Three dialects: verl's first release ("legacy verl"), its transitional keys, and slime's MIS options. `to_canonical`
+translates keys that stand alone; `overrides` has those beside a preset.
 """
 
 import difflib
-import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo_rc.correction.thresholds import parse_number
+from flowgrpo_rc.correction.thresholds import parse_number, plain_threshold, shown, split_band
 
-_LEGACY_RS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-_LEGACY_KEYS = (
-    "bypass_old_logprob_for_rollout",
-    "use_pure_rollout_correction",
-    "use_policy_gradient",
-    "rollout_rs_threshold_lower",
-)
+LEGACY_RS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Levels of rejection in verl's first release and in slime, and what they are called today."""
+_PURE = ("use_pure_rollout_correction", "use_policy_gradient")
+_LEGACY_KEYS = ("bypass_old_logprob_for_rollout", *_PURE, "rollout_rs_threshold_lower")
 # Canonical keys that those set; `rollout_rs` and its threshold keep their names and change their form.
-_LEGACY_SETS = ("bypass_mode", "loss_type")
+LEGACY_SETS = ("bypass_mode", "loss_type")
 _SLIME_KEYS = (
     *("use_tis", "tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
-    *("use_rollout_logprobs", "get_mismatch_metrics"),
+    *("use_rollout_logprobs", "get_mismatch_metrics", "rs_trust_region", "rs_tr_threshold"),
 )
-_SLIME_MODES = {"truncate": "truncate", "clip": "clip", "mask": "mask"}
+_VETO = "rollout_token_veto_threshold"
+_SLIME_SETS = ("bypass_mode", _VETO)
+_SLIME_LEVELS = ("token", "sequence", "geometric")
+_SLIME_MODES = ("truncate", "clip", "mask")
+# How slime's documentation of its metrics calls some options.
+_SLIME_OTHER_NAMES = {"veto_threshold": "rs_veto_threshold"}
+DEFAULT_UPPER = 2.0
+"""The upper bound of weights where none is given; rejection falls back to it in both dialects."""
+
+Values = Mapping[str, Any]
 
 
-def to_canonical(values: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """`values` in canonical keys.
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Canonical keys, and the keys of another dialect that they came from."""
 
-    Args:
-        values: keys of one dialect, possibly beside canonical ones that it does not determine.
-        known: the canonical keys.
+    canonical: dict[str, Any]
+    dialect: str = ""
+    keys: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    """Keys that have no effect beside the others."""
+
+    def warning(self, form: Values) -> str:
+        """What to say of it; `form` holds the canonical keys to print."""
+        text = ", ".join(f"{key}={_pasteable(value)}" for key, value in form.items())
+        idle = f"{', '.join(self.idle)} without effect there; " if self.idle else ""
+        return f"{self.dialect} keys ({', '.join(self.keys)}) were translated; {idle}the canonical form is: {text}"
+
+
+def to_canonical(values: Values) -> Translation:
+    """`values`, of which `named_keys` has approved, in canonical keys.
 
     Raises:
-        ValueError: an unknown key, keys of slime and of legacy verl together, or contradicting values.
+        TypeError: a switch or a bound of the wrong type.
+        ValueError: contradicting values, or a bad one; the message names the key as it was given.
     """
-    known = tuple(known)
-    _refuse_unknown(values, known)
-    slime = [k for k in values if k in _SLIME_KEYS]
-    legacy = [k for k in values if k in _LEGACY_KEYS]
-    if values.get("rollout_rs") in _LEGACY_RS:
-        legacy.append("rollout_rs")
-    if slime and legacy:
-        raise ValueError(f"Keys of two dialects: {', '.join(slime)} (slime) and {', '.join(legacy)} (legacy verl).")
+    slime, legacy = dialect_keys(values)
     if slime:
         canonical = _from_slime(values)
-        _refuse_contradiction(values, canonical, "slime", slime)
-        _warn("slime", slime, canonical)
-    elif legacy:
-        canonical = _from_legacy(values)
-        _refuse_contradiction({k: v for k, v in values.items() if k in _LEGACY_SETS}, canonical, "legacy verl", legacy)
-        _warn("legacy verl", legacy, canonical)
-    else:
-        canonical = dict(values)
-    return canonical
+        refuse_contradiction(values, canonical, "slime", slime)
+        return Translation(canonical, "slime", slime)
+    if legacy:
+        canonical, idle = _from_legacy(values)
+        refuse_contradiction(given(values, LEGACY_SETS), canonical, "legacy verl", legacy)
+        return Translation(canonical, "legacy verl", legacy, idle)
+    return Translation(dict(values))
+
+
+def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:
+    """`values` with slime's keys in one spelling: of `tis-mode` and `mis_tis_mode` both become `tis_mode`.
+
+    Raises:
+        ValueError: a key of no dialect (the message lists the nearest known ones), or one key in two spellings.
+    """
+    every, out = known_keys(canonical), {}
+    for key, value in values.items():
+        name = key if key in every else _slime_name(key)
+        if name is None:
+            raise ValueError(f"Unknown rollout-correction key {key!r}; nearest known: {nearest(key, every)}.")
+        if name in out:
+            raise ValueError(f"{name} is there twice, in two spellings: {shown(out[name])} and {shown(value)}.")
+        out[name] = value
+    return out
+
+
+def is_known(key: str, canonical: Iterable[str]) -> bool:
+    """Whether `from_dict` understands a key, in some spelling."""
+    return key in known_keys(canonical) or _slime_name(key) is not None
+
+
+def dialect_keys(values: Values) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Slime's keys among `values`, and legacy verl's.
+
+    Raises:
+        ValueError: there are both.
+    """
+    slime = tuple(k for k in values if k in _SLIME_KEYS)
+    legacy = tuple(k for k in values if k in _LEGACY_KEYS or (k == "rollout_rs" and is_legacy_level(values[k])))
+    if slime and legacy:
+        raise ValueError(f"Keys of two dialects: {', '.join(slime)} (slime) and {', '.join(legacy)} (legacy verl).")
+    return slime, legacy
+
+
+def is_legacy_level(value: object) -> bool:
+    """Whether `rollout_rs` has this value in legacy verl alone."""
+    return isinstance(value, str) and value in LEGACY_RS
 
 
 def known_keys(canonical: Iterable[str]) -> tuple[str, ...]:
     """Every key that `from_dict` understands: the canonical ones, those of the dialects, and `preset`."""
     return (*canonical, *_LEGACY_KEYS, *_SLIME_KEYS, "preset")
-
-
-def decides_weights(values: Mapping[str, Any]) -> bool:
-    """Whether `values` say by other keys than `rollout_is` which weights there are: a preset's name, or slime's."""
-    return any(key == "preset" or key in _SLIME_KEYS for key in values)
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -75,22 +121,55 @@ def nearest(key: str, known: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(key, known, n=3, cutoff=0.5) or known)
 
 
-def slime_file_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The rollout-correction keys of a slime YAML file: dashes become underscores, a `mis_` prefix goes."""
-    keys = {str(k).replace("-", "_"): v for k, v in content.items()}
-    return {(k.removeprefix("mis_") if k.removeprefix("mis_") in _SLIME_KEYS else k): v for k, v in keys.items()}
+def switch(values: Values, key: str) -> bool | None:
+    """A boolean key of a dialect; "true" and "false" are booleans, None where it is absent or null.
+
+    Raises:
+        TypeError: anything else, which must not count as true.
+    """
+    value = values.get(key)
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    if value is None or isinstance(value, bool):
+        return value
+    raise TypeError(f"{key} must be true or false, got {shown(value)}.")
 
 
-def _refuse_unknown(values: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    every = known_keys(known)
-    for key in values:
-        if key not in every:
-            raise ValueError(f"Unknown rollout-correction key {key!r}; nearest known: {nearest(key, every)}.")
+def choice(values: Values, key: str, choices: tuple[str, ...]) -> str | None:
+    """A key with one of `choices`, or None where it is absent or null."""
+    value = values.get(key)
+    if value is not None and value not in choices:
+        raise ValueError(f"{key} must be one of {choices} or null, got {shown(value)}.")
+    return value
 
 
-def _refuse_contradiction(
-    values: Mapping[str, Any], canonical: Mapping[str, Any], dialect: str, keys: list[str]
-) -> None:
+def bound(values: Values, key: str) -> Any:
+    """A bound as it was written, checked; None where it is absent or null. A lower one may be 0."""
+    value = plain_threshold(values.get(key), key)
+    if value is None or (isinstance(value, str) and "_" in value and "lower" not in key):
+        return value  # a band, which the configuration checks
+    number = parse_number(value, key) if "lower" not in key or not _is_zero(value) else 0.0
+    return value.strip() if isinstance(value, str) and number else value
+
+
+def band(lower: Any, upper: Any, lower_key: str, upper_key: str) -> str:
+    """`"lower_upper"` of two bounds; without a lower one, the reciprocal of the upper one. Names keys in messages."""
+    if isinstance(upper, str) and "_" in upper:
+        if lower is not None:
+            raise ValueError(
+                f"{lower_key}={shown(lower)} beside {upper_key}={shown(upper)}, which has a lower bound already; give "
+                "one of them."
+            )
+        return upper
+    above = parse_number(upper, upper_key)
+    if lower is None:
+        return f"{1.0 / above!r}_{upper}"
+    if float(lower) > above:
+        raise ValueError(f"{lower_key}={shown(lower)} exceeds {upper_key}={shown(upper)}.")
+    return f"{lower}_{upper}"
+
+
+def refuse_contradiction(values: Values, canonical: Values, dialect: str, keys: tuple[str, ...]) -> None:
     """Refuses a canonical key beside keys of a dialect that give it another value."""
     for key, value in values.items():
         if key in canonical and canonical[key] != value:
@@ -99,103 +178,170 @@ def _refuse_contradiction(
             )
 
 
-def _warn(dialect: str, keys: list[str], canonical: Mapping[str, Any]) -> None:
-    form = ", ".join(f"{k}={_pasteable(v)}" for k, v in canonical.items())
-    warnings.warn(f"{dialect} keys ({', '.join(keys)}) were translated; the canonical form is: {form}", stacklevel=4)
+def given(values: Values, keys: Iterable[str]) -> dict[str, Any]:
+    """Those of `keys` that are there and not null."""
+    return {key: values[key] for key in keys if values.get(key) is not None}
+
+
+def without_dialect(values: Values) -> dict[str, Any]:
+    """The canonical keys among `values`."""
+    return {k: v for k, v in values.items() if k not in _LEGACY_KEYS and k not in _SLIME_KEYS}
+
+
+def legacy_mode(values: Values, loss_type: str = "ppo_clip") -> dict[str, Any]:
+    """What `bypass_old_logprob_for_rollout`, `use_pure_rollout_correction` and `use_policy_gradient` set.
+
+    Args:
+        loss_type: the loss without them.
+    """
+    out: dict[str, Any] = {}
+    bypass = switch(values, "bypass_old_logprob_for_rollout")
+    if bypass is None and values.get("bypass_mode") is not None:
+        bypass = values["bypass_mode"]
+    elif bypass is not None:
+        out["bypass_mode"] = bypass
+    pure = {key: switch(values, key) for key in _PURE if switch(values, key) is not None}
+    if len(set(pure.values())) > 1:
+        raise ValueError(f"{' and '.join(pure)} are two names of one switch; they must not contradict each other.")
+    loss = values.get("loss_type")
+    for key, on in pure.items():
+        if on and bypass is False:
+            raise ValueError(f"{key}=true needs bypass mode, which is explicitly false.")
+        if on and loss not in (None, "reinforce"):
+            raise ValueError(f"{key}=true means loss_type=reinforce, but loss_type={loss!r}.")
+        if not on and loss == "reinforce":
+            raise ValueError(f"{key}=false contradicts loss_type='reinforce', which it would mean if it were true.")
+        if on:
+            out.update(bypass_mode=True, loss_type="reinforce")
+        elif loss is None and loss_type == "reinforce":
+            out["loss_type"] = "ppo_clip"
+    return out
+
+
+def slime_mode(values: Values) -> dict[str, Any]:
+    """What slime's switches set that need no other key: `use_rollout_logprobs`, the veto; refuses a trust region."""
+    region = values.get("rs_trust_region")
+    if region is not None and region is not False:
+        raise ValueError(
+            f"rs_trust_region={shown(region)}: slime's trust region is not implemented here; set it to null, and "
+            "reject with use_rs, rs_level and its bounds."
+        )
+    out: dict[str, Any] = {}
+    bypass = switch(values, "use_rollout_logprobs")
+    if bypass is not None:
+        out["bypass_mode"] = bypass
+    veto = plain_threshold(values.get("rs_veto_threshold"), "rs_veto_threshold", band=False)
+    if veto is not None:
+        parse_number(veto, "rs_veto_threshold")
+    if "rs_veto_threshold" in values:
+        out[_VETO] = veto
+    return out
+
+
+def _slime_name(key: str) -> str | None:
+    """The canonical spelling of one of slime's keys; None for any other."""
+    name = key.replace("-", "_")
+    short = name.removeprefix("mis_")
+    known = [name]
+    if short != name:
+        known += [short, f"tis_{short}", _SLIME_OTHER_NAMES.get(short, "")]
+    return next((k for k in known if k in _SLIME_KEYS), None)
+
+
+def _is_zero(value: object) -> bool:
+    try:
+        return float(value) == 0  # pyright: ignore[reportArgumentType]
+    except ValueError:
+        return False
 
 
 def _pasteable(value: Any) -> str:
     """A value as YAML reads it back: bands in quotes, without which `0.5_5` would be a number."""
     if isinstance(value, str) and "_" in value and value[0] in "0123456789.+-":
         return f'"{value}"'
+    if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
+        return repr(value).replace("e", ".0e")  # to YAML 1e-05 is text
     return "null" if value is None else str(value)
 
 
-def _from_legacy(values: Mapping[str, Any]) -> dict[str, Any]:
-    out = {k: v for k, v in values.items() if k not in _LEGACY_KEYS}
-    _legacy_mode(values, out)
-    level = values.get("rollout_rs")
-    if level in _LEGACY_RS:
-        upper = values.get("rollout_rs_threshold")
-        upper = values.get("rollout_is_threshold", 2.0) if upper is None else upper
-        if upper is None:
-            raise ValueError(
-                f"rollout_rs_threshold is null with rollout_rs={level!r}, and so is rollout_is_threshold, which would "
-                "stand in for it; give rollout_rs_threshold a number or 'lower_upper'."
-            )
-        out["rollout_rs"] = _LEGACY_RS[level]
-        lower = values.get("rollout_rs_threshold_lower")
-        out["rollout_rs_threshold"] = _band(lower, upper, "rollout_rs_threshold")
-    elif values.get("rollout_rs_threshold_lower") is not None:
-        if level is not None:
-            raise ValueError(
-                "rollout_rs_threshold_lower belongs to legacy rollout_rs (token, sequence, geometric); "
-                f"with rollout_rs={level!r} write the band as rollout_rs_threshold='lower_upper'."
-            )
-        out.pop("rollout_rs_threshold", None)
-    elif level is None:
-        out.pop("rollout_rs_threshold", None)
+def _from_legacy(values: Values) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Canonical keys, and keys without effect."""
+    out = {**without_dialect(values), **legacy_mode(values)}
+    level, lower = values.get("rollout_rs"), bound(values, "rollout_rs_threshold_lower")
+    if is_legacy_level(level):
+        out["rollout_rs"] = LEGACY_RS[str(level)]
+        out["rollout_rs_threshold"] = legacy_band(values, lower, values.get("rollout_is_threshold", DEFAULT_UPPER))
+        return out, ()
+    if level is not None and lower is not None:
+        raise ValueError(
+            "rollout_rs_threshold_lower belongs to legacy rollout_rs (token, sequence, geometric); "
+            f"with rollout_rs={level!r} write the band as rollout_rs_threshold='lower_upper'."
+        )
+    if level is not None:
+        return out, ()
+    out.pop("rollout_rs_threshold", None)
+    return out, tuple(given(values, ("rollout_rs_threshold", "rollout_rs_threshold_lower")))
+
+
+def legacy_band(values: Values, lower: Any, is_threshold: Any) -> str:
+    """The band of a legacy `rollout_rs`; `is_threshold` stands in for a null upper bound."""
+    upper = bound(values, "rollout_rs_threshold")
+    upper = is_threshold if upper is None else upper
+    if upper is None:
+        raise ValueError(
+            f"rollout_rs_threshold is null with rollout_rs={values.get('rollout_rs')!r}, and so is "
+            "rollout_is_threshold, which would stand in for it; give rollout_rs_threshold a number or 'lower_upper'."
+        )
+    return band(lower, upper, "rollout_rs_threshold_lower", "rollout_rs_threshold")
+
+
+def _from_slime(values: Values) -> dict[str, Any]:
+    use_tis, use_rs, level, mode = slime_choices(values)
+    out = {**without_dialect(values), "rollout_is": None, **given(slime_mode(values), _SLIME_SETS)}
+    if switch(values, "get_mismatch_metrics"):
+        return {**out, **dict.fromkeys(key for key in ("rollout_rs", _VETO) if key in out)}
+    if use_tis:
+        out["rollout_is"] = level or "token"
+        out.update(slime_weights(values, mode or "truncate"))
+        out["rollout_is_batch_normalize"] = switch(values, "tis_batch_normalize") or False
+    if use_rs:
+        out.update(slime_rejection(values, DEFAULT_UPPER))
     return out
 
 
-def _legacy_mode(values: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """`bypass_old_logprob_for_rollout`, `use_pure_rollout_correction`, `use_policy_gradient`."""
-    bypass = values.get("bypass_old_logprob_for_rollout", values.get("bypass_mode"))
-    if bypass is not None:
-        out["bypass_mode"] = bypass
-    pure = [k for k in ("use_pure_rollout_correction", "use_policy_gradient") if values.get(k)]
-    if not pure:
-        return
-    if bypass is False:
-        raise ValueError(f"{pure[0]}=true needs bypass mode, which is explicitly false.")
-    if values.get("loss_type", "reinforce") != "reinforce":
-        raise ValueError(f"{pure[0]}=true means loss_type=reinforce, but loss_type={values['loss_type']!r}.")
-    out.update(bypass_mode=True, loss_type="reinforce")
+def slime_choices(values: Values) -> tuple[bool | None, bool | None, str | None, str | None]:
+    """`use_tis`, `use_rs`, `tis_level` and `tis_mode`, checked, as the other choices and switches are."""
+    choice(values, "rs_level", _SLIME_LEVELS)
+    switch(values, "tis_batch_normalize")
+    level, mode = choice(values, "tis_level", _SLIME_LEVELS), choice(values, "tis_mode", _SLIME_MODES)
+    return switch(values, "use_tis"), switch(values, "use_rs"), level, mode
 
 
-def _from_slime(values: Mapping[str, Any]) -> dict[str, Any]:
-    out = {k: v for k, v in values.items() if k not in _SLIME_KEYS}
-    lower, upper = values.get("tis_lower_bound"), values.get("tis_upper_bound")
-    out["rollout_is"] = None
-    if values.get("use_tis") and not values.get("get_mismatch_metrics"):
-        out["rollout_is"] = values.get("tis_level", "token")
-        out.update(_slime_threshold(values.get("tis_mode", "truncate"), lower, upper))
-        out["rollout_is_batch_normalize"] = bool(values.get("tis_batch_normalize", False))
-    if values.get("use_rs") and not values.get("get_mismatch_metrics"):
-        out.update(_slime_rejection(values, lower, upper))
-    if values.get("rs_veto_threshold") is not None and not values.get("get_mismatch_metrics"):
-        out["rollout_token_veto_threshold"] = values["rs_veto_threshold"]
-    if "use_rollout_logprobs" in values:
-        out["bypass_mode"] = bool(values["use_rollout_logprobs"])
-    return out
-
-
-def _slime_threshold(mode: str, lower: Any, upper: Any) -> dict[str, Any]:
-    if mode not in _SLIME_MODES:
-        raise ValueError(f"tis_mode must be one of {tuple(_SLIME_MODES)}, got {mode!r}.")
-    upper = 2.0 if upper is None else upper
+def slime_weights(values: Values, mode: str) -> dict[str, Any]:
+    """The bounds of slime's weights."""
+    lower, upper = bound(values, "tis_lower_bound"), bound(values, "tis_upper_bound")
+    upper = DEFAULT_UPPER if upper is None else upper
     if mode == "truncate":
         return {"rollout_is_threshold": upper, "rollout_is_mode": "truncate"}
-    return {"rollout_is_threshold": _band(lower, upper, "tis_upper_bound"), "rollout_is_mode": mode}
+    threshold = band(lower, upper, "tis_lower_bound", "tis_upper_bound")
+    return {"rollout_is_threshold": threshold, "rollout_is_mode": mode}
 
 
-def _slime_rejection(values: Mapping[str, Any], tis_lower: Any, tis_upper: Any) -> dict[str, Any]:
-    level = values.get("rs_level", values.get("tis_level", "token"))
-    if level not in _LEGACY_RS:
-        raise ValueError(f"rs_level must be one of {tuple(_LEGACY_RS)}, got {level!r}.")
-    lower, upper = values.get("rs_lower_bound"), values.get("rs_upper_bound")
-    upper = tis_upper if upper is None else upper
-    lower = tis_lower if lower is None else lower
-    return {
-        "rollout_rs": _LEGACY_RS[level],
-        "rollout_rs_threshold": _band(lower, 2.0 if upper is None else upper, "rs_upper_bound"),
-    }
+def slime_rejection(values: Values, default_upper: Any) -> dict[str, Any]:
+    """Criterion and band of slime's rejection: a bound that is not set is that of the weights.
 
-
-def _band(lower: Any, upper: Any, name: str) -> str:
-    """`"lower_upper"`; without a lower bound, the reciprocal of the upper one, which is `name`."""
-    if lower is not None:
-        return f"{lower}_{upper}"
-    if isinstance(upper, str) and "_" in upper:
-        return upper
-    return f"{1.0 / parse_number(upper, name)!r}_{upper}"
+    Where those have no lower bound either, it is the reciprocal of *their* upper bound, whatever `rs_upper_bound` is.
+    """
+    level = choice(values, "rs_level", _SLIME_LEVELS) or "token"
+    tis_lower, tis_upper = bound(values, "tis_lower_bound"), bound(values, "tis_upper_bound")
+    lower, upper = bound(values, "rs_lower_bound"), bound(values, "rs_upper_bound")
+    lower_key, upper_key = "rs_lower_bound", "rs_upper_bound"
+    tis_upper = default_upper if tis_upper is None else tis_upper
+    if upper is None:
+        upper, upper_key = tis_upper, "tis_upper_bound"
+    if lower is None and not (isinstance(upper, str) and "_" in upper):
+        lower, lower_key = tis_lower, "tis_lower_bound"
+        if lower is None:
+            below, above = split_band(tis_upper, "tis_upper_bound")
+            lower = 1.0 / parse_number(above, "tis_upper_bound") if below is None else below
+    return {"rollout_rs": LEGACY_RS[level], "rollout_rs_threshold": band(lower, upper, lower_key, upper_key)}

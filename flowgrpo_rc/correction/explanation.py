@@ -1,7 +1,7 @@
 """`explain`: in words, which algorithm a configuration is, and which classic mistakes it makes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import SAFETY_BOUND, Criterion, ImportanceSampling
@@ -41,6 +41,28 @@ def explain(config: RolloutCorrectionConfig) -> Explanation:
         f"Guard:     {_guard(config)}",
     )
     return Explanation("\n".join(lines), tuple(_mistakes(config)))
+
+
+def in_force(config: RolloutCorrectionConfig) -> str:
+    """What acts on the loss, in one line: mode, weights, rejection; what only measures is said to do so."""
+    plan = config.plan()
+    mode = "decoupled mode (pi_old recomputed)"
+    if config.bypass_mode:
+        mode = f"bypass mode (pi_old = pi_rollout, {config.loss_type})"
+    parts = []
+    if not config.weights_act:
+        parts.append("the PPO ratio pi_theta/pi_rollout is the importance weight itself")
+        if plan.importance is not None and plan.importance.mode != "mask":
+            parts.append(f"rollout_is={config.rollout_is} is measured, not applied")
+    elif plan.importance is not None:
+        norm = ", divided by their batch mean" if plan.importance.batch_normalize else ""
+        parts.append(f"weights {_LEVELS[plan.importance.level]} {_ratio(config)}, {_bounds(plan.importance)}{norm}")
+    rejected = _rejections(config)
+    if rejected:
+        parts.append(f"rejects {'; '.join(rejected)}")
+    if config.weights_act and plan.importance is None and not rejected:
+        parts.append("no importance weights, no rejection: the gap to pi_rollout is measured, not corrected")
+    return f"{mode}: {'; '.join(parts)}"
 
 
 def _ratio(config: RolloutCorrectionConfig) -> str:
@@ -100,6 +122,15 @@ def _bounds(spec: ImportanceSampling) -> str:
 
 
 def _rejected(config: RolloutCorrectionConfig) -> str:
+    parts = _rejections(config)
+    if not parts:
+        return "nothing"
+    share = "they stay in the denominator" if config.rejection_normalization == "all" else "they leave the denominator"
+    return "; ".join(parts) + f"; on the diffusion path {share} of the mean"
+
+
+def _rejections(config: RolloutCorrectionConfig) -> list[str]:
+    """What each criterion rejects, the veto and `rollout_is_mode=mask` included."""
     plan = config.plan()
     parts = [_criterion(c, _ratio(config)) for c in plan.criteria]
     if plan.importance is not None and plan.importance.mode == "mask":
@@ -107,10 +138,7 @@ def _rejected(config: RolloutCorrectionConfig) -> str:
         parts.append(f"what has {_LEVELS[spec.level]} outside [{spec.lower:g}, {spec.upper:g}]")
     if plan.log_veto is not None:
         parts.append(f"rows with one ratio {_ratio(config)} below {math.exp(plan.log_veto):g} (veto)")
-    if not parts:
-        return "nothing"
-    share = "they stay in the denominator" if config.rejection_normalization == "all" else "they leave the denominator"
-    return "; ".join(parts) + f"; on the diffusion path {share} of the mean"
+    return parts
 
 
 def _criterion(c: Criterion, ratio: str) -> str:
@@ -169,8 +197,20 @@ def _mistakes(config: RolloutCorrectionConfig) -> list[str]:
             "rejected elements stay in the denominator of the diffusion loss, which shrinks the gradient by "
             "kept/total. rejection_normalization=kept avoids that."
         )
+    found.extend(_idle(config))
+    return found
+
+
+def _idle(config: RolloutCorrectionConfig) -> list[str]:
+    """Settings of weights or rejection that are not there."""
+    found = []
     if config.rollout_rs is None and config.rollout_rs_threshold is not None:
         found.append(f"rollout_rs_threshold={config.rollout_rs_threshold!r} has no rollout_rs to act on.")
+    if config.rollout_is is None:
+        for field in fields(config):
+            name, value = field.name, getattr(config, field.name)
+            if name.startswith("rollout_is_") and value not in (field.default, None):
+                found.append(f"{name}={value!r} has no rollout_is to act on: there are no weights.")
     return found
 
 

@@ -152,7 +152,9 @@ def _linear(
         spec = plan.importance
         names += ["row_d", "row_raw"]
         terms += [("d", 1.0, ""), ("k3", 1.0, "lc")]
-        bounds += [(-math.inf, math.inf), (spec.reported_lower - 1.0, spec.upper - 1.0)]
+        # without a lower bound even a ratio that rounds to 0 is not below it
+        lower = spec.reported_lower - 1.0 if spec.reported_lower > 0 else -math.inf
+        bounds += [(-math.inf, math.inf), (lower, spec.upper - 1.0)]
     for c in token_criteria:
         names.append(f"{c.name}/row")
         terms.append(("lc", -1.0, "") if c.statistic == "k1" else (c.statistic, 1.0, ""))

@@ -121,7 +121,12 @@ def _extreme_weights(spec: ImportanceSampling, total: Figures, low: Figures, hig
 
 def _divisor(spec: ImportanceSampling, total: Figures) -> float:
     """Mean applied weight: over elements ("token") or rows with a valid element."""
-    mean = 1.0 + total["d"] / total["n"] if spec.level == "token" else 1.0 + total["row_d"] / total["rows"]
+    if spec.level == "token":
+        mean = total["w"] / total["n"]
+        if mean >= 0.5:  # near 1, `d` is the more exact
+            mean = 1.0 + total["d"] / total["n"]
+    else:
+        mean = 1.0 + total["row_d"] / total["rows"]
     return mean if mean > 1e-8 else 1.0
 
 

@@ -7,11 +7,14 @@ criterion; its arguments are the thresholds. `from_dict({"preset": NAME, ...})` 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo_rc.correction.dialects import band
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Band = str | int | float | int
 _GEO_BAND = "0.999_1.001"
+_GEO_LOWER = 0.999
 _LEGACY_VETO = 1e-4
 
 
@@ -140,10 +143,18 @@ class Presets:
         """Alias of `decoupled_seq_is`."""
         return cls.decoupled_seq_is(threshold)
 
+    # Those with rejection take its upper and its lower bound apart, in this order, as the first release's did; without
+    # a lower bound it is the reciprocal of the upper one. Instead of the upper bound a whole band may stand.
+
     @classmethod
-    def seq_is_rs(cls, is_threshold: int | float = 2.0, rs_threshold: Band = "0.5_2.0") -> "Self":
-        """Alias of `decoupled_seq_is_rs`."""
-        return cls.decoupled_seq_is_rs(is_threshold, rs_threshold)
+    def seq_is_rs(
+        cls,
+        is_threshold: int | float = 2.0,
+        rs_threshold: Band = "0.5_2.0",
+        rs_threshold_lower: int | float | None = None,
+    ) -> "Self":
+        """The first release's `seq_is_rs`: `decoupled_seq_is_rs` with the bounds apart."""
+        return cls.decoupled_seq_is_rs(is_threshold, _joined(rs_threshold, rs_threshold_lower))
 
     @classmethod
     def seq_mis(cls, threshold: int | float = 2.0) -> "Self":
@@ -151,14 +162,27 @@ class Presets:
         return cls.decoupled_seq_is_rs(threshold, f"0_{threshold}")
 
     @classmethod
-    def geo_rs(cls, rs_threshold: Band = _GEO_BAND, veto_threshold: float | None = _LEGACY_VETO) -> "Self":
+    def geo_rs(
+        cls,
+        rs_threshold: Band = _GEO_BAND,
+        rs_threshold_lower: int | float | None = None,
+        veto_threshold: float | None = _LEGACY_VETO,
+    ) -> "Self":
         """The first release's `geo_rs`: `decoupled_geo_rs` and a veto on catastrophic elements."""
-        return cls.decoupled_geo_rs(rs_threshold)._with({"rollout_token_veto_threshold": veto_threshold})
+        bounds = _joined(rs_threshold, rs_threshold_lower)
+        return cls.decoupled_geo_rs(bounds)._with({"rollout_token_veto_threshold": veto_threshold})
 
     @classmethod
-    def geo_mis(cls, rs_threshold: Band = _GEO_BAND, veto_threshold: float | None = _LEGACY_VETO) -> "Self":
-        """Alias of `geo_rs`."""
-        return cls.geo_rs(rs_threshold, veto_threshold)
+    def geo_mis(
+        cls,
+        rs_threshold: Band = 1.001,
+        rs_threshold_lower: int | float | None = _GEO_LOWER,
+        veto_threshold: float | None = _LEGACY_VETO,
+    ) -> "Self":
+        """`geo_rs` with a lower bound of 0.999 unless another is given, or null for the reciprocal."""
+        if isinstance(rs_threshold, str) and "_" in rs_threshold and rs_threshold_lower == _GEO_LOWER:
+            rs_threshold_lower = None
+        return cls.geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
     def ppo_is_bypass(cls, threshold: int | float = 2.0) -> "Self":
@@ -176,9 +200,15 @@ class Presets:
         return cls.bypass_pg_is(threshold)
 
     @classmethod
-    def pg_rs(cls, rs_threshold: Band = _GEO_BAND, veto_threshold: float | None = _LEGACY_VETO) -> "Self":
-        """The first release's `pg_rs`: `bypass_pg_geo_rs` and a veto on catastrophic elements."""
-        return cls.bypass_pg_geo_rs(rs_threshold)._with({"rollout_token_veto_threshold": veto_threshold})
+    def pg_rs(
+        cls,
+        rs_threshold: Band = _GEO_BAND,
+        rs_threshold_lower: int | float | None = None,
+        veto_threshold: float | None = _LEGACY_VETO,
+    ) -> "Self":
+        """The transitional release's `pg_rs`: `bypass_pg_geo_rs` and a veto on catastrophic elements."""
+        bounds = _joined(rs_threshold, rs_threshold_lower)
+        return cls.bypass_pg_geo_rs(bounds)._with({"rollout_token_veto_threshold": veto_threshold})
 
     def _with(self, changes: dict[str, Any]) -> "Self":
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
@@ -187,6 +217,11 @@ class Presets:
 _REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 
 PRESET_NAMES = tuple(sorted(n for n, v in vars(Presets).items() if isinstance(v, classmethod) and n[0] != "_"))
+
+
+def _joined(upper: Band, lower: int | float | None) -> Band:
+    """A band from its two bounds; `upper` alone may be a band already."""
+    return upper if lower is None else band(lower, upper, "rs_threshold_lower", "rs_threshold")
 
 
 def _seq_sum(threshold: Band) -> dict[str, Any]:

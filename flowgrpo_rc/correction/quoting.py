@@ -16,15 +16,20 @@ THRESHOLD_KEYS = (
     *("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold", "rollout_rs_threshold_lower"),
     *("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
+# slime's also with `mis_` before, or in place of `tis_` and `rs_`
+_SLIME = tuple(key for key in THRESHOLD_KEYS if key.startswith(("tis_", "rs_")))
+_SPELLINGS = frozenset(
+    (*THRESHOLD_KEYS, *(f"mis_{key}" for key in _SLIME), *(f"mis_{key.partition('_')[2]}" for key in _SLIME))
+)
 _BAND = r"[-+]?[.\d][\w.+-]*"
-_ENTRY = re.compile(rf"\b((?:{'|'.join(THRESHOLD_KEYS)})\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
+_ENTRY = re.compile(rf"\b((?:{'|'.join(sorted(_SPELLINGS))})\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def quote_bands(override: str) -> str:
     """A Hydra override with bands in quotes: of `key=0.5_5`, and inside of `section={key: 0.5_5}`."""
     key, equals, value = override.partition("=")
-    if key.rpartition(".")[2].strip("+ ") in THRESHOLD_KEYS:
+    if _is_threshold(key.rpartition(".")[2].strip("+ ")):
         return f'{key}="{value.strip()}"' if _is_band(value) else override
     if not value.lstrip().startswith("{"):
         return override
@@ -35,7 +40,7 @@ def read_value(key: str, text: str) -> Any:
     """The value of `key=text` by YAML's rules, except that a threshold's band needs no quotes."""
     import yaml
 
-    return text.strip() if key in THRESHOLD_KEYS and _is_band(text) else yaml.safe_load(text)
+    return text.strip() if _is_threshold(key) and _is_band(text) else yaml.safe_load(text)
 
 
 def refuse_unquoted_bands(path: Path) -> None:
@@ -58,6 +63,10 @@ def refuse_unquoted_bands(path: Path) -> None:
             )
 
 
+def _is_threshold(key: str) -> bool:
+    return key.replace("-", "_") in _SPELLINGS
+
+
 def _is_band(text: str) -> bool:
     return "_" in text and re.fullmatch(_BAND, text.strip(), re.ASCII) is not None
 
@@ -73,7 +82,7 @@ def _thresholds(node: "Node") -> "Iterator[tuple[str, ScalarNode]]":
         return
     for key, value in node.value:
         if isinstance(key, ScalarNode) and isinstance(value, ScalarNode):
-            if key.value.replace("-", "_").removeprefix("mis_") in THRESHOLD_KEYS:
+            if _is_threshold(key.value):
                 yield key.value, value
         else:
             yield from _thresholds(value)

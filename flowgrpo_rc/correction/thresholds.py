@@ -5,7 +5,9 @@ threshold string. Ratios are train over rollout, `r = exp(log_prob - rollout_log
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import lru_cache
 from numbers import Real
 from typing import Literal
@@ -27,6 +29,11 @@ AUTO = "auto"
 
 ThresholdSpec = int | float | str | None
 
+_BAND_FORM = "give a number, or 'lower_upper' as in '0.5_2.0'"
+_NUMBER_FORM = "give one number"
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_TWO_NUMBERS = re.compile(rf"\W*({_NUMBER})(?:\s*[-,;:/~|]\s*|\s+|\s*\.\.+\s*|\s*to\s*)({_NUMBER})\W*", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True)
 class ImportanceSampling:
@@ -38,7 +45,8 @@ class ImportanceSampling:
     """0 means that nothing is done to small weights."""
     upper: float
     reported_lower: float
-    """The bound that `..._fraction_low` counts against: `lower`, or `1 / upper` when there is none."""
+    """The bound that `..._fraction_low` counts against: `lower`; `1 / upper` for truncated weights, as verl; 0, against
+    which nothing counts, where a band has no lower bound."""
     batch_normalize: bool = False
 
     @property
@@ -94,12 +102,51 @@ def parse_number(value: object, name: str) -> float:
 
     Raises:
         TypeError: a bool, or neither a number nor a string.
-        ValueError: not a number, NaN, zero or negative.
+        ValueError: not a number, too large for a float, NaN, zero or negative.
     """
-    number = _to_float(value, name)
-    if not number > 0:
-        raise ValueError(f"{name} must be positive, got {value!r}.")
-    return number
+    return _positive(value, name, _NUMBER_FORM)
+
+
+def plain_threshold(value: object, name: str, *, band: bool = True) -> ThresholdSpec:
+    """`value` as a plain int, float or string: numbers of other types (numpy's, `Decimal`) become floats.
+
+    Args:
+        band: whether it may be a band.
+
+    Raises:
+        TypeError: a bool, a list, or whatever else is neither a number nor a string; the message has the form to write.
+    """
+    if value is None or type(value) in (int, float, str):
+        return value  # pyright: ignore[reportReturnType]
+    _check_type(value, name, _BAND_FORM if band else _NUMBER_FORM)
+    return value if isinstance(value, str) else float(value)  # pyright: ignore[reportArgumentType]
+
+
+def split_band(spec: object, name: str) -> tuple[object | None, object]:
+    """`(lower, upper)` as written in `"lower_upper"`, `(None, upper)` of a lone number.
+
+    Raises:
+        ValueError: more than two parts, or null.
+    """
+    if isinstance(spec, str) and "_" in spec:
+        parts = [part.strip() for part in spec.split("_")]
+        if len(parts) > 2:
+            raise ValueError(f"{name}: {shown(spec)} has {len(parts)} parts; {_BAND_FORM}.")
+        if "" in parts:
+            raise ValueError(f"{name}: {shown(spec)} lacks a bound; {_BAND_FORM}.")
+        return parts[0], parts[1]
+    if spec is None:
+        raise ValueError(f"{name} is null; {_BAND_FORM}.")
+    return None, spec
+
+
+def shown(value: object) -> str:
+    """`repr`, cut where a message would drown in it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def parse_is_threshold(
@@ -112,8 +159,8 @@ def parse_is_threshold(
     """
     if mode is not None and mode not in IS_MODES:
         raise ValueError(f"rollout_is_mode must be one of {IS_MODES} or null, got {mode!r}.")
-    lower_text, upper_text = _split(spec, name)
-    upper = parse_number(upper_text, name)
+    lower_text, upper_text = split_band(spec, name)
+    upper = _positive(upper_text, name, _BAND_FORM, spec)
     if lower_text is None:
         if mode in (None, "truncate"):
             return "truncate", 0.0, upper
@@ -121,7 +168,7 @@ def parse_is_threshold(
         return str(mode), 1.0 / upper, upper
     if mode == "truncate":
         raise ValueError(f"{name}={spec!r}: truncation has one bound, the upper; give a single number.")
-    lower = _lower_bound(lower_text, name, zero_allowed=mode in ("clip", "mask"))
+    lower = _lower_bound(lower_text, name, spec, zero_allowed=mode in ("clip", "mask"))
     _check_order(lower, upper, spec, name)
     return mode or "zero", lower, upper
 
@@ -131,7 +178,7 @@ def parse_rs_options(spec: str | None) -> tuple[str, ...]:
     if spec is None:
         return ()
     if not isinstance(spec, str):
-        raise TypeError(f"rollout_rs must be a comma-separated string or null, got {spec!r}.")
+        raise TypeError(f"rollout_rs must be a comma-separated string or null, got {shown(spec)}.")
     options = tuple(dict.fromkeys(part.strip() for part in spec.split(",") if part.strip()))
     if not options:
         raise ValueError("rollout_rs is an empty list; use null for no rejection.")
@@ -149,15 +196,15 @@ def parse_criteria(options: tuple[str, ...], spec: ThresholdSpec) -> tuple[Crite
         raise ValueError(f"rollout_rs={','.join(options)!r} needs rollout_rs_threshold.")
     if spec == AUTO:
         return (_calibrated_criterion(options),)
-    if isinstance(spec, bool) or not isinstance(spec, (Real, str)):
-        raise TypeError(f"rollout_rs_threshold must be a number or a string, got {spec!r}.")
+    _check_type(spec, "rollout_rs_threshold", _BAND_FORM)
     entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
     if AUTO in entries:
         raise ValueError(f"rollout_rs_threshold={spec!r}: auto stands alone, for one criterion; give it, or numbers.")
     if len(entries) not in (1, len(options)):
+        near = _near_band(spec) if len(options) == 1 else ""
         raise ValueError(
-            f"rollout_rs_threshold={spec!r} has {len(entries)} entries; "
-            f"give one for all or one for each of {', '.join(options)}."
+            f"rollout_rs_threshold={shown(spec)} has {len(entries)} entries; give one for all or one for each of "
+            f"{', '.join(options)}; an entry for k1 is a number, or 'lower_upper' as in '0.5_2.0'{near}."
         )
     if len(entries) == 1:
         entries = entries * len(options)
@@ -171,7 +218,6 @@ def mirror_k1(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
     )
 
 
-@lru_cache(maxsize=256, typed=True)
 def make_plan(
     rollout_is: str | None = None,
     rollout_is_threshold: ThresholdSpec = 2.0,
@@ -187,6 +233,34 @@ def make_plan(
         TypeError: a bool or another type where a number or string belongs.
         ValueError: an unknown option, or a bound that is NaN, not positive, or out of order.
     """
+    for name, option in (
+        ("rollout_is", rollout_is),
+        ("rollout_is_mode", rollout_is_mode),
+        ("rollout_rs", rollout_rs),
+    ):
+        if option is not None and not isinstance(option, str):
+            raise TypeError(f"{name} must be a string or null, got {shown(option)}.")
+    return _made_plan(
+        rollout_is,
+        plain_threshold(rollout_is_threshold, "rollout_is_threshold"),
+        bool(rollout_is_batch_normalize),
+        rollout_is_mode,
+        rollout_rs,
+        plain_threshold(rollout_rs_threshold, "rollout_rs_threshold"),
+        plain_threshold(rollout_token_veto_threshold, "rollout_token_veto_threshold", band=False),
+    )
+
+
+@lru_cache(maxsize=256, typed=True)
+def _made_plan(
+    rollout_is: str | None,
+    rollout_is_threshold: ThresholdSpec,
+    rollout_is_batch_normalize: bool,
+    rollout_is_mode: str | None,
+    rollout_rs: str | None,
+    rollout_rs_threshold: ThresholdSpec,
+    rollout_token_veto_threshold: ThresholdSpec,
+) -> CorrectionPlan:
     importance = None
     if rollout_is is not None:
         if rollout_is not in IS_LEVELS:
@@ -197,14 +271,14 @@ def make_plan(
                 "rollout_is=null for no weights."
             )
         mode, lower, upper = parse_is_threshold(rollout_is_threshold, rollout_is_mode)
-        reported = lower if lower > 0 else 1.0 / upper
+        reported = 1.0 / upper if mode == "truncate" else lower
         importance = ImportanceSampling(
             rollout_is,  # pyright: ignore[reportArgumentType]
             mode,  # pyright: ignore[reportArgumentType]
             lower,
             upper,
             reported,
-            bool(rollout_is_batch_normalize),
+            rollout_is_batch_normalize,
         )
     veto = rollout_token_veto_threshold
     log_veto = None if veto is None else math.log(parse_number(veto, "rollout_token_veto_threshold"))
@@ -226,53 +300,72 @@ def _calibrated_criterion(options: tuple[str, ...]) -> Criterion:
 def _criterion(option: str, entry: object) -> Criterion:
     aggregate, _, statistic = option.rpartition("_")
     name = f"rollout_rs_threshold for {option}"
-    lower_text, upper_text = _split(entry, name)
-    upper = parse_number(upper_text, name)
+    lower_text, upper_text = split_band(entry, name)
     if statistic != "k1":
         if lower_text is not None:
-            raise ValueError(f"{name} is one upper bound, got {entry!r}; only k1 criteria take 'lower_upper'.")
+            raise ValueError(f"{name} is one upper bound, got {shown(entry)}; only k1 criteria take 'lower_upper'.")
+        upper = _positive(upper_text, name, _NUMBER_FORM)
         return Criterion(option, aggregate, statistic, upper)  # pyright: ignore[reportArgumentType]
-    lower = 1.0 / upper if lower_text is None else _lower_bound(lower_text, name, zero_allowed=True)
+    upper = _positive(upper_text, name, _BAND_FORM, entry)
+    lower = 1.0 / upper if lower_text is None else _lower_bound(lower_text, name, entry, zero_allowed=True)
     _check_order(lower, upper, entry, name)
     log_lower = math.log(lower) if lower > 0 else -math.inf
     return Criterion(option, aggregate, "k1", math.log(upper), log_lower)  # pyright: ignore[reportArgumentType]
 
 
-def _split(spec: object, name: str) -> tuple[str | None, object]:
-    """`(None, u)` of a lone number, `(lower, upper)` of `"lower_upper"`."""
-    if isinstance(spec, str) and "_" in spec:
-        parts = [part.strip() for part in spec.split("_")]
-        if len(parts) > 2:
-            raise ValueError(
-                f"{name}: {spec!r} has {len(parts)} parts; give a number, or 'lower_upper' as in '0.5_2.0'."
-            )
-        return parts[0], parts[1]
-    if spec is None:
-        raise ValueError(f"{name} is null; give a number, or 'lower_upper' as in '0.5_2.0'.")
-    return None, spec
+def _check_type(value: object, name: str, form: str) -> None:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a number or a numeric string, not a boolean, got {value}; {form}.")
+    if not isinstance(value, (Real, Decimal, str)):
+        near = _near_band(value) if form == _BAND_FORM else ""
+        raise TypeError(f"{name} must be a number or a numeric string, got {shown(value)}; {form}{near}.")
 
 
-def _to_float(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (Real, str)):
-        raise TypeError(f"{name} must be a number or a numeric string, got {value!r}.")
-    if isinstance(value, str) and "_" in value:  # float() would take it for a separator of digits
-        raise ValueError(f"{name}: {value!r} is a band; give one number.")
-    try:
-        number = float(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {value!r} is not a number.") from error
-    if math.isnan(number):
-        raise ValueError(f"{name} must not be NaN.")
+def _near_band(value: object) -> str:
+    """What the form would be here, where `value` is two numbers: '0.5-2.0', '0.5,2.0', [0.5, 2.0]."""
+    found = _TWO_NUMBERS.fullmatch(str(value)) if isinstance(value, (str, list, tuple)) else None
+    return f" (here '{found[1]}_{found[2]}')" if found else ""
+
+
+def _positive(value: object, name: str, form: str, spec: object = None) -> float:
+    number = _to_float(value, name, form, spec)
+    if not number > 0:
+        raise ValueError(f"{name} must be positive, got {shown(value)}.")
     return number
 
 
-def _lower_bound(text: object, name: str, *, zero_allowed: bool) -> float:
-    number = _to_float(text, name)
+def _to_float(value: object, name: str, form: str = _NUMBER_FORM, spec: object = None) -> float:
+    """The number that `value` is, one part of `spec`; `form` is what a message tells to write."""
+    _check_type(value, name, form)
+    if isinstance(value, str) and "_" in value:  # float() would take it for a separator of digits
+        raise ValueError(f"{name}: {shown(value)} is a band; give one number.")
+    written = value if spec is None else spec
+    near = _near_band(written) if form == _BAND_FORM else ""
+    try:
+        if isinstance(value, str) and not value.isascii():  # float() reads the digits of every script
+            raise ValueError
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise ValueError(f"{name}: {shown(written)} is not a number; {form}{near}.") from error
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number):
+        raise ValueError(f"{name} must not be NaN.")
+    if math.isinf(number) and not (isinstance(value, float) or "inf" in shown(value).lower()):
+        raise ValueError(f"{name}: {shown(written)} is larger than any float; {form}.")
+    return number
+
+
+def _lower_bound(text: object, name: str, spec: object, *, zero_allowed: bool) -> float:
+    number = _to_float(text, name, _BAND_FORM, spec)
     if number == 0 and zero_allowed:
         return 0.0
-    return parse_number(text, f"{name} (lower bound)")
+    return _positive(text, f"{name} (lower bound)", _BAND_FORM, spec)
 
 
 def _check_order(lower: float, upper: float, spec: object, name: str) -> None:
     if lower > upper:
-        raise ValueError(f"{name}={spec!r}: the lower bound {lower:g} exceeds the upper bound {upper:g}.")
+        raise ValueError(
+            f"{name}={shown(spec)}: the lower bound {lower:g} exceeds the upper bound {upper:g}; a band is "
+            "'lower_upper' as in '0.5_2.0'."
+        )

@@ -11,7 +11,8 @@ Unlike the verl drop-in, the k1 band is the documented one: `"lower_upper"` keep
 reported, the gap per timestep included.
 
 The section `algorithm.rollout_correction` takes every key of this library and of the dialects that it translates. In
-bypass mode verl-omni's loss hands on verl's own keys alone, so that the others act in decoupled mode.
+bypass mode verl-omni's loss hands on verl's own keys alone, so that the others act in decoupled mode. Of keys that
+cannot act inside verl-omni at all (`rejection_normalization`, the guard's, ...) a warning says so, once.
 """
 
 import importlib
@@ -32,8 +33,10 @@ from flowgrpo_rc.integrations.verl import data_proto
 __all__ = [
     "apply_bypass_mode_to_diffusion_batch",
     "apply_rollout_correction_to_diffusion_batch",
+    "compute_rollout_corr_metrics_from_batch",
     "compute_rollout_corr_metrics_from_logprobs",
     "compute_rollout_correction_and_rejection_mask",
+    "install",
     "installed",
     "rollout_correction_enabled",
 ]
@@ -41,21 +44,29 @@ __all__ = [
 _HOME = "verl_omni.trainer.diffusion.rollout_correction"
 _LOSSES = "verl_omni.workers.utils.losses"
 _HELPER = "compute_rollout_correction_and_rejection_mask"
-_ASKS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "preset", "use_tis", "use_rs", "rs_veto_threshold")
-"""Keys that ask for weights or rejection unless they are null or false."""
+_WITHOUT_EFFECT = ("rejection_normalization", "guard", "rollout_rs_auto")
+"""Starts of keys of this library that its own loss and trainer act on, and verl-omni's do not."""
+_AS_THERE = {"rejection_normalization": "all", "guard": "off"}
+"""Values of those that ask for what verl-omni does anyway."""
+_warned: set[str] = set()
+"""Keys of which a warning has said that they have no effect."""
 
 
 def rollout_correction_enabled(rollout_corr_config: Any) -> bool:
     """Whether a configuration asks for weights or rejection, the veto included, in any dialect."""
     if rollout_corr_config is None:
         return False
-    asked = (rollout_corr_config.get(key, None) for key in _ASKS)
-    return any(value is not None and value is not False and value != "" for value in asked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `apply_rollout_correction_to_diffusion_batch` gives them
+        try:
+            return _corrects(RolloutCorrectionConfig.from_dict(_known(rollout_corr_config)))
+        except (TypeError, ValueError):
+            return True  # it asks for something, and that function says what is wrong with it
 
 
 def apply_bypass_mode_to_diffusion_batch(batch: Any) -> None:
-    """Sets `old_log_probs` to `rollout_log_probs`; ValueError when the batch has none."""
-    trajectory.apply_bypass_mode_to_diffusion_batch(batch)
+    """Sets `old_log_probs` to `rollout_log_probs`; ValueError when the batch has none, or no tensors at all."""
+    trajectory.apply_bypass_mode_to_diffusion_batch(_tensors(batch))
 
 
 def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
@@ -63,36 +74,93 @@ def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config:
 
     Without weights and rejection the batch stays as it is, as in verl-omni, and the metrics are diagnostics.
 
+    Raises:
+        ValueError: a bad configuration, or a batch without `old_log_probs` and `rollout_log_probs`, both `(B, W)`.
+
     Warns:
-        UserWarning: a key that is none of this library's has no effect here.
+        UserWarning: once of each key that has no effect here.
     """
     config = _read(rollout_corr_config)
-    enabled = config.rollout_is is not None or config.plan().can_reject
-    before = set(batch.batch.keys())
-    batch, metrics = trajectory.apply_rollout_correction_to_diffusion_batch(batch, config)
-    if not enabled:
+    tensors = _tensors(batch)
+    before = set(tensors.keys())
+    _, metrics = trajectory.apply_rollout_correction_to_diffusion_batch(tensors, config)
+    if not _corrects(config):
         for key in {trajectory.ROLLOUT_IS_WEIGHTS, trajectory.ROLLOUT_KEEP} - before:
-            del batch.batch[key]
+            del tensors[key]
     return batch, metrics
 
 
-def _read(section: Any) -> RolloutCorrectionConfig:
-    """verl-omni's section: `rollout_is` is off unless given, and Hydra's own keys (`_target_`) mean nothing.
+def _corrects(config: RolloutCorrectionConfig) -> bool:
+    return config.rollout_is is not None or config.plan().can_reject
 
-    Other unknown keys warn and are left out: a later verl-omni may have keys of its own there.
-    """
-    values = {key: section[key] for key in section if not str(key).startswith("_")}
-    known = dialects.known_keys(RolloutCorrectionConfig.__dataclass_fields__)
-    for key in [key for key in values if key not in known]:
-        near = dialects.nearest(str(key), known)
-        warnings.warn(
-            f"algorithm.rollout_correction.{key}={values.pop(key)!r} has no effect: {__name__} does not know it; "
-            f"nearest known: {near}",
-            stacklevel=3,
+
+def _tensors(batch: Any) -> Any:
+    """The mapping in `batch.batch`; where that is None, an empty one, of which every key is missing."""
+    empty: dict[str, Tensor] = {}
+    return empty if batch.batch is None else batch.batch
+
+
+def _read(section: Any) -> RolloutCorrectionConfig:
+    """verl-omni's section; what has no effect there is said once, by name."""
+    for key in (str(key) for key in section):
+        if not key.startswith("_") and not dialects.is_known(key, RolloutCorrectionConfig.__dataclass_fields__):
+            near = dialects.nearest(key, dialects.known_keys(RolloutCorrectionConfig.__dataclass_fields__))
+            _say_once(key, section[key], f"{__name__} does not know it; nearest known: {near}")
+    values = _known(section)
+    config = RolloutCorrectionConfig.from_dict(values)
+    for key, value in values.items():
+        if key.startswith(_WITHOUT_EFFECT) and value != _AS_THERE.get(key):
+            _say_once(key, value, "verl-omni's own loss and trainer act, and know nothing of it")
+    if config.bypass_mode and values.get("bypass_mode") is None:
+        asks = next((key for key in values if key in _ASK_FOR_BYPASS), "bypass_mode")
+        _say_once(
+            asks, values.get(asks), "verl-omni reads the mode from bypass_mode alone; write bypass_mode=true beside it"
         )
-    if not dialects.decides_weights(values):
-        values = {"rollout_is": None, **values}
-    return RolloutCorrectionConfig.from_dict(values)
+    return config
+
+
+_ASK_FOR_BYPASS = (
+    *("preset", "bypass_old_logprob_for_rollout", "use_pure_rollout_correction", "use_policy_gradient"),
+    *("use_rollout_logprobs",),
+)
+
+
+def _known(section: Any) -> dict[str, Any]:
+    """The section's keys that `from_dict` understands, as the user set them.
+
+    Hydra's own keys (`_target_`) mean nothing, nor does empty text. Unknown keys are left out: a later verl-omni may
+    have some of its own there. verl-omni's YAML spells out its defaults, which would override a preset and contradict
+    another dialect: beside those, a key at its default counts as not set.
+    """
+    fields = RolloutCorrectionConfig.__dataclass_fields__
+    values = {str(key): section[key] for key in section if dialects.is_known(str(key), fields)}
+    values.update({key: None for key in ("rollout_is", "rollout_rs") if values.get(key) in ("", False)})
+    if any(key not in fields and values[key] is not None for key in values) or dialects.is_legacy_level(
+        values.get("rollout_rs")
+    ):
+        values = {key: value for key, value in values.items() if _OMNI.get(key, _SET) != value}
+    return values
+
+
+_SET = object()
+_OMNI = {
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+}
+"""The section as verl-omni's YAML has it."""
+
+
+def _say_once(key: str, value: Any, because: str) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f"algorithm.rollout_correction.{key}={value!r} has no effect inside verl-omni: {because}", stacklevel=4
+        )
 
 
 def compute_rollout_corr_metrics_from_logprobs(
@@ -131,24 +199,49 @@ def compute_rollout_correction_and_rejection_mask(
     return weights, result.mask, result.metrics
 
 
-def _install() -> Replacement:
+def compute_rollout_corr_metrics_from_batch(batch: Any, *, bypass_mode: bool) -> dict[str, float]:
+    """The diagnostics of a batch with both log-probs; empty in bypass mode, or where one of them is missing."""
+    data = _tensors(batch)
+    if bypass_mode or not {"old_log_probs", "rollout_log_probs"} <= set(data.keys()):
+        return {}
+    timesteps = data["all_timesteps"] if "all_timesteps" in data.keys() else None  # noqa: SIM118
+    return compute_rollout_corr_metrics_from_logprobs(data["old_log_probs"], data["rollout_log_probs"], timesteps)
+
+
+def install() -> Replacement:
+    """Puts these functions in the place of verl-omni's, as importing this module has done; a second time does nothing.
+
+    Needed only after `installed.undo()`, and where an import alone would look like an oversight.
+
+    Returns:
+        `installed`: what was replaced; its `undo()` restores verl-omni's functions.
+
+    Raises:
+        ImportError: verl-omni is not installed.
+    """
     try:
         home = importlib.import_module(_HOME)
     except ImportError as error:
         raise ImportError(f"This drop-in replaces functions of verl-omni, which cannot be imported: {error}") from error
-    replacement = Replacement()
-    functions = (
-        rollout_correction_enabled,
-        apply_bypass_mode_to_diffusion_batch,
-        apply_rollout_correction_to_diffusion_batch,
-        compute_rollout_corr_metrics_from_logprobs,
-    )
-    replacement.apply(home, {f.__name__: f for f in functions}, package="verl_omni")
+    functions: dict[str, Any] = {
+        f.__name__: f
+        for f in (
+            rollout_correction_enabled,
+            apply_bypass_mode_to_diffusion_batch,
+            apply_rollout_correction_to_diffusion_batch,
+            compute_rollout_corr_metrics_from_logprobs,
+        )
+    }
+    later = compute_rollout_corr_metrics_from_batch
+    if hasattr(home, later.__name__):  # not in verl-omni's first release of the feature
+        functions[later.__name__] = later
+    installed.apply(home, functions, package="verl_omni")
     losses = importlib.import_module(_LOSSES)
     if hasattr(losses, _HELPER):
-        replacement.apply(losses, {_HELPER: compute_rollout_correction_and_rejection_mask}, package="verl_omni")
-    return replacement
+        installed.apply(losses, {_HELPER: compute_rollout_correction_and_rejection_mask}, package="verl_omni")
+    return installed
 
 
-installed: Replacement = _install()
+installed = Replacement()
 """What was replaced; `installed.undo()` restores verl-omni's functions."""
+install()

@@ -74,6 +74,26 @@ def results(rows: dict[str, torch.Tensor], *, micro_batches: int, accumulate: bo
     return out
 
 
+# Log ratio of every element of each rank, in float32: both below one half, on its two sides, both above.
+SIDES = ((-13.8, -9.2), (-13.8, 0.1), (0.0, -13.8), (-0.6, -0.8), (0.2, 1e-4))
+
+
+def sides() -> list[dict[str, float]]:
+    """Of each of `SIDES` and each level: this rank's normalised weight, and the divisor."""
+    rank, out = torch.distributed.get_rank(), []
+    for case in SIDES:
+        for level in LEVELS:
+            columns = 3 if level == "geometric" else 1
+            l = torch.full((SIZES[rank], columns), case[rank])  # noqa: E741
+            options = RolloutCorrectionConfig(
+                rollout_is=level, rollout_is_threshold=10.0, rollout_is_batch_normalize=True
+            )
+            made = compute_rollout_correction(l, torch.zeros_like(l), config=options)
+            factor = made.metrics["rollout_corr/rollout_is_batch_norm_factor"]
+            out.append({"weight": float(made.weights[0, 0]), "factor": factor})
+    return out
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -85,6 +105,7 @@ def work(rank: int, folder: str) -> None:
             rows["p"], rows["q"], rows["mask"], config=config("token"), dp_group=alone[rank]
         )
         found["own_factor"] = own.metrics["rollout_corr/rollout_is_batch_norm_factor"]
+        found["sides"] = sides()
         torch.save(found, f"{folder}/rank{rank}.pt")
     finally:
         torch.distributed.destroy_process_group()

@@ -260,7 +260,7 @@ def _offpolicy(
 def _importance_metrics(
     valid: list[list[bool]], weights: Weights, level: str, mode: str, lower: float, upper: float
 ) -> dict[str, float]:
-    reported_lower = lower if lower > 0.0 else 1.0 / upper
+    reported_lower = 1.0 / upper if mode == "truncate" else lower
     applied, raw = flat(weights.applied, valid), flat(weights.raw, valid)
     row_applied = [mean(pick(r, ok)) for r, ok in zip(weights.applied, valid, strict=True) if any(ok)]
     row_raw = [mean(pick(r, ok)) for r, ok in zip(weights.raw, valid, strict=True) if any(ok)]

@@ -19,7 +19,9 @@ ROW_OPTIONS = [option for option in RS_OPTIONS if option.startswith("seq_")]
 
 
 def config(option="seq_mean_k1", threshold="auto", **others):
-    return RolloutCorrectionConfig(rollout_rs=option, rollout_rs_threshold=threshold, **others)
+    return RolloutCorrectionConfig(
+        **{"rollout_is": "sequence", "rollout_rs": option, "rollout_rs_threshold": threshold, **others}
+    )
 
 
 def gaps(rows=40, width=3, seed=0):

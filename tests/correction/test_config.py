@@ -1,16 +1,21 @@
 """The configuration: validation, presets, other projects' keys, and what it says in words."""
 
 import dataclasses
+import functools
+import subprocess
+import sys
 import warnings
 
 import pytest
 import yaml
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
+from flowgrpo_rc.correction.explanation import in_force
 from flowgrpo_rc.correction.presets import PRESET_NAMES
 from flowgrpo_rc.correction.thresholds import make_plan
 
 Config = RolloutCorrectionConfig
+SEQ = functools.partial(Config, rollout_is="sequence")
 
 
 def _made(**expected):
@@ -20,7 +25,7 @@ def _made(**expected):
 
 def test_defaults():
     assert Config().to_dict() == {
-        "rollout_is": "sequence",
+        "rollout_is": None,
         "rollout_is_threshold": 2.0,
         "rollout_is_batch_normalize": False,
         "rollout_rs": None,
@@ -68,9 +73,10 @@ def test_bad_weight_thresholds(rollout_is, value):
 
 
 @pytest.mark.parametrize("value", ["0_2.0", "-0.5_2.0", "nan_2.0", "0.5_nan", "0.5_-1"])
-def test_bad_bands_of_weights(value):
+@pytest.mark.parametrize("rollout_is", ["token", None])
+def test_bad_bands_of_weights(rollout_is, value):
     with pytest.raises(ValueError, match="rollout_is_threshold"):
-        Config(rollout_is_threshold=value)
+        Config(rollout_is=rollout_is, rollout_is_threshold=value)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +179,15 @@ def test_switches_are_bools(key):
 
 
 def test_integers_and_numeric_strings_are_numbers():
-    config = Config.from_dict({"rollout_is_threshold": 2, "rollout_rs": "token_k1", "rollout_rs_threshold": 3})
+    config = Config.from_dict(
+        {"rollout_is": "token", "rollout_is_threshold": 2, "rollout_rs": "token_k1", "rollout_rs_threshold": 3}
+    )
     plan = config.plan()
     assert plan.importance is not None
     assert plan.importance.upper == 2.0
-    text = Config(rollout_is_threshold="2", rollout_rs="token_k1", rollout_rs_threshold=" 3.0 ").plan()
+    text = Config(
+        rollout_is="token", rollout_is_threshold="2", rollout_rs="token_k1", rollout_rs_threshold=" 3.0 "
+    ).plan()
     assert text == plan
 
 
@@ -192,7 +202,10 @@ def test_criteria_are_read_in_order_without_repetition():
         ("decoupled_token_is", {"rollout_is": "token"}),
         ("decoupled_seq_is", {"rollout_is": "sequence"}),
         ("decoupled_token_icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}),
-        ("decoupled_seq_is_rs", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
+        (
+            "decoupled_seq_is_rs",
+            {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        ),
         ("decoupled_geo_rs", {"rollout_is": None, **(geo := {"rollout_rs": "seq_mean_k1"})}),
         ("decoupled_geo_rs_seq_tis", {"rollout_is": "sequence", **geo}),
         ("decoupled_geo_rs_token_tis", {"rollout_is": "token", **geo}),
@@ -211,8 +224,8 @@ def test_criteria_are_read_in_order_without_repetition():
         ("token_is", {"rollout_is": "token"}),
         ("token_tis", {"rollout_is": "token"}),
         ("seq_is", {"rollout_is": "sequence"}),
-        ("seq_is_rs", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
-        ("seq_mis", {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0_2.0"}),
+        ("seq_is_rs", {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
+        ("seq_mis", {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0_2.0"}),
         ("geo_rs", {"rollout_is": None, **geo, **(veto := {"rollout_token_veto_threshold": 1e-4})}),
         ("geo_mis", {"rollout_is": None, **geo, **veto}),
         ("ppo_is_bypass", {"rollout_is": "token", "bypass_mode": True}),
@@ -238,8 +251,85 @@ def test_every_preset_is_listed_above():
 def test_preset_arguments():
     assert Config.decoupled_token_icepop(3.0, 0.25).rollout_is_threshold == "0.25_3.0"
     assert Config.seq_mis(4.0).rollout_rs_threshold == "0_4.0"
-    assert Config.geo_rs("0.99_1.02", None) == Config.decoupled_geo_rs("0.99_1.02")
+    assert Config.geo_rs("0.99_1.02", veto_threshold=None) == Config.decoupled_geo_rs("0.99_1.02")
     assert Config.bypass_pg_geo_rs_seq_tis(3.0, "0.98_1.05").rollout_is_threshold == 3.0
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        # the legacy constructors: upper bound, lower bound, veto
+        (lambda: Config.geo_rs(1.001, 0.999), {"rollout_rs_threshold": "0.999_1.001"}),
+        (lambda: Config.geo_rs(1.02, rs_threshold_lower=0.9), {"rollout_rs_threshold": "0.9_1.02"}),
+        (
+            lambda: Config.geo_rs(1.02, 0.9, 1e-6),
+            {"rollout_rs_threshold": "0.9_1.02", "rollout_token_veto_threshold": 1e-6},
+        ),
+        (
+            lambda: Config.geo_rs(rs_threshold=1.02, rs_threshold_lower=None, veto_threshold=None),
+            {"rollout_rs_threshold": 1.02, "rollout_token_veto_threshold": None},
+        ),
+        (lambda: Config.geo_rs(1.02, 0), {"rollout_rs_threshold": "0_1.02"}),
+        (lambda: Config.geo_mis(), {"rollout_rs_threshold": "0.999_1.001"}),
+        (lambda: Config.geo_mis(1.02), {"rollout_rs_threshold": "0.999_1.02"}),
+        (lambda: Config.geo_mis(1.02, None), {"rollout_rs_threshold": 1.02}),
+        (lambda: Config.geo_mis("0.9_1.02"), {"rollout_rs_threshold": "0.9_1.02"}),
+        (
+            lambda: Config.geo_mis(1.02, 0.9, 1e-3),
+            {"rollout_rs_threshold": "0.9_1.02", "rollout_token_veto_threshold": 1e-3},
+        ),
+        (
+            lambda: Config.pg_rs(1.02, 0.9, 1e-3),
+            {"rollout_rs_threshold": "0.9_1.02", "rollout_token_veto_threshold": 1e-3},
+        ),
+        (lambda: Config.seq_is_rs(3.0, 4.0), {"rollout_is_threshold": 3.0, "rollout_rs_threshold": 4.0}),
+        (lambda: Config.seq_is_rs(3.0, 4.0, 0.1), {"rollout_is_threshold": 3.0, "rollout_rs_threshold": "0.1_4.0"}),
+        (
+            lambda: Config.seq_is_rs(is_threshold=3.0, rs_threshold=4.0, rs_threshold_lower=0),
+            {"rollout_is_threshold": 3.0, "rollout_rs_threshold": "0_4.0"},
+        ),
+    ],
+)
+def test_legacy_constructors_take_the_upper_bound_first(made, expected):
+    config = made()
+    assert {key: getattr(config, key) for key in expected} == expected
+    veto = {"rollout_token_veto_threshold"} if config.rollout_rs == "seq_mean_k1" else set()
+    assert config.rollout_token_veto_threshold == expected.get("rollout_token_veto_threshold", 1e-4 if veto else None)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Config.geo_rs("0.9_1.02", 0.99), "rs_threshold_lower=0.99 beside rs_threshold='0.9_1.02'"),
+        (lambda: Config.geo_rs(0.999, 1.001), "rs_threshold_lower=1.001 exceeds rs_threshold=0.999"),
+        (lambda: Config.seq_is_rs(2.0, 0.5, 2.0), "rs_threshold_lower=2.0 exceeds rs_threshold=0.5"),
+    ],
+)
+def test_legacy_constructors_refuse_bounds_the_wrong_way_round(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_first_releases_call_is_translated():
+    """`RolloutCorrectionConfig(rollout_rs="token", ...)`, as its documentation shows it."""
+    with pytest.warns(UserWarning, match='rollout_rs=token_k1, rollout_rs_threshold="0.5_2.0"') as caught:
+        config = Config(rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token", rollout_rs_threshold=2.0)
+    assert len(caught) == 1
+    assert config == Config(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
+    with pytest.warns(UserWarning, match="canonical form"):
+        config = Config(rollout_rs="sequence", rollout_rs_threshold=4.0, rollout_rs_threshold_lower=0.1)
+    assert (config.rollout_rs, config.rollout_rs_threshold) == ("seq_sum_k1", "0.1_4.0")
+    with pytest.warns(UserWarning, match="canonical form"):
+        config = Config(rollout_is=None, bypass_old_logprob_for_rollout=True, use_pure_rollout_correction=True)
+    assert (config.bypass_mode, config.loss_type) == (True, "reinforce")
+    with pytest.warns(UserWarning, match="slime keys"):
+        assert Config(use_tis=True).rollout_is == "token"
+    assert Config(preset="decoupled_token_is") == Config.decoupled_token_is()
+
+
+def test_an_unknown_keyword_names_the_nearest_and_from_dict():
+    with pytest.raises(TypeError, match="no 'rollout_is_treshold'; nearest known: rollout_is_threshold.*from_dict"):
+        Config(rollout_is_treshold=2.0)
 
 
 def test_keys_beside_a_preset_override_it():
@@ -365,6 +455,38 @@ DIALECTS = [
         },
         {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_5.0"},
     ),
+    # which they are by themselves: rs_upper_bound alone takes its lower bound from those of the weights
+    ({"use_rs": True, "rs_upper_bound": 5.0}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_5.0"}),
+    (
+        {"use_rs": True, "rs_upper_bound": 5.0, "tis_upper_bound": 4.0},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.25_5.0"},
+    ),
+    (
+        {"use_rs": True, "rs_lower_bound": 0.1, "tis_upper_bound": 4.0},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.1_4.0"},
+    ),
+    ({"use_rs": True}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}),
+    ({"use_rs": True, "rs_level": None}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}),
+    (
+        {"use_tis": True, "tis_level": "sequence", "use_rs": True},
+        {
+            "rollout_is": "sequence",
+            "rollout_is_mode": "truncate",
+            "rollout_rs": "token_k1",
+            "rollout_rs_threshold": "0.5_2.0",
+        },
+    ),
+    ({"use_tis": True, "tis_level": None, "tis_mode": None}, {"rollout_is": "token", "rollout_is_mode": "truncate"}),
+    (
+        {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 0, "tis_upper_bound": 3},
+        {"rollout_is": "token", "rollout_is_mode": "clip", "rollout_is_threshold": "0_3"},
+    ),
+    ({"use_tis": "true", "tis_batch_normalize": "False"}, {"rollout_is": "token", "rollout_is_mode": "truncate"}),
+    ({"use_tis": "False", "use_rs": "false"}, {"rollout_is": None}),
+    ({"use_rollout_logprobs": "false"}, {"bypass_mode": False}),
+    ({"use_tis": False, "rs_trust_region": None, "rs_tr_threshold": 0.1}, {"rollout_is": None}),
+    ({"use_tis": False, "rs_trust_region": False}, {"rollout_is": None}),
+    ({"use_tis": True, "get_mismatch_metrics": True, "rs_veto_threshold": 1e-4}, {"rollout_is": None}),
     ({"use_rollout_logprobs": True}, {"rollout_is": None, "bypass_mode": True}),
     ({"get_mismatch_metrics": True}, {"rollout_is": None}),
 ]
@@ -425,10 +547,14 @@ def test_pure_correction_needs_bypass_mode(key, off):
         {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.3},
         {"use_tis": True, "tis_mode": "drop"},
         {"use_rs": True, "rs_level": "rows"},
+        {"use_tis": True, "tis_level": "rows"},
+        {"use_policy_gradient": False, "loss_type": "reinforce", "bypass_mode": True},
+        {"use_policy_gradient": True, "use_pure_rollout_correction": False},
+        {"get_mismatch_metrics": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
     ],
 )
 def test_contradicting_keys(given):
-    with pytest.raises(ValueError, match="contradicts|means loss_type|two dialects|belongs to|must be one of"):
+    with pytest.raises(ValueError, match="contradict|means loss_type|two dialects|belongs to|must be one of"):
         Config.from_dict(given)
 
 
@@ -476,6 +602,70 @@ def test_slime_yaml_file(tmp_path):
     )
 
 
+def test_slimes_present_file(tmp_path):
+    """The values of its example, with the two keys that came later."""
+    path = tmp_path / "mis.yaml"
+    keys = {
+        **{"use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate"},
+        **{"tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None},
+        **{"rs_veto_threshold": 1e-4, "tis_batch_normalize": True, "rs_trust_region": None, "rs_tr_threshold": 0.05},
+    }
+    path.write_text(yaml.safe_dump(keys))
+    with pytest.warns(UserWarning, match="slime keys"):
+        config = Config.from_slime_yaml(path)
+    assert config == Config(
+        rollout_is="token",
+        rollout_is_mode="truncate",
+        rollout_is_batch_normalize=True,
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0.5_2.0",
+        rollout_token_veto_threshold=1e-4,
+    )
+    path.write_text(yaml.safe_dump({**keys, "rs_trust_region": "kl"}))
+    with pytest.raises(ValueError, match="rs_trust_region='kl'.*set it to null"):
+        Config.from_slime_yaml(path)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mis_use_tis": True, "mis_tis_level": "sequence", "mis_tis_upper_bound": 3.0},
+        {"use-tis": True, "mis-level": "sequence", "mis-upper-bound": 3.0},
+        {"use_tis": True, "mis_level": "sequence", "mis_upper_bound": 3.0},
+    ],
+)
+def test_slimes_keys_have_several_spellings(given):
+    with pytest.warns(UserWarning, match=r"slime keys \(use_tis, tis_level, tis_upper_bound\)"):
+        config = Config.from_dict(given)
+    assert config == Config(rollout_is="sequence", rollout_is_threshold=3.0, rollout_is_mode="truncate")
+    with pytest.raises(ValueError, match="tis_upper_bound is there twice"):
+        Config.from_dict({**given, "tis-upper-bound": 4.0})
+
+
+SWITCHES = (
+    *("use_tis", "use_rs", "tis_batch_normalize", "use_rollout_logprobs", "get_mismatch_metrics"),
+    *("bypass_old_logprob_for_rollout", "use_pure_rollout_correction", "use_policy_gradient"),
+    *("bypass_mode", "rollout_is_batch_normalize"),
+)
+
+
+@pytest.mark.parametrize("key", SWITCHES)
+@pytest.mark.parametrize("value", ["yes", "1", "0", "off", "", 0, 1, 2.0, [True]])
+def test_no_switch_takes_whatever_is_not_a_boolean_for_true(key, value):
+    with pytest.raises(TypeError, match=f"{key} must be true or false, got"):
+        Config.from_dict({key: value})
+
+
+@pytest.mark.parametrize("key", SWITCHES[:-2])
+@pytest.mark.parametrize("others", [{}, {"preset": "seq_is_rs"}])
+def test_text_that_names_a_boolean_is_one(key, others):
+    for text, value in (("true", True), ("false", False), (" True ", True), ("FALSE", False)):
+        with pytest.warns(UserWarning, match="canonical form"):
+            from_text = Config.from_dict({key: text, **others})
+        with pytest.warns(UserWarning, match="canonical form"):
+            assert from_text == Config.from_dict({key: value, **others})
+
+
 def test_slime_command_line_spelling(tmp_path):
     path = tmp_path / "mis.yaml"
     path.write_text("use-tis: true\ntis-mode: truncate\ntis-upper-bound: 2.5\n")
@@ -492,6 +682,33 @@ def test_a_slime_file_must_quote_its_bands(tmp_path):
     path.write_text("use-tis: true\ntis-mode: clip\ntis-upper-bound: '0.5_5'\n")
     with pytest.warns(UserWarning, match="slime keys"):
         assert Config.from_slime_yaml(path).rollout_is_threshold == "0.5_5"
+
+
+@pytest.mark.parametrize("key", ["mis_tis_upper_bound", "mis-upper-bound", "rs-lower-bound", "mis_veto_threshold"])
+def test_so_must_every_spelling(tmp_path, key):
+    path = tmp_path / "mis.yaml"
+    path.write_text(f"{key}: 0.5_5\n")
+    with pytest.raises(ValueError, match=rf"line 1: {key}: got 0.5_5 without quotes"):
+        Config.from_slime_yaml(path)
+
+
+SECTIONS = """
+from flowgrpo_rc.correction import RolloutCorrectionConfig
+
+for section in ("token_is", 3, ["token_is"], True):
+    try:
+        RolloutCorrectionConfig.from_dict(section)
+    except ValueError as error:
+        assert "must be a mapping of keys, or null" in str(error) and "preset" in str(error), error
+    else:
+        raise AssertionError(section)
+"""
+
+
+def test_a_section_is_a_mapping():
+    """In a process of its own: the tests' type checks would refuse other types first."""
+    done = subprocess.run([sys.executable, "-c", SECTIONS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_slime_file_without_keys_is_refused(tmp_path):
@@ -533,9 +750,9 @@ def test_the_guard_is_explained(options, said):
         (Config.bypass_pg_is(), ("off-policy REINFORCE with truncated", "Clipped:   nothing", "every mini-step")),
         (Config.geo_rs(), ("rejection sampling", "[0.999, 1.001]", "veto", "0.0001")),
         (Config.decoupled_k3_rs(), ("k3 = r - 1 - l", "exceeds 0.01")),
-        (Config(rollout_is_mode="clip", rollout_is_threshold="0.5_3"), ("clipped into [0.5, 3]",)),
-        (Config(rollout_is_mode="mask", rollout_is_threshold="0_3"), ("masked importance", "outside [0, 3]")),
-        (Config(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
+        (SEQ(rollout_is_mode="clip", rollout_is_threshold="0.5_3"), ("clipped into [0.5, 3]",)),
+        (SEQ(rollout_is_mode="mask", rollout_is_threshold="0_3"), ("masked importance", "outside [0, 3]")),
+        (SEQ(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
     ],
 )
 def test_explanations(config, phrases):
@@ -551,7 +768,7 @@ def test_explanations(config, phrases):
         (Config.ppo_is_bypass(), "twice"),
         (Config(rollout_is=None, bypass_mode=True, loss_type="reinforce"), "biased"),
         (Config.bypass_ppo_clip_geo_rs(), "one SDE step at a time"),
-        (Config(rollout_is_threshold=1e9), "upper bound 1e+09 can never bind"),
+        (SEQ(rollout_is_threshold=1e9), "upper bound 1e+09 can never bind"),
         (
             Config(rollout_rs="token_k2", rollout_rs_threshold=250.0),  # k2 ends at 20^2 / 2 = 200
             "threshold of token_k2 can never bind",
@@ -562,11 +779,44 @@ def test_explanations(config, phrases):
         (Config(rollout_token_veto_threshold=1.5), "usually all"),
         (Config.decoupled_geo_rs(), "kept/total"),
         (Config(rollout_rs_threshold="0.5_2.0"), "no rollout_rs to act on"),
+        (Config(rollout_is_threshold=3.0), "rollout_is_threshold=3.0 has no rollout_is to act on"),
+        (Config(rollout_is_mode="clip"), "rollout_is_mode='clip' has no rollout_is to act on"),
+        (Config(rollout_is_batch_normalize=True), "rollout_is_batch_normalize=True has no rollout_is to act on"),
     ],
 )
 def test_classic_mistakes_give_a_warning(config, phrase):
     found = [w for w in explain(config).warnings if phrase in w]
     assert len(found) == 1, explain(config).warnings
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Config(), ["decoupled mode", "no importance weights, no rejection", "measured, not corrected"]),
+        (Config.decoupled_token_is(), ["decoupled mode", "weights each element's ratio pi_old/pi_rollout, at most 2"]),
+        (
+            SEQ(rollout_is_threshold="0.5_3", rollout_is_batch_normalize=True),
+            ["weights the product", "0 outside [0.5, 3], divided by their batch mean"],
+        ),
+        (Config.geo_rs(), ["rejects rows whose geometric-mean ratio", "[0.999, 1.001]", "below 0.0001 (veto)"]),
+        (
+            Config.bypass_ppo_clip_k3_rs(),
+            ["bypass mode", "ppo_clip", "PPO ratio pi_theta/pi_rollout is the importance weight itself", "0.01"],
+        ),
+        (Config.ppo_is_bypass(), ["is the importance weight itself", "rollout_is=token is measured, not applied"]),
+        (Config.bypass_pg_is(5.0), ["reinforce", "weights the product", "pi_theta/pi_rollout, at most 5"]),
+        (Config.bypass_pg_geo_rs(), ["reinforce", "rejects rows"]),
+        (Config(rollout_rs="seq_mean_k1", rollout_rs_threshold="auto"), ["rejects rows", "(auto)"]),
+    ],
+)
+def test_one_line_says_what_is_in_force(config, said):
+    line = in_force(config)
+    assert "\n" not in line
+    for phrase in said:
+        assert phrase in line, line
+    weighted = config.rollout_is is not None and config.weights_act
+    assert ("weights " in line.replace("importance weights", "")) == weighted, line
+    assert ("rejects " in line) == config.plan().can_reject, line
 
 
 def test_mask_mode_in_bypass_mode_rejects_and_says_so():

@@ -1,5 +1,7 @@
 """Two gloo processes with one shard each against one process that holds both."""
 
+import math
+
 import distributed_shards as shards
 import pytest
 import torch
@@ -68,3 +70,13 @@ def test_the_mean_of_the_ranks_means_would_be_another(ranks, whole):
         made = shards.compute_rollout_correction(rows["p"], rows["q"], rows["mask"], config=shards.config("token"))
         kl.append(made.metrics["rollout_corr/kl"])
     assert sum(kl) / 2 != pytest.approx(whole["token"]["accumulated"]["rollout_corr/kl"], rel=1e-2)
+
+
+def test_the_mean_is_exact_whatever_sides_of_one_half_the_ranks_are_on(ranks):
+    cases = [case for case in shards.SIDES for _ in shards.LEVELS]
+    for i, case in enumerate(cases):
+        weights = [math.exp(log_ratio) for log_ratio in case]
+        mean = sum(n * w for n, w in zip(shards.SIZES, weights, strict=True)) / sum(shards.SIZES)
+        for rank, found in enumerate(ranks):
+            assert found["sides"][i]["factor"] == pytest.approx(mean, rel=2e-6, abs=0)
+            assert found["sides"][i]["weight"] == pytest.approx(weights[rank] / mean, rel=2e-6, abs=0)

@@ -423,7 +423,13 @@ def test_small_weights_keep_their_figures_in_float32(shift, level):
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize(
     ("mode", "threshold", "lower", "upper"),
-    [("truncate", 1.3, 0.0, 1.3), ("clip", "0.6_1.3", 0.6, 1.3), ("mask", "0.6_1.3", 0.6, 1.3)],
+    [
+        ("truncate", 1.3, 0.0, 1.3),
+        ("clip", "0.6_1.3", 0.6, 1.3),
+        ("mask", "0.6_1.3", 0.6, 1.3),
+        ("clip", "0_1.3", 0.0, 1.3),
+        ("mask", "0_1.3", 0.0, 1.3),
+    ],
 )
 def test_slime_names(level, mode, threshold, lower, upper):
     p, q, mask = reference.random_case(8, 10, 6)

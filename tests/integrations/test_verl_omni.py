@@ -230,3 +230,114 @@ def test_diagnostics_of_one_step(omni):
     by_step = home.compute_rollout_corr_metrics_from_logprobs(log_prob, torch.zeros(2), timesteps=timesteps)
     assert by_step["rollout_corr/logprob_abs_diff/ts_700"] == pytest.approx(0.3)
     assert home.compute_rollout_corr_metrics_from_logprobs(log_prob, torch.zeros(2), timesteps[:, None]) == metrics
+
+
+def test_a_batch_without_tensors_lacks_them(omni):
+    """As verl-omni's: a `DataProto` made of no tensors has None for its `.batch`."""
+    drop_in, home, _, _ = omni
+    with pytest.raises(ValueError, match="rollout_log_probs"):
+        home.apply_bypass_mode_to_diffusion_batch(Proto(None))
+    with pytest.raises(ValueError, match=r"old_log_probs.*rollout_log_probs"):
+        home.apply_rollout_correction_to_diffusion_batch(Proto(None), {"rollout_is": "token"})
+    for bypass in (True, False):
+        assert drop_in.compute_rollout_corr_metrics_from_batch(Proto(None), bypass_mode=bypass) == {}
+
+
+def test_diagnostics_of_a_batch(omni):
+    drop_in, _, _, _ = omni
+    of_batch = drop_in.compute_rollout_corr_metrics_from_batch
+    proto = batch(all_timesteps=torch.tensor([[900.0, 700.0]] * 3))
+    metrics = of_batch(proto, bypass_mode=False)
+    assert metrics["rollout_corr/logprob_abs_diff/ts_900"] == pytest.approx(-float(torch.tensor(0.55).log()) / 3)
+    assert of_batch(proto, bypass_mode=True) == {}
+    assert of_batch(Proto({"old_log_probs": torch.zeros(2, 2)}), bypass_mode=False) == {}
+
+
+def test_where_verl_omni_has_the_diagnostics_of_a_batch_they_are_replaced(omni):
+    drop_in, home, _, _ = omni
+    name = "compute_rollout_corr_metrics_from_batch"
+    assert not hasattr(home, name)
+    setattr(home, name, lambda *args, **kwargs: "verl-omni's")
+    drop_in.install()
+    assert getattr(home, name) is getattr(drop_in, name)
+
+
+def test_install_stands_beside_the_import(omni):
+    drop_in, home, _, losses = omni
+    places = drop_in.installed.places
+    assert drop_in.install() is drop_in.installed
+    assert drop_in.installed.places == places
+    drop_in.installed.undo()
+    assert home.rollout_correction_enabled({}) == "rollout_correction_enabled"
+    assert drop_in.install().places == places
+    assert home.rollout_correction_enabled is drop_in.rollout_correction_enabled
+    drop_in.installed.undo()
+    assert losses.compute_rollout_correction_and_rejection_mask() == "verl's"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rejection_normalization", "kept"),
+        ("guard", "fallback"),
+        ("guard", "warn"),
+        ("guard_clip_fraction", 0.2),
+        ("guard_patience", 5),
+        ("rollout_rs_auto_share", 0.02),
+        ("rollout_rs_auto_max", 0.2),
+        ("rollout_rs_treshold", "0.6_1.4"),
+    ],
+)
+def test_a_key_that_has_no_effect_warns_once_by_name(omni, key, value):
+    _, home, _, _ = omni
+    section = {"rollout_is": "token", key: value}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            home.rollout_correction_enabled(section)
+            home.apply_rollout_correction_to_diffusion_batch(batch(), section)
+    (warning,) = caught
+    assert f"rollout_correction.{key}={value!r} has no effect" in str(warning.message)
+
+
+@pytest.mark.parametrize(("key", "value"), [("rejection_normalization", "all"), ("guard", "off"), ("_target_", "x")])
+def test_what_verl_omni_does_anyway_gives_no_warning(omni, key, value):
+    _, home, _, _ = omni
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        home.apply_rollout_correction_to_diffusion_batch(batch(), {"rollout_is": "token", key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("preset", "bypass_ppo_clip"), ("use_policy_gradient", True), ("use_rollout_logprobs", True)]
+)
+def test_bypass_mode_in_other_words_is_not_what_verl_omni_reads(omni, key, value):
+    """Its trainer looks at `bypass_mode` alone, and calls this function in decoupled mode."""
+    _, home, _, _ = omni
+    with pytest.warns(UserWarning, match=f"{key}={value!r} has no effect.*write bypass_mode=true"):
+        home.apply_rollout_correction_to_diffusion_batch(batch(), {key: value, **OMNIS_OWN})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"preset": "decoupled_token_is"},
+        {"use_tis": True},
+        {"preset": "decoupled_geo_rs", "use_tis": "true", "use_rs": "false"},
+    ],
+)
+def test_verl_omnis_defaults_do_not_override_what_was_asked(omni, more):
+    _, home, _, _ = omni
+    section = {**OMNIS_OWN, **more}
+    assert home.rollout_correction_enabled(section)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made, _ = home.apply_rollout_correction_to_diffusion_batch(batch(), section)
+    torch.testing.assert_close(made.batch["rollout_is_weights"], torch.tensor([[1.0, 1.5], [0.55, 1.0], [1.0, 1.0]]))
+
+
+def test_what_only_looks_true_is_not_enabled(omni):
+    _, home, _, _ = omni
+    for section in ({"use_tis": "false"}, {"preset": "disabled"}, {"rollout_is": ""}, {"use_tis": False}):
+        assert not home.rollout_correction_enabled(section)
+    assert home.rollout_correction_enabled({"rollout_rs": "token_k1"})  # which lacks a threshold, as apply then says
