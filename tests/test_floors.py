@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks"}
+BASE = {"lazy", "paths", "checks", "threads"}
 
 ALLOWED = {
     "correction": set(),

@@ -1,12 +1,14 @@
 """``flowgrpo-rc``: train, demo, probe, report, prepare-data, explain-config."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.probe import add_probe
 from flowgrpo_rc.cli.report import add_report
+from flowgrpo_rc.threads import limit_spinning
 
 DEMO_CONFIG = "tiny_qwen_image_ocr"
 INTERRUPTED = 130
@@ -16,6 +18,8 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 refused before training, 3 a probe found
     the configuration not safe or a report a problem, 130 interrupted."""
+    if "torch" not in sys.modules:  # with torch its threads are settled, and the process is the caller's own
+        limit_spinning(os.environ)
     arguments = _parser().parse_args(argv)
     return arguments.run(arguments)
 

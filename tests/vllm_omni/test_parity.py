@@ -12,6 +12,7 @@ from torch.testing import assert_close
 pytest.importorskip("vllm")
 
 from engine_pair import make_pair, random_adapter, request_for, zero_adapter
+from rounding import LATENT, LOG_RATIO, levels
 
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError
@@ -25,7 +26,8 @@ SD3_LAYERS = [
     "proj_out",
 ]
 """All but the layers of its embeddings and norms, which are plain torch in vllm-omni."""
-TENSORS = ("latents", "next_latents", "rollout_means", "rollout_log_probs")
+TENSORS = {"latents": LATENT, "next_latents": LATENT, "rollout_means": LATENT, "rollout_log_probs": LOG_RATIO}
+"""What is compared of two engines, and how far it may be apart."""
 
 
 FAMILIES = ("qwen_image", "stable_diffusion_3")
@@ -52,7 +54,7 @@ def assert_same_images(got, expected):
     """Equal but for values that lie on the boundary between two of 256 levels."""
     difference = (got.int() - expected.int()).abs()
     assert difference.max() <= 1
-    assert (difference > 0).float().mean() < 1e-3
+    assert (difference > 0).sum() <= levels(difference.numel())
 
 
 def assert_parity(pair, request):
@@ -63,8 +65,8 @@ def assert_parity(pair, request):
         assert got.batch is None
         return {}
     assert set(got.batch.keys()) == set(expected.batch.keys())
-    for name in TENSORS:
-        assert_close(got.batch[name], expected.batch[name], atol=1e-5, rtol=0)
+    for name, tolerance in TENSORS.items():
+        assert_close(got.batch[name], expected.batch[name], atol=tolerance, rtol=0)
     for name in ("timesteps", "sigmas", "next_sigmas", "prompt_index"):
         assert_close(got.batch[name], expected.batch[name], atol=0, rtol=0)
     return {name: (got.batch[name] - expected.batch[name]).abs().max().item() for name in TENSORS}
@@ -94,7 +96,7 @@ def test_the_adapter_changes_the_images(pair):
         pair.sync(adapter, 3)
         drawn.append(pair.vllm.generate(request).batch["next_latents"])
     assert (drawn[0] - drawn[1]).abs().max() > 1e-2
-    assert_close(drawn[0], drawn[2], atol=0, rtol=0)
+    assert_close(drawn[0], drawn[2], atol=LATENT, rtol=0)
 
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
@@ -191,7 +193,7 @@ def test_more_images_than_a_batch_and_one_alone(pair):
             window_starts=request.window_starts[row : row + 1],
         )
         alone = pair.vllm.generate(one).batch
-        assert_close(alone["next_latents"], whole["next_latents"][row : row + 1], atol=1e-5, rtol=0)
+        assert_close(alone["next_latents"], whole["next_latents"][row : row + 1], atol=LATENT, rtol=0)
 
 
 def test_non_finite_latents_are_refused(pair):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 from multiprocessing import Pipe
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import tiny_sd3
@@ -12,10 +12,11 @@ import torch
 
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
+from flowgrpo_rc.rollout.base import RolloutError
 from flowgrpo_rc.rollout.config import VllmOmniConfig
-from flowgrpo_rc.rollout.vllm_omni import plugin, versions
+from flowgrpo_rc.rollout.vllm_omni import plain_torch, plugin, versions
 from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, engine_module, expected_shapes, pairs, unpaired
-from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, engine_environment
+from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
 from flowgrpo_rc.rollout.vllm_omni.protocol import Reply
 
 
@@ -63,6 +64,111 @@ def test_plugin_is_inert_beside_an_accelerator(monkeypatch):
     assert plugin.register() is None
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert plugin.register() == "flowgrpo_rc.rollout.vllm_omni.platform.CpuOmniPlatform"
+
+
+NO_KERNEL = "'_OpNamespace' '_C' object has no attribute 'convert_weight_packed'"
+"""What torch says on a processor with AMX when vllm was built without kernels."""
+
+
+@pytest.fixture
+def vllm_choosing(monkeypatch):
+    """A module in the place of vllm's, whose choice needs a kernel that is not built."""
+    name, function = plain_torch.CHOICE
+    module = ModuleType(name)
+
+    def choose(layer, remove_weight):
+        raise AttributeError(NO_KERNEL)
+
+    setattr(module, function, choose)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def load_layer(module, remove_weight):
+    """As vllm's layers do: its choice is looked up when the weights are there."""
+    layer = torch.nn.Linear(8, 4)
+    getattr(module, plain_torch.CHOICE[1])(layer, remove_weight=remove_weight)
+    return layer
+
+
+@pytest.mark.parametrize("remove_weight", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_loaded_after_it_multiply_by_torch_and_keep_their_weights(vllm_choosing, remove_weight, dtype):
+    with pytest.raises(AttributeError, match="convert_weight_packed"):
+        load_layer(vllm_choosing, remove_weight)
+    plain_torch.keep_plain_torch()
+    plain_torch.keep_plain_torch()
+    layer = load_layer(vllm_choosing, remove_weight).to(dtype)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(layer.cpu_linear(x, layer.weight, layer.bias), layer(x))
+    plain_torch.check_plain_torch(torch.nn.Sequential(layer))
+
+
+def test_a_vllm_that_chooses_elsewhere_is_refused_with_the_remedy(vllm_choosing, monkeypatch):
+    says = r"no dispatch_cpu_unquantized_gemm, .* install the versions of constraints-vllm.txt, or .*name=diffusers"
+    delattr(vllm_choosing, plain_torch.CHOICE[1])
+    with pytest.raises(RuntimeError, match=says):
+        plain_torch.keep_plain_torch()
+    monkeypatch.setitem(sys.modules, plain_torch.CHOICE[0], None)
+    with pytest.raises(RuntimeError, match=says):
+        plain_torch.keep_plain_torch()
+
+
+def test_a_layer_with_another_product_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    plain_torch.check_plain_torch(model)
+    model[0].cpu_linear = torch.nn.functional.linear
+    plain_torch.check_plain_torch(model)
+    model[1].cpu_linear = lambda x, weight, bias: x
+    with pytest.raises(RuntimeError, match=r"chose a kernel for the layer 1 by what this processor offers.*diffusers"):
+        plain_torch.check_plain_torch(model)
+
+
+@pytest.mark.parametrize(
+    ("error", "kernel"),
+    [
+        (NO_KERNEL, "convert_weight_packed"),
+        (f"Orchestrator initialization failed: {NO_KERNEL}", "convert_weight_packed"),
+        ("'_OpNamespace' '_C' object has no attribute 'create_onednn_mm_handler'", "create_onednn_mm_handler"),
+        ("'_OpNamespace' '_moe_C' object has no attribute 'topk_softmax'", "topk_softmax"),
+    ],
+)
+def test_a_missing_kernel_is_explained(error, kernel):
+    explained = plain_torch.with_cause(error)
+    assert explained.startswith(error)
+    assert f"vllm asked for {kernel}, one of its compiled kernels" in explained
+    assert "rollout.dtype=float32" in explained
+    assert "rollout.name=diffusers" in explained
+    assert "\n" not in explained
+
+
+def test_other_errors_stay_as_they_are():
+    for error in ("out of memory", "'Config' object has no attribute 'sample_size'", ""):
+        assert plain_torch.with_cause(error) == error
+
+
+def test_a_process_that_dies_of_a_missing_kernel_says_so(tmp_path):
+    """Its log ends with torch's error; the trainer's line has cause and remedy too."""
+    ours, theirs = Pipe()
+    process = object.__new__(EngineProcess)
+    process._connection, process._timeouts = ours, VllmOmniConfig()
+    process.log = tmp_path / "log"
+    process.log.write_text(f"loading\nRuntimeError: Orchestrator initialization failed: {NO_KERNEL}\n")
+    process._process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    theirs.close()
+    with pytest.raises(
+        EngineDownError, match=r"ended with code 1 .*asked for convert_weight_packed.*name=diffusers\)$"
+    ):
+        process._wait(Reply, 1, 10.0, "starting")
+
+
+def test_an_answer_that_names_a_missing_kernel_is_explained(monkeypatch):
+    process = object.__new__(EngineProcess)
+    process._last_id, process._timeouts = 0, VllmOmniConfig()
+    monkeypatch.setattr(process, "_send", lambda *args: None)
+    monkeypatch.setattr(process, "_wait", lambda *args: Reply(1, error=NO_KERNEL, error_type="AttributeError"))
+    with pytest.raises(RolloutError, match="vllm asked for convert_weight_packed"):
+        process.call("generate", None)
 
 
 @pytest.mark.parametrize(

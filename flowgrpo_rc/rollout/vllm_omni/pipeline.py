@@ -24,6 +24,7 @@ from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
 from flowgrpo_rc.rollout.sampling import Used, sample
 from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
+from flowgrpo_rc.rollout.vllm_omni.plain_torch import check_plain_torch
 
 EXTRA = "flowgrpo"
 """Where a request's ``extra_args`` hold what vllm-omni has no field for, and a result's metadata what came of it."""
@@ -81,6 +82,7 @@ class Rollout:
 
     def prepare(self, vae_dtype: str, lora_manager: Any) -> None:
         """Once, after loading: decode in the trainer's precision; know who switches adapters."""
+        check_plain_torch(self.transformer)
         dtype = getattr(torch, vae_dtype)
         if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
             exact = type(self.vae).from_pretrained(self.od_config.model, subfolder="vae", torch_dtype=dtype)

@@ -10,9 +10,11 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
+from flowgrpo_rc.rollout.vllm_omni.plain_torch import keep_plain_torch
+
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
-    """One CPU device, eager, attention by ``scaled_dot_product_attention``."""
+    """One CPU device, eager, attention by ``scaled_dot_product_attention``, products by plain torch."""
 
     _omni_enum = OmniPlatformEnum.OOT
 
@@ -42,7 +44,8 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def set_device(cls, device: Any) -> None:
-        """There is one."""
+        """There is one. A worker sets it before it loads a model, so that this is the place to settle its kernels."""
+        keep_plain_torch()
 
     @classmethod
     def synchronize(cls) -> None:

@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError
 from flowgrpo_rc.rollout.config import VllmOmniConfig
+from flowgrpo_rc.rollout.vllm_omni.plain_torch import with_cause
 from flowgrpo_rc.rollout.vllm_omni.protocol import Call, Ready, Reply, Settings, receive, send
+from flowgrpo_rc.threads import limit_spinning
 
 _DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """The trainer's process group is not the engine's."""
@@ -68,7 +70,7 @@ class EngineProcess:
         reply = self._wait(Reply, self._last_id, limit, method)
         if reply.error is not None:
             kind = AdapterMismatchError if reply.error_type == "AdapterMismatchError" else RolloutError
-            raise kind(reply.error)
+            raise kind(with_cause(reply.error))
         return reply.value
 
     def close(self) -> None:
@@ -136,7 +138,7 @@ class EngineProcess:
     def _last_line(self) -> str:
         with suppress(OSError):
             lines = self.log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-            return f", which ends: {lines[-1].strip()[:300]}" if lines else ", which is empty"
+            return f", which ends: {with_cause(lines[-1].strip()[:600])}" if lines else ", which is empty"
         return ""
 
 
@@ -148,6 +150,7 @@ def engine_environment(device: Any) -> dict[str, str]:
     for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
         environment.setdefault(name, "1")
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    limit_spinning(environment)
     if not torch.accelerator.is_available():
         environment.setdefault("VLLM_TARGET_DEVICE", "cpu")
     device = torch.device(device)

@@ -1,0 +1,86 @@
+"""Threads of a process of ours do not spin for long; a user's own process and settings are left alone."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from flowgrpo_rc import threads
+from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.rollout.vllm_omni.process import engine_environment
+
+OURS = {"GOMP_SPINCOUNT": str(threads.SPINS)}
+
+
+@pytest.fixture
+def x86(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"GOMP_SPINCOUNT": "5"},
+        {"GOMP_SPINCOUNT": "infinite"},
+        {"OMP_WAIT_POLICY": "active"},
+        {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2"},
+    ],
+)
+def test_what_the_user_has_settled_stays(x86, chosen):
+    environment = dict(chosen)
+    threads.limit_spinning(environment)
+    assert environment == chosen
+
+
+def test_the_number_of_threads_is_not_ours_to_settle(x86):
+    """It would change the last digits of results."""
+    environment = {"OMP_NUM_THREADS": "3"}
+    threads.limit_spinning(environment)
+    assert environment == {"OMP_NUM_THREADS": "3", **OURS}
+
+
+@pytest.mark.parametrize(("machine", "expected"), [("x86_64", OURS), ("AMD64", OURS), ("aarch64", {}), ("arm64", {})])
+def test_only_where_a_turn_is_long(monkeypatch, machine, expected):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    environment: dict[str, str] = {}
+    threads.limit_spinning(environment)
+    assert environment == expected
+
+
+def test_the_command_line_called_from_a_process_with_torch_leaves_it_alone(x86, unset, capsys):
+    assert main(["explain-config", "bypass_mode=true"]) == 0
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_the_engines_process_has_it_whoever_starts_it(x86, unset):
+    assert OURS.items() <= engine_environment("cpu").items()
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+COMMAND = "from flowgrpo_rc.cli.main import main; main(['explain-config', 'bypass_mode=true']); import torch"
+LIBRARY = "import flowgrpo_rc; flowgrpo_rc.diffusion_loss"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="libgomp on x86-64 only")
+@pytest.mark.parametrize(
+    ("code", "settings", "expected"),
+    [
+        (COMMAND, {}, str(threads.SPINS)),
+        (COMMAND, {"GOMP_SPINCOUNT": "77"}, "77"),
+        (COMMAND, {"OMP_WAIT_POLICY": "passive"}, "0"),
+        (LIBRARY, {}, "300000"),
+    ],
+)
+def test_libgomp_has_read_it(unset, code, settings, expected):
+    """libgomp prints what it works with when torch loads it."""
+    environment = os.environ | {"OMP_DISPLAY_ENV": "verbose"} | settings
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr
