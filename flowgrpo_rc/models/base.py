@@ -87,6 +87,10 @@ class DiffusionModel(Protocol):
         """The transformer that the pipeline was loaded with."""
         ...
 
+    def check_parts(self) -> None:
+        """Raise ``ValueError`` when the pipeline's parts were not made for each other."""
+        ...
+
     def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
         """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance embedding."""
         ...
