@@ -107,6 +107,10 @@ class DiffusionModel(Protocol):
         """The diffusers pipeline's schedule for this many steps and this size."""
         ...
 
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """The tokenizers, each with how many tokens of a prompt it keeps."""
+        ...
+
     def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
         """Unpadded prompt embeddings, one a prompt, on the host."""
         ...

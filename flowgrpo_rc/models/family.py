@@ -94,6 +94,10 @@ class Family(ABC):
         return transformer(**inputs, return_dict=False)[0].float()
 
     @abstractmethod
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """The tokenizers, each with how many tokens of a prompt it keeps; the special ones are not counted."""
+
+    @abstractmethod
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Load a diffusers pipeline part by part, so that nothing of it is missing, damaged or left at random."""
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from flowgrpo_rc.models.parts import (
     stored_values,
     weight_files,
 )
+from flowgrpo_rc.models.quiet import only_errors
 from flowgrpo_rc.models.vocabulary import check_tokenizer
 from flowgrpo_rc.paths import resolve_asset
 
@@ -290,19 +290,11 @@ def _quiet() -> Iterator[None]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    loggers = [logging.getLogger(name) for name in _QUIET]
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    for logger in loggers:
-        logger.addFilter(_only_errors)
     try:
-        yield
+        with only_errors(*_QUIET):
+            yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(_only_errors)
         diffusers_logging.enable_progress_bar()
         transformers_logging.enable_progress_bar()
-
-
-def _only_errors(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR

@@ -67,6 +67,13 @@ class StableDiffusion3(Family):
         )
         return [EncodedPrompt(row.cpu(), vector.cpu()) for row, vector in zip(embeds, pooled, strict=True)]
 
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """Each CLIP adds a token before the prompt and one after it, the T5 one after it."""
+        pipe = self.pipe
+        clip = int(pipe.tokenizer_max_length) - 2
+        found = [(pipe.tokenizer, clip), (pipe.tokenizer_2, clip)]
+        return found if pipe.text_encoder_3 is None else [*found, (pipe.tokenizer_3, max_sequence_length - 1)]
+
     def _sizes(self) -> list[tuple[str, int, int]]:
         parts, transformer = self.pipe, self.transformer.config
         latents = parts.vae.config.latent_channels

@@ -20,7 +20,9 @@ def check_tokenizer(path: str, name: str, tokenizer: Any, encoder: Any) -> None:
     Raises:
         UnsupportedModelError: its vocabulary is missing or is that of another model.
     """
-    if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise damaged(path, f"{name} is a {type(tokenizer).__name__}, which is no tokenizer")
     unknown = getattr(tokenizer, "unk_token_id", None)
     tokens = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in PROBES]

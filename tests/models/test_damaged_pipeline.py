@@ -79,7 +79,8 @@ def test_a_weight_that_is_not_finite_is_named(folder, part, value):
 
 
 def test_weights_too_large_for_the_precision_are_named(folder):
-    damage.edit_weights(folder, "vae", lambda state: state["decoder.conv_in.bias"].fill_(1e6))
+    large = {"decoder.conv_in.bias": torch.full((32,), 1e6)}
+    damage.edit_weights(folder, "vae", lambda state: state.update(large))
     load_model(str(folder))
     refused(lambda path: load_model(path, dtype="float16"), folder, "vae: 1 of its", "not finite", "in float16")
 
@@ -336,7 +337,7 @@ def test_a_tokenizer_of_another_model(sd3_folder):
     damage.edit_json(
         sd3_folder / "model_index.json", lambda i: i.update(tokenizer_3=["transformers", "Qwen2Tokenizer"])
     )
-    refused(load_model, sd3_folder, "tokenizer_3 has tokens up to 379, its text encoder only 198")
+    refused(load_model, sd3_folder, "tokenizer_3 has tokens up to 379, its text encoder only 98")
 
 
 def test_a_clip_tokenizer_that_has_lost_its_length(sd3_folder):
