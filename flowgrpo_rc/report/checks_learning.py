@@ -156,6 +156,9 @@ def not_finite(history: History) -> Measurement | None:
         return Measurement(float(len(bad)), bad[0][1], span, says)
     if broken := history.broken_lines:
         return Measurement(0.5, "metrics.jsonl", span, f"metrics.jsonl: {broken} line(s) cut off or not readable")
+    if back := history.repeated:
+        says = f"metrics.jsonl: {len(back)} step(s) stand there again or out of order, the first is step {back[0]}"
+        return Measurement(0.5, "metrics.jsonl", span, f"{says}; did two runs write one folder?")
     return Measurement(0.0, "metrics.jsonl", span, f"{len(history.rows)} rows, every value finite")
 
 
