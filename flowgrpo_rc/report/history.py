@@ -66,7 +66,8 @@ class History:
         self._known: dict[str, Series | None] = {}
         steps = _steps(rows)
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
-        self.repeated = [later for step, later in itertools.pairwise(trained_at) if later <= step]
+        highest = itertools.accumulate(trained_at, max)
+        self.repeated = [step for step, before in zip(trained_at[1:], highest, strict=False) if step <= before]
         """Training steps that were logged after the same or a later one, as where two runs wrote one log."""
         order = sorted(range(len(rows)), key=lambda i: steps[i])
         self.rows = [rows[i] for i in order]
