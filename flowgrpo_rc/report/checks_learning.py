@@ -180,9 +180,10 @@ LOG_CHECK = Check(
     measure=not_finite,
     sde=LOG_BAND,
     tokens=LOG_BAND,
-    limits="healthy: every line read and every value finite, problem: NaN or infinity",
+    limits="healthy: every line read, every step once and in order, every value finite, problem: NaN or infinity",
     reason="Sees NaN in what was logged; this trainer stops at a NaN before it writes the row, so read its error then. "
-    "A line cut off (.5) is a run that was killed, or writes just now.",
+    "A line cut off (.5) is a run that was killed, or writes just now; a step that stands there twice (.5), two runs "
+    "in one folder.",
     advice="Resume from the last checkpoint with trainer.resume_mode=auto; a NaN is named in the run's error.",
 )
 
