@@ -14,6 +14,8 @@ _INVISIBLE = {"Cc", "Cf", "Zs", "Zl", "Zp", "Mn", "Me"}
 _BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 """Fillers and the empty braille cell: letters and symbols by category, blank to the eye."""
 _ALLOWED_CONTROLS = "\t\n\r"
+DEEPEST = 100
+"""Levels of a row; what copies or writes rows later recurses, and Python allows little more."""
 _EXAMPLE = 60
 """Characters of a line that a message quotes."""
 
@@ -54,12 +56,14 @@ def parse_row(line: str, source: str) -> dict[str, Any]:
     try:
         row = json.loads(line, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
-        raise ValueError(f"{source} is not usable JSON (it nests too deeply); write one flat object a line") from None
+        raise _too_deep(source) from None
     # Besides JSONDecodeError: what the hooks raise, and Python itself for an integer of too many digits.
     except ValueError as error:
         raise ValueError(f"{source} is not JSON ({_brief(error)}); write one object a line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{source} is a JSON {type(row).__name__}; write one object a line")
+    if line.count("[") + line.count("{") > DEEPEST and _depth(row) > DEEPEST:
+        raise _too_deep(source)
     # Only an escape can bring a lone surrogate into text that was decoded.
     if "\\ud" in line.lower():
         for key, text in _texts(row):
@@ -67,6 +71,20 @@ def parse_row(line: str, source: str) -> dict[str, Any]:
             if fault is not None and "surrogate" in fault:
                 raise ValueError(f"{source}: {key!r} holds {fault}; write the character itself, or remove it")
     return row
+
+
+def _too_deep(source: str) -> ValueError:
+    return ValueError(f"{source} is not usable JSON (it nests too deeply); write one flat object a line")
+
+
+def _depth(row: dict[str, Any]) -> int:
+    deepest, waiting = 0, [(row, 1)]
+    while waiting:
+        node, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        parts = node.values() if isinstance(node, dict) else node
+        waiting += [(part, depth + 1) for part in parts if isinstance(part, (dict, list))]
+    return deepest
 
 
 def _brief(error: ValueError) -> str:

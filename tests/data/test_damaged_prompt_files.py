@@ -132,6 +132,7 @@ def test_other_encodings(tmp_path: Path, name: str) -> None:
         ("1" * 5000, "Exceeds the limit"),
         ("[" * 100_000, "nests too deeply"),
         ('{"prompt": "x", "a": ' + "[" * 50_000 + "]" * 50_000 + "}", "nests too deeply"),
+        ('{"prompt": "x", "a": ' + "[" * 100 + "]" * 100 + "}", "nests too deeply"),
         ('{"a":' * 50_000 + "1" + "}" * 50_000, "nests too deeply"),
         ('{"prompt": "x", "score": NaN}', "NaN is no JSON number"),
         ('{"prompt": "x", "score": -Infinity}', "-Infinity is no JSON number"),
@@ -154,6 +155,11 @@ def test_lines_that_are_no_usable_json(tmp_path: Path, line: str, says: str) -> 
     if "Exceeds" in says and not hasattr(sys, "get_int_max_str_digits"):
         pytest.skip("this Python has no limit on digits")
     refused(jsonl(tmp_path, line), "a.jsonl:2", says)
+
+
+def test_rows_may_nest_a_little_and_be_wide(tmp_path: Path) -> None:
+    wide = json.dumps({"prompt": "x", "boxes": [[0, 1], [2, 3]] * 100, "a": json.loads("[" * 99 + "]" * 99)})
+    assert len(load_prompts(jsonl(tmp_path, wide))) == 2
 
 
 def test_many_columns_make_no_long_message(tmp_path: Path) -> None:
