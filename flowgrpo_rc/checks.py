@@ -30,6 +30,20 @@ def non_negative(field: str, value: float | None, *, optional: bool = False) -> 
         raise ValueError(f"{field}: got {value!r}; give 0 or more{' or null' if optional else ''}")
 
 
+def path_text(field: str, value: object, *, optional: bool = False) -> None:
+    """``value`` is a string that a file system takes as a path (or ``None`` where ``optional``)."""
+    if optional and value is None:
+        return
+    if not isinstance(value, str):
+        raise ValueError(f"{field}: got {value!r}; give a path as text{' or null' if optional else ''}")
+    if "\0" in value:
+        raise ValueError(f"{field}: got {value!r}; a path cannot hold a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{field}: got {value!r}; a path cannot hold half a surrogate pair") from None
+
+
 def section(field: str, cls: type, value: Any) -> Any:
     """``value``, or where it is a mapping the configuration class made from it."""
     if isinstance(value, cls):

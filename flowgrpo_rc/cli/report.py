@@ -31,11 +31,16 @@ def run_report(arguments: argparse.Namespace) -> int:
         run = read_run(arguments.folder)
         path, findings = write_report(run, arguments.out)
     except (NotARunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(_encodable(f"error: {error}", sys.stderr), file=sys.stderr)
         return 2
-    print(as_text(findings, run))
-    print(f"Written: {path}")
+    print(_encodable(f"{as_text(findings, run)}\nWritten: {path}", sys.stdout))
     return UNHEALTHY if worst(findings) == "problem" else 0
+
+
+def _encodable(text: str, stream: Any) -> str:
+    """With escapes for what the stream's encoding lacks, such as the bytes of a folder's name that are no text."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def as_text(findings: Any, run: Any) -> str:

@@ -52,12 +52,16 @@ def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
     """`files`, one path or several, as a list; empty when it is None or an empty string or sequence.
 
     Raises:
-        ValueError: `files` is neither a string nor a sequence of strings.
+        ValueError: `files` is neither a string nor a sequence of strings, or one holds a NUL character.
     """
     if files is None:
         return []
     if isinstance(files, str):
-        return [files] if files else []
-    if not isinstance(files, Sequence) or not all(isinstance(file, str) and file for file in files):
+        paths = [files] if files else []
+    elif isinstance(files, Sequence) and all(isinstance(file, str) and file for file in files):
+        paths = list(files)
+    else:
         raise ValueError(f"{field_name}: got {files!r}; give a path or a list of paths")
-    return list(files)
+    if any("\0" in path for path in paths):
+        raise ValueError(f"{field_name}: got {files!r}; a path cannot hold a NUL character")
+    return paths

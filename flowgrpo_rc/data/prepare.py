@@ -108,5 +108,5 @@ def _write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     import pyarrow.parquet
 
     temporary = path.with_name(path.name + ".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, write_page_checksum=True)
     os.replace(temporary, path)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.data.text import fault_of, is_blank, parse_row, undecodable
+
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 NEGATIVE_KEY = "negative_prompt"
+COLUMNS_NAMED = 20
+"""How many columns a message lists at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +54,9 @@ def load_prompts(
         max_samples: stop after this many prompts; None for all.
 
     Raises:
-        ValueError: a file is missing, empty, of an unknown format or not what its name says, or a row has no
-            usable prompt. The message names the file and the line.
+        ValueError: a file is missing, empty, damaged, of an unknown format or not what its name says, or a row has
+            no usable prompt: none, a blank one, or one that no tokenizer takes. The message names the file and the
+            line or row.
     """
     paths = [Path(files)] if isinstance(files, (str, PathLike)) else [Path(file) for file in files]
     if not paths:
@@ -68,59 +73,64 @@ def load_prompts(
 
 
 def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} holds a NUL character, which no path can; check the path of the prompt file")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: unknown format {path.suffix!r}; prompt files end in {', '.join(SUFFIXES)}")
-    if not path.is_file():
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder; give the prompt files in it, one or a list of them")
+    # os.path, as pathlib raises for paths that are too long; only a regular file is opened, as a pipe may never end.
+    if not os.path.isfile(path):
         raise ValueError(f"{path} does not exist or is not a file; check the path of the prompt file")
     if path.suffix == ".parquet":
-        return _read_parquet(path, prompt_key)
-    if path.suffix == ".jsonl":
-        return [_record(row, prompt_key, f"{path}:{number}") for number, row in _json_rows(path)]
-    return [PromptRecord(prompt=line, source=f"{path}:{number}") for number, line in _lines(path)]
+        from flowgrpo_rc.data.parquet import parquet_rows
+
+        rows = parquet_rows(path, lambda columns: _check_columns(path, prompt_key, columns))
+    elif path.suffix == ".jsonl":
+        rows = _json_rows(path)
+    else:
+        return [_plain_record(line, f"{path}:{number}") for number, line in _lines(path)]
+    return [_record(row, prompt_key, f"{path}:{number}") for number, row in rows]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The non-blank lines, stripped, with their numbers from 1."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from error
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
-    # Only line feeds end a line: str.splitlines would also break at separators inside a prompt.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, line.strip()
+        raise ValueError(f"{undecodable(path, content, error)}; save it as UTF-8") from error
+    # Only line ends end a line: str.splitlines would also break at separators inside a prompt. A byte order mark
+    # stands at the beginning, twice where an editor has added its own, and inside where files were put together.
+    for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), start=1):
+        stripped = line.lstrip("\ufeff").strip()
+        if stripped:
+            yield number, stripped
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in _lines(path):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number} is not JSON ({error}); write one object a line") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number} is a JSON {type(row).__name__}; write one object a line")
-        yield number, row
+        yield number, parse_row(line, f"{path}:{number}")
 
 
-def _read_parquet(path: Path, prompt_key: str) -> list[PromptRecord]:
-    import pyarrow
-    import pyarrow.parquet
+def _check_columns(path: Path, prompt_key: str, columns: Sequence[str]) -> None:
+    if prompt_key not in columns:
+        raise _missing(str(path), prompt_key, columns)
 
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file ({error})") from error
-    if prompt_key not in table.column_names:
-        raise _missing(str(path), prompt_key, table.column_names)
-    return [_record(row, prompt_key, f"{path}:{number}") for number, row in enumerate(table.to_pylist(), start=1)]
+
+def _plain_record(line: str, source: str) -> PromptRecord:
+    _check_prompt(line, "the prompt", source)
+    return PromptRecord(prompt=line, source=source)
 
 
 def _record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecord:
     if prompt_key not in row:
         raise _missing(source, prompt_key, list(row))
     prompt = _text(row[prompt_key], prompt_key, source)
-    if not prompt.strip():
-        raise ValueError(f"{source}: {prompt_key!r} is blank; write a prompt or remove the row")
+    _check_prompt(prompt, repr(prompt_key), source)
     negative = row.get(NEGATIVE_KEY)
     return PromptRecord(
         prompt=prompt,
@@ -130,15 +140,33 @@ def _record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecor
     )
 
 
+def _check_prompt(prompt: str, name: str, source: str) -> None:
+    _check_characters(prompt, name, source)
+    if is_blank(prompt):
+        raise ValueError(f"{source}: {name} is blank; write a prompt or remove the row")
+
+
+def _check_characters(text: str, name: str, source: str) -> None:
+    fault = fault_of(text)
+    if fault is not None:
+        raise ValueError(f"{source}: {name} holds {fault}; remove it, or save the file again from its source")
+
+
 def _text(value: Any, key: str, source: str) -> str:
     """A plain string, or what the user says last in a list of chat messages."""
     if isinstance(value, str):
+        _check_characters(value, repr(key), source)
         return value
     if not isinstance(value, list):
         raise ValueError(
             f"{source}: {key!r} is a {type(value).__name__}; it must be a string or a list of chat messages"
         )
-    contents = [m.get("content") for m in value if isinstance(m, dict) and m.get("role") == "user"]
+    messages = [m for m in value if isinstance(m, dict)]
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            _check_characters(content, repr(key), source)
+    contents = [m.get("content") for m in messages if m.get("role") == "user"]
     if not contents or not isinstance(contents[-1], str):
         raise ValueError(
             f"{source}: {key!r} is a list without a user's text; its last message of role 'user' must have a "
@@ -148,7 +176,8 @@ def _text(value: Any, key: str, source: str) -> str:
 
 
 def _missing(where: str, prompt_key: str, columns: Sequence[str]) -> ValueError:
+    named = ", ".join(columns[:COLUMNS_NAMED]) + (", ..." if len(columns) > COLUMNS_NAMED else "")
     return ValueError(
-        f"{where} has no column {prompt_key!r}; it has {', '.join(columns) or 'none'}. Set data.prompt_key "
-        "to the one that holds the prompt"
+        f"{where} has no column {prompt_key!r}; it has {named or 'none'}. Set data.prompt_key to the one that holds "
+        "the prompt"
     )

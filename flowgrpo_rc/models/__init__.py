@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from flowgrpo_rc.models.adapter_file import check_adapter_file
     from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts, Schedule
     from flowgrpo_rc.models.config import ModelConfig
     from flowgrpo_rc.models.load import (
         SUPPORTED_PIPELINES,
         UnsupportedModelError,
+        check_pipeline,
         load_model,
         read_pipeline_class,
     )
@@ -30,10 +32,13 @@ __all__ = [
     "Prompts",
     "Schedule",
     "UnsupportedModelError",
+    "check_adapter_file",
+    "check_pipeline",
     "load_model",
     "read_pipeline_class",
 ]
 
 _HOMES = {"ModelConfig": "config", "AdapterMismatchError": "lora", "PromptEncoder": "prompts"}
+_HOMES["check_adapter_file"] = "adapter_file"
 _HOMES |= dict.fromkeys(("Conditioning", "DiffusionModel", "EncodedPrompt", "Prompts", "Schedule"), "base")
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'load')}" for name in __all__})

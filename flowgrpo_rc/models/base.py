@@ -87,6 +87,10 @@ class DiffusionModel(Protocol):
         """The transformer that the pipeline was loaded with."""
         ...
 
+    def check_parts(self) -> None:
+        """Raise ``ValueError`` when the pipeline's parts were not made for each other."""
+        ...
+
     def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
         """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance embedding."""
         ...
@@ -101,6 +105,10 @@ class DiffusionModel(Protocol):
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
         """The diffusers pipeline's schedule for this many steps and this size."""
+        ...
+
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """The tokenizers, each with how many tokens of a prompt it keeps."""
         ...
 
     def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo_rc.checks import choice, non_negative, positive
+from flowgrpo_rc.checks import choice, non_negative, path_text, positive
 
 ALGORITHMS = ("flow_grpo",)
+ALL_LINEAR = "all-linear"
+"""What stands for every linear layer among the target modules."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -57,8 +59,25 @@ class ModelConfig:
         positive(f"{here}.lora_rank", self.lora_rank)
         positive(f"{here}.lora_alpha", self.lora_alpha)
         non_negative(f"{here}.prompt_cache_size", self.prompt_cache_size)
-        targets = self.target_modules
-        if not (targets is None or isinstance(targets, str) or (isinstance(targets, list) and targets)):
-            raise ValueError(
-                f"{here}.target_modules: got {targets!r}; give a non-empty list of module names, 'all-linear' or null"
-            )
+        _check_targets(f"{here}.target_modules", self.target_modules)
+        path_text(f"{here}.path", self.path)
+        path_text(f"{here}.lora_adapter_path", self.lora_adapter_path, optional=True)
+
+
+def _check_targets(field: str, targets: Any) -> None:
+    """Null, a name, or a list of names; whether the model has layers of these names is asked when it is loaded."""
+    if targets is None:
+        return
+    names = targets if isinstance(targets, list) else [targets]
+    if not names or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError(
+            f"{field}: got {targets!r}; give a non-empty list of module names such as [to_q,to_k], 'all-linear' or null"
+        )
+    spelled = next((name for name in names if name.strip().lower().replace("_", "-") == ALL_LINEAR), None)
+    if spelled is not None and targets not in (ALL_LINEAR, [ALL_LINEAR]):
+        raise ValueError(
+            f"{field}: got {targets!r}; write {ALL_LINEAR} alone and in this spelling for all linear layers"
+        )
+    listed = next((name for name in names if "," in name), None)
+    if listed is not None:
+        raise ValueError(f"{field}: got {targets!r}; several names are a list: [{listed.replace(' ', '')}]")

@@ -1,5 +1,7 @@
 """What all model families share: guidance, schedule, sizes and pixels around a diffusers pipeline."""
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -21,6 +23,26 @@ class Family(ABC):
     @property
     def transformer(self) -> Any:
         return self.pipe.transformer
+
+    def check_parts(self) -> None:
+        """The parts were made for each other, and the noise schedule is one.
+
+        Raises:
+            ValueError: names the two that differ, or what is wrong with the schedule.
+        """
+        for name, first, second in self._sizes():
+            if first != second:
+                raise ValueError(f"{name} must agree and are {first} and {second}")
+        for name, values in self._factors().items():
+            if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+                raise ValueError(f"{name} holds what is not a finite number")
+        size = self._multiple * 8
+        schedule = self.schedule(4, size, size)
+        sigmas = schedule.sigmas.tolist()
+        # Written so that a NaN fails too. The first may be above 1 by a rounding.
+        falling = all(after < before for before, after in itertools.pairwise(sigmas))
+        if not (falling and len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and sigmas[-1] == 0):
+            raise ValueError(f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}")
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
@@ -72,6 +94,10 @@ class Family(ABC):
         return transformer(**inputs, return_dict=False)[0].float()
 
     @abstractmethod
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """The tokenizers, each with how many tokens of a prompt it keeps; the special ones are not counted."""
+
+    @abstractmethod
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
@@ -80,6 +106,14 @@ class Family(ABC):
     def _rescale(self, guided: Tensor, cond: Tensor) -> Tensor:
         """What the family's pipeline does with a guided velocity, ``cond`` being the conditional one."""
         return guided
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        """What two parts must agree on: its name with those of the parts, and the number that each has."""
+        return []
+
+    def _factors(self) -> dict[str, list[Any]]:
+        """The numbers that latents are multiplied by or shifted by before they are decoded, by name."""
+        return {}
 
     @abstractmethod
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.base import DiffusionModel
-from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.config import ALL_LINEAR, ModelConfig
 
 
 class AdapterMismatchError(ValueError):
@@ -31,12 +31,12 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
         targets = list(model.default_lora_targets)
     names = [targets] if isinstance(targets, str) else list(targets)
     modules = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-    unmatched = [t for t in names if t != "all-linear" and not any(m == t or m.endswith(f".{t}") for m in modules)]
+    unmatched = [t for t in names if t != ALL_LINEAR and not any(m == t or m.endswith(f".{t}") for m in modules)]
     if unmatched:
         endings = sorted({_ending(name) for name in modules})
         raise ValueError(
-            f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer; its layers end in: "
-            f"{', '.join(endings)}"
+            f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer"
+            f"{_other_kind(transformer, unmatched[0])}; its layers end in: {', '.join(endings)}"
         )
     init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
     transformer.add_adapter(
@@ -44,7 +44,7 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
             init_lora_weights=init,
-            target_modules=modules if names == ["all-linear"] else names,
+            target_modules=modules if names == [ALL_LINEAR] else names,
         )
     )
     for parameter in adapter_parameters(transformer).values():
@@ -145,6 +145,14 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
             "trained on another model"
         )
     load_adapter_state(transformer, {k.replace(".weight", ".default.weight"): v for k, v in saved.items()})
+
+
+def _other_kind(transformer: nn.Module, target: str) -> str:
+    """What kind of module a target is that is no linear layer; nothing where there is none of that name."""
+    for name, module in transformer.named_modules():
+        if name == target or name.endswith(f".{target}"):
+            return f" ({target} is a {type(module).__name__}; only linear layers take a LoRA here)"
+    return ""
 
 
 def _ending(name: str) -> str:

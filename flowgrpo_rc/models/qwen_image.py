@@ -53,6 +53,31 @@ class QwenImage(Family):
         lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
         return [EncodedPrompt(row[: int(n)].cpu()) for row, n in zip(embeds, lengths, strict=True)]
 
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        return [(self.pipe.tokenizer, max_sequence_length)]
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        parts, vae = self.pipe, self.pipe.vae.config
+        width = parts.text_encoder.get_input_embeddings().weight.shape[1]
+        begins = parts.tokenizer(parts.prompt_template_encode.split("{}")[0]).input_ids
+        left_out = parts.prompt_template_encode_start_idx
+        return [
+            ("the tokenizer's tokens of the prompt template and those that the pipeline drops", len(begins), left_out),
+            ("the transformer's in_channels and four times the vae's z_dim", self._channels, 4 * vae.z_dim),
+            (
+                "the transformer's joint_attention_dim and the text_encoder's width",
+                self.transformer.config.joint_attention_dim,
+                width,
+            ),
+            ("the vae's z_dim and its latents_mean", vae.z_dim, len(vae.latents_mean)),
+            ("the vae's z_dim and its latents_std", vae.z_dim, len(vae.latents_std)),
+        ]
+
+    def _factors(self) -> dict[str, list[Any]]:
+        vae = self.pipe.vae.config
+        scales = [1 / std if std else None for std in vae.latents_std]
+        return {"the vae's latents_mean": list(vae.latents_mean), "1 / the vae's latents_std": scales}
+
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

@@ -67,6 +67,37 @@ class StableDiffusion3(Family):
         )
         return [EncodedPrompt(row.cpu(), vector.cpu()) for row, vector in zip(embeds, pooled, strict=True)]
 
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """Each CLIP adds a token before the prompt and one after it, the T5 one after it."""
+        pipe = self.pipe
+        clip = int(pipe.tokenizer_max_length) - 2
+        found = [(pipe.tokenizer, clip), (pipe.tokenizer_2, clip)]
+        return found if pipe.text_encoder_3 is None else [*found, (pipe.tokenizer_3, max_sequence_length - 1)]
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        parts, transformer = self.pipe, self.transformer.config
+        latents = parts.vae.config.latent_channels
+        pooled = parts.text_encoder.config.projection_dim + parts.text_encoder_2.config.projection_dim
+        limit, positions = parts.tokenizer.model_max_length, parts.text_encoder.config.max_position_embeddings
+        sizes = [
+            ("the transformer's in_channels and the vae's latent_channels", self._channels, latents),
+            ("the transformer's pooled_projection_dim and both CLIPs'", transformer.pooled_projection_dim, pooled),
+            ("the tokenizer's model_max_length and text_encoder's positions", limit, min(limit, positions)),
+        ]
+        if parts.text_encoder_3 is not None:
+            width = parts.text_encoder_3.get_input_embeddings().weight.shape[1]
+            name = "the transformer's joint_attention_dim and text_encoder_3's width"
+            sizes.append((name, transformer.joint_attention_dim, width))
+        return sizes
+
+    def _factors(self) -> dict[str, list[Any]]:
+        vae = self.pipe.vae.config
+        scale = vae.scaling_factor
+        return {
+            "1 / the vae's scaling_factor": [1 / scale if scale else None],
+            "the vae's shift_factor": [vae.shift_factor],
+        }
+
     @property
     def _multiple(self) -> int:
         return self.pipe.vae_scale_factor * self.pipe.patch_size

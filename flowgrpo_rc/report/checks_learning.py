@@ -156,6 +156,9 @@ def not_finite(history: History) -> Measurement | None:
         return Measurement(float(len(bad)), bad[0][1], span, says)
     if broken := history.broken_lines:
         return Measurement(0.5, "metrics.jsonl", span, f"metrics.jsonl: {broken} line(s) cut off or not readable")
+    if back := history.repeated:
+        says = f"metrics.jsonl: {len(back)} step(s) stand there again or out of order, the first is step {back[0]}"
+        return Measurement(0.5, "metrics.jsonl", span, f"{says}; did two runs write one folder?")
     return Measurement(0.0, "metrics.jsonl", span, f"{len(history.rows)} rows, every value finite")
 
 
@@ -177,9 +180,10 @@ LOG_CHECK = Check(
     measure=not_finite,
     sde=LOG_BAND,
     tokens=LOG_BAND,
-    limits="healthy: every line read and every value finite, problem: NaN or infinity",
+    limits="healthy: every line read, every step once and in order, every value finite, problem: NaN or infinity",
     reason="Sees NaN in what was logged; this trainer stops at a NaN before it writes the row, so read its error then. "
-    "A line cut off (.5) is a run that was killed, or writes just now.",
+    "A line cut off (.5) is a run that was killed, or writes just now; a step that stands there twice (.5), two runs "
+    "in one folder.",
     advice="Resume from the last checkpoint with trainer.resume_mode=auto; a NaN is named in the run's error.",
 )
 

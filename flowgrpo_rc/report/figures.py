@@ -2,6 +2,9 @@
 
 import base64
 import io
+import struct
+import warnings
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +31,22 @@ class Figure:
 
 
 def figures(history: History) -> list[Figure]:
-    """All panels that the run logged something for."""
+    """All panels that the run logged something for; one that cannot be drawn has no picture, and says why."""
     found = []
     for panel in PANELS:
         alt = panel.describe(history)
-        if alt is not None:
+        if alt is None:
+            continue
+        try:
             light, dark = (render(panel, history, theme) for theme in (LIGHT, DARK))
-            found.append(Figure(panel.title, f"{panel.title}: {alt}", panel.look_for(history), light, dark))
+        # matplotlib refuses values and texts in ways of its own; a picture less is no reason to lose the page.
+        except Exception as error:
+            reason = (
+                f"This figure cannot be drawn ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})."
+            )
+            found.append(Figure(panel.title, f"{panel.title}: {alt}", reason, "", ""))
+            continue
+        found.append(Figure(panel.title, f"{panel.title}: {alt}", panel.look_for(history), light, dark))
     return found
 
 
@@ -98,13 +110,42 @@ def data_uri(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def picture_uri(path: Path) -> str | None:
-    """A PNG file as a data URI; None where it cannot be read, as while it is being written."""
+LARGEST_PICTURE = 50_000_000
+"""Pixels; a larger picture is not opened, as decoding it would take hundreds of megabytes."""
+LONGEST_SIDE = 4096
+"""Pixels of a picture's side on the page; a larger one is shown smaller."""
+
+
+def picture_uri(path: Path) -> tuple[str | None, str]:
+    """A PNG file as a data URI, or None and why it is not shown, in words that follow the file's name."""
     from PIL import Image
 
+    unreadable = "cannot be read; it may be being written"
+    if not path.is_file():
+        return None, unreadable
     try:
-        with Image.open(path) as image:
-            image.verify()
-        return data_uri("image/png", path.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # as Pillow raises them, by what is damaged
-        return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                width, height = image.size
+                if width * height > LARGEST_PICTURE:
+                    return None, too_large(width, height)
+                # Also one of another format, and one that is cut off: decoding finds what a glance at it does not.
+                image.load()
+                if max(width, height) <= LONGEST_SIDE and image.format == "PNG":
+                    return data_uri("image/png", path.read_bytes()), ""
+                image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+                buffer = io.BytesIO()
+                image.save(buffer, format="PNG")
+                return data_uri("image/png", buffer.getvalue()), ""
+    except Image.DecompressionBombError:
+        return None, too_large(None, None)
+    # As Pillow and its decoders raise them, by what is damaged.
+    except (OSError, SyntaxError, ValueError, EOFError, TypeError, struct.error, zlib.error, MemoryError):
+        return None, unreadable
+
+
+def too_large(width: int | None, height: int | None) -> str:
+    """Why a picture is not shown, and what to do."""
+    size = "" if width is None else f" ({width} x {height} pixels)"
+    return f"is too large to show{size}; open the file itself"

@@ -17,7 +17,7 @@ TIMESTEP = re.compile(
 """A metric of one timestep: ``rollout_corr/logprob_abs_diff/ts_666.667``, ``.../t500``, ``..._t500``."""
 
 LARGEST = 1e150
-"""Beyond this a value counts as infinite: its square is."""
+"""Beyond this a value counts as infinite: its square is. Below its inverse one counts as 0, for the same reason."""
 CORRECTION = "rollout_corr/"
 REWARD = ("reward/mean", "critic/rewards/mean", "critic/score/mean")
 """Training reward: here, and in verl."""
@@ -53,7 +53,8 @@ class History:
     """What a run logged, with what is known of its configuration.
 
     Args:
-        rows: a mapping a step, as in ``metrics.jsonl``; without a ``step`` they are counted from 1.
+        rows: a mapping a step, as in ``metrics.jsonl``, in any order; one without a ``step`` comes after the row
+            before it, the first is step 1.
         config: the resolved configuration as nested mappings, or None.
         broken_lines: lines of the log that could not be read.
     """
@@ -61,11 +62,18 @@ class History:
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, broken_lines: int = 0
     ) -> None:
-        self.rows, self.config, self.broken_lines = rows, config, broken_lines
+        self.config, self.broken_lines = config, broken_lines
         self._known: dict[str, Series | None] = {}
-        self.steps = [_step(row, position) for position, row in enumerate(rows, 1)]
+        steps = _steps(rows)
+        trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
+        highest = itertools.accumulate(trained_at, max)
+        self.repeated = [step for step, before in zip(trained_at[1:], highest, strict=False) if step <= before]
+        """Training steps that were logged after the same or a later one, as where two runs wrote one log."""
+        order = sorted(range(len(rows)), key=lambda i: steps[i])
+        self.rows = [rows[i] for i in order]
+        self.steps = [steps[i] for i in order]
         self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
-        trained = (step for step, row in zip(self.steps, rows, strict=True) if _trained(row))
+        trained = (step for step, row in zip(self.steps, self.rows, strict=True) if _trained(row))
         self.trained = sorted(dict.fromkeys(trained))
         """The steps that logged more than a validation."""
 
@@ -224,20 +232,28 @@ def finite(value: Any) -> float | None:
     """A number as a float; None for anything else, and for one that is NaN, infinite or too large to compute with."""
     if not isinstance(value, (int, float)):
         return None
-    return float(value) if -LARGEST < value < LARGEST else None
+    if not -LARGEST < value < LARGEST:
+        return None
+    return float(value) if abs(value) > 1 / LARGEST else 0.0
 
 
 def _as_number(value: Any) -> float | None:
     """``finite``, also of text: YAML reads ``1e-3`` as such."""
     try:
         return finite(float(value) if isinstance(value, str) else value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
-def _step(row: Mapping[str, Any], position: int) -> int:
-    step = finite(row.get("step", row.get("training/global_step", position)))
-    return int(step) if step is not None and abs(step) < 2**53 else position
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The step of every row; one that names none comes after the row before it."""
+    steps: list[int] = []
+    for row in rows:
+        step = finite(row.get("step", row.get("training/global_step")))
+        if step is None or abs(step) >= 2**53:
+            step = steps[-1] + 1 if steps else 1
+        steps.append(int(step))
+    return steps
 
 
 def _trained(row: Mapping[str, Any]) -> bool:

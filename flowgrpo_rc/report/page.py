@@ -4,6 +4,7 @@ import html
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,21 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
         OSError: the file cannot be written, or is a folder.
     """
     target = run.root / "report.html" if path is None else Path(path)
+    if "\0" in str(target):
+        raise OSError(f"{str(target)!r}: no path can hold a NUL character; give the name of a file")
     if target.is_dir():
         raise IsADirectoryError(f"{target}: is a folder; give the name of a file")
     findings = check_health(run.rows, run.config, broken_lines=run.broken_lines)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.writing")
-    partial.write_text(build_page(run, findings), encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, target)
+    page = build_page(run, findings)
+    try:
+        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, target)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
     return target, findings
 
 
@@ -130,13 +139,21 @@ def _pair(name: str, value: str) -> str:
 
 def _figures(drawn: Sequence[Figure]) -> str:
     items = (
-        f"<figure><h3>{_text(f.title)}</h3><picture>"
-        f'<source media="(prefers-color-scheme: dark)" srcset="{f.dark}">'
-        f'<img src="{f.light}" alt="{_text(f.alt)}"></picture><figcaption>{_text(f.caption)}</figcaption></figure>'
+        f"<figure><h3>{_text(f.title)}</h3>{_picture(f)}<figcaption>{_text(f.caption)}</figcaption></figure>"
         for f in drawn
     )
     return (
         f'<div class="figures">{"".join(items)}</div>' if drawn else "<p>No metric that a figure shows was logged.</p>"
+    )
+
+
+def _picture(figure: Figure) -> str:
+    """Both renderings; of a figure that cannot be drawn, what it would show in words."""
+    if not figure.light:
+        return f"<p>{_text(figure.alt)}</p>"
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{figure.dark}">'
+        f'<img src="{figure.light}" alt="{_text(figure.alt)}"></picture>'
     )
 
 
@@ -145,9 +162,9 @@ def _samples(run: Run) -> str:
     items = []
     for title, path in zip(titles, run.samples, strict=True):
         step = path.stem.removeprefix("step_").lstrip("0") or "0"
-        uri = picture_uri(path)
+        uri, fault = picture_uri(path)
         if uri is None:
-            items.append(f'<p class="soft">{_text(path.name)} cannot be read; it may be being written.</p>')
+            items.append(f'<p class="soft">{_text(path.name)} {_text(fault)}.</p>')
             continue
         alt = f"Validation images at step {step}, each with its prompt and its reward"
         picture = f'<div class="grid" tabindex="0"><img src="{uri}" alt="{_text(alt)}"></div>'
@@ -200,7 +217,10 @@ def _numbers(history: History, run: Run) -> str:
     found = f"<details><summary>All {len(rows)} metrics</summary><div>{table}</div></details>"
     if run.config is None:
         return found
-    source = _text((run.root / "config.yaml").read_text(encoding="utf-8"))
+    try:
+        source = _text((run.root / "config.yaml").read_text(encoding="utf-8", errors="replace"))
+    except OSError:  # removed since it was read
+        return found
     return f"{found}<details><summary>Configuration</summary><div><pre>{source}</pre></div></details>"
 
 

@@ -1,6 +1,7 @@
 """A run folder as the report reads it; also one whose run is still going on, or was killed."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,22 @@ def read_run(root: str | Path) -> Run:
         NotARunError: no such folder, no ``metrics.jsonl`` in it, no complete line in that, or a ``config.yaml`` that
             is none.
     """
+    shown = _printable(str(root))
+    # os.path, as pathlib raises for what no file system takes as a path.
+    if not os.path.isdir(root):
+        raise NotARunError(f"{shown}: no such folder; give a run folder, e.g. outputs/PROJECT/EXPERIMENT")
     folder = RunFolder(Path(root))
-    if not folder.root.is_dir():
-        raise NotARunError(f"{root}: no such folder; give a run folder, e.g. outputs/PROJECT/EXPERIMENT")
     if not folder.metrics.is_file():
-        raise NotARunError(f"{root}: not a run folder, it holds no metrics.jsonl; give the folder that a run writes")
-    rows, broken = read_rows(folder.metrics)
+        found = "its metrics.jsonl is no file" if os.path.lexists(folder.metrics) else "it holds no metrics.jsonl"
+        raise NotARunError(f"{shown}: not a run folder, {found}; give the folder that a run writes")
+    try:
+        rows, broken = read_rows(folder.metrics)
+    except OSError as error:
+        raise _unreadable(folder.metrics, error) from error
+    rows, notes = _usable(rows)
     if not rows:
-        raise NotARunError(f"{folder.metrics}: no complete line in it; wait until the first step is done")
-    probe, notes = _probe(folder.root / "probe.json")
+        raise NotARunError(f"{_printable(str(folder.metrics))}: no complete line in it; wait until a step is done")
+    probe, left_out = _probe(folder.root / "probe.json")
     grids = list(folder.grids().values())
     return Run(
         root=folder.root,
@@ -54,23 +62,76 @@ def read_run(root: str | Path) -> Run:
         config=_mapping(folder.root / "config.yaml"),
         samples=[grids[0], grids[-1]] if len(grids) > 1 else grids,
         probe=probe,
-        notes=notes,
+        notes=(*notes, *left_out),
     )
 
 
+LONGEST_NAME = 200
+"""Characters of a metric's name; a longer one is no name but a damaged line."""
+LARGEST_CONFIG = 5_000_000
+"""Bytes of a ``config.yaml``; a run writes some thousands."""
+MOST_SETTINGS = 100_000
+"""Values in it, each counted as often as aliases repeat it."""
+
+
+def _usable(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Rows with names that can be printed and drawn, and what was left out of them."""
+    names = {name for row in rows for name in row}
+    long = sum(len(name) > LONGEST_NAME for name in names)
+    shown = {name: _printable(name) for name in names if len(name) <= LONGEST_NAME}
+    kept = [{shown[name]: value for name, value in row.items() if name in shown} for row in rows]
+    note = (f"{long} metrics whose names are longer than {LONGEST_NAME} characters were left out.",) if long else ()
+    return [row for row in kept if row], note
+
+
+def _printable(text: str) -> str:
+    """With escapes for what no console and no font can show: control characters, and half of a surrogate pair."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _unreadable(path: Path, error: Exception) -> NotARunError:
+    lines = str(getattr(error, "strerror", None) or error).splitlines() or [type(error).__name__]
+    return NotARunError(f"{_printable(str(path))}: cannot be read ({_printable(lines[0][:200])}); repair or remove it")
+
+
 def _mapping(path: Path) -> dict[str, Any] | None:
-    """A YAML file that holds a mapping; None where there is no such file."""
+    """A YAML file that holds a mapping; None where there is nothing of that name."""
     import yaml
 
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    if not path.is_file():
+        raise NotARunError(f"{_printable(str(path))}: is no file; repair or remove it")
     try:
+        if path.stat().st_size > LARGEST_CONFIG:
+            raise ValueError(f"larger than {LARGEST_CONFIG} bytes")
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
-        raise NotARunError(f"{path}: cannot be read ({str(error).splitlines()[0]}); repair or remove it") from error
+        if isinstance(content, dict):
+            _count_settings(content)
+    except RecursionError:
+        raise _unreadable(path, ValueError("it nests too deeply")) from None
+    # A date that does not exist and an integer of too many digits are plain errors of the values' own classes.
+    except (yaml.YAMLError, ValueError, OverflowError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise _unreadable(path, error) from error
     if not isinstance(content, dict):
-        raise NotARunError(f"{path}: expected a mapping, found {type(content).__name__}; repair or remove it")
+        raise NotARunError(
+            f"{_printable(str(path))}: expected a mapping, found {type(content).__name__}; repair or remove it"
+        )
     return content
+
+
+def _count_settings(content: dict[Any, Any]) -> None:
+    """Aliases let a small file stand for billions of values, or for one that holds itself."""
+    count, waiting = 0, [(content, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        parts = list(node.values()) if isinstance(node, dict) else list(node)
+        count += len(parts)
+        if count > MOST_SETTINGS:
+            raise ValueError(f"it stands for more than {MOST_SETTINGS} values")
+        if depth > 100:
+            raise RecursionError
+        waiting += [(part, depth + 1) for part in parts if isinstance(part, (dict, list, tuple, set))]
 
 
 def _probe(path: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
@@ -82,8 +143,10 @@ def _probe(path: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         if _is_probe(content):
             return content, ()
         reason = "not what flowgrpo-rc probe writes"
-    except (ValueError, OSError, RecursionError) as error:
-        reason = str(error)
+    except RecursionError:
+        reason = "it nests too deeply"
+    except (ValueError, OSError) as error:
+        reason = _printable(str(error)[:200])
     return None, (f"{path.name} was left out: {reason}.",)
 
 

@@ -36,7 +36,7 @@ def unfinished(history: History) -> bool:
 def progress(history: History) -> str:
     """``step 8 of 30``, with what that means."""
     last, total = history.steps[-1], history.setting("trainer.total_training_steps")
-    if not isinstance(total, int):
+    if not isinstance(total, int) or isinstance(total, bool) or finite(total) is None:
         return f"step {last}"
     return f"step {last} of {total}" + (", running or interrupted" if unfinished(history) else ", finished")
 
@@ -85,7 +85,8 @@ def _correction(history: History) -> list[tuple[str, str]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             text = explain(RolloutCorrectionConfig.from_dict(section)).text
-    except (ValueError, TypeError) as error:
+    # A section that is edited by hand can hold anything, and what reads it may stumble over it in any way.
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
         return [("Correction", f"{section} ({error})")]
     return [(name, value.strip()) for name, _, value in (line.partition(":") for line in text.splitlines())]
 

@@ -6,7 +6,8 @@ import os
 import pickle
 import random
 import shutil
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ class Fingerprint:
     pipeline: str
     transformer: dict[str, Any]
     lora: dict[str, Any]
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What else shapes the samples: text encoders, vocabularies, VAE, schedule."""
 
     def check(self, saved: dict[str, Any], folder: Path) -> None:
         """Raise ``CheckpointError`` naming the first difference to ``saved``."""
@@ -34,7 +37,15 @@ class Fingerprint:
             raise CheckpointError(
                 f"{folder} is a checkpoint of a {saved['pipeline']}, this run trains a {self.pipeline}"
             )
-        for part, own in (("transformer", self.transformer), ("lora", self.lora)):
+        compared = [("transformer", self.transformer), ("lora", self.lora), ("parts", self.parts)]
+        if "parts" not in saved:
+            compared.pop()
+            warnings.warn(
+                f"{folder} was written before checkpoints recorded text encoders, vocabularies, VAE and schedule: that "
+                "these are the same is not checked",
+                stacklevel=3,
+            )
+        for part, own in compared:
             names = own.keys() | saved[part].keys()
             different = sorted(k for k in names if own.get(k) != saved[part].get(k))
             if different:

@@ -1,11 +1,10 @@
 """Build a run from its configuration: everything cheap is checked before anything expensive is loaded."""
 
-import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ import torch
 
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
-from flowgrpo_rc.models import DiffusionModel, PromptEncoder, load_model, read_pipeline_class
+from flowgrpo_rc.models import DiffusionModel, PromptEncoder, check_adapter_file, check_pipeline, load_model
+from flowgrpo_rc.models.prompts import check_prompts
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import RolloutEngine, build_engine
 from flowgrpo_rc.trainer.bands import ClipBands, RejectionBands
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.fingerprint import fingerprint
 from flowgrpo_rc.trainer.guard import Guard
 
 
@@ -60,7 +61,10 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 
         check_versions()
-    read_pipeline_class(config.actor_rollout_ref.model.path)
+    lora = config.actor_rollout_ref.model
+    check_pipeline(lora.path)
+    if lora.lora_adapter_path:
+        check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
     train = _prompts(config, "data.train_files", data.train_files, data.train_max_samples)
     if not train:
         raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
@@ -79,7 +83,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
     if config.actor_rollout_ref.model.torch_compile:
         _check_compiler(accelerator.device.type)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    model, encoder, engine, actor = _load(config, accelerator, total_steps)
+    model, encoder, engine, actor = _load(config, accelerator, total_steps, [*train, *val])
     return Run(
         config=config,
         accelerator=accelerator,
@@ -92,7 +96,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         engine=engine,
         actor=actor,
         total_steps=total_steps,
-        fingerprint=_fingerprint(config, model),
+        fingerprint=fingerprint(config, model),
         guard=Guard(config, actor),
         clip_bands=clip_bands(config),
         rejection_bands=rejection_bands(config),
@@ -100,7 +104,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
 
 
 def _load(
-    config: FlowGRPOConfig, accelerator: Any, total_steps: int
+    config: FlowGRPOConfig, accelerator: Any, total_steps: int, prompts: list[PromptRecord]
 ) -> tuple[DiffusionModel, PromptEncoder, RolloutEngine, DiffusionActor]:
     parts = config.actor_rollout_ref
     pipeline, algo = parts.rollout.pipeline, parts.rollout.algo
@@ -108,6 +112,9 @@ def _load(
     model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
     model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
     encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
+    cut = check_prompts(model, [(r.prompt, r.source) for r in prompts], pipeline.max_sequence_length)
+    if cut and accelerator.is_main_process:
+        warnings.warn(cut, stacklevel=2)
     engine = build_engine(parts.rollout, model, parts.model, accelerator.device)
     torch.manual_seed(config.trainer.seed)
     mini_batches = config.data.train_batch_size // parts.actor.ppo_mini_batch_size
@@ -183,36 +190,3 @@ def _check_wandb() -> None:
 
     if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
         raise ValueError("trainer.logger: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline")
-
-
-def _fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
-    lora = config.actor_rollout_ref.model
-    transformer = {k: v for k, v in dict(model.pipe.transformer.config).items() if not k.startswith("_")}
-    transformer["weights"] = _weights_digest(model.transformer)
-    targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
-    return Fingerprint(
-        pipeline=type(model.pipe).__name__,
-        transformer=_plain(transformer),
-        lora=_plain(
-            {
-                "rank": lora.lora_rank,
-                "alpha": lora.lora_alpha,
-                "target_modules": targets,
-            }
-        ),
-    )
-
-
-def _weights_digest(transformer: torch.nn.Module, tensors: int = 16, values: int = 256) -> str:
-    """A digest of a few values of a few frozen weights, rounded to bfloat16 so that a run's dtype does not matter."""
-    frozen = [p for name, p in transformer.named_parameters() if ".lora_" not in name]
-    digest = hashlib.sha256()
-    for parameter in frozen[:: max(1, len(frozen) // tensors)]:
-        sample = parameter.detach().flatten()[:values].to("cpu", torch.bfloat16)
-        digest.update(sample.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back: tuples become lists."""
-    return json.loads(json.dumps(values, default=str))

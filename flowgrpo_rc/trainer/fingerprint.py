@@ -1,0 +1,78 @@
+"""What a checkpoint must have in common with the run that continues it: every part that shapes what is sampled."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from flowgrpo_rc.models import DiffusionModel
+from flowgrpo_rc.trainer.checkpoint import Fingerprint
+from flowgrpo_rc.trainer.config import FlowGRPOConfig
+
+_TEXTS = ("a photo of a cat", 'A neon sign that says "OPEN 24/7"', "Zwölf Boxkämpfer, 12,345.67 (über) 東京")
+"""Their tokens depend on a vocabulary's merges and normalisation besides its entries."""
+_SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+"""How a VAE's configuration names what latents are multiplied by and shifted by."""
+
+
+def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
+    """That of a loaded model and of the adapter that the configuration gives it. Costs a few values of each weight."""
+    lora = config.actor_rollout_ref.model
+    transformer = {k: v for k, v in dict(model.pipe.transformer.config).items() if not k.startswith("_")}
+    transformer["weights"] = _coarse_digest(model.transformer)
+    targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
+    return Fingerprint(
+        pipeline=type(model.pipe).__name__,
+        transformer=_plain(transformer),
+        lora=_plain({"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets}),
+        parts=_plain(_parts(model)),
+    )
+
+
+def _parts(model: DiffusionModel) -> dict[str, Any]:
+    """A digest of each network and vocabulary, and the numbers of schedule and VAE."""
+    found: dict[str, Any] = {}
+    for name, part in model.pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            found[name] = _digest_of_all(part)
+        elif name.startswith("tokenizer") and part is not None:
+            found[name] = _vocabulary_digest(part)
+        elif name == "scheduler" and part is not None:
+            found |= {f"{name} {k}": v for k, v in dict(part.config).items() if not k.startswith("_")}
+    vae = dict(model.pipe.vae.config)
+    return found | {f"vae {name}": vae[name] for name in _SCALES if name in vae}
+
+
+def _frozen(network: torch.nn.Module) -> list[torch.Tensor]:
+    """The base's parameters, without an adapter's."""
+    return [p.detach() for name, p in network.named_parameters() if ".lora_" not in name]
+
+
+def _coarse_digest(network: torch.nn.Module, tensors: int = 16, values: int = 256) -> str:
+    """A digest of a few values of a few frozen weights, rounded to bfloat16 so that a run's dtype does not matter."""
+    frozen = _frozen(network)
+    digest = hashlib.sha256()
+    for parameter in frozen[:: max(1, len(frozen) // tensors)]:
+        digest.update(_bytes(parameter.flatten()[:values]))
+    return digest.hexdigest()[:16]
+
+
+def _digest_of_all(network: torch.nn.Module, values: int = 64) -> str:
+    """The same of every frozen weight: values spread evenly over each, brought to the host together."""
+    samples = [p.flatten()[:: max(1, p.numel() // values)][:values] for p in _frozen(network)]
+    return hashlib.sha256(_bytes(torch.cat([sample.float() for sample in samples]))).hexdigest()[:16]
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+
+
+def _vocabulary_digest(tokenizer: Any) -> str:
+    content = (sorted(tokenizer.get_vocab().items()), [tokenizer(text).input_ids for text in _TEXTS])
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back: tuples become lists."""
+    return json.loads(json.dumps(values, default=str))

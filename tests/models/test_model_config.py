@@ -1,0 +1,112 @@
+"""The section ``actor_rollout_ref.model``: targets and paths, and the LoRA that a run starts from."""
+
+import shutil
+
+import pytest
+import torch
+
+from flowgrpo_rc.checks import path_text
+from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, check_adapter_file
+from flowgrpo_rc.models.adapter_file import FILE
+from flowgrpo_rc.models.lora import attach_lora, save_lora
+
+
+@pytest.mark.parametrize(
+    "targets", [[1, 2], [None], [], "", " ", ["to_q", ""], ["to_q", 3], [["to_q"]], {"a": 1}, 3, True, 1.5, [True]]
+)
+def test_targets_that_are_no_names(targets):
+    with pytest.raises(
+        ValueError, match=r"actor_rollout_ref\.model\.target_modules: got .*; give a non-empty list"
+    ) as e:
+        ModelConfig(target_modules=targets)
+    assert repr(targets) in str(e.value)
+
+
+@pytest.mark.parametrize("targets", ["All-Linear", "ALL_LINEAR", "all_linear", ["all-linear", "to_q"], [" all-linear"]])
+def test_all_linear_is_spelled_one_way_and_stands_alone(targets):
+    with pytest.raises(ValueError, match="target_modules: got .*; write all-linear alone and in this spelling"):
+        ModelConfig(target_modules=targets)
+    ModelConfig(target_modules="all-linear")
+    ModelConfig(target_modules=["all-linear"])
+
+
+@pytest.mark.parametrize("targets", ["to_q,to_k", ["to_q, to_k"]])
+def test_names_in_one_string(targets):
+    with pytest.raises(ValueError, match=r"several names are a list: \[to_q,to_k\]"):
+        ModelConfig(target_modules=targets)
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        ("norm_q", r"norm_q match no linear layer \(norm_q is a RMSNorm; only linear layers take a LoRA here\)"),
+        (["to_q", "img_mlp"], r"img_mlp match no linear layer \(img_mlp is a FeedForward"),
+        (["to_Q"], "to_Q match no linear layer; its layers end in: .*to_q"),
+        ("to_.*", r"to_\.\* match no linear layer; its layers end in"),
+        (["transformer_blocks"], "transformer_blocks is a ModuleList"),
+    ],
+)
+def test_targets_that_the_model_has_no_linear_layer_for(tiny_model, targets, says):
+    with pytest.raises(ValueError, match=says):
+        attach_lora(tiny_model.transformer, tiny_model, ModelConfig(target_modules=targets), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("field", ["path", "lora_adapter_path"])
+@pytest.mark.parametrize(("value", "says"), [("a\0b", "a path cannot hold a NUL character"), ("\ud800", "surrogate")])
+def test_paths_that_are_none(field, value, says):
+    with pytest.raises(ValueError, match=rf"actor_rollout_ref\.model\.{field}: got .*{says}"):
+        ModelConfig(**{field: value})
+
+
+def test_a_path_is_text():
+    path_text("field", "")
+    path_text("field", None, optional=True)
+    with pytest.raises(ValueError, match="field: got 3; give a path as text$"):
+        path_text("field", 3)
+    with pytest.raises(ValueError, match="field: got None; give a path as text$"):
+        path_text("field", None)
+
+
+@pytest.fixture
+def adapter(tiny_model, tmp_path):
+    """A LoRA of rank 4 and alpha 12 in a folder."""
+    attach_lora(tiny_model.transformer, tiny_model, ModelConfig(lora_rank=4, lora_alpha=12), dtype=torch.float32)
+    save_lora(tiny_model, tiny_model.transformer, tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+def test_a_starting_lora_is_checked_by_its_header(adapter):
+    check_adapter_file(str(adapter), 4, 12)
+    with pytest.raises(AdapterMismatchError, match=r"has rank 4, actor_rollout_ref\.model\.lora_rank is 8"):
+        check_adapter_file(str(adapter), 8, 12)
+    with pytest.raises(AdapterMismatchError, match=r"has lora_alpha 12, actor_rollout_ref\.model\.lora_alpha is 8"):
+        check_adapter_file(str(adapter), 4, 8)
+
+
+def test_a_starting_lora_that_is_damaged_or_not_there(adapter, tmp_path):
+    field = r"actor_rollout_ref\.model\.lora_adapter_path: "
+    with pytest.raises(AdapterMismatchError, match=f"{field}.*gone is no folder; give the one that holds"):
+        check_adapter_file(str(tmp_path / "gone"), 4, 12)
+    with pytest.raises(AdapterMismatchError, match=f"{field}.* is no folder"):
+        check_adapter_file(str(adapter / FILE), 4, 12)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(AdapterMismatchError, match=f"{field}.*empty holds no {FILE}"):
+        check_adapter_file(str(empty), 4, 12)
+    content = (adapter / FILE).read_bytes()
+    for part in (content[:-5], content[:100], b"", b"\xff" * 64):
+        (adapter / FILE).write_bytes(part)
+        with pytest.raises(AdapterMismatchError, match=f"{field}.*{FILE} cannot be read"):
+            check_adapter_file(str(adapter), 4, 12)
+
+
+def test_a_run_refuses_its_starting_lora_before_it_loads_the_model(adapter, small_config, monkeypatch):
+    from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
+
+    loaded = []
+    monkeypatch.setattr(setup, "load_model", lambda *a, **k: loaded.append(a))
+    wrong = shutil.copytree(adapter, adapter.parent / "wrong")
+    (wrong / FILE).write_bytes(b"")
+    with pytest.raises(AdapterMismatchError, match="cannot be read"):
+        FlowGRPOTrainer(small_config(f"actor_rollout_ref.model.lora_adapter_path={wrong}"))
+    assert not loaded

@@ -1,0 +1,100 @@
+"""A checkpoint is continued only with the very parts that it was written with."""
+
+import json
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo_rc.models import load_model
+from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.trainer.checkpoint import CheckpointError
+from flowgrpo_rc.trainer.fingerprint import fingerprint
+
+HERE = Path("step_2")
+
+
+def saved(print_):
+    """As a checkpoint's JSON gives it back."""
+    return json.loads(json.dumps(vars(print_)))
+
+
+@pytest.fixture
+def config(small_config):
+    return small_config()
+
+
+def test_the_same_model_agrees_in_every_precision(config, tiny_model):
+    own = fingerprint(config, tiny_model)
+    for dtype in ("float32", "bfloat16"):
+        fingerprint(config, load_model("asset:tiny_qwen_image", dtype=dtype)).check(saved(own), HERE)
+    assert {
+        "text_encoder",
+        "vae",
+        "transformer",
+        "tokenizer",
+        "scheduler shift",
+        "vae latents_mean",
+    } <= own.parts.keys()
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_every_single_weight_counts(config, tiny_model, part):
+    own = saved(fingerprint(config, tiny_model))
+    network = getattr(tiny_model.pipe, part)
+    for parameter in list(network.parameters())[::5]:
+        kept = parameter.detach().clone()
+        parameter.data.mul_(1.5).add_(0.1)
+        with pytest.raises(CheckpointError, match=rf"step_2 is a checkpoint of another model: \w+ ({part}|weights) is"):
+            fingerprint(config, tiny_model).check(own, HERE)
+        parameter.data.copy_(kept)
+    fingerprint(config, tiny_model).check(own, HERE)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("scheduler/scheduler_config.json", {"shift": 3.0}, "scheduler shift is 1.0 there and 3.0 here"),
+        ("vae/config.json", {"latents_std": [1.0] * 8}, "vae latents_std is"),
+        ("tokenizer/tokenizer.json", None, "tokenizer is"),
+    ],
+)
+def test_schedule_scales_and_vocabulary_count(config, tiny_model, tmp_path, file, change, says):
+    folder = shutil.copytree(resolve_asset("asset:tiny_qwen_image"), tmp_path / "model")
+    content = json.loads((folder / file).read_text())
+    if change is None:
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    else:
+        content.update(change)
+    (folder / file).write_text(json.dumps(content))
+    other = fingerprint(config, load_model(str(folder)))
+    with pytest.raises(CheckpointError, match=f"another model: parts {says}.*resume_mode=disable"):
+        other.check(saved(fingerprint(config, tiny_model)), HERE)
+
+
+def test_sd3_has_every_encoder_and_vocabulary(config, tiny_sd3_model):
+    own = fingerprint(config, tiny_sd3_model)
+    names = {f"{kind}{end}" for kind in ("text_encoder", "tokenizer") for end in ("", "_2", "_3")}
+    assert names <= own.parts.keys()
+    with torch.no_grad():
+        next(tiny_sd3_model.pipe.text_encoder_3.parameters()).add_(1)
+    with pytest.raises(CheckpointError, match="parts text_encoder_3 is"):
+        fingerprint(config, tiny_sd3_model).check(saved(own), HERE)
+
+
+def test_a_checkpoint_that_records_no_parts_is_taken_up_with_a_warning(config, tiny_model):
+    own = fingerprint(config, tiny_model)
+    older = saved(own)
+    del older["parts"]
+    with pytest.warns(UserWarning, match="step_2 was written before .* that these are the same is not checked"):
+        own.check(older, HERE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.check(saved(own), HERE)
+    other = replace(own, lora={**own.lora, "rank": 64})
+    with pytest.raises(CheckpointError, match="lora rank"), pytest.warns(UserWarning, match="not checked"):
+        other.check(older, HERE)
