@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
+from flowgrpo_rc.cli.compose import compose as compose_run
 from flowgrpo_rc.rewards import CustomRewardConfig, OCRConfig, RewardConfig
 
 
-@dataclass(kw_only=True, slots=True)
-class Root:
-    reward: RewardConfig = field(default_factory=RewardConfig)
-
-
 def compose(*overrides: str) -> RewardConfig:
-    """As the entry point does it: schema, strict merge, then `to_object` for the checks."""
-    schema = OmegaConf.structured(Root)
-    OmegaConf.set_struct(schema, True)
-    merged = OmegaConf.merge(schema, OmegaConf.from_dotlist(list(overrides)))
-    return OmegaConf.to_object(merged).reward  # type: ignore[union-attr]
+    """As the command line does it."""
+    return compose_run("flowgrpo_trainer", overrides).reward
 
 
 def test_default_is_ocr_alone() -> None:
@@ -43,7 +34,7 @@ def test_custom_function_joins_the_weights(tmp_path: Path) -> None:
         "reward.custom_reward_function.name=bright",
         "reward.custom_reward_function.weight=-0.5",
     )
-    assert config.weights() == {"ocr": 1.0, "bright": -0.5}
+    assert config.weights() == {"bright": -0.5}
     config.validate()
 
 
@@ -60,7 +51,7 @@ def test_non_finite_weight(weight: float) -> None:
         CustomRewardConfig(weight=weight)
 
 
-@pytest.mark.parametrize("functions", [{}, {"ocr": 0.0}, {"ocr": 0.0, "jpeg_compressibility": 0.0}])
+@pytest.mark.parametrize("functions", [{"ocr": 0.0}, {"ocr": 0.0, "jpeg_compressibility": 0.0}])
 def test_all_weights_zero(functions: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"every weight is 0.*reward\.functions\.ocr=1"):
         RewardConfig(functions=functions)
