@@ -7,6 +7,7 @@ belong to the loop that they were made on.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import sys
 import threading
@@ -119,7 +120,20 @@ def _the_loop() -> asyncio.AbstractEventLoop:
     if _loop is None or _loop.is_closed():
         _loop = asyncio.new_event_loop()
         _loop.set_exception_handler(_say_background_failure)
+        atexit.register(_close, _loop)
     return _loop
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """End background tasks with the process; one that is still on the loop afterwards would print a traceback."""
+    if loop.is_closed() or loop.is_running():
+        return
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+    loop.close()
 
 
 def _say_background_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,13 @@ def _look_up(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
 def _instance(cls: type, name: str) -> Any:
     if not any("__call__" in vars(base) for base in cls.__mro__):
         raise _ShapeError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
+    try:
+        inspect.signature(cls).bind()
+    except (TypeError, ValueError) as error:
+        raise _ShapeError(
+            f"{FIELD}.name: {name!r} is a class that cannot be made without arguments ({error}); make the object in "
+            f"the file (reward = {name}(...)) and name that"
+        ) from error
     if cls not in _instances:
         _instances[cls] = cls()
     return _instances[cls]

@@ -25,14 +25,19 @@ def told(error: BaseException, file: str | None) -> str:
         file: the user's file. The place is the innermost line of it that the exception passed through; without
             such a line the innermost of all.
     """
-    try:
-        text = " ".join(str(error).split())
-    except BaseException as broken:  # a text that cannot be had must not hide the error itself
-        text = f"(its text raised {type(broken).__name__})"
+    text = text_of(error)
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]}..."
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return named + _place(error, file)
+
+
+def text_of(error: BaseException) -> str:
+    """The exception's text in one line."""
+    try:
+        return " ".join(str(error).split())
+    except BaseException as broken:  # a text that cannot be had must not hide the error itself
+        return f"(its text raised {type(broken).__name__})"
 
 
 def _place(error: BaseException, file: str | None) -> str:

@@ -94,16 +94,16 @@ class PerImageReward:
     def check_metadata(self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
         """Raise `ValueError` for the first row that lacks a column which the function needs."""
         for row, source in zip(metadata, sources, strict=True):
-            self._columns(row, source)
+            self._columns(row, source, ValueError)
 
     def _arguments(self, image: np.ndarray, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         import torch
 
         pixels = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
-        return {IMAGE: pixels, **self._columns(row, where), **self._kwargs}
+        return {IMAGE: pixels, **self._columns(row, where, AnswerError), **self._kwargs}
 
-    def _columns(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """What the function takes of one row of the prompt file."""
+    def _columns(self, row: Mapping[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
+        """What the function takes of one row of the prompt file; raises `error` where that is not there."""
         nested = row.get("reward_model")
         truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
         found = {
@@ -112,16 +112,14 @@ class PerImageReward:
         }
         for name in self._needs:
             if found[name] is None:
-                raise ValueError(
+                raise error(
                     f"{where} has no {_COLUMNS[name]}, which the reward function {self._shown} needs; add it as a "
                     "column of a .parquet or .jsonl file (a .txt file has none but the prompt), as "
                     "flowgrpo-rc prepare-data writes them"
                 )
         extra = row.get("extra_info")
         if extra is not None and not isinstance(extra, Mapping):
-            raise ValueError(
-                f"{where} has extra_info={extra!r}; the reward function {self._shown} expects a mapping there"
-            )
+            raise error(f"{where} has extra_info={extra!r}; the reward function {self._shown} expects a mapping there")
         found["extra_info"] = {**(extra or {}), "num_turns": None, "rollout_reward_scores": {}}
         return {name: found[name] for name in self._takes if found[name] is not None}
 

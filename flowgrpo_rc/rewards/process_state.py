@@ -83,7 +83,7 @@ def _same(now: Any, before: Any) -> bool:
 def _settings() -> Iterator[_Setting]:
     yield _Setting("the working folder", os.getcwd, os.chdir)
     yield _Setting("numpy's error state", np.geterr, lambda state: np.seterr(**state))
-    yield _Setting("a warning filter that raises", _raising_filters, _remove_raising_filters)
+    yield _Setting("the warning filters that raise", _raising_filters, _remove_raising_filters)
     for name in ("stdin", "stdout", "stderr"):
         yield _stream(name)
     if threading.current_thread() is threading.main_thread():
@@ -114,10 +114,8 @@ def _stream(name: str) -> _Setting:
     number = _file_number(original)
 
     def read() -> tuple[int, bool]:
-        """A stream that had to be opened anew counts as the one it stands for."""
         stream = getattr(sys, name)
-        stands_for = getattr(stream, "_stands_for", id(stream))
-        return stands_for, was_open and not getattr(stream, "closed", True)
+        return _identity(stream), was_open and not getattr(stream, "closed", True)
 
     def write(before: tuple[int, bool]) -> None:
         setattr(sys, name, original)
@@ -126,10 +124,15 @@ def _stream(name: str) -> _Setting:
         # Closing the stream leaves the descriptor open: Python's own standard streams do not own theirs.
         mode = "r" if name == "stdin" else "w"
         stream = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        stream._stands_for = id(original)  # type: ignore[attr-defined]
+        stream._stands_for = _identity(original)  # type: ignore[attr-defined]
         setattr(sys, name, stream)
 
     return _Setting(f"sys.{name}", read, write)
+
+
+def _identity(stream: Any) -> int:
+    """Of the stream, or of the closed one that it was opened for."""
+    return getattr(stream, "_stands_for", id(stream))
 
 
 def _file_number(stream: Any) -> int | None:
@@ -153,7 +156,7 @@ def _signals() -> Iterator[_Setting]:
         )
     if hasattr(signal, "setitimer") and signal.getitimer(signal.ITIMER_REAL)[0] == 0:
         yield _Setting(
-            "a pending alarm",
+            "the alarm timer",
             lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
             lambda pending: signal.setitimer(signal.ITIMER_REAL, 0),
         )

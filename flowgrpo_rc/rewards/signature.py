@@ -78,6 +78,12 @@ def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | N
         return BatchReward(function, kwargs, by_name=True)
     if _takes_by_position(signature, kwargs):
         return BatchReward(function, kwargs, by_name=False)
+    lacking = _lacking(declared, kwargs)
+    if lacking and all(name in declared for name in BATCH):
+        raise ValueError(
+            f"reward function {shown} needs {', '.join(lacking)} too; give it with {KWARGS_FIELD}.{lacking[0]}=..., or "
+            "give the parameter a default"
+        )
     raise ValueError(f"reward function {shown} cannot be called as a reward; write {FORMS}")
 
 
@@ -106,6 +112,12 @@ def _check_kwargs(name: str, declared: Mapping[str, inspect.Parameter], kwargs: 
             raise ValueError(
                 f"{KWARGS_FIELD}.{key}: reward function {_shown(name, declared)} has no parameter of this name"
             )
+
+
+def _lacking(declared: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any]) -> list[str]:
+    """Parameters without a default that are neither the batch's nor given in `kwargs`."""
+    named = [p for p in declared.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [p.name for p in named if p.default is p.empty and p.name not in (*BATCH, *kwargs)]
 
 
 def _takes_by_name(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> bool:

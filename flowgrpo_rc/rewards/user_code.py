@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from flowgrpo_rc.rewards import awaiting
-from flowgrpo_rc.rewards.errors import RewardError, told
+from flowgrpo_rc.rewards.errors import RewardError, text_of, told
 from flowgrpo_rc.rewards.process_state import ProcessState
 from flowgrpo_rc.rewards.watch import Watch, leave_threads_behind
 
@@ -121,7 +121,7 @@ def _where(frame: FrameType | None, file: str | None) -> str:
 
 def _remedy(error: BaseException) -> str:
     """What to do about exceptions whose cause is not obvious from their text."""
-    text = str(error) if isinstance(error, Exception) else ""
+    text = text_of(error)
     if isinstance(error, SystemExit):
         return (
             "; remove the call that ends the program, and put what only a script should do under "

@@ -5,12 +5,15 @@ waits for the deadline. When it passes, that thread notes what the call is doing
 with a signal whose handler raises, so that a blocking system call returns too; in another thread, or where threads
 cannot be signalled (Windows), with an exception that Python raises at the next line of Python. A call that has not
 come back `GRACE_S` later is stuck in compiled code, or keeps swallowing exceptions: then the watching thread writes
-the message itself and ends the process.
+the message itself and ends the process. Compiled code that never gives up the interpreter's lock stops that thread
+too; after another `GRACE_S` Python's fault handler, which needs no lock, prints where every thread is and ends the
+process with exit code 1.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -68,6 +71,7 @@ class Watch:
         if self._timeout_s is not None:
             self._watcher = threading.Thread(target=self._wait, name="reward deadline", daemon=True)
             self._watcher.start()
+            self._set_last_resort(self._timeout_s + 2 * GRACE_S)
         return self
 
     def over(self) -> None:
@@ -83,6 +87,7 @@ class Watch:
         if os.getpid() != self._process:
             _exit_process(1)  # a fork's child that came back from the call must not train too
         if self._watcher is not None:
+            faulthandler.cancel_dump_traceback_later()
             self._watcher.join()
         os._exit = _exit_process
         for number, handler in self._previous.items():
@@ -99,6 +104,12 @@ class Watch:
         self._interrupt()
         if not self._ended.wait(GRACE_S):
             end_process(message, self._exit_code)
+
+    def _set_last_resort(self, seconds: float) -> None:
+        try:
+            faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX / 2), exit=True, file=2)
+        except (OSError, OverflowError, ValueError, RuntimeError):
+            return  # no standard error stream to write to
 
     def _interrupt(self) -> None:
         if self._in_main and WAKE is not None and hasattr(signal, "pthread_kill"):
