@@ -64,14 +64,25 @@ def _has_no_loop() -> bool:
     return False
 
 
+class _Leave(KeyboardInterrupt):
+    """Ends the loop at once: of the exceptions of a task, asyncio passes on only this kind and `SystemExit`."""
+
+
 def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     loop = _the_loop()
-    tasks = [loop.create_task(_settle(awaitable)) for awaitable in awaitables]
+    endings: list[BaseException] = []
+    tasks = [loop.create_task(_settle(awaitable, endings)) for awaitable in awaitables]
+    all_of_them = loop.create_task(_all(tasks))
     try:
-        outcomes = loop.run_until_complete(_all(tasks))
+        outcomes = loop.run_until_complete(all_of_them)
+    except _Leave:
+        raise endings[0] from None
     finally:
-        for task in tasks:
+        for task in (*tasks, all_of_them):
             task.cancel()
+        for awaitable in awaitables:
+            if inspect.iscoroutine(awaitable) and inspect.getcoroutinestate(awaitable) == inspect.CORO_CREATED:
+                awaitable.close()
     failed = next((error for _, error in outcomes if error is not None), None)
     if failed is not None:
         raise failed
@@ -107,12 +118,18 @@ async def _all(tasks: list[asyncio.Task[Any]]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-async def _settle(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """Its result or what it raised: an exit inside a task would otherwise tear the loop down and be told twice."""
+async def _settle(awaitable: Awaitable[Any], endings: list[BaseException]) -> tuple[Any, BaseException | None]:
+    """Its result or what it raised. An interrupt or an exit goes into `endings` and leaves the loop.
+
+    The other coroutines are then not begun, or one that blocks would need an interrupt of its own.
+    """
     try:
         return await awaitable, None
-    except BaseException as error:
+    except (Exception, asyncio.CancelledError, GeneratorExit) as error:
         return None, error
+    except BaseException as error:
+        endings.append(error)
+        raise _Leave from None
 
 
 def _the_loop() -> asyncio.AbstractEventLoop:
@@ -139,7 +156,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
 def _say_background_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """One line for a background task that died; none for tasks that an ending process leaves."""
     error = context.get("exception")
-    if error is not None and not sys.is_finalizing():
+    if error is not None and not isinstance(error, _Leave) and not sys.is_finalizing():
         warnings.warn(f"a background task of a reward ended with {type(error).__name__}: {error}", stacklevel=2)
 
 
