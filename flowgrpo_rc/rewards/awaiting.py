@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Sequence
 from types import FrameType
 from typing import Any
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _loop: asyncio.AbstractEventLoop | None = None
 _running: list[Any] = []
 """The awaitables of the call in progress, for `frames`."""
@@ -134,6 +134,8 @@ async def _settle(awaitable: Awaitable[Any], endings: list[BaseException]) -> tu
 
 def _the_loop() -> asyncio.AbstractEventLoop:
     global _loop
+    if _loop is not None and _loop.is_running():
+        return asyncio.new_event_loop()  # a coroutine that itself calls rewards
     if _loop is None or _loop.is_closed():
         _loop = asyncio.new_event_loop()
         _loop.set_exception_handler(_say_background_failure)

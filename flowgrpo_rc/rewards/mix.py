@@ -13,7 +13,7 @@ import numpy as np
 
 from flowgrpo_rc.rewards.answer import read_answer
 from flowgrpo_rc.rewards.config import RewardConfig, check_name
-from flowgrpo_rc.rewards.custom import load_reward
+from flowgrpo_rc.rewards.custom import REFUSED, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError
 from flowgrpo_rc.rewards.jpeg import jpeg_compressibility
 from flowgrpo_rc.rewards.per_image import PerImageReward
@@ -153,7 +153,7 @@ class RewardMix:
         for name, function in self.functions.items():
             if metadata is not None and isinstance(function, PerImageReward):
                 function.check_metadata(metadata, named)
-            code = replace(self._code[name], error=ValueError)
+            code = replace(self._code[name], error=ValueError, exit_code=REFUSED)
             check = code.run(getattr, function.function, "check_prompts", None)
             if callable(check):
                 code.run(partial(check, image_size=image_size, sources=sources), list(prompts), passing=ValueError)

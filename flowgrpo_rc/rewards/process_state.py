@@ -5,10 +5,12 @@ another folder would change training, or lose its files, without a word. `Proces
 `.restore()` after it put back:
 
 * torch: gradient and inference mode, default dtype and device, deterministic algorithms, anomaly detection, float32
-  matrix product precision, cuDNN's and the attention kernels' switches, number of threads, autocast;
+  matrix product precision, cuDNN's and the attention kernels' switches, flushing of denormal numbers, number of
+  threads, autocast, current CUDA device;
 * numpy's error state;
-* the working folder, signal handlers, blocked signals, an alarm left pending, `sys.stdin`, `sys.stdout` and
-  `sys.stderr` (replaced or closed), and warning filters that turn warnings into errors.
+* the working folder, the mode mask of new files, the garbage collector, signal handlers, blocked signals, timers left
+  pending, `sys.stdin`, `sys.stdout` and `sys.stderr` (replaced or closed), and warning filters that turn warnings into
+  errors.
 
 The global random generators are the rewards' own: training draws from generators of its own alone, and checkpoints
 hold the global ones' states for rewards that use them. Environment variables, `sys.path` and patched modules are not
@@ -17,6 +19,7 @@ looked after.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -82,6 +85,8 @@ def _same(now: Any, before: Any) -> bool:
 
 def _settings() -> Iterator[_Setting]:
     yield _Setting("the working folder", os.getcwd, os.chdir)
+    yield _Setting("the mode mask of new files", _umask, os.umask)
+    yield _Setting("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
     yield _Setting("numpy's error state", np.geterr, lambda state: np.seterr(**state))
     yield _Setting("the warning filters that raise", _raising_filters, _remove_raising_filters)
     for name in ("stdin", "stdout", "stderr"):
@@ -94,6 +99,13 @@ def _settings() -> Iterator[_Setting]:
 
 
 # ---------------------------------------------------------------------- Python
+
+
+def _umask() -> int:
+    """It can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _raising_filters() -> list[Any]:
@@ -154,12 +166,19 @@ def _signals() -> Iterator[_Setting]:
             lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
             lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
         )
-    if hasattr(signal, "setitimer") and signal.getitimer(signal.ITIMER_REAL)[0] == 0:
-        yield _Setting(
-            "the alarm timer",
-            lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
-            lambda pending: signal.setitimer(signal.ITIMER_REAL, 0),
-        )
+    for timer in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
+        number = getattr(signal, timer, None)
+        # One that was running before the call has run on meanwhile.
+        if number is not None and signal.getitimer(number)[0] == 0:
+            yield _timer(timer, number)
+
+
+def _timer(name: str, number: int) -> _Setting:
+    return _Setting(
+        f"the timer {name}",
+        lambda: signal.getitimer(number)[0] > 0,
+        lambda pending: signal.setitimer(number, 0),
+    )
 
 
 def _handler(number: int) -> _Setting:
@@ -194,6 +213,9 @@ def _torch_settings(torch: Any) -> Iterator[_Setting]:
     yield _Setting(
         "torch's float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     )
+    yield _Setting("torch.set_flush_denormal", _flushes_denormals, torch.set_flush_denormal)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        yield _Setting("torch's current CUDA device", torch.cuda.current_device, torch.cuda.set_device)
     yield _Setting("torch's number of threads", torch.get_num_threads, torch.set_num_threads)
     for section, field in (
         ("cudnn", "enabled"),
@@ -209,6 +231,12 @@ def _torch_settings(torch: Any) -> Iterator[_Setting]:
             yield _Setting(f"torch's {kernel} attention kernel", read, write)
     for device in ("cpu", "cuda"):
         yield _autocast(torch, device)
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's processor takes the smallest numbers for zero; torch does not tell."""
+    smallest = np.full(1, 5e-324)
+    return bool((smallest + smallest)[0] == 0)
 
 
 def _set_inference_mode(torch: Any, on: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -163,7 +164,14 @@ CHANGES = {
         "the handler of SIGINT",
         lambda: signal.getsignal(signal.SIGINT),
     ),
-    "signal.alarm(1000)": ("the alarm timer", lambda: signal.getitimer(signal.ITIMER_REAL)),
+    "signal.alarm(1000)": ("the timer ITIMER_REAL", lambda: signal.getitimer(signal.ITIMER_REAL)),
+    "signal.setitimer(signal.ITIMER_VIRTUAL, 1000)": (
+        "the timer ITIMER_VIRTUAL",
+        lambda: signal.getitimer(signal.ITIMER_VIRTUAL),
+    ),
+    "os.umask(0o177)": ("the mode mask of new files", lambda: [os.umask(0o022), os.umask(0o022)][0]),
+    "import gc; gc.disable()": ("the garbage collector", gc.isenabled),
+    "torch.set_flush_denormal(True)": ("torch.set_flush_denormal", lambda: bool(np.full(1, 5e-324)[0] * 2 == 0)),
     "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])": (
         "the blocked signals",
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),

@@ -214,6 +214,16 @@ def test_inside_a_running_loop(tmp_path: Path) -> None:
     assert asyncio.run(cell()) == [1, 2, 3]
 
 
+def test_a_coroutine_may_itself_call_asynchronous_rewards(tmp_path: Path) -> None:
+    inner = build(write(tmp_path, "async def f(solution_image, ground_truth): return len(ground_truth)", "inner.py"))
+
+    async def outer(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> np.ndarray:
+        return 2 * inner(images, prompts, metadata).total
+
+    mix = RewardMix({"outer": outer}, {"outer": 1.0}, timeout_s=30)
+    assert mix(IMAGES, PROMPTS, METADATA).total.tolist() == [2, 4, 6]
+
+
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
