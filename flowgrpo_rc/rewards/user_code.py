@@ -60,10 +60,14 @@ class UserCode:
         with Watch(self.timeout_s, self._late, self.exit_code) as watch:
             before = ProcessState.read()
             try:
-                result = function(*args)
+                # The deadline may pass between any two instructions in here, but it raises only once.
+                try:
+                    watch.begin()
+                    result = function(*args)
+                finally:
+                    watch.over()
             except BaseException as error:
                 raised = error
-            watch.over()
             changed, stuck = before.restore()
         if watch.stopped is not None:
             raise watch.stopped

@@ -30,6 +30,7 @@ WAKE = getattr(signal, "SIGURG", None)
 """The signal that interrupts the main thread. Whoever has no handler ignores it, so that a late one does no harm."""
 
 _exit_process = os._exit
+_left_behind: list[str] = []
 
 
 class DeadlinePassed(BaseException):
@@ -37,7 +38,7 @@ class DeadlinePassed(BaseException):
 
 
 class Watch:
-    """`with Watch(...) as watch:` around a call; `watch.over()` right after it.
+    """`with Watch(...) as watch:` around a call; `watch.begin()` right before it and `watch.over()` right after it.
 
     Args:
         timeout_s: seconds until the deadline; None for no deadline.
@@ -56,6 +57,7 @@ class Watch:
         self._ended = threading.Event()
         self._previous: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
+        self._message: str | None = None
         self.expired: str | None = None
         """The message, once the call was interrupted at its deadline."""
         self.stopped: BaseException | None = None
@@ -67,19 +69,19 @@ class Watch:
             if WAKE is not None and self._timeout_s is not None:
                 self._handle(WAKE, self._on_wake)
         os._exit = self._refuse_exit  # type: ignore[assignment]
+        return self
+
+    def begin(self) -> None:
+        """The call begins, and its time."""
         self._calling = True
         if self._timeout_s is not None:
             self._watcher = threading.Thread(target=self._wait, name="reward deadline", daemon=True)
             self._watcher.start()
             self._set_last_resort(self._timeout_s + 2 * GRACE_S)
-        return self
 
     def over(self) -> None:
         """The call has ended: nothing is raised from here on."""
-        try:
-            self._calling = False
-        except DeadlinePassed:  # raised once at most
-            self._calling = False
+        self._calling = False
 
     def __exit__(self, *error: object) -> None:
         self.over()
@@ -89,6 +91,8 @@ class Watch:
         if self._watcher is not None:
             faulthandler.cancel_dump_traceback_later()
             self._watcher.join()
+            if not self._in_main:
+                _raise_in(self._thread, None)
         os._exit = _exit_process
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -99,11 +103,10 @@ class Watch:
         assert self._timeout_s is not None
         if self._ended.wait(min(self._timeout_s, threading.TIMEOUT_MAX)):
             return
-        message = self._describe(sys._current_frames().get(self._thread))
-        self._message = message
+        self._message = self._describe(sys._current_frames().get(self._thread))
         self._interrupt()
         if not self._ended.wait(GRACE_S):
-            end_process(message, self._exit_code)
+            end_process(self._message, self._exit_code)
 
     def _set_last_resort(self, seconds: float) -> None:
         try:
@@ -116,13 +119,11 @@ class Watch:
             signal.pthread_kill(self._thread, WAKE)
         elif self._calling:
             self.expired = self._message
-            raised = ctypes.py_object(DeadlinePassed)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
+            _raise_in(self._thread, DeadlinePassed)
 
     def _on_wake(self, number: int, frame: FrameType | None) -> None:
-        message = getattr(self, "_message", None)
-        if message is not None and self._calling and self.expired is None:
-            self.expired = message
+        if self._message is not None and self._calling and self.expired is None:
+            self.expired = self._message
             raise DeadlinePassed
         previous = self._previous.get(number)
         if callable(previous):  # the deadline of a call around this one
@@ -151,6 +152,12 @@ class Watch:
         signal.signal(number, handler)
 
 
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Have `error` raised in a thread at its next line of Python; None takes back one that was not raised yet."""
+    pending = ctypes.c_void_p(None) if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), pending)
+
+
 def end_process(message: str, exit_code: int) -> None:
     """Write `message` to the standard error stream and end the process, whatever its other threads do."""
 
@@ -168,11 +175,12 @@ def end_process(message: str, exit_code: int) -> None:
 def leave_threads_behind(message: str, exit_code: int) -> None:
     """Have the process end even where a thread that the interrupted call started never does.
 
-    The interpreter waits for such threads at its end. From then on it gets `GRACE_S`.
+    The interpreter waits for such threads at its end. From then on it gets `GRACE_S`. Once a process will do.
     """
     register = getattr(threading, "_register_atexit", None)
-    if register is None:
+    if register is None or _left_behind:
         return
+    _left_behind.append(message)
     ending = threading.Event()
 
     def wait() -> None:

@@ -96,6 +96,30 @@ def test_every_call_has_its_own_deadline(tmp_path: Path) -> None:
         mix(IMAGES, PROMPTS)
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_deadline_at_any_moment_is_either_met_or_told(tmp_path: Path, threaded: bool) -> None:
+    """Around the call's own beginning and end too: no other exception ever comes out."""
+    mix = build(write(tmp_path, function(f"time.sleep(0.001)\n{GOOD}")), timeout_s=60)
+    outcomes: set[str] = set()
+
+    def score() -> None:
+        for step in range(150):
+            mix._code["f"].timeout_s = 1e-4 + step * 2e-5
+            try:
+                outcomes.add(str(mix(IMAGES, PROMPTS).total.tolist()))
+            except RewardError as error:
+                outcomes.add(type(error).__name__)
+
+    if threaded:
+        thread = threading.Thread(target=score)
+        thread.start()
+        thread.join()
+    else:
+        score()
+    assert outcomes <= {"[1.0, 2.0, 3.0]", "RewardError"}
+    assert "RewardError" in outcomes
+
+
 def test_a_signal_that_comes_late_does_no_harm() -> None:
     os.kill(os.getpid(), signal.SIGURG)
     time.sleep(0.01)
