@@ -22,7 +22,7 @@ ALLOWED = {
     "integrations": {"correction", "sde", "loss", "batch"},
 }
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
-ALLOWED["report"] = {"correction", "trainer", *BASE}
+ALLOWED["report"] = {"correction", "rewards", "trainer", *BASE}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
 TORCH_ONLY = {"torch", "numpy", "jaxtyping", "yaml", "typing_extensions"}

@@ -11,7 +11,11 @@ from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 BASE_CONFIG = "flowgrpo_trainer"
-OPEN_SECTIONS = ("algorithm.rollout_correction", "reward.functions")
+OPEN_SECTIONS = (
+    "algorithm.rollout_correction",
+    "reward.functions",
+    "reward.custom_reward_function.reward_kwargs",
+)
 """Sections whose keys are not part of the schema; what reads them checks them."""
 
 ELSEWHERE = {
@@ -114,7 +118,7 @@ def _admit(override: str) -> str:
     except HydraException as error:
         raise ConfigError(f"cannot read the override {override!r}; write key=value ({error})") from error
     key = parsed.key_or_group
-    section = next((s for s in OPEN_SECTIONS if key.startswith(f"{s}.")), None)
+    section = next((s for s in OPEN_SECTIONS if key == s or key.startswith(f"{s}.")), None)
     if section is not None:
         return override if override[0] in "~+" else f"++{override}"
     check_key(key)

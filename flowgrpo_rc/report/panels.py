@@ -18,12 +18,9 @@ from flowgrpo_rc.report.panel import (
     share_axis,
 )
 from flowgrpo_rc.report.panels_correction import CORRECTION_PANELS, REJECTION_PANEL
+from flowgrpo_rc.rewards.config import STATISTICS
 
 # ---------------------------------------------------------------------- reward
-
-
-STATISTICS = ("mean", "std", "min", "max", "group_std_mean", "zero_std_fraction")
-"""What is logged as ``reward/...`` beside the rewards that make up a sum of several."""
 
 
 PART_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 3, 1, 3)))

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REWARD_NAMES = ("jpeg_compressibility", "ocr")
 """The built-in rewards, by the names used in `reward.functions`."""
+
+DEFAULT_REWARD = "ocr"
+"""The reward of a run that names none, with weight 1."""
+
+STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
+"""What a run logs as `reward/...` about the total, beside `reward/<name>` of every function: no function may have
+one of these names."""
 
 OCR_MODES = ("recognition", "full")
 
@@ -49,17 +59,40 @@ class CustomRewardConfig:
     """Python file that defines the function. None: no such function."""
 
     name: str = "compute_score"
-    """Name of the function in that file: `fn(images, prompts, metadata) -> scores` or `(scores, info)`."""
+    """Name of the function in that file, and of its metric `reward/<name>`. It is called as
+    `fn(images, prompts, metadata)` for a batch, or where it has a parameter `solution_image` as verl-omni's
+    `fn(data_source, solution_image, ground_truth, extra_info)` for one image; it may be `async`, an object with
+    `__call__`, or a class of such objects that is made without arguments."""
 
     weight: float = 1.0
     """Weight in the sum. 0 turns the function off."""
 
+    reward_kwargs: Any = field(default_factory=dict)
+    """Further keyword arguments of every call, by name."""
+
     def __post_init__(self) -> None:
-        _check_weight("reward.custom_reward_function.weight", self.weight)
-        if self.path is not None and not Path(self.path).is_file():
+        section = "reward.custom_reward_function"
+        self.weight = _weight(f"{section}.weight", self.weight)
+        if self.path is None:
+            return
+        if not _is_file(self.path):
             raise ValueError(
-                f"reward.custom_reward_function.path: {self.path!r} is not a file; give the path of the "
+                f"{section}.path: {self.path!r} is not a file; give the path of the "
                 f"Python file that defines {self.name!r}, or null for none"
+            )
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"{section}.name: got {self.name!r}; give the name of the function in {self.path}")
+        check_name(f"{section}.name", self.name)
+        if self.name in REWARD_NAMES:
+            raise ValueError(
+                f"{section}.name: {self.name!r} is the name of a built-in reward; "
+                "rename your function, so that their metrics can be told apart"
+            )
+        if self.reward_kwargs is None:
+            self.reward_kwargs = {}
+        if not isinstance(self.reward_kwargs, Mapping) or not all(isinstance(k, str) for k in self.reward_kwargs):
+            raise ValueError(
+                f"{section}.reward_kwargs: got {self.reward_kwargs!r}; give a mapping from parameter names to values"
             )
 
 
@@ -67,16 +100,27 @@ class CustomRewardConfig:
 class RewardConfig:
     """The rewards of a run: a weighted sum of built-in functions and at most one of the user's own."""
 
-    functions: dict[str, float] = field(default_factory=lambda: {"ocr": 1.0, "jpeg_compressibility": 0.0})
-    """Built-in reward -> weight. Weight 0 turns a reward off: it is neither loaded nor computed."""
+    functions: Any = field(default_factory=dict)
+    """Built-in reward -> weight. Weight 0 turns a reward off: it is neither loaded nor computed. Where no reward is
+    named here and there is no function of the user's own, `ocr` counts alone, with weight 1."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
-    """The user's own function, added to `functions`; set `functions.ocr=0` to use it alone."""
+    """The user's own function. It counts alone, unless `functions` names others beside it."""
 
     ocr: OCRConfig = field(default_factory=OCRConfig)
     """Options of the reward `ocr`."""
 
+    timeout_s: float | None = 3600.0
+    """Longest time in seconds that one reward function may take for a batch, or for being imported. A function that
+    takes longer ends the run with what it was doing. null: no limit."""
+
     def __post_init__(self) -> None:
+        if self.functions is None:
+            self.functions = {}
+        if not isinstance(self.functions, Mapping):
+            raise ValueError(
+                f"reward.functions: got {self.functions!r}; give weights by name, e.g. reward.functions.ocr=1"
+            )
         for name, weight in self.functions.items():
             if name not in REWARD_NAMES:
                 raise ValueError(
@@ -84,13 +128,10 @@ class RewardConfig:
                     f"{', '.join(REWARD_NAMES)}, and a function of your own goes into "
                     "reward.custom_reward_function"
                 )
-            _check_weight(f"reward.functions.{name}", weight)
-        custom = self.custom_reward_function
-        if custom.path is not None and custom.name in REWARD_NAMES:
-            raise ValueError(
-                f"reward.custom_reward_function.name: {custom.name!r} is the name of a built-in reward; "
-                "rename your function, so that their metrics can be told apart"
-            )
+            _weight(f"reward.functions.{name}", weight)
+        timeout = self.timeout_s
+        if timeout is not None and (isinstance(timeout, bool) or not math.isfinite(timeout) or timeout <= 0):
+            raise ValueError(f"reward.timeout_s: got {timeout!r}; give seconds above 0, or null for no limit")
         if not self.weights():
             raise ValueError(
                 f"reward.functions: got {dict(self.functions)} and no custom function, so every weight "
@@ -99,11 +140,23 @@ class RewardConfig:
 
     def weights(self) -> dict[str, float]:
         """Name -> weight of every reward that is on, the user's own function last."""
-        weights = {name: float(weight) for name, weight in self.functions.items() if weight != 0}
+        named = {name: _weight(f"reward.functions.{name}", weight) for name, weight in self.functions.items()}
+        weights = {name: weight for name, weight in named.items() if weight != 0}
         custom = self.custom_reward_function
         if custom.path is not None and custom.weight != 0:
             weights[custom.name] = float(custom.weight)
+        if not weights and DEFAULT_REWARD not in named:
+            return {DEFAULT_REWARD: 1.0}
         return weights
+
+    def in_words(self) -> str:
+        """The rewards that are on: `0.5 x ocr + 2 x compute_score (my_reward.py)`."""
+        custom = self.custom_reward_function
+        terms = []
+        for name, weight in self.weights().items():
+            file = f" ({custom.path})" if custom.path is not None and name == custom.name else ""
+            terms.append(f"{weight:g} x {name}{file}")
+        return " + ".join(terms)
 
     def validate(self) -> None:
         """Repeat the checks of construction and load the user's function, before any model is loaded.
@@ -111,15 +164,45 @@ class RewardConfig:
         Raises:
             ValueError: names the field, its value and what to do.
         """
-        from flowgrpo_rc.rewards.custom import load_function
+        from flowgrpo_rc.rewards.custom import load_reward
 
         self.ocr.__post_init__()
         self.custom_reward_function.__post_init__()
         self.__post_init__()
         if self.custom_reward_function.path is not None:
-            load_function(self.custom_reward_function.path, self.custom_reward_function.name)
+            load_reward(self.custom_reward_function, self.timeout_s)
 
 
-def _check_weight(field_name: str, weight: float) -> None:
-    if not math.isfinite(weight):
-        raise ValueError(f"{field_name}: got {weight}; a weight must be a finite number")
+def check_name(field_name: str, name: str) -> None:
+    """Raise `ValueError` unless `reward/<name>` is a metric of its own, which every tracker can store."""
+    if name in STATISTICS:
+        raise ValueError(
+            f"{field_name}: got {name!r}, but the run logs reward/{name} about the total; rename your function, or "
+            f"give it a second name in its file (my_{name} = {name})"
+        )
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(
+            f"{field_name}: got {name!r}, which becomes the metric reward/{name}; give your function a name of "
+            "the letters a to z, digits and underscores"
+        )
+
+
+def _is_file(path: Any) -> bool:
+    try:
+        return Path(path).expanduser().is_file()
+    except (TypeError, ValueError, RuntimeError, OSError):
+        return False
+
+
+def _weight(field_name: str, weight: Any) -> float:
+    """`weight` as a float; strings that spell a number are numbers, as in YAML without a decimal point."""
+    message = f"{field_name}: got {weight!r}; a weight must be a finite number (0 turns the reward off)"
+    if isinstance(weight, bool) or not isinstance(weight, (int, float, str)):
+        raise ValueError(message)
+    try:
+        number = float(weight)
+    except (ValueError, OverflowError):
+        raise ValueError(message) from None
+    if not math.isfinite(number):
+        raise ValueError(message)
+    return number

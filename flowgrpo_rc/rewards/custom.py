@@ -4,45 +4,101 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flowgrpo_rc.rewards.config import CustomRewardConfig
+from flowgrpo_rc.rewards.signature import FORMS, adapt
+from flowgrpo_rc.rewards.user_code import UserCode
+
 FIELD = "reward.custom_reward_function"
 
+REFUSED = 2
+"""Exit code of a command whose reward file cannot even be stopped while it loads."""
 
-def load_function(path: str | Path, name: str) -> Callable[..., Any]:
-    """The function `name` of the Python file `path`.
+_instances: dict[type, Any] = {}
+"""The one object of each class that is used as a reward, which may have taken long to make."""
 
-    The function is called once per batch as `fn(images, prompts, metadata)` with `images` (N, H, W, 3) uint8
-    RGB, `prompts` a list of N strings and `metadata` a list of N dicts. It returns N floats, or
-    `(N floats, info)` with `info` a dict of anything worth keeping beside the scores; `info["text"]`,
-    N strings, captions the samples.
+
+def load_reward(config: CustomRewardConfig, timeout_s: float | None = None) -> Any:
+    """The user's function as a reward that takes a batch, whichever of the two known forms it has.
+
+    A class is made into an object once, without arguments.
+
+    Args:
+        config: where the function is.
+        timeout_s: longest time that importing the file, and making the object, may take.
+
+    Raises:
+        ValueError: the file or the function cannot be used; names the field, the place and what to do.
+    """
+    function = load_function(str(config.path), config.name, timeout_s)
+    code = _user_code(f"{FIELD}.name: {config.name!r}", _file(str(config.path)), timeout_s)
+    if isinstance(function, type):
+        function = code.run(_instance, function, config.name, passing=_ShapeError)
+    return code.run(adapt, function, config.name, config.reward_kwargs, passing=ValueError)
+
+
+def load_function(path: str | Path, name: str, timeout_s: float | None = None) -> Callable[..., Any]:
+    """The function `name` of the Python file `path`, as it stands there.
 
     The file is executed once; loading it again returns the same module.
 
     Raises:
-        ValueError: the file is missing or raises when imported, or has no callable of that name.
+        ValueError: the file is missing, raises or exits when imported, or has no callable of that name.
     """
-    file = Path(path).expanduser().resolve()
+    file = _file(path)
     if not file.is_file():
         raise ValueError(f"{FIELD}.path: {str(path)!r} is not a file; give the path of a Python file")
-    module = _load_module(file)
+    module = _load_module(file, timeout_s)
+    code = _user_code(f"{FIELD}.name: looking up {name!r} in {file}", file, timeout_s)
+    return code.run(_look_up, module, file, name, passing=_ShapeError)
+
+
+class _ShapeError(ValueError):
+    """A check of ours refused what the file holds."""
+
+
+def _look_up(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         known = ", ".join(_own_functions(module)) or "no function"
-        raise ValueError(f"{FIELD}.name: {file} defines no {name!r}; it defines {known}")
+        raise _ShapeError(f"{FIELD}.name: {file} defines no {name!r}; it defines {known}")
     if not callable(function):
-        raise ValueError(
-            f"{FIELD}.name: {name!r} in {file} is a {type(function).__name__}, which cannot be called; "
-            "name a function fn(images, prompts, metadata) -> scores"
+        raise _ShapeError(
+            f"{FIELD}.name: {name!r} in {file} is a {type(function).__name__}, which cannot be called; name {FORMS}"
         )
     return function
 
 
-def _load_module(file: Path) -> ModuleType:
+def _instance(cls: type, name: str) -> Any:
+    if not any("__call__" in vars(base) for base in cls.__mro__):
+        raise _ShapeError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
+    try:
+        inspect.signature(cls).bind()
+    except (TypeError, ValueError) as error:
+        raise _ShapeError(
+            f"{FIELD}.name: {name!r} is a class that cannot be made without arguments ({error}); make the object in "
+            f"the file (reward = {name}(...)) and name that"
+        ) from error
+    if cls not in _instances:
+        _instances[cls] = cls()
+    return _instances[cls]
+
+
+def _file(path: str | Path) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def _user_code(what: str, file: Path, timeout_s: float | None) -> UserCode:
+    return UserCode(what, str(file), timeout_s, error=ValueError, exit_code=REFUSED)
+
+
+def _load_module(file: Path, timeout_s: float | None) -> ModuleType:
     module_name = f"flowgrpo_rc_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -52,13 +108,10 @@ def _load_module(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise ValueError(
-            f"{FIELD}.path: importing {file} raised {type(error).__name__}: {error}; run it by itself "
-            "with python to see where"
-        ) from error
+        _user_code(f"{FIELD}.path: importing {file}", file, timeout_s).run(spec.loader.exec_module, module)
+    except BaseException:
+        sys.modules.pop(module_name, None)
+        raise
     return module
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rewards.custom import load_function
+from flowgrpo_rc.rewards.answer import read_answer
+from flowgrpo_rc.rewards.config import RewardConfig, check_name
+from flowgrpo_rc.rewards.custom import REFUSED, load_reward
+from flowgrpo_rc.rewards.errors import AnswerError, RewardError
 from flowgrpo_rc.rewards.jpeg import jpeg_compressibility
+from flowgrpo_rc.rewards.per_image import PerImageReward
+from flowgrpo_rc.rewards.signature import adapt
+from flowgrpo_rc.rewards.user_code import UserCode
 
-RewardFunction = Callable[[np.ndarray, list[str], list[dict[str, Any]]], Any]
-"""`fn(images, prompts, metadata)` -> N scores, or `(N scores, info dict)`; images (N, H, W, 3) uint8 RGB."""
-
-
-class RewardError(RuntimeError):
-    """A reward function failed or gave an answer unfit for training. The message names the function."""
+RewardFunction = Callable[..., Any]
+"""`fn(images, prompts, metadata)` -> N scores, or `(N scores, info dict)`; images (N, H, W, 3) uint8 RGB. Or
+verl-omni's, for one image; see `signature.py`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,7 +36,7 @@ class RewardResult:
     """Function name -> (N,) float32, before weighting."""
 
     info: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Function name -> what that function reports besides its scores."""
+    """Function name -> what that function reports besides its scores: lists of N entries by name."""
 
     @property
     def texts(self) -> list[str] | None:
@@ -42,19 +47,37 @@ class RewardResult:
 class RewardMix:
     """Calls each function once per batch and adds up `weight * score`.
 
+    Every function gets copies of its own: a read-only array of the images, and lists of prompts and metadata that it
+    may change without anybody noticing. What it may not do to the process around it, see `user_code.py`.
+
     Args:
-        functions: name -> function; at least one.
+        functions: name -> function, of either form that `signature.py` knows; at least one.
         weights: name -> weight, for the same names.
+        timeout_s: longest time that one function may take for a batch; None for no limit.
+
+    Raises:
+        ValueError: the two do not fit together, a name is one that the log uses, or a signature is of neither form.
     """
 
-    def __init__(self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        functions: Mapping[str, RewardFunction],
+        weights: Mapping[str, float],
+        timeout_s: float | None = None,
+    ) -> None:
         if not functions or functions.keys() != weights.keys():
             raise ValueError(
                 "functions and weights must name the same rewards, at least one: got "
                 f"{sorted(functions)} and {sorted(weights)}"
             )
-        self.functions = dict(functions)
+        for name in functions:
+            check_name("functions", name)
+        self.functions = {name: adapt(function, name) for name, function in functions.items()}
         self.weights = dict(weights)
+        self._code = {
+            name: UserCode(f"reward function {name!r}", _file_of(function), timeout_s)
+            for name, function in self.functions.items()
+        }
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
@@ -68,7 +91,8 @@ class RewardMix:
 
         Raises:
             ValueError: the arguments do not fit together.
-            RewardError: a function raised, or returned the wrong number of scores or non-finite ones.
+            RewardError: a function raised, took longer than `timeout_s`, or returned the wrong number of scores or
+                non-finite ones; or the weighted sum is too large for float32.
         """
         prompts = list(prompts)
         metadata = [{} for _ in prompts] if metadata is None else list(metadata)
@@ -76,10 +100,35 @@ class RewardMix:
         total = np.zeros(len(prompts), dtype=np.float64)
         parts: dict[str, np.ndarray] = {}
         info: dict[str, dict[str, Any]] = {}
-        for name, function in self.functions.items():
-            parts[name], info[name] = _score(name, function, images, prompts, metadata)
-            total += self.weights[name] * parts[name].astype(np.float64)
+        for name in self.functions:
+            parts[name], info[name] = self._score(name, images, prompts, metadata)
+            with np.errstate(all="ignore"):
+                total += self.weights[name] * parts[name].astype(np.float64)
+        self._check_sum(total, parts, prompts)
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
+
+    def _score(
+        self, name: str, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """One function's checked scores, (N,) float32, and its info."""
+        own = images.copy()
+        own.flags.writeable = False
+        code = self._code[name]
+        rows = [copy.deepcopy(row) for row in metadata]
+        answer = code.run(self.functions[name], own, list(prompts), rows, passing=AnswerError)
+        # Reading it runs the function's code again where it returns objects of its own.
+        return code.run(read_answer, name, answer, prompts, passing=AnswerError)
+
+    def _check_sum(self, total: np.ndarray, parts: Mapping[str, np.ndarray], prompts: Sequence[str]) -> None:
+        large = np.flatnonzero(~(np.abs(total) <= np.finfo(np.float32).max))
+        if large.size:
+            first = int(large[0])
+            terms = [f"{self.weights[name]:g} x {scores[first]:g} ({name})" for name, scores in parts.items()]
+            raise RewardError(
+                f"the weighted sum of the rewards is beyond float32's largest number, 3.4e38, for {large.size} of "
+                f"{total.size} samples; the first is sample {first}, prompt {prompts[first]!r}: {' + '.join(terms)}. "
+                "Lower the weights or scale the scores down"
+            )
 
     def check_prompts(
         self,
@@ -87,6 +136,7 @@ class RewardMix:
         *,
         image_size: tuple[int, int] | None = None,
         sources: Sequence[str] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Let every function that can refuse prompts do so before training; see `OCRReward.check_prompts`.
 
@@ -94,14 +144,19 @@ class RewardMix:
             prompts: any number of prompts.
             image_size: (height, width) in pixels of the images to come, if known.
             sources: where each prompt comes from, for the message; by default its index is named.
+            metadata: the prompts' other columns, for the functions that need some; by default not looked at.
 
         Raises:
             ValueError: a function cannot score one of the prompts.
         """
-        for function in self.functions.values():
-            check = getattr(function, "check_prompts", None)
-            if check is not None:
-                check(prompts, image_size=image_size, sources=sources)
+        named = [f"prompt {index}" for index in range(len(prompts))] if sources is None else list(sources)
+        for name, function in self.functions.items():
+            if metadata is not None and isinstance(function, PerImageReward):
+                function.check_metadata(metadata, named)
+            code = replace(self._code[name], error=ValueError, exit_code=REFUSED)
+            check = code.run(getattr, function.function, "check_prompts", None)
+            if callable(check):
+                code.run(partial(check, image_size=image_size, sources=sources), list(prompts), passing=ValueError)
 
 
 def build_reward(config: RewardConfig | None = None) -> RewardMix:
@@ -114,7 +169,7 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     config = RewardConfig() if config is None else config
     config.validate()
     weights = config.weights()
-    return RewardMix({name: _build(name, config) for name in weights}, weights)
+    return RewardMix({name: _build(name, config) for name in weights}, weights, config.timeout_s)
 
 
 def _build(name: str, config: RewardConfig) -> RewardFunction:
@@ -124,8 +179,17 @@ def _build(name: str, config: RewardConfig) -> RewardFunction:
         return OCRReward(config.ocr)
     if name == "jpeg_compressibility":
         return jpeg_compressibility
-    custom = config.custom_reward_function
-    return load_function(str(custom.path), custom.name)
+    return load_reward(config.custom_reward_function, config.timeout_s)
+
+
+def _file_of(reward: RewardFunction) -> str | None:
+    """The file of the function behind an adapted reward, if it has one."""
+    function = inspect.unwrap(getattr(reward, "function", reward))
+    while isinstance(function, partial):
+        function = function.func
+    # An object's file is that of its class's __call__.
+    code = getattr(function, "__code__", None) or getattr(vars(type(function)).get("__call__"), "__code__", None)
+    return None if code is None else code.co_filename
 
 
 def _check_batch(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> None:
@@ -137,45 +201,4 @@ def _check_batch(images: np.ndarray, prompts: list[str], metadata: list[dict[str
     if not len(images) == len(prompts) == len(metadata):
         raise ValueError(
             f"images, prompts and metadata must be equally many, got {len(images)}, {len(prompts)} and {len(metadata)}"
-        )
-
-
-def _score(
-    name: str,
-    function: RewardFunction,
-    images: np.ndarray,
-    prompts: list[str],
-    metadata: list[dict[str, Any]],
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """One function's checked scores, (N,) float32, and its info."""
-    try:
-        answer = function(images, prompts, metadata)
-    except Exception as error:
-        raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
-    info: dict[str, Any] = {}
-    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict):
-        answer, info = answer
-    try:
-        scores = np.asarray(answer, dtype=np.float32)
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"reward function {name!r} returned {type(answer).__name__} that does not convert to floats "
-            f"({error}); return one float per image, or (floats, info dict)"
-        ) from error
-    if scores.shape != (len(prompts),):
-        raise RewardError(
-            f"reward function {name!r} returned scores of shape {scores.shape}, expected ({len(prompts)},): "
-            "one float per image"
-        )
-    _check_finite(name, scores, prompts)
-    return scores, info
-
-
-def _check_finite(name: str, scores: np.ndarray, prompts: list[str]) -> None:
-    bad = np.flatnonzero(~np.isfinite(scores))
-    if bad.size:
-        first = int(bad[0])
-        raise RewardError(
-            f"reward function {name!r} returned {bad.size} non-finite of {scores.size} scores; the first is "
-            f"{scores[first]} for sample {first}, prompt {prompts[first]!r}"
         )

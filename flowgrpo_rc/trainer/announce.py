@@ -11,7 +11,7 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 def announcement(
     config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path, window: SDEWindow, processes: int
 ) -> list[str]:
-    """Batch arithmetic, how rollouts are drawn, and the correction in force; a string a paragraph."""
+    """Batch arithmetic, the rewards, how rollouts are drawn, and the correction in force; a string a paragraph."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // processes)
@@ -22,6 +22,7 @@ def announcement(
         f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
         f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
         f"micro-batches of {micro} images x {window.size} SDE steps",
+        f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
         f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",

@@ -77,6 +77,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
             [r.prompt for r in records],
             image_size=size,
             sources=[r.source or str(i) for i, r in enumerate(records)],
+            metadata=[r.metadata for r in records],
         )
     accelerator = _accelerator(config, project_dir)
     config.check_processes(accelerator.num_processes)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from flowgrpo_rc.rewards import CustomRewardConfig, OCRConfig, RewardConfig
-
-
-@dataclass(kw_only=True, slots=True)
-class Root:
-    reward: RewardConfig = field(default_factory=RewardConfig)
+from flowgrpo_rc.cli.compose import compose as compose_run
+from flowgrpo_rc.cli.compose import to_yaml
+from flowgrpo_rc.rewards import STATISTICS, CustomRewardConfig, OCRConfig, RewardConfig, RewardMix
 
 
 def compose(*overrides: str) -> RewardConfig:
-    """As the entry point does it: schema, strict merge, then `to_object` for the checks."""
-    schema = OmegaConf.structured(Root)
-    OmegaConf.set_struct(schema, True)
-    merged = OmegaConf.merge(schema, OmegaConf.from_dotlist(list(overrides)))
-    return OmegaConf.to_object(merged).reward  # type: ignore[union-attr]
+    """As the command line does it."""
+    return compose_run("flowgrpo_trainer", overrides).reward
 
 
 def test_default_is_ocr_alone() -> None:
@@ -43,7 +35,7 @@ def test_custom_function_joins_the_weights(tmp_path: Path) -> None:
         "reward.custom_reward_function.name=bright",
         "reward.custom_reward_function.weight=-0.5",
     )
-    assert config.weights() == {"ocr": 1.0, "bright": -0.5}
+    assert config.weights() == {"bright": -0.5}
     config.validate()
 
 
@@ -60,7 +52,7 @@ def test_non_finite_weight(weight: float) -> None:
         CustomRewardConfig(weight=weight)
 
 
-@pytest.mark.parametrize("functions", [{}, {"ocr": 0.0}, {"ocr": 0.0, "jpeg_compressibility": 0.0}])
+@pytest.mark.parametrize("functions", [{"ocr": 0.0}, {"ocr": 0.0, "jpeg_compressibility": 0.0}])
 def test_all_weights_zero(functions: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"every weight is 0.*reward\.functions\.ocr=1"):
         RewardConfig(functions=functions)
@@ -102,3 +94,142 @@ def test_bad_recogniser_shape(shape: list[int]) -> None:
 def test_negative_threads() -> None:
     with pytest.raises(ValueError, match=r"num_threads: got -1; give 0"):
         OCRConfig(num_threads=-1)
+
+
+# ---------------------------------------------------------------------- which rewards count
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    """The override that names a function `compute_score` of the user's own."""
+    path = tmp_path / "mine.py"
+    path.write_text("def compute_score(images, prompts, metadata):\n    return [0.0] * len(prompts)\n")
+    return f"reward.custom_reward_function.path={path}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights"),
+    [
+        ([], {"ocr": 1.0}),
+        (["reward.functions={}"], {"ocr": 1.0}),
+        (["reward.functions=null"], {"ocr": 1.0}),
+        (["reward.functions.ocr=2"], {"ocr": 2.0}),
+        (["reward.functions.ocr='1.5'"], {"ocr": 1.5}),
+        (["reward.functions.jpeg_compressibility=2"], {"jpeg_compressibility": 2.0}),
+        (["reward.functions.jpeg_compressibility=0"], {"ocr": 1.0}),
+        (
+            ["reward.functions={ocr: 2, jpeg_compressibility: 0.5}"],
+            {"ocr": 2.0, "jpeg_compressibility": 0.5},
+        ),
+        (["MINE"], {"compute_score": 1.0}),
+        (["MINE", "reward.functions={}"], {"compute_score": 1.0}),
+        (["MINE", "reward.functions.ocr=0"], {"compute_score": 1.0}),
+        (["MINE", "reward.functions.ocr=1"], {"ocr": 1.0, "compute_score": 1.0}),
+        (["MINE", "+reward.functions.ocr=1"], {"ocr": 1.0, "compute_score": 1.0}),
+        (
+            ["MINE", "reward.functions.jpeg_compressibility=3"],
+            {"jpeg_compressibility": 3.0, "compute_score": 1.0},
+        ),
+        (["MINE", "reward.custom_reward_function.weight=0"], {"ocr": 1.0}),
+    ],
+)
+@pytest.mark.parametrize("config_name", ["flowgrpo_trainer", "tiny_qwen_image_ocr"])
+def test_a_reward_of_ones_own_counts_alone_unless_others_are_named(
+    mine: str, config_name: str, overrides: list[str], weights: dict[str, float]
+) -> None:
+    """Whatever shipped YAML the overrides stand on."""
+    composed = compose_run(config_name, [mine if o == "MINE" else o for o in overrides]).reward
+    assert composed.weights() == weights
+
+
+def test_a_yaml_file_of_ones_own_names_rewards_too(tmp_path: Path, mine: str) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [flowgrpo_trainer, _self_]\nreward:\n  functions: {ocr: 0.5}\n"
+        "  custom_reward_function: {reward_kwargs: {scale: 2}}\n"
+    )
+    reward = compose_run("own", [mine], str(tmp_path)).reward
+    assert reward.weights() == {"ocr": 0.5, "compute_score": 1.0}
+    assert reward.custom_reward_function.reward_kwargs == {"scale": 2}
+
+
+def test_what_a_resolved_configuration_prints_can_be_built_on(tmp_path: Path, mine: str) -> None:
+    """The default is not written into it as if somebody had named it."""
+    printed = to_yaml(compose_run("flowgrpo_trainer"))
+    (tmp_path / "printed.yaml").write_text(f"defaults: [flowgrpo_trainer, _self_]\n{printed}")
+    composed = compose_run("printed", [mine], str(tmp_path)).reward
+    assert composed.weights() == {"compute_score": 1.0}
+
+
+def test_in_words_names_weights_and_file(mine: str) -> None:
+    words = compose(mine, "reward.functions.ocr=0.5", "reward.custom_reward_function.weight=-2").in_words()
+    assert words == f"0.5 x ocr + -2 x compute_score ({mine.partition('=')[2]})"
+    assert compose().in_words() == "1 x ocr"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "reward.functions.x=big",
+            r"reward\.functions: 'x' is not a known reward; known are jpeg_compressibility, ocr",
+        ),
+        ("reward.functions.x=1", r"'x' is not a known reward"),
+        ("reward.functions={x: 1}", r"'x' is not a known reward"),
+        ("reward.functions.mean=1", r"'mean' is not a known reward"),
+        ("reward.functions.ocr=big", r"reward\.functions\.ocr: got 'big'; a weight must be a finite number"),
+        ("reward.functions.ocr=null", r"reward\.functions\.ocr: got None; a weight must be a finite number"),
+        ("reward.functions.ocr=true", r"reward\.functions\.ocr: got True; a weight must be a finite number"),
+        ("reward.functions.ocr=nan", r"reward\.functions\.ocr: got nan; a weight must be a finite number"),
+        ("reward.functions.ocr=-inf", r"reward\.functions\.ocr: got -inf; a weight must be a finite number"),
+        ("reward.functions.ocr='nan'", r"reward\.functions\.ocr: got 'nan'; a weight must be a finite number"),
+        ("reward.functions.ocr=", r"reward\.functions\.ocr: got ''; a weight must be a finite number"),
+        ("reward.functions.ocr=[1]", r"reward\.functions\.ocr: got \[1\]; a weight must be a finite number"),
+        ("reward.functions.ocr={a: 1}", r"reward\.functions\.ocr: got \{'a': 1\}; a weight must be"),
+        ("reward.functions.ocr.weight=1", r"reward\.functions\.ocr: got \{'weight': 1\}; a weight must be"),
+        ("reward.functions={ocr: {a: 1}}", r"reward\.functions\.ocr: got \{'a': 1\}; a weight must be"),
+        ("reward.functions=big", r"reward\.functions: got 'big'; give weights by name"),
+        ("reward.functions=1", r"reward\.functions: got 1; give weights by name"),
+        ("reward.custom_reward_function.weight=big", r"reward\.custom_reward_function\.weight: .*'big'"),
+        ("reward.timeout_s=0", r"reward\.timeout_s: got 0\.0; give seconds above 0, or null for no limit"),
+        ("reward.timeout_s=-1", r"reward\.timeout_s: got -1"),
+        ("reward.timeout_s=nan", r"reward\.timeout_s: got nan"),
+        ("reward.timeout_s=inf", r"reward\.timeout_s: got inf"),
+        ("reward.timeout_s=soon", r"reward\.timeout_s: .*'soon'"),
+    ],
+)
+def test_what_is_no_weight_says_so(override: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        compose(override)
+    assert "unknown configuration key" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_weight_too_large_for_a_float() -> None:
+    with pytest.raises(ValueError, match=r"reward\.functions\.ocr: got 1000.*a weight must be a finite number"):
+        RewardConfig(functions={"ocr": 10**400})
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_function_may_not_have_the_name_of_a_metric_of_the_log(mine: str, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"name: got '{name}', but the run logs reward/{name}.*rename your function"):
+        compose(mine, f"reward.custom_reward_function.name={name}")
+    with pytest.raises(ValueError, match=rf"functions: got '{name}', but the run logs reward/{name}"):
+        RewardMix({name: lambda images, prompts, metadata: [0.0]}, {name: 1.0})
+
+
+@pytest.mark.parametrize("name", ["a/b", "a b", "a.b", "a-b", "größe", "1st", "a[0]", "a:b"])
+def test_a_name_is_one_that_every_tracker_stores(mine: str, name: str) -> None:
+    with pytest.raises(ValueError, match=r"name: got .*which becomes the metric reward/.*letters a to z"):
+        CustomRewardConfig(path=mine.partition("=")[2], name=name)
+
+
+@pytest.mark.parametrize("path", ["", "/", "a\0b", "~nobody_of_this_name/x.py", "pkg://verl_omni.utils"])
+def test_paths_that_are_no_file(path: str) -> None:
+    with pytest.raises(ValueError, match=r"custom_reward_function\.path: .* is not a file"):
+        CustomRewardConfig(path=path)
+
+
+def test_a_path_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").write_text("def compute_score(images, prompts, metadata): ...\n")
+    RewardConfig(custom_reward_function=CustomRewardConfig(path="~/mine.py")).validate()

@@ -118,7 +118,7 @@ def test_functions_and_weights_must_match(functions: Any, weights: Any) -> None:
 
 def test_build_reward_builds_only_what_is_on(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text("def count(images, prompts, metadata):\n    return [len(p) for p in prompts], {'n': 1}\n")
+    path.write_text("def count(images, prompts, metadata):\n    return [len(p) for p in prompts], {'n': [1, 2, 3]}\n")
     config = RewardConfig(
         functions={"ocr": 0.0, "jpeg_compressibility": 3.0},
         custom_reward_function=CustomRewardConfig(path=str(path), name="count", weight=10.0),
@@ -128,7 +128,7 @@ def test_build_reward_builds_only_what_is_on(tmp_path: Path) -> None:
     result = mix(IMAGES, PROMPTS)
     jpeg = jpeg_compressibility(IMAGES)[0]
     np.testing.assert_allclose(result.total, 3 * jpeg + [10, 20, 30], rtol=1e-6)
-    assert result.info["count"] == {"n": 1}
+    assert result.info["count"] == {"n": [1, 2, 3]}
     mix.check_prompts(["no quotes are needed here"])
 
 

@@ -1,0 +1,169 @@
+"""What reward functions return: everything sensible is read, everything else is one clear error."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reward_files import IMAGES, PROMPTS
+
+from flowgrpo_rc.rewards import RewardError, RewardMix
+
+
+def mix_of(*answers: Any, weights: tuple[float, ...] = (1.0,)) -> RewardMix:
+    functions = {f"f{i or ''}": lambda *batch, answer=answer: answer for i, answer in enumerate(answers)}
+    return RewardMix(functions, dict(zip(functions, weights, strict=True)))
+
+
+class Series:
+    """As pandas' series: neither a list nor an array, but convertible."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (1.0, 2.0, 3.0),
+        range(1, 4),
+        np.array([1, 2, 3]),
+        np.array([1, 2, 3], np.float16),
+        np.array([1, 2, 3], object),
+        np.ma.array([1, 2, 3]),
+        [np.float16(1), np.int8(2), np.array(3)],
+        [Decimal(1), Fraction(2), 3],
+        Series(),
+        torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16),
+        torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64),
+        [torch.tensor(1.0), torch.tensor(2.0, requires_grad=True), 3],
+        (torch.tensor([1.0, 2.0, 3.0], requires_grad=True), {}),
+        ({"avg": [1, 2, 3], "part": [0, 0, 0]}, {}),
+    ],
+)
+def test_numbers_in_any_container(answer: Any) -> None:
+    result = mix_of(answer)(IMAGES, PROMPTS)
+    np.testing.assert_array_equal(result.total, np.asarray([1, 2, 3], np.float32))
+    assert result.total.dtype == result.parts["f"].dtype == np.float32
+
+
+@pytest.mark.parametrize("answer", [[True, False, True], np.array([True, False, True]), torch.ones(3) > 0])
+def test_booleans_are_zero_and_one(answer: Any) -> None:
+    assert set(mix_of(answer)(IMAGES, PROMPTS).total.tolist()) <= {0.0, 1.0}
+
+
+def test_flow_grpos_parts_are_kept_beside_its_total() -> None:
+    assert mix_of(({"avg": [1, 2, 3], "ocr": [0, 0, 1]}, {}))(IMAGES, PROMPTS).info == {"f": {"ocr": [0, 0, 1]}}
+
+
+def numbers():
+    yield from (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "None; return one float per image"),
+        ("123", "str; return"),
+        (b"123", "bytes; return"),
+        ({"score": [1, 2, 3]}, "dict; return"),
+        ({1.0, 2.0, 3.0}, "set; return"),
+        (numbers(), "generator; return"),
+        (map(float, "123"), "map; return"),
+        (zip([1], [2], strict=True), "zip; return"),
+        (["1", "2", "3"], r"list that does not convert to floats \(its entry 0 is str '1'\)"),
+        ([1.0, None, 3.0], r"list that does not convert to floats \(its entry 1 is None\)"),
+        ([1.0, 2.0, 1j], r"list that does not convert to floats \(its entry 2 is 1j\)"),
+        ([{"score": 1.0}] * 3, r"list that does not convert to floats \(its entry 0 is dict"),
+        ([10**400, 1, 1], "list that does not convert to floats .*too large"),
+        ([1.0, [2.0], 3.0], "list that does not convert to floats"),
+        (np.array(["1", "2", "3"]), r"ndarray that does not convert to floats \(its type is <U1\)"),
+        (np.ones(3) * 1j, r"ndarray that does not convert to floats \(its type is complex128\)"),
+        (np.array([1, None, 3], object), r"ndarray that does not convert to floats \(its entry 1 is None\)"),
+        (np.array([1, 2, 3], "datetime64[s]"), "ndarray that does not convert to floats"),
+        (np.ma.array([1, 2, 3], mask=[0, 1, 1]), r"MaskedArray that does not convert .*2 of its values are masked"),
+        (torch.ones(3, dtype=torch.complex64), r"Tensor that does not convert to floats \(its type is torch.complex64"),
+        (torch.ones(3, device="meta"), "Tensor that does not convert to floats .*meta"),
+        (object(), "object that does not convert to floats"),
+        (print, "builtin_function_or_method that does not convert"),
+        (([1, 2, 3], None), "tuple that does not convert to floats"),
+        (([1, 2, 3], {}, {}), "tuple that does not convert to floats"),
+        ((None, {}), "None; return"),
+        ((["1", "2", "3"], {}), "list that does not convert to floats"),
+        (torch.tensor(1.0), r"scores of shape \(\), expected \(3,\)"),
+        (torch.ones(3, 1), r"scores of shape \(3, 1\), expected \(3,\)"),
+        (np.ones((1, 3)), r"scores of shape \(1, 3\), expected \(3,\)"),
+        ([torch.ones(1)] * 3, r"scores of shape \(3, 1\), expected \(3,\)"),
+        ([1.0] * 4, r"scores of shape \(4,\), expected \(3,\)"),
+        (
+            torch.tensor([1.0, float("nan"), 0.0]),
+            "1 non-finite of 3 scores; the first is nan for sample 1, prompt 'bb'",
+        ),
+        ([Decimal("Infinity"), 0, 0], "1 non-finite of 3 scores; the first is inf for sample 0, prompt 'a'"),
+        (np.array([0.0, 0.0, 1e39]), "1 of 3 scores beyond float32's largest number.*1e.39 for sample 2, prompt 'ccc'"),
+        (torch.tensor([1e39, 0, 0], dtype=torch.float64), "1 of 3 scores beyond float32's largest number"),
+    ],
+)
+def test_everything_else_is_refused(answer: Any, told: str) -> None:
+    with pytest.raises(RewardError, match=f"reward function 'f' returned {told}") as caught:
+        mix_of(answer)(IMAGES, PROMPTS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("info", "told"),
+    [
+        ({"a": [1, 2]}, r"info\['a'\] with 2 entries for 3 images"),
+        ({"a": np.ones(4)}, r"info\['a'\] with 4 entries for 3 images"),
+        ({"a": 1}, r"info\['a'\] of type int; give a list with one entry for each of the 3 images"),
+        ({"a": None}, r"info\['a'\] of type NoneType"),
+        ({"a": "abc"}, r"info\['a'\] of type str"),
+        ({"a": {"x": 1, "y": 2, "z": 3}}, r"info\['a'\] of type dict"),
+        ({"a": torch.tensor(1.0)}, r"info\['a'\] of type Tensor"),
+        ({"a": numbers()}, r"info\['a'\] of type generator"),
+        ({"good": [1, 2, 3], "text": ["x"]}, r"info\['text'\] with 1 entries"),
+        ({"text": "abc"}, r"info\['text'\] of type str"),
+        ({"text": ["x", None, "z"]}, r"info\['text'\]\[1\] = None; .*must be a string"),
+        ({"text": [1, 2, 3]}, r"info\['text'\]\[0\] = 1; .*must be a string"),
+        ({1: [1, 2, 3]}, "info with the key 1; its keys must be strings"),
+    ],
+)
+def test_info_has_an_entry_for_every_image(info: Any, told: str) -> None:
+    with pytest.raises(RewardError, match=f"reward function 'f' returned {told}"):
+        mix_of(([1, 2, 3], info))(IMAGES, PROMPTS)
+
+
+def test_info_may_be_arrays_and_tensors() -> None:
+    info = {"a": torch.ones(3, requires_grad=True), "b": np.zeros((3, 2)), "c": ("x", None, 1)}
+    assert mix_of(([1, 2, 3], info))(IMAGES, PROMPTS).info["f"] == {
+        "a": [1.0, 1.0, 1.0],
+        "b": [[0.0, 0.0]] * 3,
+        "c": ["x", None, 1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("answers", "weights"),
+    [
+        (([0, 3e38, 0],), (10.0,)),
+        (([0, 3e38, 0],), (1e308,)),
+        (([0, 3e38, 0], [0, 3e38, 0]), (1.0, 1.0)),
+        (([0, 3e38, 0], [0, 3e38, 0]), (1e308, -1e308)),  # inf - inf
+    ],
+)
+def test_a_sum_beyond_float32_names_sample_and_terms(answers: Any, weights: Any) -> None:
+    with pytest.raises(
+        RewardError, match=r"weighted sum .* for 1 of 3 samples; .*sample 1, prompt 'bb': .* 3e\+38 \(f\)"
+    ):
+        mix_of(*answers, weights=weights)(IMAGES, PROMPTS)
+
+
+def test_large_terms_that_cancel_are_fine() -> None:
+    result = mix_of([0, 3e38, 0], [0, 3e38, 0], weights=(2.0, -1.5))(IMAGES, PROMPTS)
+    np.testing.assert_allclose(result.total, [0, 1.5e38, 0], rtol=1e-6)
