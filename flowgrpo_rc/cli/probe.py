@@ -1,6 +1,8 @@
 """``flowgrpo-rc probe``: measure the gap before training and say whether the configured mode survives it."""
 
 import argparse
+import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,8 +86,17 @@ def run_probe(arguments: argparse.Namespace) -> int:
             f"error: --out: cannot write the result to {arguments.out}: {error}; give another folder", file=sys.stderr
         )
         return 1
-    print("\n".join([report(result), *said]))
+    _say("\n".join([report(result), *said]))
     return code
+
+
+def _say(text: str) -> None:
+    """Prints; a console that went away (``| head``, a full disk) takes neither the files nor the exit code along."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):  # what is left in the buffer would be tried again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(result: Any) -> str:

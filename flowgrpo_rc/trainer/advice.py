@@ -25,6 +25,9 @@ BROKEN_GAP = 0.05
 WIDEST = 1e-2
 """A recommended limit is not wider: beyond it clipping no longer limits the policy's own movement."""
 
+ENGINE, CLIP, REJECTED, ZEROED = "engine", "clip", "rejected", "zeroed"
+"""The figures that have a limit."""
+
 
 @dataclass(frozen=True)
 class StepGap:
@@ -154,10 +157,6 @@ def advise(
     )
 
 
-ENGINE, CLIP, REJECTED, ZEROED = "engine", "clip", "rejected", "zeroed"
-"""The figures that have a limit."""
-
-
 def judge_all(config: FlowGRPOConfig, overall: StepGap, dimensions: int) -> dict[str, Judged]:
     """Every figure that this configuration is judged by, held against its limit.
 
@@ -196,12 +195,17 @@ def _where(config: FlowGRPOConfig) -> str:
 
 def _of_the_engine(engine: Judged) -> str:
     """What an engine does whose gap is too wide, or may be."""
-    computes = "the engine computes something else than the actor" if engine.verdict == NOT_SAFE else "the engine may "
-    if engine.verdict != NOT_SAFE:
-        computes += "compute something else than the actor, which more images would show"
+    measured = (
+        f"the mean |log ratio| is {engine.value:.2g} ({engine.low:.2g} to {engine.high:.2g}) per latent dimension"
+    )
+    if engine.verdict == NOT_SAFE:
+        return (
+            f"{measured}: the engine computes something else than the actor (schedule, guidance, adapter or latents), "
+            "which no correction repairs"
+        )
     return (
-        f"the mean |log ratio| is {engine.value:.2g} ({engine.low:.2g} to {engine.high:.2g}) per latent dimension: "
-        f"{computes} (schedule, guidance, adapter or latents); no correction repairs that"
+        f"{measured}, and the limit of {engine.limit:g}, above which an engine computes something else than the actor, "
+        "lies within that interval: more images would show it"
     )
 
 
@@ -273,9 +277,9 @@ def _of_what_is_removed(config: FlowGRPOConfig, overall: StepGap, judged: Mappin
         one = judged.get(name)
         if one is None or (not share and one.verdict == SAFE):
             continue
-        ends = span(one.low, one.high)
-        much = f"; limit {one.limit:.0%}): widen {knob}" if one.verdict != SAFE else ")"
-        found.append(f"{what} {share:.0%} of the samples for the gap alone ({ends}{much}")
+        remedy = f": widen {knob}" if share and one.verdict != SAFE else ""
+        limit = f"; limit {one.limit:.0%}" if one.verdict != SAFE else ""
+        found.append(f"{what} {share:.0%} of the samples for the gap alone ({span(one.low, one.high)}{limit}){remedy}")
     return found
 
 
