@@ -23,11 +23,10 @@ def add_probe(commands: Any, default_config: str) -> None:
     command.add_argument("--config-name", default=default_config, help="YAML file, without its ending (%(default)s)")
     command.add_argument("--config-dir", help="folder of your own YAML files; they may build on the shipped ones")
     command.add_argument(
-        "--images", type=int, default=16, help="images at every place of the SDE window, to start with (%(default)s)"
+        "--images", default=16, help="images at every place of the SDE window, to start with (%(default)s)"
     )
     command.add_argument(
         "--max-images",
-        type=int,
         help="the same to end with, where fewer do not show on which side of its limit a share lies "
         f"({MAX_FACTOR} times --images); give --images again to stop there",
     )
@@ -60,16 +59,16 @@ def run_probe(arguments: argparse.Namespace) -> int:
             from flowgrpo_rc.trainer.preflight import check_preflight, run_preflight
 
             refused = (*refused, CheckpointError)
-            most = arguments.max_images
-            check_preflight(arguments.images, most)
-            most = min(MAX_FACTOR * arguments.images, MOST_IMAGES) if most is None else most
+            images, most = _number("--images", arguments.images), arguments.max_images
+            check_preflight(images, None if most is None else _number("--max-images", most))
+            most = min(MAX_FACTOR * images, MOST_IMAGES) if most is None else int(most)
             out = ProbeFolder(arguments.out)
             trainer = FlowGRPOTrainer(config)
         except refused as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         try:
-            result = run_preflight(trainer, arguments.images, most)
+            result = run_preflight(trainer, images, most)
         except RolloutError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -81,13 +80,21 @@ def run_probe(arguments: argparse.Namespace) -> int:
     try:
         said = out.write(result)
     except OSError as error:
-        print(report(result))
-        print(
-            f"error: --out: cannot write the result to {arguments.out}: {error}; give another folder", file=sys.stderr
-        )
+        _say(report(result))
+        text = f"--out: cannot write the result to {arguments.out}: {error}; give another folder"
+        print(f"error: {text}", file=sys.stderr)
         return 1
     _say("\n".join([report(result), *said]))
     return code
+
+
+def _number(option: str, value: Any) -> int:
+    """A whole number, or one line that says that it is none; argparse would print how the command is used, too."""
+    try:
+        return int(value)
+    except ValueError as error:
+        shown = str(value) if len(str(value)) <= 40 else f"{str(value)[:40]}..."
+        raise ValueError(f"{option}: got {shown!r}; give a whole number") from error
 
 
 def _say(text: str) -> None:
@@ -138,7 +145,7 @@ def report(result: Any) -> str:
         seconds = ", ".join(f"{name} {value:.2f} s" for name, value in result.seconds.items())
         lines.append(
             f"Bypass mode leaves out decoupled mode's scoring pass: {result.saved:.0%} of rollout, score and update "
-            f"here (of these images: {seconds})"
+            f"here (of the first images: {seconds})"
         )
     return "\n".join(lines)
 

@@ -107,6 +107,12 @@ def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypat
         (("--max-images", "8"), "--max-images: got 8; give a number from --images, 16, to 4096"),
         (("--max-images", "5000"), "--max-images: got 5000; give a number from --images, 16, to 4096"),
         (("--max-images", "0"), "--max-images: got 0; give a number"),
+        (("--images", "many"), "--images: got 'many'; give a whole number"),
+        (("--images", "1.5"), "--images: got '1.5'; give a whole number"),
+        (("--images", "nan"), "--images: got 'nan'; give a whole number"),
+        (("--images", ""), "--images: got ''; give a whole number"),
+        (("--images", "9" * 5000), "--images: got "),
+        (("--max-images", "1e3"), "--max-images: got '1e3'; give a whole number"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_in_one_line(probe, tmp_path, monkeypatch, arguments, says):
