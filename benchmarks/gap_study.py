@@ -180,7 +180,8 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     for setting in settings:
         program, overrides = study.inside(setting, [*COMMAND, "probe"]), study.overrides(setting, seed=1)
         of = {"program": names(program), "of": overrides}
-        if PROGRAM in study.settings[setting] or found.get(setting, {}).items() >= of.items():
+        known = found.get(setting, {})
+        if PROGRAM in study.settings[setting] or ("verdict" in known and known.items() >= of.items()):
             continue
         with tempfile.TemporaryDirectory() as out:
             done = subprocess.run(
@@ -191,17 +192,25 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
                 text=True,
                 timeout=600,
             )
-            if done.returncode not in (0, 3):
+            if done.returncode not in (0, 3, 4):
                 raise RuntimeError(f"probe of {setting}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-            overall = json.loads((Path(out) / "probe.json").read_text())["overall"]
-        found[setting] = {
-            "safe": done.returncode == 0,
-            **{k: overall[k] for k in ("clipped", "rejected")},
-            **of,
-        }
+            found[setting] = verdict_of(json.loads((Path(out) / "probe.json").read_text())) | of
         file.write_text(json.dumps(found, indent=1))
-        print(f"{setting}: {'safe' if found[setting]['safe'] else 'NOT SAFE'}", flush=True)
+        print(f"{setting}: {found[setting]['verdict']}", flush=True)
     return found
+
+
+def verdict_of(probe: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a ``probe.json``."""
+    kept: dict[str, Any] = {"verdict": probe["advice"]["verdict"], "images": probe["images"]}
+    for share in ("clipped", "rejected"):
+        interval = probe["overall"][f"{share}_interval"]
+        kept |= {share: probe["overall"][share], f"{share}_interval": [interval["low"], interval["high"]]}
+    return kept
+
+
+VERDICT_CELLS = {"safe": "safe", "not shown safe": "*not shown safe*", "not safe": "**not safe**"}
+"""How the table writes the probe's verdicts."""
 
 
 def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> str:
@@ -221,7 +230,7 @@ def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> s
             "-" if PROGRAM in SETTINGS[setting] else f"{bound}{fmean(run['gap'] for run in group):.1e}",
             f"{fmean(run['metrics'][_outside(setting)] for run in group):.2f}",
             f"{fmean(run['rejected'] for run in group):.2f}",
-            "" if setting not in verdicts else "safe" if verdicts[setting]["safe"] else "**not safe**",
+            VERDICT_CELLS[verdicts[setting]["verdict"]] if setting in verdicts else "",
         )
         lines.append(f"| {' | '.join(cells)} |")
     if noise.freedom:

@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 refused before training, 3 a probe found
-    the configuration not safe or a report a problem, 130 interrupted."""
+    the configuration not safe or a report a problem, 4 a probe could not show it safe, 130 interrupted."""
     if "torch" not in sys.modules:  # with torch its threads are settled, and the process is the caller's own
         limit_spinning(os.environ)
     arguments = _parser().parse_args(argv)

@@ -1,13 +1,14 @@
 """``flowgrpo-rc probe``: measure the gap before training and say whether the configured mode survives it."""
 
 import argparse
-import json
+import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-NOT_SAFE = 3
-"""Exit code of a probe that finds the configuration not safe."""
+NOT_SAFE, NOT_SHOWN_SAFE = 3, 4
+"""Exit codes of a probe that finds the configuration not safe, or cannot show that it is safe."""
 
 
 def add_probe(commands: Any, default_config: str) -> None:
@@ -16,18 +17,30 @@ def add_probe(commands: Any, default_config: str) -> None:
     command = commands.add_parser(
         "probe",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}. Exit code: 0 safe, {NOT_SAFE} not safe, 2 refused, 1 failed.",
+        description=f"{text[0].upper()}{text[1:]}. Exit code: 0 safe, {NOT_SAFE} not safe, {NOT_SHOWN_SAFE} not shown "
+        "safe, 2 refused, 1 failed.",
     )
     command.add_argument("--config-name", default=default_config, help="YAML file, without its ending (%(default)s)")
     command.add_argument("--config-dir", help="folder of your own YAML files; they may build on the shipped ones")
-    command.add_argument("--images", type=int, default=16, help="images at every place of the SDE window (%(default)s)")
+    command.add_argument(
+        "--images", default=16, help="images at every place of the SDE window, to start with (%(default)s)"
+    )
+    command.add_argument(
+        "--max-images",
+        help="the same to end with, where fewer do not show on which side of its limit a share lies "
+        f"({MAX_FACTOR} times --images); give --images again to stop there",
+    )
     command.add_argument("--out", type=Path, default=Path("outputs/probe"), help="folder for probe.json and probe.png")
     command.add_argument("overrides", nargs="*", help="Hydra overrides, as for train")
     command.set_defaults(run=run_probe)
 
 
+MAX_FACTOR = 8
+"""Of ``--images``: how many the probe samples at most, unless it is told."""
+
+
 def run_probe(arguments: argparse.Namespace) -> int:
-    """Measures, prints, writes; returns the exit code."""
+    """Measures, writes, prints; returns the exit code."""
     import tempfile
 
     from flowgrpo_rc.cli.compose import compose
@@ -39,29 +52,58 @@ def run_probe(arguments: argparse.Namespace) -> int:
             config = compose(arguments.config_name, [*arguments.overrides, *quiet], arguments.config_dir)
             if config.trainer.resume_mode == "auto":
                 config.trainer.resume_mode = "disable"
+            from flowgrpo_rc.cli.probe_folder import ProbeFolder
             from flowgrpo_rc.rollout import RolloutError
             from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
+            from flowgrpo_rc.trainer.intervals import MOST_IMAGES
             from flowgrpo_rc.trainer.preflight import check_preflight, run_preflight
 
             refused = (*refused, CheckpointError)
-            check_preflight(arguments.images)
-            arguments.out.mkdir(parents=True, exist_ok=True)
+            images, most = _number("--images", arguments.images), arguments.max_images
+            check_preflight(images, None if most is None else _number("--max-images", most))
+            most = min(MAX_FACTOR * images, MOST_IMAGES) if most is None else int(most)
+            out = ProbeFolder(arguments.out)
             trainer = FlowGRPOTrainer(config)
         except refused as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         try:
-            result = run_preflight(trainer, arguments.images)
+            result = run_preflight(trainer, images, most)
         except RolloutError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         finally:
             trainer.run.engine.close()
-    print(report(result))
-    (arguments.out / "probe.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")
-    _draw(result, arguments.out / "probe.png")
-    print(f"Written: {arguments.out / 'probe.json'}, {arguments.out / 'probe.png'}")
-    return 0 if result.advice.safe else NOT_SAFE
+    from flowgrpo_rc.trainer import verdict
+
+    code = {verdict.SAFE: 0, verdict.NOT_SAFE: NOT_SAFE, verdict.NOT_SHOWN_SAFE: NOT_SHOWN_SAFE}[result.advice.verdict]
+    try:
+        said = out.write(result)
+    except OSError as error:
+        _say(report(result))
+        text = f"--out: cannot write the result to {arguments.out}: {error}; give another folder"
+        print(f"error: {text}", file=sys.stderr)
+        return 1
+    _say("\n".join([report(result), *said]))
+    return code
+
+
+def _number(option: str, value: Any) -> int:
+    """A whole number, or one line that says that it is none; argparse would print how the command is used, too."""
+    try:
+        return int(value)
+    except ValueError as error:
+        shown = str(value) if len(str(value)) <= 40 else f"{str(value)[:40]}..."
+        raise ValueError(f"{option}: got {shown!r}; give a whole number") from error
+
+
+def _say(text: str) -> None:
+    """Prints; a console that went away (``| head``, a full disk) takes neither the files nor the exit code along."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):  # what is left in the buffer would be tried again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(result: Any) -> str:
@@ -81,18 +123,20 @@ def report(result: Any) -> str:
         f"{_band(setting)}; {setting['images']} images",
         "",
         f"{'timestep':>9} {'n':>4} {'mean l':>10} {'mean |l|':>9} {'90 %':>9} {'largest':>9} "
-        f"{'nats':>7} {'KL nats':>8} {'clipped':>8}",
+        f"{'nats':>7} {'KL nats':>8} {'clipped':>8} {'interval':>12}",
     ]
     for step in (*result.steps, result.overall):
         name = "all" if step.timestep is None else f"{step.timestep:.1f}"
+        ends = f"{step.clipped_interval.low:.0%} to {step.clipped_interval.high:.0%}"
         lines.append(
             f"{name:>9} {step.count:4d} {step.mean:10.1e} {step.abs_mean:9.1e} {step.abs_q90:9.1e} {step.abs_max:9.1e} "
-            f"{step.nats:7.3f} {step.kl_nats:8.3f} {step.clipped:8.0%}"
+            f"{step.nats:7.3f} {step.kl_nats:8.3f} {step.clipped:8.0%} {ends:>12}"
         )
     lines += [
         "",
-        f"l = log pi_actor - log pi_engine, same weights; clipped: {_clipped(setting)} before any learning",
-        f"Verdict: {'SAFE' if advice.safe else 'NOT SAFE'}",
+        f"l = log pi_actor - log pi_engine, same weights; clipped: {_clipped(setting)} before any learning; interval: "
+        "where that share lies with 95 % confidence, images being independent",
+        f"Verdict: {advice.verdict.upper()} ({advice.because})",
         *(f"  - {reason}" for reason in advice.reasons),
         f"Recommended: {advice.mode} mode{clip}; a band that only outliers leave: "
         f"rollout_rs=seq_mean_k1 rollout_rs_threshold={advice.rejection_band}",
@@ -101,7 +145,7 @@ def report(result: Any) -> str:
         seconds = ", ".join(f"{name} {value:.2f} s" for name, value in result.seconds.items())
         lines.append(
             f"Bypass mode leaves out decoupled mode's scoring pass: {result.saved:.0%} of rollout, score and update "
-            f"here (of these images: {seconds})"
+            f"here (of the first images: {seconds})"
         )
     return "\n".join(lines)
 
@@ -118,34 +162,3 @@ def _band(setting: dict[str, Any]) -> str:
 def _clipped(setting: dict[str, Any]) -> str:
     own = {"grpo_guard": "outside the clip band of grpo_guard's own ratio", "flow_dppo": "beyond the KL threshold"}
     return own.get(setting["loss_mode"], "outside the clip band")
-
-
-def _draw(result: Any, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
-    from matplotlib import pyplot as plt
-
-    from flowgrpo_rc.actor.config import MEAN_MODES
-
-    steps, band = result.steps, result.setting["clip_band"]
-    names = [f"{step.timestep:.0f}" for step in steps]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for values, label, style in (
-        ([s.abs_max for s in steps], "largest", ":"),
-        ([s.abs_q90 for s in steps], "90 %", "--"),
-        ([s.abs_mean for s in steps], "mean", "-"),
-    ):
-        left.plot(names, [max(value, 1e-9) for value in values], style, marker="o", color="#2b6cb0", label=label)
-    comparable = result.setting["loss_mode"] not in MEAN_MODES  # which hold something else against it
-    for width, style in zip(sorted(set(band)) if comparable else (), ("-", "--"), strict=False):
-        left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:.3g}")
-    left.set(yscale="log", xlabel="timestep, from noise to image", ylabel="|log pi_actor - log pi_engine|")
-    left.set_title("Gap with equal weights")
-    left.legend()
-    right.bar(names, [step.clipped for step in steps], color="#2b6cb0")
-    right.set(ylim=(0, 1), xlabel="timestep, from noise to image", ylabel="share of samples")
-    right.set_title("Left out before anything is learned")
-    figure.suptitle("Safe" if result.advice.safe else "Not safe", color="#2f855a" if result.advice.safe else "#c53030")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -182,8 +182,11 @@ def _probe(probe: dict[str, Any]) -> str:
         for step in [*(probe.get("steps") or []), probe.get("overall") or {}]
     ]
     level = OK if advice.get("safe") else PROBLEM
+    if advice.get("verdict") == "not shown safe":
+        level = WATCH
     reasons = "".join(f"<p>{_text(reason)}</p>" for reason in advice.get("reasons", ()))
-    verdict = f'<p><span class="level {level}">{"Safe" if level == OK else "Not safe"}</span></p>{reasons}'
+    says = {OK: "Safe", WATCH: "Not shown safe", PROBLEM: "Not safe"}[level]
+    verdict = f'<p><span class="level {level}">{says}</span></p>{reasons}'
     return f'<div class="panel">{verdict}{_table([name for name, _ in columns], rows)}</div>'
 
 

@@ -6,30 +6,26 @@ whatever of that gap lies outside the band is clipped before anything has been l
 chosen by the engine's error instead of the reward.
 """
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
-from tensordict import TensorDict
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.config import DiffusionLossConfig
 from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.loss.diffusion_loss import clip_band
-from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.rollout import RolloutError, RolloutRequest
-from flowgrpo_rc.rollout.seeds import PROBE, seed_for
-from flowgrpo_rc.sde import progressive_places, transition_kl
-from flowgrpo_rc.trainer.advice import Advice, StepGap, advise
+from flowgrpo_rc.trainer.advice import Advice, StepGap, advise, judge_all
 from flowgrpo_rc.trainer.clipping import Clipping, clipping
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
-from flowgrpo_rc.trainer.gap import to_nats
+from flowgrpo_rc.trainer.intervals import CONFIDENCE, MOST_IMAGES, looks, mean_interval, share_interval
+from flowgrpo_rc.trainer.rescored import Batch, Rescored, sample_and_rescore, timed
 from flowgrpo_rc.trainer.setup import clip_bands, rejection_bands
 from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.verdict import NOT_SHOWN_SAFE, decisive
 
 
 @dataclass(frozen=True)
@@ -40,71 +36,92 @@ class Preflight:
     steps: tuple[StepGap, ...]
     overall: StepGap
     advice: Advice
+    images: int
+    """Measured at every place of the SDE window."""
+    confidence: float
+    """Of every interval in ``steps`` and ``overall``: that of the look which ended the measurement, so that all looks
+    together have ``intervals.CONFIDENCE``."""
     seconds: dict[str, float]
-    """Of the probe's own images: ``rollout``, ``score``, ``update``."""
+    """Of the images of the first look: ``rollout``, ``score``, ``update``."""
     saved: float | None
     """Share of rollout, score and update that bypass mode leaves out, against decoupled mode; None where the update
     failed."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain, for JSON."""
-        return asdict(self)
+        values = asdict(self)
+        values["advice"]["safe"] = self.advice.safe
+        return values
 
 
-def check_preflight(images: int) -> None:
+def check_preflight(images: int, max_images: int | None = None) -> None:
     """Refuse, before anything is loaded, what cannot be measured.
 
     Raises:
-        ValueError: fewer than 2 images.
+        ValueError: fewer than 2 images, more than ``MOST_IMAGES``, or more to start with than to end with.
     """
-    if images < 2:
-        raise ValueError(f"images: got {images}; give at least 2 a window place")
+    if not 2 <= images <= MOST_IMAGES:
+        raise ValueError(f"--images: got {images}; give 2 to {MOST_IMAGES} images a window place")
+    if max_images is not None and not images <= max_images <= MOST_IMAGES:
+        raise ValueError(f"--max-images: got {max_images}; give a number from --images, {images}, to {MOST_IMAGES}")
 
 
-def run_preflight(trainer: FlowGRPOTrainer, images: int) -> Preflight:
-    """Measures with ``images`` at every place of the SDE window. The trainer is used up: its adapter moves.
+def run_preflight(trainer: FlowGRPOTrainer, images: int, max_images: int | None = None) -> Preflight:
+    """Measures at every place of the SDE window. The trainer is used up: its adapter moves.
+
+    Args:
+        trainer: a run before its first step; resumed, if a checkpoint is to be probed.
+        images: at every place, to start with.
+        max_images: the same to end with. While it is not shown on which side of their limits the shares lie, the
+            number of images is doubled, up to this one; None: no more than ``images``.
 
     Raises:
         ValueError: see ``check_preflight``.
         RolloutError: the engine sampled something else than it was asked for, or what the actor cannot score.
     """
-    check_preflight(images)
-    config, seconds = trainer.config, {}
-    batch, conditioning, seconds["rollout"] = _sample(trainer, images)
-    actor = trainer.run.actor
-    scored, seconds["score"] = _timed(trainer, lambda: actor.rescore(batch, conditioning))
-    if not torch.isfinite(scored["log_probs"]).all():
-        bad = int((~torch.isfinite(scored["log_probs"])).sum())
-        raise RolloutError(
-            f"the actor gives {bad} of {scored['log_probs'].numel()} steps that the engine sampled a NaN or infinite "
-            "log-prob; check actor_rollout_ref.model.dtype and the model's weights"
-        )
-    gap = scored["log_probs"].double() - batch["rollout_log_probs"].double()
-    dimensions, sde_type = batch["latents"].shape[2:].numel(), config.actor_rollout_ref.rollout.algo.sde_type
-    nats = gap * to_nats(scored["transition_stds"], dimensions, sde_type)
-    kl, fate = _kl_nats(batch, scored), _fate(config, batch, gap)
-    widths = _clip_widths(config, batch, gap)
-    loss = config.actor_rollout_ref.actor.diffusion_loss
-    clip = clipping(loss, gap, kl / dimensions, scored["transition_stds"], widths)
-    steps = []
-    for timestep in sorted(set(batch["timesteps"].flatten().tolist()), reverse=True):
-        here = batch["timesteps"] == timestep
-        steps.append(step_gap(gap[here], nats[here], kl[here], fate.part(here), clip.part(here), timestep))
-    all_of_it = torch.ones_like(gap, dtype=torch.bool)
-    overall = step_gap(gap.flatten(), nats.flatten(), kl.flatten(), fate.part(all_of_it), clip.part(all_of_it), None)
-    failure = ""
+    check_preflight(images, max_images)
+    config = trainer.config
+    first = sample_and_rescore(trainer, images)
+    rescored, measured, confidence = _until_it_is_settled(trainer, first.rescored, max_images or images)
+    seconds, failure = dict(first.seconds), ""
     try:
-        _, seconds["update"] = _timed(trainer, lambda: _update(trainer, batch, conditioning))
+        _, seconds["update"] = timed(trainer, lambda: _update(trainer, first, measured))
     except NonFiniteUpdateError as error:
         failure = f"an optimizer step on these samples fails: {str(error).partition(';')[0]}"
+    advice = advise(
+        config,
+        measured.overall,
+        rescored.gap,
+        rescored.dimensions,
+        measured.steps,
+        failure,
+        images=rescored.images,
+        confidence=confidence,
+    )
     return Preflight(
-        setting=_setting(config, batch, widths),
-        steps=tuple(steps),
-        overall=overall,
-        advice=advise(config, overall, gap, dimensions, steps, failure),
+        setting=_setting(config, rescored, measured.widths),
+        steps=measured.steps,
+        overall=measured.overall,
+        advice=advice,
+        images=rescored.images,
+        confidence=confidence,
         seconds=seconds,
         saved=None if failure else saved_by_bypass(config, seconds),
     )
+
+
+def _until_it_is_settled(trainer: FlowGRPOTrainer, first: Rescored, most: int) -> "tuple[Rescored, _Measured, float]":
+    """The images, what they say, and the confidence of the look at which they said enough, or were ``most``."""
+    config, rescored = trainer.config, first
+    for count, confidence in looks(first.images, most):
+        while rescored.images < count:
+            missing = min(first.images, count - rescored.images)
+            rescored = rescored.followed_by(sample_and_rescore(trainer, missing, rescored.images).rescored)
+        measured = _measure(config, rescored, confidence)
+        judged = judge_all(config, measured.overall, rescored.dimensions)
+        if count == most or decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
+            return rescored, measured, confidence
+    raise AssertionError("the last look is at the most images")
 
 
 def saved_by_bypass(config: FlowGRPOConfig, seconds: Mapping[str, float]) -> float:
@@ -138,10 +155,21 @@ def step_gap(
     fate: Fate,
     clip: Clipping,
     timestep: float | None,
+    images: Int[Tensor, " n"] | None = None,
+    confidence: float = CONFIDENCE,
 ) -> StepGap:
-    """The statistics of one step's gaps, with what becomes of the samples."""
+    """The statistics of one step's gaps, with what becomes of the samples.
+
+    Args:
+        gap, nats, kl_nats, fate, clip: of each sample.
+        timestep: of all of them; None for all steps together.
+        images: of each sample, the number of its image; None where each has its own.
+        confidence: of the intervals.
+    """
     size, used = gap.abs(), fate.keep & ~fate.zeroed
+    images = torch.arange(len(gap)) if images is None else images
     median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
+    every, zeroed = torch.ones_like(used), fate.keep & fate.zeroed
     return StepGap(
         timestep=timestep,
         count=len(gap),
@@ -154,67 +182,83 @@ def step_gap(
         clip_q90=float(torch.quantile(clip.size, 0.9)),
         clipped=float((clip.outside & used).sum() / used.sum().clamp(min=1)),
         rejected=1 - float(fate.keep.double().mean()),
-        zeroed=float((fate.keep & fate.zeroed).double().mean()),
+        zeroed=float(zeroed.double().mean()),
         nats=float(nats.abs().mean()),
         kl_nats=float(kl_nats.mean()),
+        images=len(images.unique()),
+        clipped_interval=share_interval(clip.outside, used, images, confidence),
+        rejected_interval=share_interval(~fate.keep, every, images, confidence),
+        zeroed_interval=share_interval(zeroed, every, images, confidence),
+        nats_interval=mean_interval(nats.abs(), images, confidence),
     )
 
 
-def _sample(trainer: FlowGRPOTrainer, images: int) -> tuple[TensorDict, Conditioning, float]:
-    """``images`` of the training prompts at every place that the window may take."""
-    rollout, run = trainer.config.actor_rollout_ref.rollout, trainer.run
-    window = trainer.window
-    slides = rollout.algo.sample_strategy == "progressive"
-    taken = progressive_places(window) if slides else list(range(window.first, window.stop - window.size + 1))
-    places = torch.tensor(taken).repeat_interleave(images)
-    count = min(images, len(run.train_prompts))
-    conditioning = trainer.conditioning(run.train_prompts[:count], rollout.pipeline.true_cfg_scale)
-    request = RolloutRequest(
-        conditioning=conditioning,
-        prompt_index=torch.arange(len(places)) % count,
-        num_inference_steps=rollout.pipeline.num_inference_steps,
-        seeds=[seed_for(trainer.config.trainer.seed, PROBE, 0, i) for i in range(len(places))],
-        window_starts=places,
-        window_size=window.size,
-        noise_level=rollout.algo.noise_level,
-        sde_type=rollout.algo.sde_type,
-        record_means=True,
-    )
-    trajectories, seconds = _timed(trainer, lambda: trainer.generate(request))
-    assert trajectories.batch is not None
-    return trajectories.batch, conditioning, seconds
+@dataclass(frozen=True)
+class _Measured:
+    """What the images say, and the bands that ``auto`` makes of them."""
+
+    steps: tuple[StepGap, ...]
+    overall: StepGap
+    widths: Float[Tensor, "n W"] | None
+    bounds: Float[Tensor, " n"] | None
 
 
-def _fate(config: FlowGRPOConfig, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Fate:
-    """What the configured correction makes of the engine's draws; ``auto`` is calibrated on this very gap."""
-    rc, bands, bounds = config.rollout_correction, rejection_bands(config), None
-    if bands is not None:
-        bands.observe(batch["timesteps"], gap)
-        bounds = batch["rollout_rs_bounds"] = bands.bounds(batch["timesteps"])
+def _measure(config: FlowGRPOConfig, rescored: Rescored, confidence: float) -> _Measured:
+    loss, gap = config.actor_rollout_ref.actor.diffusion_loss, rescored.gap
+    bounds, widths = _rejection_bounds(config, rescored), _clip_widths(config, rescored)
+    fate = _fate(config, gap, bounds)
+    clip = clipping(loss, gap, rescored.kl / rescored.dimensions, rescored.stds, _double(widths))
+
+    def part(chosen: Bool[Tensor, "n W"], timestep: float | None) -> StepGap:
+        return step_gap(
+            gap[chosen],
+            rescored.nats[chosen],
+            rescored.kl[chosen],
+            fate.part(chosen),
+            clip.part(chosen),
+            timestep,
+            rescored.numbers[chosen],
+            confidence,
+        )
+
+    timesteps = sorted(set(rescored.timesteps.flatten().tolist()), reverse=True)
+    steps = tuple(part(rescored.timesteps == timestep, timestep) for timestep in timesteps)
+    return _Measured(steps, part(torch.ones_like(gap, dtype=torch.bool), None), widths, bounds)
+
+
+def _fate(config: FlowGRPOConfig, gap: Float[Tensor, "n W"], bounds: Float[Tensor, " n"] | None) -> Fate:
+    """What the configured correction makes of the engine's draws."""
+    rc = config.rollout_correction
     weights, mask, _ = compute_rollout_correction(gap, torch.zeros_like(gap), config=rc, rs_bounds=bounds)
     acts = weights is not None and rc.weights_act
     return Fate(mask, weights == 0 if acts else torch.zeros_like(mask))
 
 
-def _clip_widths(config: FlowGRPOConfig, batch: TensorDict, gap: Float[Tensor, "B W"]) -> Tensor | None:
+def _rejection_bounds(config: FlowGRPOConfig, rescored: Rescored) -> Float[Tensor, " n"] | None:
+    """Of ``rollout_rs_threshold=auto``, calibrated on this very gap; the update reads them too."""
+    bands = rejection_bands(config)
+    if bands is None:
+        return None
+    bands.observe(rescored.timesteps, rescored.gap)
+    return bands.bounds(rescored.timesteps)
+
+
+def _clip_widths(config: FlowGRPOConfig, rescored: Rescored) -> Float[Tensor, "n W"] | None:
     """Of ``clip_ratio=auto``, calibrated on this very gap; the update reads them too."""
     bands = clip_bands(config)
     if bands is None:
         return None
-    bands.observe(batch["timesteps"], gap)
-    batch["clip_widths"] = bands.widths(batch["timesteps"])
-    return batch["clip_widths"].double()
+    bands.observe(rescored.timesteps, rescored.gap)
+    return bands.widths(rescored.timesteps)
 
 
-def _kl_nats(batch: TensorDict, scored: dict[str, Tensor]) -> Float[Tensor, "B W"]:
-    """KL of each step's Gaussian, from the means that both sides computed."""
-    mean, std = scored["transition_means"].double(), scored["transition_stds"].double()
-    kl = transition_kl(batch["rollout_means"].double().flatten(0, 1), mean.flatten(0, 1), std.flatten())
-    return kl.view(std.shape) * mean.shape[2:].numel()
+def _double(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.double()
 
 
-def _update(trainer: FlowGRPOTrainer, batch: TensorDict, conditioning: Conditioning) -> None:
-    """One optimizer step on made-up advantages, for its time."""
+def _update(trainer: FlowGRPOTrainer, first: Batch, measured: _Measured) -> None:
+    """One optimizer step on the first images with made-up advantages, for its time."""
+    batch = first.trajectories
     signs = torch.ones(len(batch))
     signs[::2] = -1
     batch["advantages"] = signs
@@ -222,22 +266,14 @@ def _update(trainer: FlowGRPOTrainer, batch: TensorDict, conditioning: Condition
     batch["old_transition_means"] = batch["rollout_means"]
     batch["rollout_is_weights"] = torch.ones_like(batch["rollout_log_probs"])
     batch["rollout_keep"] = torch.ones_like(batch["rollout_log_probs"], dtype=torch.bool)
-    trainer.run.actor.update(batch, conditioning, [torch.arange(len(batch))])
+    if measured.widths is not None:
+        batch["clip_widths"] = measured.widths[: len(batch)]
+    if measured.bounds is not None:
+        batch["rollout_rs_bounds"] = measured.bounds[: len(batch)]
+    trainer.run.actor.update(batch, first.conditioning, [torch.arange(len(batch))])
 
 
-def _timed(trainer: FlowGRPOTrainer, call: Callable[[], Any]) -> tuple[Any, float]:
-    start = _now(trainer)
-    result = call()
-    return result, _now(trainer) - start
-
-
-def _now(trainer: FlowGRPOTrainer) -> float:
-    if trainer.accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _setting(config: FlowGRPOConfig, batch: TensorDict, widths: Tensor | None) -> dict[str, Any]:
+def _setting(config: FlowGRPOConfig, rescored: Rescored, widths: Tensor | None) -> dict[str, Any]:
     rollout, rc = config.actor_rollout_ref.rollout, config.rollout_correction
     loss = config.actor_rollout_ref.actor.diffusion_loss
     return {
@@ -253,8 +289,8 @@ def _setting(config: FlowGRPOConfig, batch: TensorDict, widths: Tensor | None) -
         "clip_ratio": loss.clip_ratio,
         "clip_band": _band(loss, widths),
         "clip_sides": loss.has_sides,
-        "latent_dimensions": batch["latents"].shape[2:].numel(),
-        "images": len(batch),
+        "latent_dimensions": rescored.dimensions,
+        "images": len(rescored.gap),
     }
 
 

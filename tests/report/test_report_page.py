@@ -186,6 +186,15 @@ def test_the_probe_s_table(tmp_path):
     assert page.text.count("9.1e-4") >= 2
 
 
+def test_a_setting_that_a_probe_could_not_show_safe_is_one_to_watch(tmp_path):
+    root = folder(tmp_path / "run", rows())
+    advice = {"verdict": "not shown safe", "safe": False, "reasons": []}
+    (root / "probe.json").write_text(json.dumps({"steps": [], "overall": {}, "advice": advice}))
+    text, _ = page_of(read_run(root))
+    assert '<span class="level watch">Not shown safe</span>' in text
+    assert ">Not safe</span>" not in text
+
+
 def test_the_same_run_gives_the_same_page(collapsing, text):
     assert page_of(read_run(collapsing))[0] == text
 

@@ -1,0 +1,127 @@
+"""Where a probe leaves its result: ``probe.json`` and ``probe.png``, without losing what another probe left there."""
+
+import json
+import os
+import tempfile
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+RESULT, PICTURE = "probe.json", "probe.png"
+_TIMINGS = ("seconds", "saved")
+"""Keys of a result that differ from one call to the next."""
+_COLOURS = {"safe": "#2f855a", "not shown safe": "#b7791f", "not safe": "#c53030"}
+
+
+class ProbeFolder:
+    """The folder given as ``--out``, made and tried before anything is measured."""
+
+    def __init__(self, root: Path) -> None:
+        """Makes the folder.
+
+        Raises:
+            ValueError: it cannot be one, or nothing can be written to it.
+        """
+        self.root = root
+        if root.exists() and not root.is_dir():
+            raise ValueError(f"--out: {root} is not a folder; give one, or a name that is free")
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"--out: cannot write to {root} ({reason}); give another folder") from error
+        for name in (RESULT, PICTURE):
+            if (root / name).is_dir():
+                raise ValueError(f"--out: {root / name} is a folder, where the result goes; give another folder")
+
+    def write(self, result: Any) -> list[str]:
+        """Writes both files; returns what to say. A result that says something else is kept under a free number.
+
+        Raises:
+            OSError: the disk is full, or the folder is gone; what lay there before is left alone.
+        """
+        values = result.to_dict()
+        said = []
+        with tempfile.TemporaryDirectory(dir=self.root, prefix=".probe-") as name:
+            new = Path(name)
+            (new / RESULT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            draw(result, new / PICTURE)
+            if not self._says_the_same(values):
+                said += self._keep()
+            for file in (RESULT, PICTURE):
+                os.replace(new / file, self.root / file)
+        return [*said, f"Written: {self.root / RESULT}, {self.root / PICTURE}"]
+
+    def _says_the_same(self, values: dict[str, Any]) -> bool:
+        """Whether the result there, if there is one, differs in its timings alone."""
+        try:
+            text = (self.root / RESULT).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return not (self.root / PICTURE).exists()
+        except (OSError, ValueError):
+            return False
+        try:
+            old = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(old, dict) and _without_timings(old) == _without_timings(json.loads(json.dumps(values)))
+
+    def _keep(self) -> list[str]:
+        """Moves what is there to the first number that is free."""
+        number = next(n for n in count(1) if not any(path.exists() for path in self._numbered(n)))
+        kept = []
+        for old, path in zip((self.root / RESULT, self.root / PICTURE), self._numbered(number), strict=True):
+            if old.exists():
+                os.replace(old, path)
+                kept.append(str(path))
+        return [f"The earlier result there says something else; kept as {', '.join(kept)}"]
+
+    def _numbered(self, number: int) -> list[Path]:
+        return [self.root / f"{Path(name).stem}.{number}{Path(name).suffix}" for name in (RESULT, PICTURE)]
+
+
+def _without_timings(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in _TIMINGS}
+
+
+def draw(result: Any, path: Path) -> None:
+    """The gap against the band, and the share clipped with its interval against the limit, by timestep."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot as plt
+
+    from flowgrpo_rc.actor.config import MEAN_MODES
+    from flowgrpo_rc.trainer.advice import CLIPPED_LIMIT
+
+    steps, band, verdict = result.steps, result.setting["clip_band"], result.advice.verdict
+    names = [f"{step.timestep:.0f}" for step in steps]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for values, label, style in (
+        ([s.abs_max for s in steps], "largest", ":"),
+        ([s.abs_q90 for s in steps], "90 %", "--"),
+        ([s.abs_mean for s in steps], "mean", "-"),
+    ):
+        left.plot(names, [max(value, 1e-9) for value in values], style, marker="o", color="#2b6cb0", label=label)
+    comparable = result.setting["loss_mode"] not in MEAN_MODES  # which hold something else against it
+    for width, style in zip(sorted(set(band)) if comparable else (), ("-", "--"), strict=False):
+        left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:.3g}")
+    left.set(yscale="log", xlabel="timestep, from noise to image", ylabel="|log pi_actor - log pi_engine|")
+    left.set_title("Gap with equal weights")
+    left.legend()
+    shown = [*steps, result.overall]
+    below = [max(step.clipped - step.clipped_interval.low, 0.0) for step in shown]
+    above = [max(step.clipped_interval.high - step.clipped, 0.0) for step in shown]
+    colours = ["#2b6cb0"] * len(steps) + ["#4a5568"]
+    shares = [step.clipped for step in shown]
+    right.bar([*names, "all"], shares, yerr=[below, above], color=colours, ecolor="#1a202c", capsize=4)
+    if any(one.what.startswith(("outside", "beyond")) for one in result.advice.judged):
+        right.axhline(CLIPPED_LIMIT, color="#c53030", linewidth=1, label=f"limit for all together, {CLIPPED_LIMIT:.0%}")
+        right.legend()
+    right.set(ylim=(0, 1), xlabel="timestep, from noise to image", ylabel="share of samples, 95 % interval")
+    right.set_title("Left out before anything is learned")
+    figure.suptitle(f"{verdict.capitalize()}: {result.advice.because}", color=_COLOURS[verdict], fontsize=10, wrap=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,302 @@
+"""``flowgrpo-rc probe``: its exit codes, its files, and what it says of what it is given."""
+
+import errno
+import json
+import os
+import tempfile
+
+import pytest
+
+from flowgrpo_rc.actor import DiffusionActor
+from flowgrpo_rc.cli import probe_folder
+from flowgrpo_rc.cli.main import main
+
+RC, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.diffusion_loss"
+ROLLOUT = "actor_rollout_ref.rollout"
+BYPASS, CLIP = f"{RC}.bypass_mode=true", f"{LOSS}.clip_ratio"
+WITHOUT_OCR = ("reward.functions.ocr=0", "reward.functions.jpeg_compressibility=1")
+
+
+@pytest.fixture
+def probe(tmp_path, capsys):
+    """``probe(*arguments)``: exit code, standard output and the lines of standard error."""
+
+    def call(*arguments, out=tmp_path / "out"):
+        capsys.readouterr()
+        common = ("probe", "--config-name", "tiny_qwen_image_ocr", "--out", str(out))
+        code = main([*common, *arguments, BYPASS, *WITHOUT_OCR])
+        said = capsys.readouterr()
+        return code, said.out, said.err.splitlines()
+
+    return call
+
+
+def test_the_command_gates_on_its_exit_code(probe, tmp_path):
+    code, said, _ = probe("--images", "8", f"{CLIP}=0.01")
+    assert code == 0
+    assert "Verdict: SAFE (outside clip_ratio=0.01: 0% (0.0% to" in said
+    code, said, _ = probe("--images", "4", f"{CLIP}=0.00001")
+    assert code == 3
+    assert "Verdict: NOT SAFE (outside clip_ratio=1e-05: " in said
+    assert "clip_ratio=1e-05 before anything is learned" in said
+    saved = json.loads((tmp_path / "out" / "probe.json").read_text())
+    assert saved["advice"]["safe"] is False
+    assert saved["advice"]["verdict"] == "not safe"
+    assert saved["overall"]["clipped"] > 0.5
+    assert (tmp_path / "out" / "probe.png").stat().st_size > 10_000
+    code, said, _ = probe("--images", "8", f"{CLIP}=auto")
+    assert code == 0
+    assert "clip band auto, 1 +- " in said
+    assert "Recommended: bypass mode, clip_ratio=auto;" in said
+
+
+FP8_WINDOW_4 = (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.algo.sde_window_size=4", f"{CLIP}=1e-3")
+
+
+def test_a_collapsing_setting_is_not_called_safe(probe, tmp_path):
+    """Of 64 samples fewer lie outside the band than the limit allows; of the truth, a third. The run unlearned."""
+    code, said, _ = probe("--max-images", "16", *FP8_WINDOW_4)
+    saved = json.loads((tmp_path / "out" / "probe.json").read_text())
+    assert code == 4
+    assert "Verdict: NOT SHOWN SAFE (outside clip_ratio=0.001: " in said
+    assert saved["images"] == 16
+    assert saved["overall"]["count"] == 64
+    interval = saved["overall"]["clipped_interval"]
+    assert interval["low"] < 0.25 < interval["high"]
+    assert saved["confidence"] == pytest.approx(0.95)
+    assert saved["advice"]["safe"] is False
+    assert saved["advice"]["verdict"] == "not shown safe"
+    assert {step["clipped_interval"]["high"] > step["clipped"] for step in saved["steps"]} == {True}
+    judged = {one["what"]: one for one in saved["advice"]["judged"]}
+    assert judged["outside clip_ratio=0.001"]["limit"] == 0.25
+    assert judged["outside clip_ratio=0.001"]["verdict"] == "not shown safe"
+    assert judged["rejected"]["verdict"] == "safe"
+
+
+def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    _, said, _ = probe("--images", "8", "--max-images", "8", f"{CLIP}=2e-4")
+    steps = json.loads((tmp_path / "out" / "probe.json").read_text())
+    rows = [
+        line.split() for line in said.splitlines() if line[:9].strip().replace(".", "").isdigit() or " all " in line
+    ]
+    shown = [*steps["steps"], steps["overall"]]
+    assert len(rows) == len(shown)
+    for row, step in zip(rows, shown, strict=True):
+        low, high = (f"{step['clipped_interval'][end]:.0%}" for end in ("low", "high"))
+        assert row[-4:] == [f"{step['clipped']:.0%}", low, "to", high]
+    right = figures[0].axes[1]
+    assert [line.get_ydata()[0] for line in right.lines if line.get_label().startswith("limit")] == [0.25]
+    (bars,) = right.containers[-1:] if right.containers[-1].errorbar else right.containers[:1]
+    ends = [tuple(segment[:, 1]) for segment in bars.errorbar.lines[2][0].get_segments()]
+    assert ends == [
+        (pytest.approx(s["clipped_interval"]["low"]), pytest.approx(s["clipped_interval"]["high"])) for s in shown
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--images", "0"), "--images: got 0; give 2 to 4096 images a window place"),
+        (("--images", "1"), "--images: got 1; give 2 to 4096"),
+        (("--images", "-16"), "--images: got -16; give 2 to 4096"),
+        (("--images", "1000000000000"), "--images: got 1000000000000; give 2 to 4096"),
+        (("--max-images", "8"), "--max-images: got 8; give a number from --images, 16, to 4096"),
+        (("--max-images", "5000"), "--max-images: got 5000; give a number from --images, 16, to 4096"),
+        (("--max-images", "0"), "--max-images: got 0; give a number"),
+        (("--images", "many"), "--images: got 'many'; give a whole number"),
+        (("--images", "1.5"), "--images: got '1.5'; give a whole number"),
+        (("--images", "nan"), "--images: got 'nan'; give a whole number"),
+        (("--images", ""), "--images: got ''; give a whole number"),
+        (("--images", "9" * 5000), "--images: got "),
+        (("--max-images", "1e3"), "--max-images: got '1e3'; give a whole number"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_in_one_line(probe, tmp_path, monkeypatch, arguments, says):
+    """Before the model is loaded, and before a folder is made."""
+    monkeypatch.setattr("flowgrpo_rc.trainer.FlowGRPOTrainer.__init__", _never)
+    code, out, errors = probe(*arguments)
+    assert (code, out, len(errors)) == (2, "", 1)
+    assert says in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def _never(*_):
+    raise AssertionError("the model is loaded")
+
+
+def _file(path):
+    path.write_text("mine")
+    return path
+
+
+def _below_a_file(path):
+    return _file(path) / "below"
+
+
+def _with_a_folder_in_the_way(path):
+    (path / "probe.json").mkdir(parents=True)
+    return path
+
+
+def _nul(path):
+    return f"{path}\0"
+
+
+def _too_long(path):
+    return path / ("x" * 300)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_file, "is not a folder"),
+        (_below_a_file, "Not a directory"),
+        (_with_a_folder_in_the_way, "probe.json is a folder"),
+        (_nul, "null"),
+        (_too_long, "name too long"),
+    ],
+)
+def test_an_out_that_cannot_hold_the_result_is_refused_in_one_line(probe, tmp_path, monkeypatch, make, says):
+    monkeypatch.setattr("flowgrpo_rc.trainer.FlowGRPOTrainer.__init__", _never)
+    code, out, errors = probe(out=make(tmp_path / "there"))
+    assert (code, out, len(errors)) == (2, "", 1)
+    assert "error: --out: " in errors[0]
+    assert says in errors[0]
+    assert "give " in errors[0]
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_anything_is_measured(probe, tmp_path, monkeypatch):
+    """Tried with a file, as its owner, or root, is not bound by the folder's mode."""
+
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("flowgrpo_rc.trainer.FlowGRPOTrainer.__init__", _never)
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    code, _, errors = probe()
+    assert code == 2
+    assert errors == [f"error: --out: cannot write to {tmp_path / 'out'} (Permission denied); give another folder"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_log_prob_that_is_not_finite_ends_in_one_line(probe, tmp_path, monkeypatch, bad):
+    rescore = DiffusionActor.rescore
+
+    def one_is_bad(self, *arguments):
+        scored = rescore(self, *arguments)
+        scored["log_probs"][0, 0] = bad
+        return scored
+
+    monkeypatch.setattr(DiffusionActor, "rescore", one_is_bad)
+    code, out, errors = probe("--images", "2")
+    assert (code, out) == (1, "")
+    assert [line for line in errors if line.startswith("error: ")] == [errors[-1]]
+    assert "1 of 12 steps that the engine sampled a NaN or infinite log-prob; check" in errors[-1]
+    assert not list((tmp_path / "out").iterdir())
+
+
+class Result:
+    """What ``ProbeFolder`` reads of a probe."""
+
+    def __init__(self, clip, seconds=1.0):
+        self.values = {"setting": {"clip_ratio": clip}, "seconds": {"rollout": seconds}, "saved": seconds / 10}
+
+    def to_dict(self):
+        return self.values
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Without the picture."""
+    monkeypatch.setattr(probe_folder, "draw", lambda result, path: path.write_text(str(result.values)))
+
+
+def test_a_result_that_says_something_else_is_kept(tmp_path, plain):
+    """Of another setting, or not readable at all; one that differs in its timings alone is replaced."""
+    folder = probe_folder.ProbeFolder(tmp_path)
+    assert folder.write(Result(1e-3)) == [f"Written: {tmp_path / 'probe.json'}, {tmp_path / 'probe.png'}"]
+    assert len(folder.write(Result(1e-3, seconds=2.0))) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
+    said = folder.write(Result(1e-4))
+    assert said[0] == (
+        f"The earlier result there says something else; kept as {tmp_path / 'probe.1.json'}, {tmp_path / 'probe.1.png'}"
+    )
+    assert json.loads((tmp_path / "probe.1.json").read_text())["seconds"] == {"rollout": 2.0}
+    assert json.loads((tmp_path / "probe.json").read_text())["setting"] == {"clip_ratio": 1e-4}
+    (tmp_path / "probe.json").write_text("not a probe")
+    (tmp_path / "probe.png").unlink()
+    assert folder.write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.2.json'}")
+    assert (tmp_path / "probe.2.json").read_text() == "not a probe"
+    (tmp_path / "probe.json").unlink()  # a picture alone is somebody's too
+    assert folder.write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.3.png'}")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "[" * 100_000, '{"a": NaN}', "\ufeff{}"])
+def test_whatever_lies_there_is_kept(tmp_path, plain, content):
+    folder = probe_folder.ProbeFolder(tmp_path)
+    (tmp_path / "probe.json").write_text(content)
+    folder.write(Result(1e-3))
+    assert (tmp_path / "probe.1.json").read_text() == content
+
+
+def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
+    def full(_, path):
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = probe_folder.ProbeFolder(tmp_path)
+    monkeypatch.setattr(probe_folder, "draw", lambda _, path: path.write_text("whole"))
+    folder.write(Result(1e-3))
+    before = (tmp_path / "probe.json").read_bytes()
+    monkeypatch.setattr(probe_folder, "draw", full)
+    with pytest.raises(OSError, match="No space"):
+        folder.write(Result(1e-4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
+    assert ((tmp_path / "probe.json").read_bytes(), (tmp_path / "probe.png").read_text()) == (before, "whole")
+
+
+def test_a_disk_that_fills_meanwhile_costs_the_files_alone(probe, tmp_path, monkeypatch):
+    """The table is printed, then one line says what is missing."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(probe_folder, "draw", full)
+    code, said, errors = probe("--images", "8", f"{CLIP}=0.01")
+    assert code == 1
+    assert "Verdict: SAFE" in said
+    assert errors[-1].startswith(f"error: --out: cannot write the result to {tmp_path / 'out'}: ")
+    assert "No space left" in errors[-1]
+    assert not list((tmp_path / "out").iterdir())
+
+
+class Gone:
+    """A console whose reader has left."""
+
+    def write(self, _):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def flush(self):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def fileno(self):
+        raise OSError("no file")
+
+
+def test_a_console_that_goes_away_keeps_files_and_exit_code(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", Gone())
+    common = ("probe", "--config-name", "tiny_qwen_image_ocr", "--out", str(tmp_path), "--images", "2")
+    assert main([*common, BYPASS, f"{CLIP}=1e-7", *WITHOUT_OCR]) == 3
+    assert json.loads((tmp_path / "probe.json").read_text())["advice"]["verdict"] == "not safe"
+
+
+def test_files_are_readable_by_others(tmp_path, plain):
+    """As the umask has it, not as temporary files are made."""
+    probe_folder.ProbeFolder(tmp_path).write(Result(1e-3))
+    mask = os.umask(0)
+    os.umask(mask)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
