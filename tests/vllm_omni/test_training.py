@@ -47,5 +47,7 @@ def test_a_run_is_the_diffusers_engines_even_when_the_engine_is_killed_in_it(sma
             if isinstance(value, float) and key.startswith(("reward", "actor", "critic", "rollout")):
                 assert row[key] == pytest.approx(value, rel=2 * ADAM, abs=1e-4), key
                 compared += 1
-        assert row["rollout_sync/engine_gap_abs_mean"] < LOG_RATIO
     assert compared > 20
+    gaps = [row["rollout_sync/engine_gap_abs_mean"] for row in got if "reward/mean" in row]  # not of the validation
+    assert len(gaps) == 3
+    assert max(gaps) < LOG_RATIO
