@@ -37,6 +37,14 @@ def non_negative(field: str, value: float | None, *, optional: bool = False) -> 
         raise ValueError(f"{field}: got {show(value)}; give 0 or more{' or null' if optional else ''}")
 
 
+def path(field: str, value: str | None, *, optional: bool = False) -> None:
+    """``value`` is text that can name a file or folder: not blank, and without the character NUL."""
+    if optional and value is None:
+        return
+    if not value or not value.strip() or "\0" in value:
+        raise ValueError(f"{field}: got {value!r}; give a path{' or null' if optional else ''}")
+
+
 def section(field: str, cls: type, value: Any) -> Any:
     """``value``, or where it is a mapping the configuration class made from it."""
     if isinstance(value, cls):
@@ -54,13 +62,16 @@ def fit_fields(section_name: str, instance: Any) -> None:
     """Bring every plain field of a configuration object to its annotated type: an integer becomes a float where a
     float is wanted. Called first in ``__post_init__``, so that the class's own checks see what they expect.
 
+    NaN and infinity pass, for the class's own checks say what a number may be.
+
     Raises:
         ValueError: a field's value is not of its type; see ``fit``.
     """
     for name, kind in get_type_hints(type(instance)).items():
         value = getattr(instance, name)
         if kind is not Any and not is_dataclass(kind):
-            setattr(instance, name, fit(f"{section_name}.{name}", kind, value))
+            if not (isinstance(value, float) and not math.isfinite(value) and float in _options(kind)):
+                setattr(instance, name, fit(f"{section_name}.{name}", kind, value))
 
 
 def fit(field: str, kind: Any, value: Any) -> Any:
@@ -77,6 +88,8 @@ def fit(field: str, kind: Any, value: Any) -> Any:
         return value
     wanted = [option for option in options if option is not type(None)]
     for option in wanted:
+        if option is str and len(wanted) > 1 and not isinstance(value, str):
+            continue  # beside a number, text is a word such as auto
         found, result = _convert(option, value)
         if found:
             return result
@@ -123,7 +136,7 @@ def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
         plain = isinstance(value, str | int | float)
         return plain, str(value) if plain else None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return isinstance(value, kind), value
+        return False, None
     try:
         number = kind(value) if not (kind is int and isinstance(value, float)) else None
     except (ValueError, OverflowError):

@@ -136,16 +136,21 @@ def _apply(raw: dict[str, Any], overrides: Sequence[str], refusals: Refusals) ->
         except RecursionError:
             refusals.wrong(f"{text[:60]}...: nested too deeply to be a setting")
             continue
-        except (HydraException, ValueError) as error:
+        except ValueError:  # of a number that Python will not read
+            refusals.wrong(f"{text.partition('=')[0]}: got a number of {len(text)} digits; give a shorter one")
+            continue
+        except HydraException as error:
             refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value ({_first_line(error)})")
             continue
-        if parsed.is_sweep_override():
+        if not key:
+            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value")
+        elif parsed.is_sweep_override():
             refusals.wrong(
                 f"{key}: got {_shortened(text.partition('=')[2])}, which is a sweep of several runs; write a list as "
                 "[a,b], and text with commas in quotes"
             )
         elif "/" in key or parsed.package is not None:
-            refusals.unknown(key, nearest(key.replace("/", ".")))
+            _set(raw, key.split("/"), value)  # a group of files: hydra's own, or none
         elif parsed.is_delete():
             _remove(raw, key, refusals)
         else:
@@ -234,6 +239,11 @@ def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
     """Every value as its field's type; those that cannot be are refused, left out and returned."""
     gone = []
     for key, value in list(leaves.items()):
+        if key.endswith(".rollout_correction") and not isinstance(value, Mapping | None):
+            refusals.wrong(f"{key}: got {show(value)}; give its keys, e.g. {{rollout_is: sequence}}, or null")
+            del leaves[key]
+            gone.append(key)
+            continue
         if key == "reward.functions" and isinstance(value, Mapping):
             wanted = {f"{key}.{name}": (float, item) for name, item in value.items()}
         else:

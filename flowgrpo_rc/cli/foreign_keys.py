@@ -95,6 +95,7 @@ DTYPES = {
     **dict.fromkeys(("fp32", "float", "torch.float32"), "float32"),
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "half", "torch.float16"), "float16"),
+    **{name: name for name in ("float32", "bfloat16", "float16")},
 }
 """Spellings of a precision, to the one here."""
 AUTOCAST = {
@@ -188,8 +189,8 @@ _HYDRA = [
 ]
 
 _VERL_OMNI_ACTOR = [
-    Moved(f"{A}.fsdp_config.model_dtype", "precision of the frozen weights", f"{M}.dtype", DTYPES),
-    Moved(f"{A}.veomni_config.model_dtype", "precision of the frozen weights", f"{M}.dtype", DTYPES),
+    Moved(f"{A}.fsdp_config.model_dtype", "precision of the frozen weights", f"{M}.dtype", DTYPES, True),
+    Moved(f"{A}.veomni_config.model_dtype", "precision of the frozen weights", f"{M}.dtype", DTYPES, True),
     Moved(f"{A}.fsdp_config.dtype", "precision of the actor's forward", "trainer.mixed_precision", AUTOCAST, True),
     Moved(
         f"{A}.fsdp_config.mixed_precision.param_dtype",
@@ -664,7 +665,6 @@ _FLOW_FACTORY = [
 ]
 
 _CATCH_ALL = [
-    Refused("config.**", "flow_grpo's flags are keys without the word config, each with another name here"),
     Deleted("model.**", "a model's settings are actor_rollout_ref.model here"),
 ]
 
@@ -734,7 +734,8 @@ OTHER_DEFAULTS: Mapping[str, Any] = {
 
 def find(key: str) -> Verdict | None:
     """What the table says of a key that is none here."""
-    return next((verdict for verdict in TABLE if verdict.regex.fullmatch(key)), None)
+    name = key.removeprefix("config.")  # flow_grpo's flags
+    return next((verdict for verdict in TABLE if verdict.regex.fullmatch(name)), None)
 
 
 @cache

@@ -36,9 +36,9 @@ class Refusals:
 
     found: list[_Refusal] = field(default_factory=list)
 
-    def delete(self, subject: str, reason: str) -> None:
+    def delete(self, key: str, reason: str) -> None:
         """A key without a meaning."""
-        self._add(DELETE, subject, reason, f"{_key(subject)} has no meaning here: {reason}; delete it")
+        self._add(DELETE, key, reason, f"{key} has no meaning here: {reason}; delete it")
 
     def instead(self, subject: str, override: str, reason: str) -> None:
         """A key that has another name here; ``override`` is ready to paste."""
@@ -92,7 +92,3 @@ class Refusals:
 
 def _joined(subjects: list[str], reason: str, follows: str) -> str:
     return f"    {', '.join(subjects)}{follows}{reason}"
-
-
-def _key(subject: str) -> str:
-    return subject.partition("=")[0]

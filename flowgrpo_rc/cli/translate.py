@@ -28,6 +28,8 @@ from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
 
 _OPTIM = "actor_rollout_ref.actor.optim"
+WRITTEN_THERE = 3
+"""So many foreign keys show that settings were written for another trainer, whose defaults are then worth a word."""
 _ALGORITHM = "actor_rollout_ref.model.algorithm"
 
 
@@ -80,9 +82,11 @@ def translate(leaves: dict[str, Any], refusals: Refusals, defaults: Mapping[str,
         if key in leaves:
             _spelling(key, spellings, meaning, leaves, done)
     _warm_up(leaves, done, defaults)
-    if any(key not in schema() for key in given) and not refusals:
+    if sum(key not in schema() for key in given) >= WRITTEN_THERE and not refusals:
         done.other_defaults = [
-            f"{key}={show(defaults[key])} (there {value})" for key, value in OTHER_DEFAULTS.items() if key not in leaves
+            f"{key}={_grammar(defaults[key])} (there {value})"
+            for key, value in OTHER_DEFAULTS.items()
+            if key not in leaves
         ]
     return done
 
@@ -105,7 +109,7 @@ def _foreign_key(
     elif isinstance(verdict, Refused):
         refusals.cannot(setting, verdict.reason)
     elif isinstance(verdict, Deleted):
-        refusals.delete(setting, verdict.reason)
+        refusals.delete(key, verdict.reason)
     else:
         refusals.unknown(key, nearest(key))
 
@@ -125,7 +129,7 @@ def _move(
     if _hashable(value) and value in verdict.values:
         here = verdict.values[value]
     elif verdict.only:
-        names = ", ".join(dict.fromkeys(show(name).strip("'") for name in verdict.values))
+        names = ", ".join(name for name in verdict.values if isinstance(name, str))
         return refusals.wrong(f"{key}: got {show(value)}; choose one of {names} (it is {target} here)")
     else:
         here = value

@@ -168,7 +168,7 @@ def _sample(trainer: FlowGRPOTrainer, images: int) -> tuple[TensorDict, Conditio
     taken = progressive_places(window) if slides else list(range(window.first, window.stop - window.size + 1))
     places = torch.tensor(taken).repeat_interleave(images)
     count = min(images, len(run.train_prompts))
-    conditioning = trainer.conditioning(run.train_prompts[:count], rollout.pipeline.true_cfg_scale)
+    conditioning = trainer.conditioning(run.train_prompts[:count], rollout.pipeline)
     request = RolloutRequest(
         conditioning=conditioning,
         prompt_index=torch.arange(len(places)) % count,

@@ -15,9 +15,11 @@ import torch
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
 from flowgrpo_rc.models import DiffusionModel, PromptEncoder, load_model, read_pipeline_class
+from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import RolloutEngine, build_engine
+from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.trainer.bands import ClipBands, RejectionBands
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -60,18 +62,19 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 
         check_versions()
-    read_pipeline_class(config.actor_rollout_ref.model.path)
+    _check_guidance(config)
     train = _prompts(config, "data.train_files", data.train_files, data.train_max_samples)
     if not train:
         raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
     val = _prompts(config, "data.val_files", data.val_files, data.val_max_samples)
     sampler = PromptSampler(len(train), data.train_batch_size, seed=data.seed, shuffle=data.shuffle)
     reward = build_reward(config.reward)
-    size = (rollout.pipeline.height, rollout.pipeline.width)
-    for records in filter(None, (train, val)):
+    for records, pipeline in ((train, rollout.pipeline), (val, rollout.validation_pipeline)):
+        if not records:
+            continue
         reward.check_prompts(
             [r.prompt for r in records],
-            image_size=size,
+            image_size=(pipeline.height, pipeline.width),
             sources=[r.source or str(i) for i, r in enumerate(records)],
         )
     accelerator = _accelerator(config, project_dir)
@@ -107,7 +110,11 @@ def _load(
     torch.manual_seed(config.trainer.seed)
     model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
     model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
+    validation = parts.rollout.validation_pipeline
+    if (validation.height, validation.width) != (pipeline.height, pipeline.width):
+        _check_validation_size(model, validation)
     encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
+    encoder.check_length(validation.max_sequence_length, "val_kwargs.pipeline")
     engine = build_engine(parts.rollout, model, parts.model, accelerator.device)
     torch.manual_seed(config.trainer.seed)
     mini_batches = config.data.train_batch_size // parts.actor.ppo_mini_batch_size
@@ -124,6 +131,25 @@ def _load(
     if parts.model.lora_adapter_path:
         actor.load_adapter(Path(parts.model.lora_adapter_path))
     return model, encoder, engine, actor
+
+
+def _check_guidance(config: FlowGRPOConfig) -> None:
+    """Refuse, from the model's folder alone, a model without an adapter and a guidance scale that it does not take."""
+    path, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
+    name = read_pipeline_class(path)
+    embeds = embeds_guidance(name, resolve_asset(path))
+    if embeds is None:
+        return
+    refuse_guidance_scale(name, embeds, rollout.pipeline.guidance_scale)
+    refuse_guidance_scale(name, embeds, rollout.validation_pipeline.guidance_scale, "val_kwargs.pipeline")
+
+
+def _check_validation_size(model: DiffusionModel, pipeline: PipelineConfig) -> None:
+    try:
+        model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
+    except ValueError as error:
+        where = "actor_rollout_ref.rollout.val_kwargs.pipeline."
+        raise ValueError(str(error).replace("actor_rollout_ref.rollout.pipeline.", where)) from error
 
 
 def clip_bands(config: FlowGRPOConfig) -> ClipBands | None:
