@@ -6,9 +6,12 @@ that settings of other trainers can be translated (``translate.py``) and a value
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,18 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 BASE_CONFIG = "flowgrpo_trainer"
 
+
 __all__ = ["BASE_CONFIG", "ConfigError", "compose", "known_keys", "to_yaml"]
+
+
+@dataclass(frozen=True)
+class _Override:
+    """One override, read."""
+
+    key: str
+    value: Any
+    deletes: bool
+    """``~key``: take back what was set."""
 
 
 def compose(
@@ -47,13 +61,17 @@ def compose(
     refusals = Refusals()
     try:
         raw = _files(config_name, config_dir)
-        again = _apply(raw, overrides, refusals)
+        parsed = _parse(overrides, refusals)
+        again = _apply(raw, parsed, refusals)
         defaults = _defaults()
         leaves = flatten(_resolved(raw, defaults, refusals), refusals)
+        typed: dict[str, Any] = {}
+        _apply(typed, parsed, Refusals())
+        overridden = flatten(typed, Refusals())
     except RecursionError as error:
         raise ConfigError("the configuration is nested too deeply; give keys of the schema, key=value") from error
-    translation = translate(leaves, refusals, flatten(defaults, Refusals()))
-    config = _build(leaves, refusals, _fit_types(leaves, refusals))
+    translation = translate(leaves, refusals, flatten(defaults, Refusals()), overridden)
+    config = _build(leaves, refusals, [*translation.gone, *_fit_types(leaves, refusals)])
     refusals.raise_if_any()
     assert config is not None
     translation.warn(stacklevel=2)
@@ -86,8 +104,10 @@ def _files(config_name: str, config_dir: str | None) -> dict[str, Any]:
     own = str(shipped("configs"))
     primary = own
     search: list[str] = []
-    if "\0" in config_name or not config_name.strip():
-        raise ConfigError(f"--config-name: got {config_name!r}; give a file's name, without its ending")
+    if "\0" in config_name or ".." in config_name or not config_name.strip():
+        raise ConfigError(
+            f"--config-name: got {config_name!r}; give a file's name, without its ending; its folder goes to --config-dir"
+        )
     if config_dir is not None:
         if "\0" in config_dir or not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir: {config_dir!r} is not a folder")
@@ -121,18 +141,17 @@ def _explain(error: Exception, config_name: str, folder: str) -> str:
     return f"{config_name}: {' '.join(str(cause).split())[:300] or type(cause).__name__}"
 
 
-def _apply(raw: dict[str, Any], overrides: Sequence[str], refusals: Refusals) -> list[str]:
-    """Lay the overrides over what the files set; returns those whose key an earlier one set to something else."""
+def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
+    """The overrides that can be read; the others are refused."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
-    earlier: dict[str, Any] = {}
-    again: dict[str, str] = {}
+    parsed: list[_Override] = []
     for text in overrides:
         try:
-            parsed = parser.parse_override(quote_bands(text))
-            key, value = parsed.key_or_group, parsed.value()
+            found = parser.parse_override(quote_bands(text))
+            key, value = found.key_or_group.replace("/", "."), found.value()  # a group of files is none here
         except RecursionError:
             refusals.wrong(f"{text[:60]}...: nested too deeply to be a setting")
             continue
@@ -144,20 +163,28 @@ def _apply(raw: dict[str, Any], overrides: Sequence[str], refusals: Refusals) ->
             continue
         if not key:
             refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value")
-        elif parsed.is_sweep_override():
+        elif found.is_sweep_override():
             refusals.wrong(
                 f"{key}: got {_shortened(text.partition('=')[2])}, which is a sweep of several runs; write a list as "
                 "[a,b], and text with commas in quotes"
             )
-        elif "/" in key or parsed.package is not None:
-            _set(raw, key.split("/"), value)  # a group of files: hydra's own, or none
-        elif parsed.is_delete():
-            _remove(raw, key, refusals)
         else:
-            if key in earlier and earlier[key] != value:
-                again[key] = f"{key}={show(value)} (before: {show(earlier[key])})"
-            earlier[key] = value
-            _set(raw, key.split("."), value)
+            parsed.append(_Override(key, value, found.is_delete()))
+    return parsed
+
+
+def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusals) -> list[str]:
+    """Lay the overrides over what the files set; returns those whose key an earlier one set to something else."""
+    earlier: dict[str, Any] = {}
+    again: dict[str, str] = {}
+    for one in overrides:
+        if one.deletes:
+            _remove(raw, one.key, refusals)
+            continue
+        if one.key in earlier and earlier[one.key] != one.value:
+            again[one.key] = f"{one.key}={show(one.value)} (before: {show(earlier[one.key])})"
+        earlier[one.key] = one.value
+        _set(raw, one.key.split("."), copy.deepcopy(one.value))
     return list(again.values())
 
 
@@ -195,7 +222,8 @@ def _remove(raw: dict[str, Any], key: str, refusals: Refusals) -> None:
         refusals.unknown(key, nearest(key))
 
 
-def _defaults() -> dict[str, Any]:
+@cache
+def _defaults() -> Mapping[str, Any]:
     """The schema's own values, interpolations as they are written."""
     from omegaconf import OmegaConf
 
@@ -221,11 +249,11 @@ def _resolved(raw: dict[str, Any], defaults: Mapping[str, Any], refusals: Refusa
             if isinstance(value, dict):
                 result[key] = resolve(value, f"{path}.")
                 continue
-            if value == "???":
+            if value == "???" and path in schema():
                 refusals.wrong(f"{path}: is ???, which stands for a value that must be given; give one")
                 continue
             try:
-                found = OmegaConf.select(whole, path, throw_on_missing=True) if "${" in repr(value) else value
+                found = OmegaConf.select(whole, path) if "${" in repr(value) else value
                 is_node = OmegaConf.is_config(found)
                 result[key] = OmegaConf.to_container(found, resolve=True) if is_node else found
             except OmegaConfBaseException as error:

@@ -121,7 +121,9 @@ NO_REWARD_MODEL = (
     "no reward model is served beside training; score with reward.functions.ocr, or call your model's server in a "
     "function of your own: reward.custom_reward_function.path=my_reward.py"
 )
-ONE_SUM = "rewards are one weighted sum: reward.functions.NAME=WEIGHT and reward.custom_reward_function.{path,name,weight}"
+ONE_SUM = (
+    "rewards are one weighted sum: reward.functions.NAME=WEIGHT and reward.custom_reward_function.{path,name,weight}"
+)
 NO_OBJECTIVE = "this objective is not implemented; see actor_rollout_ref.actor.diffusion_loss.loss_mode"
 ASYNC = "rollout and training take turns; a stale engine is actor_rollout_ref.rollout.adapter_lag=N"
 CLASSES = "classes are not chosen by a configuration here"
@@ -664,7 +666,45 @@ _FLOW_FACTORY = [
     ),
 ]
 
+_LANGUAGE_MODELS = [
+    *_every(
+        Deleted,
+        "it belongs to the training of language models",
+        *_under(A, "omni_loss.**", "trainer_type", "use_rollout_log_probs"),
+        *_under(M, "hf_config_name", "model_stage", "max_audio_tokens", "max_image_tokens", "max_video_tokens"),
+        *_under("data", "continuous_token.**", "mm_configs.**", "mm_processor_kwargs.**", "pad_mode", "max_length"),
+        *_under("data", "audio_key", "function_tool_path", "balance_max_samples_by_modality"),
+    ),
+    *_every(
+        Refused,
+        "the schedules of lr_scheduler_type run from the first optimizer step to 0",
+        *_under(f"{A}.optim", "lr_decay_steps", "lr_decay_style", "lr_warmup_init", "lr_wsd_*", "min_lr"),
+        *_under(f"{A}.optim", "weight_decay_incr_style", "use_checkpoint_opt_param_scheduler"),
+        harmless=(None, 0, False, "constant", "exponential"),
+    ),
+    *_every(Refused, "weights are not trained quantized", f"{R}.qat.**", harmless=_off),
+    *_every(
+        Refused,
+        "quantized sampling is actor_rollout_ref.rollout.quantization=fp8",
+        f"{R}.quantization_config_file",
+        harmless=_off,
+    ),
+    *_every(
+        Refused,
+        "prompts come from a .txt, .jsonl or .parquet file: data.train_files",
+        *("data.train_sampler.**", "data.val_sampler.**"),
+        harmless=_off,
+    ),
+    Refused("async_training.**", ASYNC, harmless=_off),
+    Deleted("rollout.**", "a rollout's settings are actor_rollout_ref.rollout here"),
+]
+
 _CATCH_ALL = [
+    *_every(
+        Refused,
+        "a setting of flow_grpo or Flow-Factory without a counterpart; see flowgrpo-rc train --print-config",
+        *("sample.**", "train.**", "scheduler.**", "eval.**", "log.**", "pretrained.**"),
+    ),
     Deleted("model.**", "a model's settings are actor_rollout_ref.model here"),
 ]
 
@@ -678,6 +718,7 @@ TABLE: tuple[Verdict, ...] = (
     *_DATA,
     *_REWARD,
     *_TRAINER,
+    *_LANGUAGE_MODELS,
     *_FLOW_GRPO,
     *_FLOW_FACTORY,
     *_CATCH_ALL,

@@ -42,7 +42,9 @@ class Refusals:
 
     def instead(self, subject: str, override: str, reason: str) -> None:
         """A key that has another name here; ``override`` is ready to paste."""
-        self._add(INSTEAD, override, f"for {subject}: {reason}", f"{subject}: write {override} instead ({reason})", "  ")
+        self._add(
+            INSTEAD, override, f"for {subject}: {reason}", f"{subject}: write {override} instead ({reason})", "  "
+        )
 
     def cannot(self, subject: str, reason: str) -> None:
         """A key that asks for something that is not done here."""

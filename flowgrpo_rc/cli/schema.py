@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.cli.foreign_keys import find
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -16,8 +17,6 @@ OPEN_SECTIONS = ("algorithm.rollout_correction", "reward.functions", "actor_roll
 """Keys whose value is a mapping of its reader's own; what reads them checks them."""
 DEEPEST = 32
 """Levels of a configuration file; the schema has five."""
-LARGEST = 20_000
-"""Values in one configuration, aliases of YAML counted as often as they are used."""
 
 
 @cache
@@ -45,17 +44,15 @@ def flatten(raw: Mapping[Any, Any], refusals: Refusals) -> dict[str, Any]:
     something else than keys is refused.
 
     Raises:
-        ConfigError: it is nested too deeply, or too large.
+        ConfigError: it is nested too deeply.
     """
     leaves: dict[str, Any] = {}
-    for count, (path, value) in enumerate(_leaves(raw, "", 0)):
-        if count >= LARGEST:
-            raise ConfigError(f"the configuration holds more than {LARGEST} values; is a YAML alias nested in others?")
+    for path, value in _leaves(raw, "", 0):
         owner = _owner(path)
         if path in sections():
             if value != {}:
                 example = next(key for key in schema() if key.startswith(f"{path}."))
-                refusals.wrong(f"{path}: got {value!r}, but it is a section; give its keys, e.g. {example}")
+                refusals.wrong(f"{path}: got {show(value)}, but it is a section; give its keys, e.g. {example}")
         elif owner is not None and not path.rpartition(".")[2].startswith("_"):
             refusals.wrong(f"{path}: {owner} is a value of its own and has no keys below it")
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
 
 _OPTIM = "actor_rollout_ref.actor.optim"
+_CORRECTION = "algorithm.rollout_correction"
+_COPY = "actor_rollout_ref.actor.rollout_correction"
 WRITTEN_THERE = 3
 """So many foreign keys show that settings were written for another trainer, whose defaults are then worth a word."""
 _ALGORITHM = "actor_rollout_ref.model.algorithm"
@@ -43,6 +45,8 @@ class Translation:
     """``there -> here``, and why where it is not plain."""
     other_defaults: list[str] = field(default_factory=list)
     """Settings that were left to their defaults, which are others in verl-omni."""
+    gone: list[str] = field(default_factory=list)
+    """Keys whose settings contradict others, and are left out."""
 
     def ignore(self, setting: str, reason: str) -> None:
         """Note a setting that changes nothing."""
@@ -66,18 +70,24 @@ def override(key: str, value: Any) -> str:
     return shlex.quote(f"{key}={_grammar(value)}")
 
 
-def translate(leaves: dict[str, Any], refusals: Refusals, defaults: Mapping[str, Any]) -> Translation:
+def translate(
+    leaves: dict[str, Any], refusals: Refusals, defaults: Mapping[str, Any], overridden: Collection[str] = ()
+) -> Translation:
     """Bring ``leaves`` (dotted key -> value) to the schema's keys, in place; what cannot be is noted in ``refusals``.
 
     Args:
         defaults: of every key of the schema, for the settings that are not given.
+        overridden: keys that the command line set. It wins over a file that says the same in another form; two
+            settings of the command line, or of a file, that contradict each other are refused.
     """
     done = Translation()
     given = dict(leaves)
+    layers = _Layers(overridden)
     for key in given:
         if key not in schema():
-            _foreign_key(key, given, leaves, done, refusals)
-    _objective(leaves, done, refusals)
+            _foreign_key(key, given, leaves, done, refusals, layers)
+    _shared_correction(leaves, refusals)
+    _objective(leaves, done, refusals, layers)
     for key, (spellings, meaning) in SPELLINGS.items():
         if key in leaves:
             _spelling(key, spellings, meaning, leaves, done)
@@ -91,8 +101,24 @@ def translate(leaves: dict[str, Any], refusals: Refusals, defaults: Mapping[str,
     return done
 
 
+@dataclass(frozen=True)
+class _Layers:
+    """Which of two settings of the same thing wins."""
+
+    overridden: Collection[str]
+
+    def first_wins(self, first: str, second: str) -> bool:
+        """Whether ``first`` alone stands on the command line."""
+        return first in self.overridden and second not in self.overridden
+
+
 def _foreign_key(
-    key: str, given: Mapping[str, Any], leaves: dict[str, Any], done: Translation, refusals: Refusals
+    key: str,
+    given: Mapping[str, Any],
+    leaves: dict[str, Any],
+    done: Translation,
+    refusals: Refusals,
+    layers: _Layers,
 ) -> None:
     value = leaves.pop(key)
     setting = override(key, value)
@@ -103,7 +129,7 @@ def _foreign_key(
         value = verdict.values.get(value, value) if _hashable(value) else value
         refusals.instead(setting, override(verdict.target_for(key), value), verdict.reason)
     elif isinstance(verdict, Moved):
-        _move(key, value, verdict, given, leaves, done, refusals)
+        _move(key, value, verdict, leaves, done, refusals, layers)
     elif isinstance(verdict, Ignored) or (isinstance(verdict, Refused) and verdict.is_harmless(value, given)):
         done.ignore(key, verdict.reason)
     elif isinstance(verdict, Refused):
@@ -118,10 +144,10 @@ def _move(
     key: str,
     value: Any,
     verdict: Moved,
-    given: Mapping[str, Any],
     leaves: dict[str, Any],
     done: Translation,
     refusals: Refusals,
+    layers: _Layers,
 ) -> None:
     target = verdict.target_for(key)
     if target not in schema():
@@ -136,7 +162,10 @@ def _move(
     if here is DROP:
         return done.ignore(key, f"nothing is asked for; see {target}")
     present = _respelled(target, leaves[target]) if target in leaves else here
-    if present != here:
+    if present != here and layers.first_wins(target, key):
+        return done.ignore(key, f"{target} on the command line wins over the file")
+    if present != here and not layers.first_wins(key, target):
+        done.gone.append(target)
         return refusals.wrong(
             f"{key}: got {show(value)}, but {target} is {show(leaves[target])}, and the two are one setting here; "
             f"leave {key} out"
@@ -180,7 +209,7 @@ def _started() -> tuple[int, int] | None:
     return per_node, max(1, int(world) // per_node)
 
 
-def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals) -> None:
+def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals, layers: _Layers) -> None:
     """verl-omni names an algorithm; here it is made up of an objective and of how windows are placed."""
     name = leaves.get(_ALGORITHM, "flow_grpo")
     if not _hashable(name) or name not in OBJECTIVES:
@@ -192,7 +221,10 @@ def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals) ->
     leaves[_ALGORITHM] = "flow_grpo"
     for key, value in OBJECTIVES[name].items():
         present = leaves.get(key, value)
-        if present != value and key not in MAY_DIFFER:
+        if present != value and layers.first_wins(_ALGORITHM, key):
+            present = value
+        elif present != value and key not in MAY_DIFFER and not layers.first_wins(key, _ALGORITHM):
+            done.gone.append(key)
             refusals.wrong(
                 f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave one out"
             )
@@ -202,9 +234,25 @@ def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals) ->
     return None
 
 
-def _spelling(
-    key: str, spellings: Mapping[Any, Any], meaning: str, leaves: dict[str, Any], done: Translation
-) -> None:
+def _shared_correction(leaves: dict[str, Any], refusals: Refusals) -> None:
+    """verl-omni's actor has a copy of the correction, key by key the algorithm's; here there is one."""
+    copied = leaves.get(_COPY)
+    if not isinstance(copied, Mapping):
+        return
+    del leaves[_COPY]
+    own = leaves.get(_CORRECTION) or {}
+    if not isinstance(own, Mapping):
+        return
+    for key, value in copied.items():
+        if key in own and own[key] != value:
+            refusals.wrong(
+                f"{_COPY}.{key}: got {show(value)}, but {_CORRECTION}.{key} is {show(own[key])}, and the two are one "
+                "setting here; leave the first out"
+            )
+    leaves[_CORRECTION] = {**copied, **own}
+
+
+def _spelling(key: str, spellings: Mapping[Any, Any], meaning: str, leaves: dict[str, Any], done: Translation) -> None:
     value = leaves[key]
     if not _hashable(value) or value not in spellings or type(value) is bool and not _lists_bool(spellings):
         return

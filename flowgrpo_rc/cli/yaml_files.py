@@ -8,6 +8,8 @@ from typing import Any
 
 from flowgrpo_rc.cli.refusals import ConfigError
 
+LARGEST = 20_000
+"""Values in one file; the schema has about a hundred keys."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -26,6 +28,11 @@ def own_files(folder: Path, name: str) -> Iterator[Path]:
             continue
         seen.add(current)
         content = read_yaml(file)
+        if "hydra" in content:  # Hydra takes it out, so nobody else would see it
+            raise ConfigError(
+                f"{file}: hydra has no meaning here: Hydra only composes the configuration; delete it. The run folder "
+                "is trainer.default_local_dir"
+            )
         yield file
         waiting += _builds_on(file, content.get("defaults"))
 
@@ -38,8 +45,9 @@ def read_yaml(file: Path) -> Mapping[Any, Any]:
     """
     import yaml
 
+    text = _text(file)
     try:
-        content = yaml.safe_load(_text(file))
+        content = yaml.safe_load(text)
     except RecursionError as error:
         raise ConfigError(f"{file} is nested too deeply to be a configuration") from error
     except (yaml.YAMLError, ValueError) as error:
@@ -50,8 +58,22 @@ def read_yaml(file: Path) -> Mapping[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{file}: holds {type(content).__name__} where keys are expected; write key: value")
+        kind = "a list" if isinstance(content, list) else f"{content!r:.60}"
+        raise ConfigError(f"{file}: holds {kind} where keys are expected; write key: value")
+    if not _fits(content):
+        raise ConfigError(f"{file}: its aliases stand for more than {LARGEST} values; write the keys out")
     return content
+
+
+def _fits(content: Any) -> bool:
+    """Whether it is at most ``LARGEST`` values; what an alias stands for counts as often as it is used."""
+    waiting = [content]
+    count = 0
+    while waiting and count <= LARGEST:
+        node = waiting.pop()
+        count += 1
+        waiting += node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+    return count <= LARGEST
 
 
 def _text(file: Path) -> str:
