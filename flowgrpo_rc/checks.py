@@ -69,9 +69,9 @@ def fit_fields(section_name: str, instance: Any) -> None:
     """
     for name, kind in get_type_hints(type(instance)).items():
         value = getattr(instance, name)
-        if kind is not Any and not is_dataclass(kind):
-            if not (isinstance(value, float) and not math.isfinite(value) and float in _options(kind)):
-                setattr(instance, name, fit(f"{section_name}.{name}", kind, value))
+        left_to_class = isinstance(value, float) and not math.isfinite(value) and float in _options(kind)
+        if kind is not Any and not is_dataclass(kind) and not left_to_class:
+            setattr(instance, name, fit(f"{section_name}.{name}", kind, value))
 
 
 def fit(field: str, kind: Any, value: Any) -> Any:

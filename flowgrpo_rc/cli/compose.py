@@ -106,7 +106,7 @@ def _files(config_name: str, config_dir: str | None) -> dict[str, Any]:
     search: list[str] = []
     if "\0" in config_name or ".." in config_name or not config_name.strip():
         raise ConfigError(
-            f"--config-name: got {config_name!r}; give a file's name, without its ending; its folder goes to --config-dir"
+            f"--config-name: got {config_name!r}; give a file's name, without its ending; its folder is --config-dir"
         )
     if config_dir is not None:
         if "\0" in config_dir or not Path(config_dir).is_dir():

@@ -1,4 +1,4 @@
-"""Every configuration key of verl-omni, verl, flow_grpo and Flow-Factory that is not a key here, and what becomes of it.
+"""Every key of verl-omni, verl, flow_grpo and Flow-Factory that is not a key here, and what becomes of it.
 
 One table, read from the top: the first pattern that fits decides. In a pattern ``*`` stands for one part of a key and
 ``**`` for any number of parts, none included. The verdict rests on one question, whether the key can change what is
@@ -739,7 +739,7 @@ SPELLINGS: Mapping[str, tuple[Mapping[Any, Any], str]] = {
     "trainer.resume_mode": ({"enable": "auto"}, "from the latest checkpoint if there is one"),
     "trainer.logger": ({name: [name] for name in ("console", "tensorboard", "wandb")}, ""),
     "algorithm.adv_estimator": (
-        {name: "flow_grpo" for name in ("dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo")},
+        dict.fromkeys(("dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo"), "flow_grpo"),
         "the advantage is the same in all of them",
     ),
 }

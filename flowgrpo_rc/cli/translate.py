@@ -254,7 +254,7 @@ def _shared_correction(leaves: dict[str, Any], refusals: Refusals) -> None:
 
 def _spelling(key: str, spellings: Mapping[Any, Any], meaning: str, leaves: dict[str, Any], done: Translation) -> None:
     value = leaves[key]
-    if not _hashable(value) or value not in spellings or type(value) is bool and not _lists_bool(spellings):
+    if not _hashable(value) or value not in spellings or (type(value) is bool and not _lists_bool(spellings)):
         return
     here = spellings[value]
     if here is DROP:
