@@ -42,7 +42,7 @@ def write(folder, content, name="mine"):
         (HEAD + "trainer:\n", "trainer: got null, but it is a section; give its keys"),
         (HEAD + "actor_rollout_ref: {actor: {optim: {lr: .nan}}}\n", "optim.lr: got nan; that is not finite"),
         (HEAD + f"trainer: {{seed: {'9' * 5000}}}\n", "mine.yaml is not YAML"),
-        (HEAD + "trainer: {seed: ???}\n", r"trainer.seed: is \?\?\?, which stands for a value that must be given"),
+        (HEAD + "trainer:\n  seed: ???\n", r"trainer.seed: is \?\?\?, which stands for a value that must be given"),
         (HEAD + "trainer: {experiment_name: '${trainer.nope}'}\n", "trainer.experiment_name: .* cannot be resolved"),
         (HEAD + "sample: {num_steps: 10}\n", "write actor_rollout_ref.rollout.pipeline.num_inference_steps=10 instead"),
     ],
