@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+LARGEST_INTEGER = 2**63 - 1
+"""What torch's and numpy's generators, tensors' sizes and the files of a run all take."""
+
+_TRUE = ("true", "yes", "on", "y", "1")
+_FALSE = ("false", "no", "off", "n", "0")
 
 
 def choice(field: str, value: object, options: Sequence[object]) -> None:
     """``value`` is one of ``options``."""
     if value not in options:
-        raise ValueError(f"{field}: got {value!r}; choose one of {', '.join(map(str, options))}")
+        raise ValueError(f"{field}: got {value!r}; choose one of {', '.join(map(_plain, options))}")
 
 
 def positive(field: str, value: float | None, *, optional: bool = False) -> None:
     """``value`` is a finite number above 0 (or ``None`` where ``optional``)."""
     if optional and value is None:
         return
-    if value is None or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{field}: got {value!r}; give a number above 0{' or null' if optional else ''}")
+    if not _is_finite(value) or value <= 0:  # type: ignore[operator]
+        raise ValueError(f"{field}: got {show(value)}; give a number above 0{' or null' if optional else ''}")
 
 
 def non_negative(field: str, value: float | None, *, optional: bool = False) -> None:
     """``value`` is a finite number of at least 0 (or ``None`` where ``optional``)."""
     if optional and value is None:
         return
-    if value is None or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{field}: got {value!r}; give 0 or more{' or null' if optional else ''}")
+    if not _is_finite(value) or value < 0:  # type: ignore[operator]
+        raise ValueError(f"{field}: got {show(value)}; give 0 or more{' or null' if optional else ''}")
 
 
-def path_text(field: str, value: object, *, optional: bool = False) -> None:
-    """``value`` is a string that a file system takes as a path (or ``None`` where ``optional``)."""
+def path(field: str, value: object, *, optional: bool = False) -> None:
+    """``value`` is text that can name a file or folder: not blank, without NUL and half surrogate pairs (or ``None``
+    where ``optional``)."""
     if optional and value is None:
         return
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{field}: got {value!r}; give a path as text{' or null' if optional else ''}")
     if "\0" in value:
         raise ValueError(f"{field}: got {value!r}; a path cannot hold a NUL character")
@@ -55,3 +63,149 @@ def section(field: str, cls: type, value: Any) -> Any:
     if unknown:
         raise ValueError(f"{field}: has no key {', '.join(unknown)}; its keys are {', '.join(known)}")
     return cls(**value)
+
+
+def fit_fields(section_name: str, instance: Any) -> None:
+    """Bring every plain field of a configuration object to its annotated type: an integer becomes a float where a
+    float is wanted. Called first in ``__post_init__``, so that the class's own checks see what they expect.
+
+    NaN and infinity pass, for the class's own checks say what a number may be.
+
+    Raises:
+        ValueError: a field's value is not of its type; see ``fit``.
+    """
+    for name, kind in get_type_hints(type(instance)).items():
+        value = getattr(instance, name)
+        left_to_class = isinstance(value, float) and not math.isfinite(value) and float in _options(kind)
+        if kind is not Any and not is_dataclass(kind) and not left_to_class:
+            setattr(instance, name, fit(f"{section_name}.{name}", kind, value))
+
+
+def fit(field: str, kind: Any, value: Any) -> Any:
+    """``value`` as a ``kind``, which is a type annotation of a configuration class.
+
+    Text that spells a number is one, an integer is fine where a float is wanted, and a tuple where a list is.
+
+    Raises:
+        ValueError: it is something else, a number that is not finite, or an integer beyond ``LARGEST_INTEGER``; the
+            message names the field, the value and the type that is wanted.
+    """
+    options = _options(kind)
+    if Any in options or (value is None and type(None) in options):
+        return value
+    wanted = [option for option in options if option is not type(None)]
+    for option in wanted:
+        if option is str and len(wanted) > 1 and not isinstance(value, str):
+            continue  # beside a number, text is a word such as auto
+        found, result = _convert(option, value)
+        if found:
+            return result
+    raise ValueError(f"{field}: got {show(value)}; {_why_not(wanted, value)}{_expected(wanted)}{_or_null(options)}")
+
+
+def show(value: object) -> str:
+    """A value as a message quotes it, shortened where it is long; null, true and false are spelled as in YAML."""
+    if isinstance(value, Mapping):
+        text = f"{{{', '.join(f'{key}: {show(item)}' for key, item in list(value.items())[:9])}}}"
+    elif isinstance(value, list | tuple):
+        text = f"[{', '.join(show(item) for item in value[:9])}]"
+    elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        text = f"an integer of {value.bit_length()} bits"  # Python refuses to print the longest ones
+    else:
+        text = _plain(value) if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _plain(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
+    """Whether ``value`` is a ``kind``, and it as one."""
+    origin = get_origin(kind)
+    if origin is list:
+        return _convert_list(get_args(kind)[0], value)
+    if origin is dict:
+        return _convert_dict(get_args(kind)[1], value)
+    if kind is bool:
+        return _convert_bool(value)
+    if kind is str:
+        plain = isinstance(value, str | int | float)
+        return plain, str(value) if plain else None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return False, None
+    try:
+        number = kind(value) if not (kind is int and isinstance(value, float)) else None
+    except (ValueError, OverflowError):
+        return False, None
+    if number is None or not math.isfinite(number if kind is float else 0):
+        return False, None
+    return (abs(number) <= LARGEST_INTEGER if kind is int else True), number
+
+
+def _convert_bool(value: Any) -> tuple[bool, Any]:
+    text = str(value).lower() if isinstance(value, str | bool | int) else ""
+    return text in (*_TRUE, *_FALSE), text in _TRUE
+
+
+def _convert_list(kind: Any, value: Any) -> tuple[bool, Any]:
+    if not isinstance(value, list | tuple):
+        return False, None
+    items = [_convert(kind, item) for item in value]
+    return all(found for found, _ in items), [item for _, item in items]
+
+
+def _convert_dict(kind: Any, value: Any) -> tuple[bool, Any]:
+    if not isinstance(value, Mapping):
+        return False, None
+    items = {str(key): _convert(kind, item) for key, item in value.items()}
+    return all(found for found, _ in items.values()), {key: item for key, (_, item) in items.items()}
+
+
+def _why_not(wanted: Sequence[Any], value: Any) -> str:
+    """What is wrong beyond the type, where there is more to say."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "that is not finite; "
+    if int in wanted and _too_large(value):
+        return "that is beyond 2**63 - 1, which is the largest integer that torch and numpy take; "
+    if wanted == [int] and isinstance(value, str):
+        return "it could not be converted to Integer; "
+    return ""
+
+
+def _too_large(value: Any) -> bool:
+    try:
+        return not isinstance(value, float) and abs(int(value)) > LARGEST_INTEGER
+    except (TypeError, ValueError):
+        return False
+
+
+_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _expected(wanted: Sequence[Any]) -> str:
+    return "give " + " or ".join(_name(kind) for kind in wanted)
+
+
+def _name(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is list:
+        examples = {int: "whole numbers, e.g. [0,5]", float: "numbers, e.g. [0.9,0.999]", str: "names, e.g. [a,b]"}
+        return f"a list of {examples[get_args(kind)[0]]}"
+    if origin is dict:
+        return "a mapping of names to numbers, e.g. {ocr: 1.0}"
+    return _EXPECTED.get(kind, str(kind))
+
+
+def _or_null(options: Sequence[Any]) -> str:
+    return " or null" if type(None) in options else ""

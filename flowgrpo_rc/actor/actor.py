@@ -80,8 +80,11 @@ class DiffusionActor:
         self._lr = config.optim.lr
         self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
         self.transformer: Any = model.transformer
-        attach_lora(self.transformer, model, lora, dtype=torch.float32)
-        if lora.enable_gradient_checkpointing:
+        frozen = sum(parameter.numel() for parameter in self.transformer.parameters())
+        attach_lora(self.transformer, model, lora, dtype=getattr(torch, lora.lora_dtype))
+        self.recomputes = lora.checkpoints_gradients(frozen)
+        """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
+        if self.recomputes:
             self.transformer.enable_gradient_checkpointing()
         if lora.torch_compile:
             self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
@@ -98,7 +101,7 @@ class DiffusionActor:
         self.lr_scheduler = get_scheduler(
             optim.lr_scheduler_type,
             self.optimizer,
-            num_warmup_steps=optim.lr_warmup_steps,
+            num_warmup_steps=optim.warm_up(total_optimizer_steps),
             num_training_steps=max(1, total_optimizer_steps),
         )
         self.average: Any = None

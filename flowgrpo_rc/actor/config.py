@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowgrpo_rc.checks import choice, non_negative, positive, section
+from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive, section
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
 LOSS_MODES = ("flow_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
@@ -62,6 +62,7 @@ class DiffusionLossConfig:
 
     def __post_init__(self) -> None:
         here = f"{_HERE}.diffusion_loss"
+        fit_fields(here, self)
         choice(f"{here}.loss_mode", self.loss_mode, LOSS_MODES)
         if self.clip_ratio != "auto":
             if isinstance(self.clip_ratio, str):
@@ -77,7 +78,7 @@ class DiffusionLossConfig:
                 "number"
             )
         positive(f"{here}.auto_clip_min", self.auto_clip_min)
-        if not self.auto_clip_max >= self.auto_clip_min:
+        if not self.auto_clip_min <= self.auto_clip_max < math.inf:
             raise ValueError(
                 f"{here}.auto_clip_max: got {self.auto_clip_max}; give at least auto_clip_min={self.auto_clip_min}"
             )
@@ -128,20 +129,33 @@ class OptimizerConfig:
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up (not for ``constant``)."""
 
+    lr_warmup_steps_ratio: float = 0.0
+    """The same as a share of the run's optimizer steps, rounded down; counts where ``lr_warmup_steps`` is 0."""
+
     def __post_init__(self) -> None:
         here = f"{_HERE}.optim"
+        fit_fields(here, self)
         positive(f"{here}.lr", self.lr)
         positive(f"{here}.eps", self.eps)
         non_negative(f"{here}.weight_decay", self.weight_decay)
         non_negative(f"{here}.lr_warmup_steps", self.lr_warmup_steps)
         choice(f"{here}.lr_scheduler_type", self.lr_scheduler_type, LR_SCHEDULERS)
-        if self.lr_warmup_steps and self.lr_scheduler_type == "constant":
+        if not 0 <= self.lr_warmup_steps_ratio <= 1:
             raise ValueError(
-                f"{here}.lr_warmup_steps: got {self.lr_warmup_steps}, but lr_scheduler_type=constant has no warm-up; "
-                "set it to constant_with_warmup"
+                f"{here}.lr_warmup_steps_ratio: got {self.lr_warmup_steps_ratio}; give a share of the run, from 0 to 1"
             )
+        for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
+            if getattr(self, name) and self.lr_scheduler_type == "constant":
+                raise ValueError(
+                    f"{here}.{name}: got {getattr(self, name)}, but lr_scheduler_type=constant has no warm-up; "
+                    "set it to constant_with_warmup"
+                )
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"{here}.betas: got {list(self.betas)}; give two numbers in [0, 1)")
+
+    def warm_up(self, total_steps: int) -> int:
+        """Optimizer steps of warm-up in a run of ``total_steps``."""
+        return self.lr_warmup_steps or int(self.lr_warmup_steps_ratio * total_steps)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,6 +200,7 @@ class DiffusionActorConfig:
     ``algorithm.rollout_correction``."""
 
     def __post_init__(self) -> None:
+        fit_fields(_HERE, self)
         self.diffusion_loss = section(f"{_HERE}.diffusion_loss", DiffusionLossConfig, self.diffusion_loss)
         self.optim = section(f"{_HERE}.optim", OptimizerConfig, self.optim)
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "grad_clip"):

@@ -1,45 +1,44 @@
-"""From YAML and overrides to a validated ``FlowGRPOConfig``; unknown keys are refused with a remedy."""
+"""From YAML and overrides to a validated ``FlowGRPOConfig``; everything that is wrong is told at once, with a remedy.
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+Hydra reads the files and the grammar of overrides. What they set is kept apart from the defaults until the end, so
+that settings of other trainers can be translated (``translate.py``) and a value of the wrong type be told as such.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+from flowgrpo_rc.checks import fit, show
+from flowgrpo_rc.cli.foreign_keys import find
+from flowgrpo_rc.cli.refusals import ConfigError, Refusals
+from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, known_keys, nearest, nest, schema, sections
+from flowgrpo_rc.cli.translate import translate
+from flowgrpo_rc.cli.yaml_files import own_files
 from flowgrpo_rc.correction.quoting import quote_bands, refuse_unquoted_bands
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 BASE_CONFIG = "flowgrpo_trainer"
-OPEN_SECTIONS = (
-    "algorithm.rollout_correction",
-    "reward.functions",
-    "reward.custom_reward_function.reward_kwargs",
-)
-"""Sections whose keys are not part of the schema; what reads them checks them."""
-
-ELSEWHERE = {
-    "actor_rollout_ref.actor.fsdp_config": "this trainer shards nothing; every process holds the frozen model",
-    "actor_rollout_ref.actor.strategy": "there is one: accelerate data parallelism; remove it",
-    "actor_rollout_ref.actor.shuffle": "mini-batches are whole prompt groups in the batch's (already random) order",
-    "actor_rollout_ref.ref": "the reference is the actor with its adapter switched off; see actor.use_kl_loss",
-    "actor_rollout_ref.rollout.agent": "there are no agent workers; remove it",
-    "actor_rollout_ref.rollout.load_format": "the engine copies the actor's weights; remove it",
-    "actor_rollout_ref.rollout.layered_summon": "there is no FSDP to summon weights from; remove it",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "the diffusers engine is not tensor parallel; remove it",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": "the diffusers engine reserves no memory; remove it",
-    "actor_rollout_ref.model.attn_backend": "diffusers' default attention is used in actor and engine; remove it",
-    "data.max_prompt_length": "use actor_rollout_ref.rollout.pipeline.max_sequence_length",
-    "reward.reward_model": "reward models run behind reward.custom_reward_function",
-    "reward.num_workers": "rewards run in the training process; for ocr see reward.ocr.num_threads",
-    "trainer.n_gpus_per_node": "the number of processes comes from `torchrun --nproc_per_node` or `accelerate launch`",
-    "trainer.nnodes": "the number of machines comes from `torchrun --nnodes` or `accelerate launch`",
-}
-"""Keys of other trainers that mean nothing here, and why."""
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be composed; the message names the key and the remedy."""
+__all__ = ["BASE_CONFIG", "ConfigError", "compose", "known_keys", "to_yaml"]
+
+
+@dataclass(frozen=True)
+class _Override:
+    """One override, read."""
+
+    key: str
+    value: Any
+    deletes: bool
+    """``~key``: take back what was set."""
 
 
 def compose(
@@ -47,135 +46,39 @@ def compose(
 ) -> FlowGRPOConfig:
     """Compose and validate.
 
+    Settings of verl-omni and verl act through the keys that do the same here, or are ignored where they cannot change
+    what is learned; warnings list them. Where a key is given more than once, the last counts.
+
     Args:
         config_name: a YAML file's name without its ending, in ``config_dir`` or among the shipped ones.
         overrides: Hydra overrides, ``key=value``. A threshold's band needs no quotes of Hydra's: ``0.5_5`` is one.
         config_dir: a folder of the user's own; its files may build on the shipped ones by name.
 
     Raises:
-        ConfigError: no such file, an unknown key (lists the nearest known ones), or a value of the wrong type.
+        ConfigError: no such file, or settings that cannot be used: all of them, grouped by what to do.
         ValueError: a value that a configuration class refuses, or a band without quotes in a file of ``config_dir``.
     """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    ConfigStore.instance().store(name="flowgrpo_schema", node=FlowGRPOConfig)
-    own = str(shipped("configs"))
-    primary = own
-    search: list[str] = []
-    if config_dir is not None:
-        folder = Path(config_dir).resolve()
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir: {config_dir} is not a folder")
-        primary, search = str(folder), [f"hydra.searchpath=[file://{own}]"]
-        for file in _own_files(folder, config_name):
-            refuse_unquoted_bands(file)
-    GlobalHydra.instance().clear()
+    refusals = Refusals()
     try:
-        with initialize_config_dir(primary, version_base="1.3"):
-            composed = hydra_compose(config_name, [*search, *(_admit(quote_bands(o)) for o in overrides)])
-        return OmegaConf.to_object(composed)  # type: ignore[return-value]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, config_name, primary)) from error
-    finally:
-        GlobalHydra.instance().clear()
-
-
-def _own_files(folder: Path, name: str) -> Iterator[Path]:
-    """The user's file of that name, and those of the folder that its defaults list builds on."""
-    import yaml
-
-    seen, waiting = set(), [name]
-    while waiting:
-        name = waiting.pop().lstrip("/").removesuffix(".yaml")
-        file = folder / f"{name}.yaml"
-        if name in seen or not file.is_file():
-            continue
-        seen.add(name)
-        yield file
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        for entry in (content.get("defaults") or []) if isinstance(content, Mapping) else []:
-            waiting += [f"{k}/{v}" for k, v in entry.items()] if isinstance(entry, Mapping) else [str(entry)]
-
-
-def known_keys() -> list[str]:
-    """Every key of the schema, dotted."""
-    return list(_keys(FlowGRPOConfig))
-
-
-def _admit(override: str) -> str:
-    """Refuse unknown keys; let the open sections take keys that their YAML does not list."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException as error:
-        raise ConfigError(f"cannot read the override {override!r}; write key=value ({error})") from error
-    key = parsed.key_or_group
-    section = next((s for s in OPEN_SECTIONS if key == s or key.startswith(f"{s}.")), None)
-    if section is not None:
-        return override if override[0] in "~+" else f"++{override}"
-    check_key(key)
-    return override
-
-
-def check_key(key: str) -> None:
-    """Raise ``ConfigError`` for a dotted key that the schema does not have."""
-    known = known_keys()
-    if key in known or any(k.startswith(f"{key}.") for k in known):
-        return
-    reason = next((why for name, why in ELSEWHERE.items() if key == name or key.startswith(f"{name}.")), None)
-    if reason is not None:
-        raise ConfigError(f"{key} has no meaning here: {reason}")
-    raise ConfigError(f"unknown configuration key {key}; nearest: {', '.join(_nearest(key, known))}")
-
-
-def _nearest(key: str, known: Sequence[str]) -> list[str]:
-    """By the last part first (a right name in the wrong section), then by the whole."""
-    last = key.rsplit(".", 1)[-1]
-    same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
-    close_name = [
-        k
-        for k in known
-        if k.rsplit(".", 1)[-1] in difflib.get_close_matches(last, [n.rsplit(".", 1)[-1] for n in known])
-    ]
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    return list(dict.fromkeys([*same_name, *close, *close_name]))[:4] or ["none; see configs/flowgrpo_trainer.yaml"]
-
-
-def _keys(cls: type, prefix: str = "") -> Iterator[str]:
-    hints = get_type_hints(cls)
-    for field in fields(cls):
-        name, kind = f"{prefix}{field.name}", hints[field.name]
-        if is_dataclass(kind):
-            yield from _keys(kind, f"{name}.")  # type: ignore[arg-type]
-        else:
-            yield name
-
-
-def _explain(error: Exception, config_name: str, folder: str) -> str:
-    cause: BaseException = error
-    # Hydra wraps OmegaConf's error, which knows the key; OmegaConf's own inner error knows neither key nor value.
-    while not getattr(cause, "full_key", None) and (inner := cause.__cause__ or cause.__context__) is not None:
-        cause = inner
-    full_key = getattr(cause, "full_key", None)
-    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    if type(error).__name__ == "MissingConfigException":
-        names = sorted({p.stem for d in (Path(folder), shipped("configs")) for p in d.glob("*.yaml")})
-        return f"--config-name: no file {config_name}.yaml; there are: {', '.join(names)}"
-    if full_key:
-        try:
-            check_key(full_key)
-        except ConfigError as unknown:
-            return str(unknown)
-        return f"{full_key}: {text}"
-    return text
+        raw = _files(config_name, config_dir)
+        parsed = _parse(overrides, refusals)
+        _make_room_for_preset(raw, parsed)
+        again = _apply(raw, parsed, refusals)
+        defaults = _defaults()
+        leaves = flatten(_resolved(raw, defaults, refusals), refusals)
+        typed: dict[str, Any] = {}
+        _apply(typed, parsed, Refusals())
+        overridden = flatten(typed, Refusals())
+    except RecursionError as error:
+        raise ConfigError("the configuration is nested too deeply; give keys of the schema, key=value") from error
+    translation = translate(leaves, refusals, flatten(defaults, Refusals()), overridden)
+    config = _build(leaves, refusals, [*translation.gone, *_fit_types(leaves, refusals)])
+    refusals.raise_if_any()
+    assert config is not None
+    translation.warn(stacklevel=2)
+    if again:
+        warnings.warn(f"given more than once, so the last counts: {'; '.join(again)}", stacklevel=2)
+    return config
 
 
 def to_yaml(config: FlowGRPOConfig | Mapping[str, Any]) -> str:
@@ -184,3 +87,254 @@ def to_yaml(config: FlowGRPOConfig | Mapping[str, Any]) -> str:
 
     plain = config.to_dict() if isinstance(config, FlowGRPOConfig) else dict(config)
     return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def _files(config_name: str, config_dir: str | None) -> dict[str, Any]:
+    """What the YAML files set, without the defaults of the schema; interpolations as they are written."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    # The files name the schema in their defaults lists; it is laid below what they set afterwards.
+    ConfigStore.instance().store(name="flowgrpo_schema", node={})
+    own = str(shipped("configs"))
+    primary = own
+    search: list[str] = []
+    if "\0" in config_name or ".." in config_name or not config_name.strip():
+        raise ConfigError(
+            f"--config-name: got {config_name!r}; give a file's name, without its ending; its folder is --config-dir"
+        )
+    if config_dir is not None:
+        if "\0" in config_dir or not Path(config_dir).is_dir():
+            raise ConfigError(f"--config-dir: {config_dir!r} is not a folder")
+        folder = Path(config_dir).resolve()
+        primary = str(folder)
+        search = [f"hydra.searchpath=[file://{own}]"]
+        for file in own_files(folder, config_name):
+            refuse_unquoted_bands(file)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(primary, version_base="1.3"):
+            composed = hydra_compose(config_name, search)
+        content = OmegaConf.to_container(composed, resolve=False)
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
+        raise ConfigError(_explain(error, config_name, primary)) from error
+    finally:
+        GlobalHydra.instance().clear()
+    return content  # type: ignore[return-value]
+
+
+def _explain(error: Exception, config_name: str, folder: str) -> str:
+    if type(error).__name__ == "MissingConfigException":
+        missing = getattr(error, "missing_cfg_file", None) or config_name
+        names = sorted({p.stem for d in (Path(folder), shipped("configs")) for p in d.glob("*.yaml")})
+        missing = missing if isinstance(missing, str) else config_name
+        where = "--config-name" if missing.removesuffix(".yaml") == config_name.removesuffix(".yaml") else config_name
+        return f"{where}: no file {missing.removesuffix('.yaml')}.yaml; there are: {', '.join(names)}"
+    cause: BaseException = error
+    while not str(cause).strip() and (inner := cause.__cause__ or cause.__context__) is not None:
+        cause = inner
+    return f"{config_name}: {' '.join(str(cause).split())[:300] or type(cause).__name__}"
+
+
+def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
+    """The overrides that can be read; the others are refused."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    parsed: list[_Override] = []
+    for text in overrides:
+        try:
+            found = parser.parse_override(quote_bands(text))
+            key, value = found.key_or_group.replace("/", "."), found.value()  # a group of files is none here
+        except RecursionError:
+            refusals.wrong(f"{text[:60]}...: nested too deeply to be a setting")
+            continue
+        except ValueError:  # of a number that Python will not read
+            refusals.wrong(f"{text.partition('=')[0]}: got a number of {len(text)} digits; give a shorter one")
+            continue
+        except HydraException as error:
+            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value ({_first_line(error)})")
+            continue
+        if not key:
+            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value")
+        elif found.is_sweep_override():
+            refusals.wrong(
+                f"{key}: got {_shortened(text.partition('=')[2])}, which is a sweep of several runs; write a list as "
+                "[a,b], and text with commas in quotes"
+            )
+        else:
+            parsed.append(_Override(key, value, found.is_delete()))
+    return parsed
+
+
+def _make_room_for_preset(raw: dict[str, Any], overrides: Sequence[_Override]) -> None:
+    """A preset on the command line replaces what the files say of the correction; overrides beside it refine it."""
+    section = "algorithm.rollout_correction"
+    for one in overrides:
+        within = one.key == section and isinstance(one.value, Mapping) and one.value.get("preset") is not None
+        if within or (one.key == f"{section}.preset" and one.value is not None and not one.deletes):
+            raw.get("algorithm", {}).pop("rollout_correction", None)
+
+
+def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusals) -> list[str]:
+    """Lay the overrides over what the files set; returns those whose key an earlier one set to something else."""
+    earlier: dict[str, Any] = {}
+    again: dict[str, str] = {}
+    for one in overrides:
+        if one.deletes:
+            _remove(raw, one.key, refusals)
+            continue
+        if one.key in earlier and earlier[one.key] != one.value:
+            again[one.key] = f"{one.key}={show(one.value)} (before: {show(earlier[one.key])})"
+        earlier[one.key] = one.value
+        _set(raw, one.key.split("."), copy.deepcopy(one.value))
+    return list(again.values())
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:60]!r}..."
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _set(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Mappings are merged into what is there, everything else replaces it."""
+    *parents, last = path
+    for part in parents:
+        if not isinstance(node.get(part), dict):
+            node[part] = {}
+        node = node[part]
+    if isinstance(value, dict) and isinstance(node.get(last), dict):
+        for key, item in value.items():
+            _set(node[last], [key], item)
+    else:
+        node[last] = value
+
+
+def _remove(raw: dict[str, Any], key: str, refusals: Refusals) -> None:
+    """``~key`` takes back what a file or an earlier override set, so that the default holds."""
+    *parents, last = key.split(".")
+    node: Any = raw
+    for part in parents:
+        node = node.get(part, {}) if isinstance(node, dict) else {}
+    if isinstance(node, dict) and last in node:
+        del node[last]
+    elif key not in schema() and key not in sections() and find(key) is None:
+        refusals.unknown(key, nearest(key))
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    """The schema's own values, interpolations as they are written."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.structured(FlowGRPOConfig), resolve=False)  # type: ignore[return-value]
+
+
+def _resolved(raw: dict[str, Any], defaults: Mapping[str, Any], refusals: Refusals) -> dict[str, Any]:
+    """``raw`` with the values that its interpolations stand for; they may refer to any key, set or not."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if "${" not in repr(raw) and "???" not in repr(raw):
+        return raw
+    try:
+        whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), OmegaConf.create(raw))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration cannot be read: {_first_line(error)}") from error
+
+    def resolve(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        result = {}
+        for key, value in node.items():
+            path = f"{prefix}{key}"
+            if isinstance(value, dict):
+                result[key] = resolve(value, f"{path}.")
+                continue
+            if value == "???" and path in schema():
+                refusals.wrong(f"{path}: is ???, which stands for a value that must be given; give one")
+                continue
+            try:
+                found = OmegaConf.select(whole, path) if "${" in repr(value) else value
+                is_node = OmegaConf.is_config(found)
+                result[key] = OmegaConf.to_container(found, resolve=True) if is_node else found
+            except OmegaConfBaseException as error:
+                refusals.wrong(f"{path}: {value} cannot be resolved ({_first_line(error)})")
+        return result
+
+    return resolve(raw, "")
+
+
+def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
+    """Every value as its field's type; those that cannot be are refused, left out and returned."""
+    gone = []
+    for key, value in list(leaves.items()):
+        if key.endswith(".rollout_correction") and not isinstance(value, Mapping | None):
+            refusals.wrong(f"{key}: got {show(value)}; give its keys, e.g. {{rollout_is: sequence}}, or null")
+            del leaves[key]
+            gone.append(key)
+            continue
+        try:
+            leaves[key] = fit(key, schema()[key], value)
+        except ValueError as error:
+            refusals.wrong(str(error))
+            del leaves[key]
+            gone.append(key)
+    return gone
+
+
+def _build(leaves: Mapping[str, Any], refusals: Refusals, gone: list[str]) -> FlowGRPOConfig | None:
+    """The configuration; what its classes refuse is noted, each further refusal with the refused settings left out.
+
+    ``gone`` holds the keys that were left out before.
+    """
+    remaining = dict(leaves)
+    while True:
+        try:
+            return _construct(remaining)
+        except ValueError as error:
+            message = str(error)
+        if not _is_consequence(message, gone):
+            refusals.wrong(message)
+        key = _leading_key(message, remaining)
+        if key is None:
+            return None
+        gone.append(key)
+        del remaining[key]
+
+
+def _construct(leaves: Mapping[str, Any]) -> FlowGRPOConfig:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(FlowGRPOConfig), OmegaConf.create(nest(leaves)))
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        cause: BaseException = error
+        while not getattr(cause, "full_key", None) and (inner := cause.__cause__ or cause.__context__) is not None:
+            cause = inner
+        key = getattr(cause, "full_key", None) or "the configuration"
+        raise ConfigError(f"{key}: {_first_line(cause)}") from error  # type: ignore[arg-type]
+
+
+def _leading_key(message: str, leaves: Mapping[str, Any]) -> str | None:
+    """The setting that a message of a configuration class begins with, if it was given."""
+    found = re.match(r"[\w.]+", message)
+    key = found[0] if found else ""
+    while key and key not in leaves:
+        key = key.rpartition(".")[0]
+    return key if key and key not in OPEN_SECTIONS else None
+
+
+def _is_consequence(message: str, gone: Sequence[str]) -> bool:
+    """Whether a message speaks of a setting that was left out before: then its default is what is refused."""
+    return any(re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", message) for key in gone)

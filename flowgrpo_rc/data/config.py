@@ -44,8 +44,8 @@ class DataConfig:
                 raise ValueError(f"data.{name}: got {value}; it must be 1 or more")
         if not self.prompt_key:
             raise ValueError("data.prompt_key: got ''; name the column that holds the prompt")
-        if self.seed < 0:
-            raise ValueError(f"data.seed: got {self.seed}; it must be 0 or more")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"data.seed: got {self.seed}; it must be 0 or more and below 2**63")
 
 
 def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:

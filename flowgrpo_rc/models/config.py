@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo_rc.checks import choice, non_negative, path_text, positive
+from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
 
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
 """What stands for every linear layer among the target modules."""
 DTYPES = ("float32", "bfloat16", "float16")
+LORA_DTYPES = ("float32", "bfloat16")
+"""float16 is too coarse for AdamW's small steps."""
+CHECKPOINTING_FROM = 1_000_000_000
+"""Parameters above which ``enable_gradient_checkpointing=null`` is on: activations of such a transformer are many times
+the LoRA's own memory."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,7 +29,10 @@ class ModelConfig:
     """The RL algorithm; one of ``ALGORITHMS``."""
 
     dtype: str = "float32"
-    """Precision of the frozen weights in the actor. LoRA weights are always float32."""
+    """Precision of the frozen weights in the actor."""
+
+    lora_dtype: str = "float32"
+    """Precision of the LoRA weights, their gradients and their optimizer's moments; one of ``LORA_DTYPES``."""
 
     lora_rank: int = 16
     """Rank of the LoRA matrices."""
@@ -41,8 +49,9 @@ class ModelConfig:
     lora_adapter_path: str | None = None
     """A LoRA in diffusers' format to start from; its rank, alpha and targets must be the ones given here."""
 
-    enable_gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    enable_gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, about a third more compute, the same numbers. null: for
+    transformers above ``CHECKPOINTING_FROM`` parameters."""
 
     torch_compile: bool = False
     """Compile the actor's transformer blocks (the rollout engine's stay as they are, so the gap between the two gains
@@ -53,15 +62,25 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         here = "actor_rollout_ref.model"
+        fit_fields(here, self)
         choice(f"{here}.algorithm", self.algorithm, ALGORITHMS)
+        path(f"{here}.path", self.path or None, optional=True)
+        path(f"{here}.lora_adapter_path", self.lora_adapter_path, optional=True)
         choice(f"{here}.dtype", self.dtype, DTYPES)
+        choice(f"{here}.lora_dtype", self.lora_dtype, LORA_DTYPES)
         choice(f"{here}.lora_init_weights", self.lora_init_weights, ("gaussian", "default"))
+        if self.lora_rank == 0:
+            raise ValueError(f"{here}.lora_rank: got 0; a LoRA is what is trained here, so give its rank, e.g. 64")
         positive(f"{here}.lora_rank", self.lora_rank)
         positive(f"{here}.lora_alpha", self.lora_alpha)
         non_negative(f"{here}.prompt_cache_size", self.prompt_cache_size)
         _check_targets(f"{here}.target_modules", self.target_modules)
-        path_text(f"{here}.path", self.path)
-        path_text(f"{here}.lora_adapter_path", self.lora_adapter_path, optional=True)
+
+    def checkpoints_gradients(self, parameters: int) -> bool:
+        """Whether a transformer of so many parameters recomputes its activations."""
+        if self.enable_gradient_checkpointing is None:
+            return parameters > CHECKPOINTING_FROM
+        return self.enable_gradient_checkpointing
 
 
 def _check_targets(field: str, targets: Any) -> None:

@@ -24,30 +24,47 @@ class PromptEncoder:
     """
 
     def __init__(self, model: DiffusionModel, max_sequence_length: int, cache_size: int) -> None:
-        if max_sequence_length > model.longest_prompt:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.max_sequence_length: got {max_sequence_length}; this model takes "
-                f"at most {model.longest_prompt}"
-            )
         self._model = model
+        self.check_length(max_sequence_length, "pipeline")
         self._max_length = max_sequence_length
         self._cache_size = cache_size
-        self._cache: OrderedDict[str, EncodedPrompt] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int], EncodedPrompt] = OrderedDict()
         self.encoded = 0
         """How many prompts have gone through the text encoder."""
 
-    def __call__(self, prompts: Sequence[str]) -> Prompts:
-        """Embeddings of ``prompts`` in their order, padded with zeros to the longest."""
-        missing = [p for p in dict.fromkeys(prompts) if p not in self._cache]
+    def check_length(self, max_sequence_length: int, section: str) -> None:
+        """Refuse a length that the model's text encoders do not take.
+
+        Args:
+            section: of ``actor_rollout_ref.rollout``, which has the length.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        if max_sequence_length > self._model.longest_prompt:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{section}.max_sequence_length: got {max_sequence_length}; this model takes "
+                f"at most {self._model.longest_prompt}"
+            )
+
+    def __call__(self, prompts: Sequence[str], max_sequence_length: int | None = None) -> Prompts:
+        """Embeddings of ``prompts`` in their order, padded with zeros to the longest.
+
+        Args:
+            max_sequence_length: another one than the encoder was made with, for these prompts.
+        """
+        length = max_sequence_length or self._max_length
+        missing = [p for p in dict.fromkeys(prompts) if (p, length) not in self._cache]
         fresh: dict[str, EncodedPrompt] = {}
         for start in range(0, len(missing), PROMPTS_AT_ONCE):
             part = missing[start : start + PROMPTS_AT_ONCE]
-            fresh |= zip(part, self._model.encode(part, self._max_length), strict=True)
+            fresh |= zip(part, self._model.encode(part, length), strict=True)
         self.encoded += len(missing)
-        rows = [fresh[p] if p in fresh else self._cache[p] for p in prompts]
+        rows = [fresh[p] if p in fresh else self._cache[p, length] for p in prompts]
         for prompt in dict.fromkeys(prompts):
-            self._cache[prompt] = fresh.get(prompt, self._cache.get(prompt))  # type: ignore[assignment]
-            self._cache.move_to_end(prompt)
+            if prompt in fresh:
+                self._cache[prompt, length] = fresh[prompt]
+            self._cache.move_to_end((prompt, length))
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
         return pad(rows)

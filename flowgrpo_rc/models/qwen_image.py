@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
 from flowgrpo_rc.models.family import Family, dynamic_shift
+from flowgrpo_rc.models.guidance import refuse_guidance_scale
 from flowgrpo_rc.models.single_frame import use_2d_convolutions_for_one_frame
 
 
@@ -32,12 +33,7 @@ class QwenImage(Family):
 
     def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
         self._check_size(height, width)
-        distilled = bool(self.transformer.config.guidance_embeds)
-        if distilled != (guidance_scale is not None):
-            remedy = "it is guidance-distilled and needs one" if distilled else "it takes none; set it to null"
-            raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.guidance_scale: got {guidance_scale} for this model; {remedy}"
-            )
+        refuse_guidance_scale("QwenImagePipeline", bool(self.transformer.config.guidance_embeds), guidance_scale)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         return (height // self._multiple) * (width // self._multiple), self._channels

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
 from flowgrpo_rc.models.family import Family, dynamic_shift
+from flowgrpo_rc.models.guidance import refuse_guidance_scale
 
 
 class StableDiffusion3(Family):
@@ -41,12 +42,7 @@ class StableDiffusion3(Family):
                 f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model has positions for at "
                 f"most {largest} pixels to a side"
             )
-        if guidance_scale is not None:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.guidance_scale: got {guidance_scale} for this model, which embeds "
-                "none; what its pipeline calls guidance_scale is true_cfg_scale here, so set guidance_scale=null and "
-                f"true_cfg_scale={guidance_scale}"
-            )
+        refuse_guidance_scale("StableDiffusion3Pipeline", False, guidance_scale)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor = self.pipe.vae_scale_factor

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
-from flowgrpo_rc.checks import choice, non_negative, positive
+from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
 
 ENGINES = ("diffusers", "vllm_omni")
 SDE_TYPES = ("sde", "cps", "dance_sde")
@@ -36,8 +36,14 @@ class RolloutAlgoConfig:
     iters_per_group: int = 1
     """``progressive``: batches at each place, before the window moves on by its own size."""
 
+    sde_window_seed: int | None = None
+    """``random``: one place for the whole batch, drawn from this seed and the step, as verl-omni's MixGRPO has it;
+    null: a place for every prompt, from the rollouts' seed."""
+
     def __post_init__(self) -> None:
+        fit_fields(f"{_HERE}.algo", self)
         non_negative(f"{_HERE}.algo.noise_level", self.noise_level)
+        non_negative(f"{_HERE}.algo.sde_window_seed", self.sde_window_seed, optional=True)
         choice(f"{_HERE}.algo.sample_strategy", self.sample_strategy, ("random", "progressive"))
         positive(f"{_HERE}.algo.iters_per_group", self.iters_per_group)
         choice(f"{_HERE}.algo.sde_type", self.sde_type, SDE_TYPES)
@@ -76,13 +82,21 @@ class PipelineConfig:
     """Prompts are cut to this many embeddings (of T5 with Stable Diffusion 3, which pads to them)."""
 
     def __post_init__(self) -> None:
+        fit_fields(f"{_HERE}.pipeline", self)
         for name in ("height", "width", "num_inference_steps", "max_sequence_length", "true_cfg_scale"):
             positive(f"{_HERE}.pipeline.{name}", getattr(self, name))
+        non_negative(f"{_HERE}.pipeline.guidance_scale", self.guidance_scale, optional=True)
 
 
 @dataclass(kw_only=True, slots=True)
 class ValPipelineConfig:
     """The section ``rollout.val_kwargs.pipeline``; null takes the training value."""
+
+    height: int | None = None
+    """Pixels in validation."""
+
+    width: int | None = None
+    """Pixels in validation."""
 
     num_inference_steps: int | None = None
     """Denoising steps in validation."""
@@ -90,9 +104,17 @@ class ValPipelineConfig:
     true_cfg_scale: float | None = None
     """Classifier-free guidance in validation."""
 
+    guidance_scale: float | None = None
+    """Guidance embedding in validation."""
+
+    max_sequence_length: int | None = None
+    """Prompts are cut to this many embeddings in validation."""
+
     def __post_init__(self) -> None:
-        for name in ("num_inference_steps", "true_cfg_scale"):
+        fit_fields(f"{_HERE}.val_kwargs.pipeline", self)
+        for name in ("height", "width", "num_inference_steps", "true_cfg_scale", "max_sequence_length"):
             positive(f"{_HERE}.val_kwargs.pipeline.{name}", getattr(self, name), optional=True)
+        non_negative(f"{_HERE}.val_kwargs.pipeline.guidance_scale", self.guidance_scale, optional=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,6 +123,9 @@ class ValAlgoConfig:
 
     noise_level: float = 0.0
     """0: deterministic ODE sampling."""
+
+    def __post_init__(self) -> None:
+        fit_fields(f"{_HERE}.val_kwargs.algo", self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,6 +142,7 @@ class ValConfig:
     algo: ValAlgoConfig = field(default_factory=ValAlgoConfig)
 
     def __post_init__(self) -> None:
+        fit_fields(f"{_HERE}.val_kwargs", self)
         positive(f"{_HERE}.val_kwargs.n", self.n)
         non_negative(f"{_HERE}.val_kwargs.seed", self.seed)
         if self.algo.noise_level != 0:
@@ -137,6 +163,7 @@ class ProbeConfig:
     """Warn, once a run, when ``rollout_sync/engine_gap_per_dimension`` exceeds this; null: never."""
 
     def __post_init__(self) -> None:
+        fit_fields(f"{_HERE}.probe", self)
         non_negative(f"{_HERE}.probe.images", self.images)
         positive(f"{_HERE}.probe.warn_gap", self.warn_gap, optional=True)
 
@@ -162,6 +189,7 @@ class VllmOmniConfig:
     """Seconds for a clean end, before it is killed."""
 
     def __post_init__(self) -> None:
+        fit_fields(f"{_HERE}.vllm_omni", self)
         for name in ("start", "request", "sync", "silence", "close"):
             positive(f"{_HERE}.vllm_omni.{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
         if self.silence_timeout_s < SHORTEST_SILENCE:
@@ -199,6 +227,9 @@ class RolloutConfig:
     """Draw with the actor's adapter of this many batches ago, as an asynchronous engine would. At the start and after
     a resume it is the oldest adapter known. Validation always has the newest."""
 
+    seed: int | None = None
+    """Seed of the rollouts' noise and window places; null takes ``trainer.seed``."""
+
     calculate_log_probs: bool = True
     """Record the engine's log-probs. Rollout correction and bypass mode need them."""
 
@@ -209,7 +240,9 @@ class RolloutConfig:
     vllm_omni: VllmOmniConfig = field(default_factory=VllmOmniConfig)
 
     def __post_init__(self) -> None:
+        fit_fields(_HERE, self)
         choice(f"{_HERE}.name", self.name, ENGINES)
+        non_negative(f"{_HERE}.seed", self.seed, optional=True)
         choice(f"{_HERE}.dtype", self.dtype, DTYPES)
         choice(f"{_HERE}.quantization", self.quantization, (*QUANTIZATIONS, None))
         if self.name == "vllm_omni" and self.quantization is not None:
@@ -236,6 +269,12 @@ class RolloutConfig:
                 "so leave it true"
             )
         self._check_window()
+
+    @property
+    def validation_pipeline(self) -> PipelineConfig:
+        """The pipeline's settings in validation: its own where they are given, else those of training."""
+        own = {f.name: getattr(self.val_kwargs.pipeline, f.name) for f in fields(self.val_kwargs.pipeline)}
+        return replace(self.pipeline, **{name: value for name, value in own.items() if value is not None})
 
     def _check_window(self) -> None:
         steps, algo = self.pipeline.num_inference_steps, self.algo

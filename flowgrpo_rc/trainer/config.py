@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
-from flowgrpo_rc.checks import choice, non_negative, positive
+from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.config import DataConfig
 from flowgrpo_rc.models.config import ModelConfig
@@ -39,6 +39,7 @@ class AlgorithmConfig:
     """Keys of ``RolloutCorrectionConfig``, or a ``preset`` and what differs from it; null switches it off."""
 
     def __post_init__(self) -> None:
+        fit_fields("algorithm", self)
         choice("algorithm.adv_estimator", self.adv_estimator, ("flow_grpo", "grpo"))
 
 
@@ -107,13 +108,17 @@ class TrainerConfig:
     """``auto`` (an accelerator if there is one) or ``cpu``."""
 
     def __post_init__(self) -> None:
+        fit_fields("trainer", self)
         positive("trainer.total_epochs", self.total_epochs)
         positive("trainer.total_training_steps", self.total_training_steps, optional=True)
         positive("trainer.max_actor_ckpt_to_keep", self.max_actor_ckpt_to_keep, optional=True)
+        path("trainer.default_local_dir", self.default_local_dir)
+        path("trainer.resume_from_path", self.resume_from_path or None, optional=True)
         choice("trainer.resume_mode", self.resume_mode, RESUME_MODES)
         choice("trainer.device", self.device, ("auto", "cpu"))
         choice("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))
         non_negative("trainer.seed", self.seed)
+        non_negative("trainer.log_val_generations", self.log_val_generations)
         for name in self.logger:
             choice("trainer.logger", name, LOGGERS)
         for name in ("save_freq", "test_freq"):
@@ -138,6 +143,7 @@ class FlowGRPOConfig:
         if actor.rollout_correction == SHARED_CORRECTION:
             actor.rollout_correction = self.algorithm.rollout_correction
             actor.__post_init__()
+        self._check_clip()
         prompts, mini = self.data.train_batch_size, actor.ppo_mini_batch_size
         if prompts % mini:
             raise ValueError(
@@ -166,6 +172,24 @@ class FlowGRPOConfig:
                 f"actor_rollout_ref.actor.diffusion_loss.loss_mode: got dance_grpo with sde_type={sde_type}; set "
                 "actor_rollout_ref.rollout.algo.sde_type=dance_sde or loss_mode=flow_grpo"
             )
+
+    def _check_clip(self) -> None:
+        """A ratio never falls below 0, so a band that reaches it has no lower side."""
+        loss = self.actor_rollout_ref.actor.diffusion_loss
+        side = "clip_ratio" if loss.clip_ratio_low is None else "clip_ratio_low"
+        width = loss.clip_ratio if loss.clip_ratio_low is None else loss.clip_ratio_low
+        if not isinstance(width, str) and width >= 1 and loss.loss_mode != "flow_dppo":
+            raise ValueError(
+                f"actor_rollout_ref.actor.diffusion_loss.{side}: got {width:g}, so the lower bound of the band, "
+                f"1 - {side}, would be {1 - width:g}, and a ratio is never at 0 or below: nothing would be clipped "
+                "there. Ratios here move by 1e-5 to 1e-2; give a number below 1, e.g. 1e-4"
+            )
+
+    @property
+    def rollout_seed(self) -> int:
+        """Seed of the rollouts' noise and window places."""
+        own = self.actor_rollout_ref.rollout.seed
+        return self.trainer.seed if own is None else own
 
     @property
     def rollout_correction(self) -> RolloutCorrectionConfig:

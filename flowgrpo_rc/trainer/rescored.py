@@ -108,7 +108,7 @@ def _sample(trainer: FlowGRPOTrainer, images: int, before: int) -> tuple[TensorD
     known = len(run.train_prompts)
     count = min(images, known)
     prompts = [run.train_prompts[(before + i) % known] for i in range(count)]
-    conditioning = trainer.conditioning(prompts, rollout.pipeline.true_cfg_scale)
+    conditioning = trainer.conditioning(prompts, rollout.pipeline)
     earlier = before * len(taken)
     request = RolloutRequest(
         conditioning=conditioning,

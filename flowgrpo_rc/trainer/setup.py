@@ -14,10 +14,12 @@ import torch
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
 from flowgrpo_rc.models import DiffusionModel, PromptEncoder, check_adapter_file, check_pipeline, load_model
+from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.prompts import check_prompts
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import RolloutEngine, build_engine
+from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.trainer.bands import ClipBands, RejectionBands
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -62,7 +64,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
 
         check_versions()
     lora = config.actor_rollout_ref.model
-    check_pipeline(lora.path)
+    _check_guidance(config, check_pipeline(lora.path))
     if lora.lora_adapter_path:
         check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
     train = _prompts(config, "data.train_files", data.train_files, data.train_max_samples)
@@ -71,11 +73,12 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
     val = _prompts(config, "data.val_files", data.val_files, data.val_max_samples)
     sampler = PromptSampler(len(train), data.train_batch_size, seed=data.seed, shuffle=data.shuffle)
     reward = build_reward(config.reward)
-    size = (rollout.pipeline.height, rollout.pipeline.width)
-    for records in filter(None, (train, val)):
+    for records, pipeline in ((train, rollout.pipeline), (val, rollout.validation_pipeline)):
+        if not records:
+            continue
         reward.check_prompts(
             [r.prompt for r in records],
-            image_size=size,
+            image_size=(pipeline.height, pipeline.width),
             sources=[r.source or str(i) for i, r in enumerate(records)],
             metadata=[r.metadata for r in records],
         )
@@ -84,7 +87,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
     if config.actor_rollout_ref.model.torch_compile:
         _check_compiler(accelerator.device.type)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    model, encoder, engine, actor = _load(config, accelerator, total_steps, [*train, *val])
+    model, encoder, engine, actor = _load(config, accelerator, total_steps, train, val)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -105,17 +108,26 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
 
 
 def _load(
-    config: FlowGRPOConfig, accelerator: Any, total_steps: int, prompts: list[PromptRecord]
+    config: FlowGRPOConfig,
+    accelerator: Any,
+    total_steps: int,
+    train: list[PromptRecord],
+    val: list[PromptRecord],
 ) -> tuple[DiffusionModel, PromptEncoder, RolloutEngine, DiffusionActor]:
     parts = config.actor_rollout_ref
     pipeline, algo = parts.rollout.pipeline, parts.rollout.algo
     torch.manual_seed(config.trainer.seed)
     model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
     model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
+    validation = parts.rollout.validation_pipeline
+    if (validation.height, validation.width) != (pipeline.height, pipeline.width):
+        _check_validation_size(model, validation)
     encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
-    cut = check_prompts(model, [(r.prompt, r.source) for r in prompts], pipeline.max_sequence_length)
-    if cut and accelerator.is_main_process:
-        warnings.warn(cut, stacklevel=2)
+    encoder.check_length(validation.max_sequence_length, "val_kwargs.pipeline")
+    for records, length in ((train, pipeline.max_sequence_length), (val, validation.max_sequence_length)):
+        cut = check_prompts(model, [(r.prompt, r.source) for r in records], length) if records else None
+        if cut and accelerator.is_main_process:
+            warnings.warn(cut, stacklevel=2)
     engine = build_engine(parts.rollout, model, parts.model, accelerator.device)
     torch.manual_seed(config.trainer.seed)
     mini_batches = config.data.train_batch_size // parts.actor.ppo_mini_batch_size
@@ -132,6 +144,24 @@ def _load(
     if parts.model.lora_adapter_path:
         actor.load_adapter(Path(parts.model.lora_adapter_path))
     return model, encoder, engine, actor
+
+
+def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
+    """Refuse, from the model's folder alone, a guidance scale that pipelines of the class ``name`` do not take."""
+    path, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
+    embeds = embeds_guidance(name, resolve_asset(path))
+    if embeds is None:
+        return
+    refuse_guidance_scale(name, embeds, rollout.pipeline.guidance_scale)
+    refuse_guidance_scale(name, embeds, rollout.validation_pipeline.guidance_scale, "val_kwargs.pipeline")
+
+
+def _check_validation_size(model: DiffusionModel, pipeline: PipelineConfig) -> None:
+    try:
+        model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
+    except ValueError as error:
+        where = "actor_rollout_ref.rollout.val_kwargs.pipeline."
+        raise ValueError(str(error).replace("actor_rollout_ref.rollout.pipeline.", where)) from error
 
 
 def clip_bands(config: FlowGRPOConfig) -> ClipBands | None:

@@ -16,6 +16,7 @@ from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import save_lora
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
@@ -113,8 +114,8 @@ class FlowGRPOTrainer:
         return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
 
     def _rollout(self, prompts: list[PromptRecord], rows: Tensor) -> tuple[TensorDict, np.ndarray, Conditioning]:
-        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
-        cond = self.conditioning(prompts, rollout.pipeline.true_cfg_scale)
+        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.rollout_seed
+        cond = self.conditioning(prompts, rollout.pipeline)
         group = rows.repeat_interleave(rollout.n)
         image = group * rollout.n + torch.arange(rollout.n).repeat(len(rows))
         trajectories = self.generate(
@@ -146,7 +147,10 @@ class FlowGRPOTrainer:
         algo = self.config.actor_rollout_ref.rollout.algo
         if algo.sample_strategy == "progressive":
             return [progressive_window_start(self.window, self.step, algo.iters_per_group)] * len(groups)
-        seed = self.config.trainer.seed
+        if algo.sde_window_seed is not None:
+            shared = draw_window_start(self.window, generator_for(algo.sde_window_seed, WINDOW, self.step, 0))
+            return [shared] * len(groups)
+        seed = self.config.rollout_seed
         return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
 
     def _reward(
@@ -264,16 +268,16 @@ class FlowGRPOTrainer:
         if self.interrupted and self.step != self._saved_step:
             self.save()
 
-    def conditioning(self, prompts: list[PromptRecord], true_cfg_scale: float) -> Conditioning:
+    def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
-        pipeline = self.config.actor_rollout_ref.rollout.pipeline
+        length = pipeline.max_sequence_length
         negative = None
-        if true_cfg_scale > 1:
-            negative = self.run.encoder([p.negative_prompt or " " for p in prompts])
+        if pipeline.true_cfg_scale > 1:
+            negative = self.run.encoder([p.negative_prompt or " " for p in prompts], length)
         return Conditioning(
-            self.run.encoder([p.prompt for p in prompts]),
+            self.run.encoder([p.prompt for p in prompts], length),
             negative,
-            true_cfg_scale,
+            pipeline.true_cfg_scale,
             pipeline.guidance_scale,
             pipeline.height,
             pipeline.width,
@@ -312,6 +316,8 @@ class FlowGRPOTrainer:
         processes = self.accelerator.num_processes
         for text in announcement(self.config, self.correction, self.folder.root, self.window, processes):
             say(text)
+        if self.run.actor.recomputes:
+            say("Gradient checkpointing is on: activations are recomputed in the backward pass, to save memory")
         if self.step >= self.run.total_steps:
             say(
                 f"This run is already at step {self.step} of {self.run.total_steps}; raise "

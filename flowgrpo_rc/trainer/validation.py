@@ -10,6 +10,7 @@ import torch
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.trainer.samples import Sample
 from flowgrpo_rc.trainer.setup import Run
@@ -23,7 +24,7 @@ class Validation:
     samples: list[Sample]
 
 
-Encode = Callable[[list[PromptRecord], float], Conditioning]
+Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
 Generate = Callable[[RolloutRequest], Trajectories]
 
 
@@ -65,12 +66,12 @@ def _score(run: Run, conditioning: Encode, generate: Generate, own: list[int]) -
     records = [run.val_prompts[i % len(run.val_prompts)] for i in own]
     distinct = {(r.prompt, r.negative_prompt): r for r in records}
     row = {key: i for i, key in enumerate(distinct)}
-    scale = rollout.pipeline.true_cfg_scale
+    pipeline = rollout.validation_pipeline
     trajectories = generate(
         RolloutRequest(
-            conditioning=conditioning(list(distinct.values()), val.pipeline.true_cfg_scale or scale),
+            conditioning=conditioning(list(distinct.values()), pipeline),
             prompt_index=torch.tensor([row[r.prompt, r.negative_prompt] for r in records]),
-            num_inference_steps=val.pipeline.num_inference_steps or rollout.pipeline.num_inference_steps,
+            num_inference_steps=pipeline.num_inference_steps,
             seeds=[seed_for(val.seed, VALIDATION, 0, i) for i in own],
             window_starts=None,
         )

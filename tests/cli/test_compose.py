@@ -1,11 +1,14 @@
 """Composition: every shipped file parses, unknown keys are refused with a remedy, open sections are open."""
 
 import math
+import warnings
+from dataclasses import replace
 
 import pytest
 
-from flowgrpo_rc.cli.compose import ELSEWHERE, ConfigError, compose, known_keys
+from flowgrpo_rc.cli.compose import ConfigError, compose
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.paths import shipped
 
 TINY = "tiny_qwen_image_ocr"
@@ -49,11 +52,6 @@ def test_correction_reaches_the_actor_from_either_place():
         ("+trainer.foo=3", "unknown configuration key trainer.foo"),
         ("actor_rollout_ref.rollout.noise_level=1", "nearest: .*actor_rollout_ref.rollout.algo.noise_level"),
         ("algorithm.rollout_correction.rollout_iss=token", "rollout_iss.*rollout_is"),
-        ("trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node has no meaning here: .*accelerate launch"),
-        (
-            "actor_rollout_ref.actor.fsdp_config.param_offload=True",
-            "has no meaning here: this trainer shards nothing",
-        ),
         (
             "trainer.total_training_steps=many",
             "trainer.total_training_steps: .*many.*could not be converted to Integer",
@@ -90,11 +88,74 @@ def test_correction_reaches_the_actor_from_either_place():
         ("actor_rollout_ref.rollout.calculate_log_probs=false", "leave it true"),
         ("trainer.seed=-1", "trainer.seed: got -1; give 0 or more"),
         ("actor_rollout_ref.rollout.val_kwargs.seed=-1", "val_kwargs.seed: got -1"),
+        ("trainer.seed=2**70", r"trainer.seed: got '2\*\*70'; .* give a whole number"),
+        (f"trainer.seed={2**70}", "trainer.seed: got 1180591620717411303424; that is beyond 2"),
+        (f"data.seed={2**63}", "data.seed: got 9223372036854775808; that is beyond 2"),
+        (f"actor_rollout_ref.rollout.seed={2**64}", "rollout.seed: got .* that is beyond .* or null"),
+        (f"trainer.seed={'9' * 5000}", "trainer.seed: got a number of 50.. digits; give a shorter one"),
+        (
+            "actor_rollout_ref.rollout.algo.sde_window_range=[0,null]",
+            r"sde_window_range: got \[0, null\]; give a list of whole numbers, e.g. \[0,5\] or null",
+        ),
+        ("actor_rollout_ref.rollout.algo.sde_window_range=5", "sde_window_range: got 5; give a list of whole numbers"),
+        ("actor_rollout_ref.rollout.algo.noise_level=loud", "noise_level: got 'loud'; give a number"),
+        ("actor_rollout_ref.actor.optim.betas=[x,0.9]", r"optim.betas: got \['x', 0.9\]; give a list of numbers"),
+        ("actor_rollout_ref.actor.optim.lr=nan", "optim.lr: got nan; that is not finite; give a number"),
+        ("actor_rollout_ref.actor.grad_clip=inf", "grad_clip: got inf; that is not finite"),
+        ("actor_rollout_ref.actor.diffusion_loss.clip_ratio=nan", "clip_ratio: got nan; that is not finite"),
+        ("actor_rollout_ref.actor.diffusion_loss.clip_ratio=wide", "clip_ratio: got 'wide'; give a number or auto"),
+        (
+            "actor_rollout_ref.actor.diffusion_loss.clip_ratio=1",
+            "clip_ratio: got 1, so the lower bound of the band, 1 - clip_ratio, would be 0, .* give a number below 1",
+        ),
+        (
+            "actor_rollout_ref.actor.diffusion_loss.clip_ratio_low=1.5",
+            "clip_ratio_low: got 1.5, so the lower bound of the band, 1 - clip_ratio_low, would be -0.5",
+        ),
+        ("trainer.val_before_train=maybe", "val_before_train: got 'maybe'; give true or false"),
+        ("trainer.total_epochs=true", "total_epochs: got True; give a whole number"),
+        ("trainer.project_name=null", "project_name: got null; give text"),
+        ("trainer.logger=[console,null]", r"trainer.logger: got \['console', null\]; give a list of names"),
+        ("trainer=5", "trainer: got 5, but it is a section; give its keys, e.g. trainer.total_epochs"),
+        ("trainer.seed.low=1", "trainer.seed: got {low: 1}; give a whole number"),
+        ("reward.functions.x=big", "reward.functions.x: got 'big'; give a number"),
+        ("reward.functions=5", "reward.functions: got 5; give a mapping of names to numbers"),
+        ("algorithm.rollout_correction=5", "algorithm.rollout_correction: got 5; give its keys"),
+        ("trainer.default_local_dir=", "trainer.default_local_dir: got ''; give a path"),
+        ("trainer.seed=1,2", "trainer.seed: got '1,2', which is a sweep of several runs; write a list as"),
+        ("trainer.experiment_name=${trainer.nope}", "trainer.experiment_name: .*nope.* cannot be resolved"),
+        ("trainer.seed=[1", r"cannot read the override 'trainer.seed=\[1'; write key=value"),
+        ("=5", "cannot read the override '=5'; write key=value"),
+        ("", "cannot read the override ''; write key=value"),
+        ("trainer=" + "{a: " * 40 + "1" + "}" * 40, "nested more than 32 levels deep"),
+        ("trainer.x=" + "[" * 2000 + "]" * 2000, "nested too deeply to be a setting"),
+        ("algorithm.rollout_correction=" + "{a: " * 40 + "1" + "}" * 40, "nested more than 32 levels deep"),
     ],
 )
 def test_bad_settings_name_key_value_and_remedy(override, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         compose(TINY, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_integers_are_fine_where_floats_are_wanted():
+    rollout = "actor_rollout_ref.rollout"
+    numbers = (f"{rollout}.algo.noise_level=1", f"{rollout}.pipeline.true_cfg_scale=4", "reward.functions.ocr=2")
+    loss = "actor_rollout_ref.actor.diffusion_loss"
+    config = compose(TINY, [*numbers, f"{loss}.clip_ratio_high=1", "actor_rollout_ref.actor.optim.betas=[0,0.9]"])
+    found = config.actor_rollout_ref.rollout
+    values = [found.algo.noise_level, found.pipeline.true_cfg_scale, config.reward.functions["ocr"]]
+    values += [config.actor_rollout_ref.actor.diffusion_loss.clip_ratio_high]
+    values += config.actor_rollout_ref.actor.optim.betas
+    assert [(type(value), value) for value in values] == [(float, value) for value in (1, 4, 2, 1, 0, 0.9)]
+
+
+def test_of_two_overrides_of_one_key_the_last_counts_and_it_is_said():
+    with pytest.warns(UserWarning, match=r"the last counts: trainer.seed=2 \(before: 1\)"):
+        assert compose(TINY, ["trainer.seed=1", "trainer.seed=2"]).trainer.seed == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compose(TINY, ["trainer.seed=1", "trainer.seed=1"]).trainer.seed == 1
 
 
 def test_missing_files_list_what_there_is(tmp_path):
@@ -172,5 +233,14 @@ def test_a_yaml_file_must_quote_its_bands(tmp_path):
         compose("broken", config_dir=str(tmp_path))
 
 
-def test_keys_with_a_reason_are_not_our_own():
-    assert [key for key in ELSEWHERE if key in known_keys()] == []
+def test_a_preset_on_the_command_line_replaces_the_files_correction():
+    """The demo's file asks for bypass mode and rejection; a preset given beside it means what it says."""
+    section = "algorithm.rollout_correction"
+    plain = compose("tiny_qwen_image_ocr").rollout_correction
+    assert (plain.bypass_mode, plain.rollout_rs) == (True, "seq_mean_k1")
+    given = compose("tiny_qwen_image_ocr", [f"{section}.preset=decoupled_seq_is"]).rollout_correction
+    assert given == RolloutCorrectionConfig.decoupled_seq_is()
+    refined = compose("tiny_qwen_image_ocr", [f"{section}={{preset: bypass_ppo_clip}}", f"{section}.rollout_is=token"])
+    assert refined.rollout_correction == replace(RolloutCorrectionConfig.bypass_ppo_clip(), rollout_is="token")
+    kept = compose("tiny_qwen_image_ocr", [f"{section}.preset=null", f"{section}.rollout_is=token"]).rollout_correction
+    assert kept == replace(plain, rollout_is="token")

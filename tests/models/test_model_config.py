@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from flowgrpo_rc.checks import path_text
+from flowgrpo_rc.checks import path
 from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, check_adapter_file
 from flowgrpo_rc.models.adapter_file import FILE
 from flowgrpo_rc.models.lora import attach_lora, save_lora
@@ -59,12 +59,11 @@ def test_paths_that_are_none(field, value, says):
 
 
 def test_a_path_is_text():
-    path_text("field", "")
-    path_text("field", None, optional=True)
-    with pytest.raises(ValueError, match="field: got 3; give a path as text$"):
-        path_text("field", 3)
-    with pytest.raises(ValueError, match="field: got None; give a path as text$"):
-        path_text("field", None)
+    path("field", "outputs")
+    path("field", None, optional=True)
+    for wrong in (3, None, "", " "):
+        with pytest.raises(ValueError, match=f"field: got {wrong!r}; give a path as text$"):
+            path("field", wrong)
 
 
 @pytest.fixture

@@ -1,0 +1,307 @@
+"""Settings written for verl-omni, verl, flow_grpo or Flow-Factory become settings of this package, or are refused."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowgrpo_rc.checks import LARGEST_INTEGER, show
+from flowgrpo_rc.cli.foreign_keys import (
+    DROP,
+    LAUNCHER_KEYS,
+    MAY_DIFFER,
+    OBJECTIVES,
+    OTHER_DEFAULTS,
+    SPELLINGS,
+    Deleted,
+    Ignored,
+    Moved,
+    Refused,
+    Renamed,
+    find,
+)
+from flowgrpo_rc.cli.refusals import Refusals
+from flowgrpo_rc.cli.schema import nearest, schema
+
+_OPTIM = "actor_rollout_ref.actor.optim"
+_CORRECTION = "algorithm.rollout_correction"
+_COPY = "actor_rollout_ref.actor.rollout_correction"
+WRITTEN_THERE = 3
+"""So many foreign keys show that settings were written for another trainer, whose defaults are then worth a word."""
+_ALGORITHM = "actor_rollout_ref.model.algorithm"
+
+
+@dataclass
+class Translation:
+    """What was made of the settings of other trainers; ``warn`` says it."""
+
+    ignored: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> settings that change nothing that is learned."""
+    moved: list[str] = field(default_factory=list)
+    """``there -> here``, and why where it is not plain."""
+    other_defaults: list[str] = field(default_factory=list)
+    """Settings that were left to their defaults, which are others in verl-omni."""
+    gone: list[str] = field(default_factory=list)
+    """Keys whose settings contradict others, and are left out."""
+
+    def ignore(self, setting: str, reason: str) -> None:
+        """Note a setting that changes nothing."""
+        self.ignored.setdefault(reason, []).append(setting)
+
+    def warn(self, stacklevel: int) -> None:
+        """One warning for what is ignored, one for what is written in another form, one for other defaults."""
+        if self.ignored:
+            groups = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in self.ignored.items())
+            warnings.warn(f"ignored, since they cannot change what is learned: {groups}", stacklevel=stacklevel + 1)
+        if self.moved:
+            text = f"settings in another trainer's form, and what they are here: {'; '.join(self.moved)}"
+            warnings.warn(text, stacklevel=stacklevel + 1)
+        if self.other_defaults:
+            text = f"not given, and with another default in verl-omni: {'; '.join(self.other_defaults)}"
+            warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def override(key: str, value: Any) -> str:
+    """``key=value`` as it is typed into a shell: Hydra's grammar, in quotes where the shell needs them."""
+    return shlex.quote(f"{key}={_grammar(value)}")
+
+
+def translate(
+    leaves: dict[str, Any], refusals: Refusals, defaults: Mapping[str, Any], overridden: Collection[str] = ()
+) -> Translation:
+    """Bring ``leaves`` (dotted key -> value) to the schema's keys, in place; what cannot be is noted in ``refusals``.
+
+    Args:
+        defaults: of every key of the schema, for the settings that are not given.
+        overridden: keys that the command line set. It wins over a file that says the same in another form; two
+            settings of the command line, or of a file, that contradict each other are refused.
+    """
+    done = Translation()
+    given = dict(leaves)
+    layers = _Layers(overridden)
+    for key in given:
+        if key not in schema():
+            _foreign_key(key, given, leaves, done, refusals, layers)
+    _shared_correction(leaves, refusals)
+    _objective(leaves, done, refusals, layers)
+    for key, (spellings, meaning) in SPELLINGS.items():
+        if key in leaves:
+            _spelling(key, spellings, meaning, leaves, done)
+    _warm_up(leaves, done, defaults)
+    if sum(key not in schema() for key in given) >= WRITTEN_THERE and not refusals:
+        done.other_defaults = [
+            f"{key}={_grammar(defaults[key])} (there {value})"
+            for key, value in OTHER_DEFAULTS.items()
+            if key not in leaves
+        ]
+    return done
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Which of two settings of the same thing wins."""
+
+    overridden: Collection[str]
+
+    def first_wins(self, first: str, second: str) -> bool:
+        """Whether ``first`` alone stands on the command line."""
+        return first in self.overridden and second not in self.overridden
+
+
+def _foreign_key(
+    key: str,
+    given: Mapping[str, Any],
+    leaves: dict[str, Any],
+    done: Translation,
+    refusals: Refusals,
+    layers: _Layers,
+) -> None:
+    value = leaves.pop(key)
+    setting = override(key, value)
+    if key in LAUNCHER_KEYS:
+        return _launcher(key, value, done, refusals)
+    verdict = find(key)
+    if isinstance(verdict, Renamed):
+        value = verdict.values.get(value, value) if _hashable(value) else value
+        refusals.instead(setting, override(verdict.target_for(key), value), verdict.reason)
+    elif isinstance(verdict, Moved):
+        _move(key, value, verdict, leaves, done, refusals, layers)
+    elif isinstance(verdict, Ignored) or (isinstance(verdict, Refused) and verdict.is_harmless(value, given)):
+        done.ignore(key, verdict.reason)
+    elif isinstance(verdict, Refused):
+        refusals.cannot(setting, verdict.reason)
+    elif isinstance(verdict, Deleted):
+        refusals.delete(key, verdict.reason)
+    else:
+        refusals.unknown(key, nearest(key))
+
+
+def _move(
+    key: str,
+    value: Any,
+    verdict: Moved,
+    leaves: dict[str, Any],
+    done: Translation,
+    refusals: Refusals,
+    layers: _Layers,
+) -> None:
+    target = verdict.target_for(key)
+    if target not in schema():
+        return refusals.unknown(key, nearest(key))
+    if _hashable(value) and value in verdict.values:
+        here = verdict.values[value]
+    elif verdict.only:
+        names = ", ".join(name for name in verdict.values if isinstance(name, str))
+        return refusals.wrong(f"{key}: got {show(value)}; choose one of {names} (it is {target} here)")
+    else:
+        here = value
+    if here is DROP:
+        return done.ignore(key, f"nothing is asked for; see {target}")
+    present = _respelled(target, leaves[target]) if target in leaves else here
+    if present != here and layers.first_wins(target, key):
+        return done.ignore(key, f"{target} on the command line wins over the file")
+    if present != here and not layers.first_wins(key, target):
+        done.gone.append(target)
+        return refusals.wrong(
+            f"{key}: got {show(value)}, but {target} is {show(leaves[target])}, and the two are one setting here; "
+            f"leave {key} out"
+        )
+    leaves[target] = here
+    done.moved.append(f"{key}={_grammar(value)} -> {override(target, here)}")
+    return None
+
+
+def _respelled(key: str, value: Any) -> Any:
+    spellings = SPELLINGS.get(key, ({}, ""))[0]
+    return spellings.get(value, value) if _hashable(value) else value
+
+
+def _launcher(key: str, value: Any, done: Translation, refusals: Refusals) -> None:
+    """Numbers of processes come from the launcher; what a setting says must agree with it."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LARGEST_INTEGER:
+        return refusals.wrong(f"{key}: got {show(value)}; give a whole number above 0")
+    per_node = key == LAUNCHER_KEYS[0]
+    flag = f"torchrun --{'nproc_per_node' if per_node else 'nnodes'} {value}"
+    started = _started()
+    if started is None:
+        agrees = "it agrees" if value == 1 else f"start with `{flag}` (or accelerate launch) for {value}"
+        return done.ignore(f"{key}={value}", f"no launcher was used, so there is one process; {agrees}")
+    actual = started[0] if per_node else started[1]
+    what = "processes on this machine" if per_node else "machines"
+    if value == actual:
+        return done.ignore(f"{key}={value}", f"the launcher started {actual} {what}, so it agrees")
+    return refusals.cannot(
+        f"{key}={value}",
+        f"the launcher started {actual} {what}; start with `{flag}` (or accelerate launch), or set {key}={actual}",
+    )
+
+
+def _started() -> tuple[int, int] | None:
+    """Processes on this machine and machines, as torchrun and accelerate launch tell; None without them."""
+    world, local = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not world.isdigit() or int(world) < 1:
+        return None
+    per_node = int(local) if local.isdigit() and int(local) > 0 else int(world)
+    return per_node, max(1, int(world) // per_node)
+
+
+def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals, layers: _Layers) -> None:
+    """verl-omni names an algorithm; here it is made up of an objective and of how windows are placed."""
+    name = leaves.get(_ALGORITHM, "flow_grpo")
+    if not _hashable(name) or name not in OBJECTIVES:
+        names = ", ".join(OBJECTIVES)
+        leaves.pop(_ALGORITHM)
+        return refusals.cannot(override(_ALGORITHM, name), f"this algorithm is not implemented; there are {names}")
+    if name == "flow_grpo":
+        return None
+    leaves[_ALGORITHM] = "flow_grpo"
+    for key, value in OBJECTIVES[name].items():
+        present = leaves.get(key, value)
+        if present != value and layers.first_wins(_ALGORITHM, key):
+            present = value
+        elif present != value and key not in MAY_DIFFER and not layers.first_wins(key, _ALGORITHM):
+            done.gone.append(key)
+            refusals.wrong(
+                f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave one out"
+            )
+        leaves[key] = present
+    made_of = " ".join(f"{key}={show(leaves[key]).strip(chr(39))}" for key in OBJECTIVES[name])
+    done.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
+    return None
+
+
+def _shared_correction(leaves: dict[str, Any], refusals: Refusals) -> None:
+    """verl-omni's actor has a copy of the correction, key by key the algorithm's; here there is one."""
+    copied = leaves.get(_COPY)
+    if not isinstance(copied, Mapping):
+        return
+    del leaves[_COPY]
+    own = leaves.get(_CORRECTION) or {}
+    if not isinstance(own, Mapping):
+        return
+    for key, value in copied.items():
+        if key in own and own[key] != value:
+            refusals.wrong(
+                f"{_COPY}.{key}: got {show(value)}, but {_CORRECTION}.{key} is {show(own[key])}, and the two are one "
+                "setting here; leave the first out"
+            )
+    leaves[_CORRECTION] = {**copied, **own}
+
+
+def _spelling(key: str, spellings: Mapping[Any, Any], meaning: str, leaves: dict[str, Any], done: Translation) -> None:
+    value = leaves[key]
+    if not _hashable(value) or value not in spellings or (type(value) is bool and not _lists_bool(spellings)):
+        return
+    here = spellings[value]
+    if here is DROP:
+        leaves.pop(key)
+    else:
+        leaves[key] = here
+    if meaning:
+        becomes = "its default" if here is DROP else _grammar(here)
+        done.moved.append(f"{key}={_grammar(value)} -> {becomes} ({meaning})")
+
+
+def _lists_bool(spellings: Mapping[Any, Any]) -> bool:
+    """``True`` equals 1 and ``False`` 0, so a table of numbers would take them."""
+    return any(isinstance(name, bool) for name in spellings)
+
+
+def _warm_up(leaves: dict[str, Any], done: Translation, defaults: Mapping[str, Any]) -> None:
+    """verl's ``constant`` schedule warms up where it is asked to; here that is ``constant_with_warmup``."""
+    kind = f"{_OPTIM}.lr_scheduler_type"
+    asked = [leaves.get(f"{_OPTIM}.{name}", 0) for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")]
+    warms_up = any(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in asked)
+    if warms_up and leaves.get(kind, defaults[kind]) == "constant":
+        leaves[kind] = "constant_with_warmup"
+        done.moved.append(f"{kind}=constant with a warm-up -> {kind}=constant_with_warmup")
+
+
+def _hashable(value: Any) -> bool:
+    return isinstance(value, str | int | float | bool | None)
+
+
+def _grammar(value: Any) -> str:
+    """A value as Hydra reads it back."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_grammar(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_grammar(item) for item in value) + "]"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "..."
+    text = str(value)
+    special = not text or any(c in text for c in ",=:[]{}'\"\\ \t\n#") or text.lower() in ("null", "true", "false")
+    if not isinstance(value, str) or not special:
+        return text
+    if ":" in text and not any(c in text for c in ",=[]{}'\"\\ \t\n#"):
+        return text  # a colon alone needs no quotes: http://host:8000
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

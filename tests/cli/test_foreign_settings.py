@@ -1,0 +1,460 @@
+"""Settings of other trainers: what acts, what is ignored, what is refused, and that nothing of theirs is unknown."""
+
+import re
+import shlex
+import warnings
+from pathlib import Path
+
+import pytest
+
+from flowgrpo_rc.cli.compose import ConfigError, compose
+from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, OTHER_DEFAULTS, SPELLINGS, TABLE, Moved, Renamed, find
+from flowgrpo_rc.cli.schema import known_keys, schema, sections
+from flowgrpo_rc.cli.translate import override
+
+TINY = "tiny_qwen_image_ocr"
+BASE = "flowgrpo_trainer"
+A, R, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+KEYS = (Path(__file__).parent / "verl_omni_keys.txt").read_text().split()
+"""Keys of verl-omni's image scripts and of its trainer's YAML."""
+
+ROLLOUT_CORRECTION_SCRIPT = (
+    "data.train_files=train.parquet",
+    "data.val_files=test.parquet",
+    "data.train_batch_size=32",
+    "data.max_prompt_length=256",
+    "algorithm.rollout_correction.bypass_mode=True",
+    "algorithm.rollout_correction.rollout_is=sequence",
+    "algorithm.rollout_correction.rollout_is_threshold=2.0",
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+    f"{M}.algorithm=flow_grpo",
+    f"{M}.path=Qwen/Qwen-Image",
+    f"{M}.lora_rank=64",
+    f"{M}.lora_alpha=128",
+    f"{M}.target_modules=['to_q','to_k','to_out.0','img_mlp.net.0.proj']",
+    f"{A}.optim.lr=3e-4",
+    f"{A}.optim.weight_decay=0.0001",
+    f"{A}.ppo_mini_batch_size=16",
+    f"{A}.ppo_micro_batch_size_per_gpu=16",
+    f"{A}.fsdp_config.param_offload=True",
+    f"{A}.fsdp_config.optimizer_offload=True",
+    f"{A}.fsdp_config.model_dtype=bfloat16",
+    f"{R}.log_prob_micro_batch_size_per_gpu=32",
+    f"{R}.tensor_model_parallel_size=1",
+    f"{R}.name=vllm_omni",
+    f"{R}.n=16",
+    f"{R}.agent.num_workers=4",
+    f"{R}.load_format=safetensors",
+    f"{R}.layered_summon=True",
+    f"{R}.pipeline.true_cfg_scale=4.0",
+    f"{R}.pipeline.max_sequence_length=256",
+    f"{R}.calculate_log_probs=True",
+    f"{R}.algo.noise_level=1.2",
+    f"{R}.algo.sde_type=sde",
+    f"{R}.algo.sde_window_size=2",
+    f"{R}.algo.sde_window_range=[0,5]",
+    f"{R}.val_kwargs.pipeline.num_inference_steps=50",
+    f"{R}.val_kwargs.algo.noise_level=0.0",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
+    "reward.num_workers=1",
+    'trainer.logger=["console", "wandb"]',
+    "trainer.project_name=flow_grpo",
+    "trainer.experiment_name=qwen_image_ocr_lora_rollout_corr",
+    "trainer.log_val_generations=8",
+    "trainer.val_before_train=False",
+    "trainer.n_gpus_per_node=4",
+    "trainer.nnodes=1",
+    "trainer.save_freq=30",
+    "trainer.test_freq=30",
+    "trainer.total_epochs=15",
+    "trainer.total_training_steps=300",
+)
+"""The overrides of verl-omni's rollout-correction script for Qwen-Image, less those of its reward model."""
+
+REWARD_MODEL = (
+    "reward.reward_model.enable=True",
+    "reward.reward_model.model_path=Qwen/Qwen3-VL-8B-Instruct",
+    "reward.reward_model.rollout.name=vllm",
+    "reward.reward_model.rollout.tensor_model_parallel_size=4",
+)
+
+
+def quietly(*overrides, name=BASE):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compose(name, overrides)
+
+
+def refused(*overrides, name=BASE):
+    with pytest.raises(ConfigError) as caught:
+        quietly(*overrides, name=name)
+    return str(caught.value)
+
+
+def said(*overrides, name=BASE):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compose(name, overrides)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_no_key_of_another_trainer_is_unknown():
+    unknown = [
+        key
+        for key in KEYS
+        if key not in schema()
+        and key not in sections()
+        and key not in LAUNCHER_KEYS
+        and not key.startswith(("algorithm.rollout_correction.", f"{A}.rollout_correction."))
+        and find(key) is None
+    ]
+    assert len(KEYS) > 400
+    assert unknown == []
+
+
+def test_every_move_leads_to_a_key_that_exists():
+    for verdict in TABLE:
+        if isinstance(verdict, Moved) and "{}" not in verdict.target:
+            assert verdict.target in schema(), verdict
+
+
+def test_the_table_takes_no_key_of_our_own():
+    """A pattern without wildcards that is a key here would never be asked; it is a key that has been added since."""
+    assert [verdict.pattern for verdict in TABLE if verdict.pattern in known_keys()] == []
+    assert set(SPELLINGS) <= set(known_keys())
+    assert set(OTHER_DEFAULTS) <= set(known_keys())
+
+
+# ---------------------------------------------------------------- verl-omni's script
+
+
+def test_the_rollout_correction_script_starts():
+    config = quietly(*ROLLOUT_CORRECTION_SCRIPT)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert config.actor_rollout_ref.model.dtype == "bfloat16"
+    assert (actor.optim.lr, actor.ppo_mini_batch_size, rollout.n) == (3e-4, 16, 16)
+    assert (rollout.algo.noise_level, rollout.algo.sde_window_range) == (1.2, [0, 5])
+    assert config.rollout_correction.rollout_rs_threshold == "0.5_2.0"
+    assert (config.trainer.total_training_steps, config.trainer.logger) == (300, ["console", "wandb"])
+
+
+def test_one_warning_lists_what_is_ignored_and_one_what_is_translated():
+    ignored, moved, defaults = said(*ROLLOUT_CORRECTION_SCRIPT)
+    for name in ("param_offload", "optimizer_offload", "agent.num_workers", "load_format", "layered_summon"):
+        assert name in ignored
+    for name in ("tensor_model_parallel_size", "ref.log_prob_micro_batch_size_per_gpu", "reward.num_workers"):
+        assert name in ignored
+    assert "torchrun --nproc_per_node 4" in ignored
+    assert f"{A}.fsdp_config.model_dtype=bfloat16 -> {M}.dtype=bfloat16" in moved
+    assert "trainer.mixed_precision=no (there bfloat16" in defaults
+    assert "lora_rank" not in defaults
+
+
+def test_our_own_settings_warn_of_nothing():
+    assert said("trainer.seed=3", f"{M}.dtype=bfloat16", name=TINY) == []
+
+
+def test_the_reward_model_is_refused_with_what_to_use_instead():
+    message = refused(*ROLLOUT_CORRECTION_SCRIPT, *REWARD_MODEL)
+    assert message.count("\n") == 2
+    for setting in ("reward.reward_model.enable=true", "reward.reward_model.rollout.tensor_model_parallel_size=4"):
+        assert setting in message
+    assert "cannot work here" in message
+    assert "reward.custom_reward_function.path=my_reward.py" in message
+    off = [setting.replace("enable=True", "enable=False") for setting in REWARD_MODEL]
+    quietly(*ROLLOUT_CORRECTION_SCRIPT, *off)
+
+
+# ---------------------------------------------------------------- what acts
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ([f"{A}.fsdp_config.model_dtype=fp32"], [f"{M}.dtype=float32"]),
+        ([f"{A}.fsdp_config.model_dtype=torch.bfloat16"], [f"{M}.dtype=bfloat16"]),
+        ([f"{A}.veomni_config.model_dtype=bf16"], [f"{M}.dtype=bfloat16"]),
+        ([f"{M}.dtype=fp16"], [f"{M}.dtype=float16"]),
+        ([f"{R}.dtype=bf16"], [f"{R}.dtype=bfloat16"]),
+        ([f"{M}.lora_dtype=null"], [f"{M}.lora_dtype=float32"]),
+        ([f"{M}.lora_dtype=fp32"], [f"{M}.lora_dtype=float32"]),
+        ([f"{A}.fsdp_config.mixed_precision.param_dtype=bf16"], ["trainer.mixed_precision=bf16"]),
+        ([f"+{A}.veomni_config.mixed_precision=true"], ["trainer.mixed_precision=bf16"]),
+        ([f"{A}.fsdp_config={{model_dtype: bf16, param_offload: true}}"], [f"{M}.dtype=bfloat16"]),
+        ([f"{A}.clip_ratio=0.01", f"{A}.clip_ratio_high=0.02"], _LOSS := [
+            f"{A}.diffusion_loss.clip_ratio=0.01", f"{A}.diffusion_loss.clip_ratio_high=0.02"
+        ]),
+        ([f"{M}.algorithm=flow_dppo"], [f"{A}.diffusion_loss.loss_mode=flow_dppo"]),
+        ([f"{M}.algorithm=mix_grpo", f"{R}.algo.sample_strategy=random"], [f"{R}.algo.sample_strategy=random"]),
+        ([f"{M}.algorithm=mix_grpo", f"{A}.diffusion_loss.loss_mode=flow_grpo"],
+         [f"{R}.algo.sample_strategy=progressive"]),
+        ([f"{M}.algorithm=flow_grpo", f"{A}.diffusion_loss.loss_mode=grpo_guard"],
+         [f"{A}.diffusion_loss.loss_mode=grpo_guard"]),
+        (["algorithm.adv_estimator=mix_grpo"], []),
+        ([f"{A}.rollout_correction.guard=fallback"], ["algorithm.rollout_correction.guard=fallback"]),
+        ([f"{M}.algo.noise_level=0.9"], [f"{R}.algo.noise_level=0.9"]),
+        ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=64"], [f"{R}.pipeline.height=64"]),
+        ([f"{M}.pipeline.height=64"], [f"{R}.pipeline.height=64"]),  # the file's own height gives way
+        ([f"{A}.optim.lr_scheduler_type=constant", f"{A}.optim.lr_warmup_steps=7"],
+         [f"{A}.optim.lr_scheduler_type=constant_with_warmup", f"{A}.optim.lr_warmup_steps=7"]),
+        ([f"{A}.optim.lr_scheduler_type=constant", f"{A}.optim.lr_warmup_steps=-1",
+          f"{A}.optim.lr_warmup_steps_ratio=0.1"],
+         [f"{A}.optim.lr_scheduler_type=constant_with_warmup", f"{A}.optim.lr_warmup_steps_ratio=0.1"]),
+        ([f"{A}.optim.lr_warmup_steps=null"], []),
+        (["trainer.total_training_steps=-1"], ["trainer.total_training_steps=null"]),
+        (["trainer.max_actor_ckpt_to_keep=0"], ["trainer.max_actor_ckpt_to_keep=null"]),
+        (["trainer.resume_mode=enable"], ["trainer.resume_mode=auto"]),
+        (["trainer.logger=console"], ["trainer.logger=[console]"]),
+        (["data.seed=null"], []),
+    ],
+)  # fmt: skip
+def test_a_setting_in_their_form_configures_what_ours_does(there, here):
+    assert quietly(*there, name=TINY).to_dict() == quietly(*here, name=TINY).to_dict()
+
+
+def test_settings_that_have_their_name_here():
+    config = quietly(
+        f"{R}.seed=7", f"{R}.algo.sde_window_seed=3", f"{M}.lora_dtype=bf16",
+        *(f"{R}.val_kwargs.pipeline.{name}" for name in ("height=64", "max_sequence_length=32", "true_cfg_scale=2")),
+        name=TINY,
+    )  # fmt: skip
+    rollout = config.actor_rollout_ref.rollout
+    assert (config.rollout_seed, rollout.algo.sde_window_seed, config.trainer.seed) == (7, 3, 42)
+    assert config.actor_rollout_ref.model.lora_dtype == "bfloat16"
+    pipeline = rollout.validation_pipeline
+    assert (pipeline.height, pipeline.width, pipeline.max_sequence_length) == (64, 32, 32)
+    assert (pipeline.true_cfg_scale, rollout.pipeline.true_cfg_scale) == (2.0, 1.0)
+    assert quietly(name=TINY).rollout_seed == 42
+
+
+def test_a_warm_up_ratio_counts_optimizer_steps():
+    optim = quietly(f"{A}.optim.lr_warmup_steps_ratio=0.1", name=TINY).actor_rollout_ref.actor.optim
+    assert (optim.lr_scheduler_type, optim.warm_up(299), optim.warm_up(5)) == ("linear", 29, 0)
+    both = quietly(
+        f"{A}.optim.lr_warmup_steps=4", f"{A}.optim.lr_warmup_steps_ratio=0.1", name=TINY
+    ).actor_rollout_ref.actor.optim
+    assert both.warm_up(299) == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=float32"], ["fsdp_config.model_dtype: got 'bf16'", "leave"]),
+        ([f"{A}.rollout_correction.guard=warn", "algorithm.rollout_correction.guard=off"], ["guard: got 'warn', but"]),
+        ([f"{A}.fsdp_config.seed=1", "trainer.seed=2"], ["fsdp_config.seed: got 1, but trainer.seed is 2"]),
+        ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=32"], ["model.pipeline.height: got 64"]),
+        ([f"{M}.algorithm=flow_dppo", f"{A}.diffusion_loss.loss_mode=grpo_guard"], ["got flow_dppo", "'grpo_guard'"]),
+        ([f"{M}.algorithm=dance_grpo", f"{R}.algo.sde_type=sde"], ["got dance_grpo", "sde_type is 'sde'"]),
+        ([f"{A}.fsdp_config.model_dtype=int4"], ["fsdp_config.model_dtype: got 'int4'; choose one of fp32"]),
+        ([f"{A}.fsdp_config.dtype=float16"], ["fsdp_config.dtype: got 'float16'; choose one of bf16"]),
+    ],
+)
+def test_two_values_for_one_setting_are_refused(overrides, parts):
+    message = refused(*overrides, name=TINY)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+
+
+def test_the_same_value_given_twice_is_no_conflict():
+    quietly(f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=bfloat16", name=TINY)
+    quietly(f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=bf16", name=TINY)
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize(
+    ("setting", "world", "local", "says"),
+    [
+        ("trainer.n_gpus_per_node=8", "4", "4", "the launcher started 4 processes on this machine.*nproc_per_node 8"),
+        ("trainer.nnodes=2", "4", "4", "the launcher started 1 machines.*--nnodes 2"),
+        ("trainer.nnodes=1", "8", "4", "the launcher started 2 machines"),
+        ("trainer.n_gpus_per_node=8", "8", "4", "the launcher started 4 processes"),
+        ("trainer.n_gpus_per_node=many", "4", "4", "got 'many'; give a whole number above 0"),
+        ("trainer.nnodes=0", "4", "4", "got 0; give a whole number above 0"),
+    ],
+)
+def test_numbers_of_processes_must_agree_with_the_launcher(setting, world, local, says, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert re.search(says, refused(setting, name=TINY))
+
+
+def test_numbers_of_processes_that_agree_are_ignored(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    (warning,) = said("trainer.n_gpus_per_node=4", "trainer.nnodes=2", name=TINY)
+    assert "the launcher started 4 processes" in warning
+    assert "the launcher started 2 machines" in warning
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        (f"{M}.algorithm=diffusion_nft", "cannot work here: .* there are flow_grpo, mix_grpo"),
+        ("algorithm.trainer_type=direct_preference", "cannot work here"),
+        (f"{A}.shuffle=True", "cannot work here: mini-batches are whole prompt groups"),
+        (f"{A}.optim.optimizer=AdamW8bit", "cannot work here: the optimizer is torch's AdamW"),
+        (f"{A}.optim.min_lr_ratio=0.1", "cannot work here"),
+        (f"{A}.entropy_coeff=0.01", "cannot work here"),
+        (f"{R}.pipeline.num_frames=81", "cannot work here: images have one frame"),
+        (f"{R}.nnodes=1", "cannot work here: .*adapter_lag"),
+        (f"+{R}.engine_kwargs.vllm_omni.quantization=fp8", "cannot work here: the engine takes its settings"),
+        (f"{M}.custom_chat_template=hello", "cannot work here: prompts are given to the pipeline as they are"),
+        (f"{M}.tokenizer_path=/elsewhere", "cannot work here: prompts are tokenized"),
+        (f"{M}.external_lib=verl_omni.pipelines.sd3_dpo", "cannot work here"),
+        (f"{M}.lora_rank=0", "a LoRA is what is trained"),
+        ("critic.optim.lr=1e-5", "has no meaning here: GRPO has no critic; delete it"),
+        ("trainer.val_only=True", "cannot work here"),
+        ("trainer._target_=os.system", "trainer._target_ has no meaning here: classes are not chosen"),
+        ("+trainer._recursive_=false", "trainer._recursive_ has no meaning here"),
+        ("trainer={_target_: os.system, seed: 3}", "trainer._target_ has no meaning here"),
+        ("algorithm.rollout_correction={_target_: verl.X}", "algorithm.rollout_correction._target_ has no meaning"),
+        ("+_target_=x", "_target_ has no meaning here"),
+        ("hydra.run.dir=x", "hydra.run.dir has no meaning here: .*trainer.default_local_dir; delete it"),
+        ("hydra/launcher=x", "hydra.launcher has no meaning here"),
+        ("+trainer.defaults=[a]", "trainer.defaults has no meaning here: a defaults list stands at the head"),
+        ("+defaults=[a]", "defaults has no meaning here: a defaults list stands at the head"),
+        ("sample.num_steps=10", f"write {R}.pipeline.num_inference_steps=10 instead"),
+        ("config.sample.num_steps=10", f"write {R}.pipeline.num_inference_steps=10 instead"),
+        ("model.model_name_or_path=Qwen/Qwen-Image", f"write {M}.path=Qwen/Qwen-Image instead"),
+        ("sample.sde_window_range=[0,5]", f"write '{R}.algo.sde_window_range=\\[0,5\\]' instead"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_says_why_in_a_line(setting, says):
+    message = refused(setting)
+    assert re.search(says, message), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"{A}.shuffle=False", f"{A}.optim.min_lr_ratio=0.0", f"{R}.nnodes=0", f"{R}.pipeline.num_frames=1",
+        "algorithm.trainer_type=policy_gradient", f"{M}.custom_chat_template=null", "trainer.v1.trainer_mode=sync",
+        f"{M}.external_lib=null", "reward.reward_model.enable=False", "distillation.enabled=False",
+        f"{A}.diffusion_loss.mix_beta=0.5", f"{A}.optim.total_training_steps=-1", f"{R}.mode=async",
+        f"{M}.extra_tokenizers={{clip: {{path: tokenizer, max_length: 77}}}}", "trainer.use_v1=true",
+        f"{R}.engine_kwargs={{vllm_omni: {{}}}}", "actor_rollout_ref.ref=null", f"{R}.multi_turn={{enable: false}}",
+        f"~{A}.fsdp_config.param_offload",
+    ],
+)  # fmt: skip
+def test_values_that_ask_for_what_happens_anyway_are_ignored(setting):
+    assert quietly(setting, name=TINY).to_dict() == quietly(name=TINY).to_dict()
+
+
+def test_all_refusals_are_told_together_and_grouped():
+    message = refused(
+        "critic.optim.lr=1e-5", "trainer.sead=3", "sample.num_steps=10", f"{R}.algo.sde_window_range=[0,null]",
+        "trainer.seed=many", f"{R}.n=1", f"{A}.shuffle=True", "reward.functions.x=big", "trainer.logger=[mlflow]",
+        "nonsense", "data.train_files=a,b", name=TINY,
+    )  # fmt: skip
+    lines = message.splitlines()
+    assert lines[0] == "the configuration has 11 settings that cannot be used"
+    groups = [line.strip().rstrip(":") for line in lines if re.match(r"  \S", line)]
+    assert groups == ["delete; they mean nothing here", "write instead", "cannot work here", "unknown", "wrong value"]
+    for part in (
+        "critic.optim.lr: GRPO has no critic",
+        f"{R}.pipeline.num_inference_steps=10  for sample.num_steps=10",
+        "trainer.sead; nearest: trainer.seed",
+        "sde_window_range: got [0, null]; give a list of whole numbers",
+        "trainer.seed: got 'many'",
+        f"{R}.n: got 1; GRPO compares",
+        "reward.functions.x: got 'big'; give a number",
+        "trainer.logger: got 'mlflow'",
+        "cannot read the override 'nonsense'",
+        "data.train_files: got 'a,b', which is a sweep",
+    ):
+        assert part in message
+
+
+def test_a_refusal_that_follows_from_another_is_not_told():
+    message = refused(f"{R}.pipeline.num_inference_steps=many", f"{R}.algo.sde_window_range=[0,20]")
+    assert message.startswith(f"{R}.pipeline.num_inference_steps: got 'many'")
+    assert "\n" not in message
+
+
+def test_a_pasted_override_is_read_back():
+    for value in ([0, 5], {"a": 1}, "it's, a [b]", "x=y", "", None, True, 1e-4, "http://host:80/a", "a b", "null"):
+        (text,) = shlex.split(override("trainer.experiment_name", value))
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        assert OverridesParser.create().parse_override(text).value() == value
+
+
+# ---------------------------------------------------------------- the page
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming_from_verl_omni.md").read_text()
+
+
+def table(heading):
+    """Rows of the table under a heading: the cells, and of each what stands in backquotes."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
+    assert rows
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_commands_of_the_page_compose():
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
+    assert blocks
+    for block in blocks:
+        words = shlex.split(block.replace("\\\n", " "))
+        assert words[:2] == ["flowgrpo-rc", "train"]
+        quietly(*words[2:])
+
+
+def test_pairs_of_the_page_configure_the_same_run():
+    for there, here in table("What acts through another key"):
+        assert quietly(*quoted(there), name=TINY).to_dict() == quietly(*quoted(here), name=TINY).to_dict(), there
+
+
+def test_keys_that_the_page_calls_ignored_are():
+    for keys, _ in table("What is ignored"):
+        for key in quoted(keys):
+            (warning,) = said(f"{key}=3", name=TINY)
+            assert key in warning
+            assert "cannot change what is learned" in warning
+
+
+def test_defaults_of_the_page_are_those_of_the_code():
+    rows = {quoted(key)[0]: (here, there) for key, here, there in table("Defaults that differ")}
+    assert list(rows) == list(OTHER_DEFAULTS)
+    config = quietly().to_dict()
+    for key, (here, there) in rows.items():
+        value = config
+        for part in key.split("."):
+            value = value[part]
+        assert (here, there) == ("null" if value is None else str(value), str(OTHER_DEFAULTS[key]))
+
+
+@pytest.mark.parametrize("heading", ["Rewards", "What cannot run here"])
+def test_what_the_page_says_cannot_run_is_refused(heading):
+    for there, _ in table(heading):
+        assert quoted(there)[0].partition("=")[0] in refused(*quoted(there))
+
+
+@pytest.mark.parametrize("heading", ["Coming from flow_grpo", "Coming from Flow-Factory"])
+def test_names_of_other_programs_are_refused_with_what_the_page_says(heading):
+    for there, here in table(heading):
+        assert isinstance(find(quoted(there)[0].partition("=")[0]), Renamed)
+        assert f"write {quoted(here)[0]} instead" in refused(*quoted(there))
+        quietly(*quoted(here))

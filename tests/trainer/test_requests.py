@@ -1,0 +1,115 @@
+"""What is drawn for whom: places of the SDE window, seeds of rollouts, validation's own pipeline, early refusals."""
+
+import pytest
+import torch
+from conftest import SMALL_RUN
+from PIL import Image
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+R = "actor_rollout_ref.rollout"
+M = "actor_rollout_ref.model"
+
+
+def trainer_of(tmp_path, *overrides):
+    return FlowGRPOTrainer(
+        compose("tiny_qwen_image_ocr", [*SMALL_RUN, f"trainer.default_local_dir={tmp_path}/run", *overrides])
+    )
+
+
+@pytest.mark.parametrize("wanted", [None, "true", "false"])
+def test_checkpointing_follows_the_setting_and_is_announced(wanted, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("flowgrpo_rc.models.config.CHECKPOINTING_FROM", 1_000_000)
+    trainer = trainer_of(tmp_path, *([] if wanted is None else [f"{M}.enable_gradient_checkpointing={wanted}"]))
+    assert trainer.run.actor.recomputes == (wanted != "false")
+    assert trainer.run.model.transformer.gradient_checkpointing == (wanted != "false")
+    trainer._announce()
+    assert ("Gradient checkpointing is on" in capsys.readouterr().out) == (wanted != "false")
+
+
+def test_windows_and_noise_have_the_seeds_that_are_given(tmp_path):
+    own = trainer_of(tmp_path / "a", f"{R}.seed=7", "trainer.seed=1")
+    same = trainer_of(tmp_path / "b", "trainer.seed=7")
+    groups = list(range(40))
+    assert own._window_starts(groups) == same._window_starts(groups)
+    assert len(set(own._window_starts(groups))) > 1
+    shared = trainer_of(tmp_path / "c", f"{R}.algo.sde_window_seed=3")
+    places = []
+    for shared.step in range(12):
+        found = set(shared._window_starts(groups))
+        assert len(found) == 1
+        places += found
+    assert len(set(places)) > 1
+    other = trainer_of(tmp_path / "d", f"{R}.algo.sde_window_seed=3", "trainer.seed=9")
+    assert other._window_starts([0]) == [places[0]]
+
+
+def test_validation_has_its_own_pipeline(tmp_path):
+    settings = ("height=64", "width=48", "max_sequence_length=4", "true_cfg_scale=2")
+    trainer = trainer_of(tmp_path, *(f"{R}.val_kwargs.pipeline.{setting}" for setting in settings))
+    requests = []
+    generate = trainer.generate
+
+    def watch(request):
+        requests.append(request)
+        return generate(request)
+
+    trainer.generate = watch
+    trainer._validate()
+    (request,) = requests
+    cond = request.conditioning
+    assert (cond.height, cond.width, cond.true_cfg_scale) == (64, 48, 2.0)
+    assert cond.prompts.embeds.shape[1] == 4
+    assert cond.negative is not None
+    (grid,) = (tmp_path / "run" / "samples").glob("*.png")
+    assert Image.open(grid).size[1] > 64
+    prompts = trainer.run.train_prompts[:2]
+    training = trainer.conditioning(prompts, trainer.config.actor_rollout_ref.rollout.pipeline)
+    assert (training.height, training.negative) == (32, None)
+    assert training.prompts.embeds.shape[1] > 4
+
+
+def test_lora_weights_and_moments_have_the_precision_that_is_given(tmp_path):
+    trainer = trainer_of(tmp_path, f"{M}.lora_dtype=bfloat16")
+    metrics = trainer.train_step()
+    actor = trainer.run.actor
+    assert {parameter.dtype for parameter in actor._parameters} == {torch.bfloat16}
+    moments = [state["exp_avg"].dtype for state in actor.optimizer.state.values()]
+    assert moments
+    assert set(moments) == {torch.bfloat16}
+    assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            [f"{R}.pipeline.guidance_scale=4"],
+            "rollout.pipeline.guidance_scale: got 4.0 .*; it takes none; set it to null",
+        ),
+        ([f"{R}.val_kwargs.pipeline.guidance_scale=4"], "rollout.val_kwargs.pipeline.guidance_scale: got 4.0"),
+    ],
+)
+def test_guidance_is_refused_before_anything_is_loaded(overrides, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("flowgrpo_rc.trainer.setup.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=says):
+        trainer_of(tmp_path, *overrides)
+
+
+def test_guidance_of_stable_diffusion_3_is_refused_before_anything_is_loaded(tmp_path, tiny_sd3_path, monkeypatch):
+    monkeypatch.setattr("flowgrpo_rc.trainer.setup.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=r"guidance_scale=null and true_cfg_scale=4.5"):
+        trainer_of(tmp_path, f"{M}.path={tiny_sd3_path}", f"{R}.pipeline.guidance_scale=4.5")
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("height=33", r"rollout.val_kwargs.pipeline.height=33, width=32: this model draws multiples of"),
+        ("max_sequence_length=4000", r"val_kwargs.pipeline.max_sequence_length: got 4000; this model takes at most"),
+    ],
+)
+def test_what_the_model_cannot_validate_is_refused(setting, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        trainer_of(tmp_path, f"{R}.val_kwargs.pipeline.{setting}")
