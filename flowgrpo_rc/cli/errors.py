@@ -49,7 +49,7 @@ def exit_code(error: BaseException, *, phase: str) -> int:
         _is_own(error) or isinstance(error, OSError) or (isinstance(error, (ValueError, ImportError)) and not training)
     )
     if _is_out_of_memory(error):
-        print(f"error: out of memory ({in_a_line(error)[:300]}); {LESS_MEMORY}", file=sys.stderr)
+        print(f"error: out of memory ({text[:300] or type(error).__name__}); {LESS_MEMORY}", file=sys.stderr)
         return FAILED
     if known:
         print(f"error: {text or type(error).__name__}", file=sys.stderr)
@@ -69,7 +69,7 @@ def debugging() -> bool:
 
 def in_a_line(error: BaseException) -> str:
     """The message without its line breaks."""
-    return " ".join(str(error).split())
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The adapter: attach it, copy it from the actor to an engine, save it so that diffusers reloads it exactly."""
 
+import json
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -185,6 +186,36 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{file}: {error}") from error
     return state
+
+
+def same_lora(one: Path, other: Path) -> bool:
+    """Whether two folders that ``save_lora`` wrote hold the same adapter and nothing else.
+
+    Not byte for byte: the order of a file's entries, and of the layers named in it, is left to chance.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if [p.name for p in one.iterdir()] != [ADAPTER_FILE] or [p.name for p in other.iterdir()] != [ADAPTER_FILE]:
+        return False
+    try:
+        with safe_open(one / ADAPTER_FILE, "pt") as first, safe_open(other / ADAPTER_FILE, "pt") as second:
+            names = sorted(first.keys())
+            if _settings(first.metadata()) != _settings(second.metadata()) or names != sorted(second.keys()):
+                return False
+            pairs = ((first.get_tensor(name), second.get_tensor(name)) for name in names)
+            return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    except (SafetensorError, OSError, ValueError):
+        return False
+
+
+def _settings(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """A safetensors file's metadata with its JSON parsed and lists, which were sets, in order."""
+    settings: dict[str, Any] = {}
+    for key, text in (metadata or {}).items():
+        parsed = json.loads(text) if text.startswith("{") else text
+        for name, value in parsed.items() if isinstance(parsed, dict) else [("", parsed)]:
+            settings[f"{key}/{name}"] = sorted(value, key=str) if isinstance(value, list) else value
+    return settings
 
 
 def _ending(name: str) -> str:

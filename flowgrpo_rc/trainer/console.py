@@ -67,6 +67,13 @@ class SurvivingStream:
         except (OSError, ValueError) as error:
             self._failed(error)
 
+    def isatty(self) -> bool:
+        """Whether a terminal is at the other end."""
+        try:
+            return not self._gone and bool(self._stream.isatty())
+        except (OSError, ValueError, AttributeError):
+            return False
+
     def settle(self) -> None:
         """The last flush. What cannot be written then is dropped, so that the interpreter's own flush cannot fail."""
         self.flush()

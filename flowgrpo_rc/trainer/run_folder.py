@@ -5,7 +5,6 @@ Records are never deleted. What a run would overwrite is moved aside under the n
 """
 
 import errno
-import filecmp
 import json
 import os
 import re
@@ -156,10 +155,12 @@ class RunFolder:
                 f"{self.metrics}: the row of step {row.get('step')} cannot be written: {_reason(error)}"
             ) from error
 
-    def replace_folder(self, target: Path, write: Callable[[Path], None]) -> list[str]:
+    def replace_folder(
+        self, target: Path, write: Callable[[Path], None], same: Callable[[Path, Path], bool]
+    ) -> list[str]:
         """Have ``write`` fill the folder ``target``, complete or not at all.
 
-        Returns what was moved aside: what lay there, unless it is the same.
+        Returns what was moved aside: what lay there, unless ``same`` says that it holds nothing else.
         """
         temporary = target.with_name(f".{target.name}{WRITING}")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -167,7 +168,7 @@ class RunFolder:
             write(temporary)
             for file in temporary.iterdir():
                 sync_path(file)
-            if _same_folder(temporary, target):
+            if target.is_dir() and same(temporary, target):
                 shutil.rmtree(temporary)
                 return []
             moved = self.set_aside((target.name,), self.next_number())
@@ -325,17 +326,6 @@ def _is_row_until(line: bytes, step: int) -> bool:
         return False
     number = row.get("step") if isinstance(row, dict) else None
     return isinstance(number, int) and not isinstance(number, bool) and number <= step
-
-
-def _same_folder(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same files with the same bytes."""
-    if not other.is_dir():
-        return False
-    names = sorted(entry.name for entry in one.iterdir())
-    if names != sorted(entry.name for entry in other.iterdir()):
-        return False
-    _, different, unreadable = filecmp.cmpfiles(one, other, names, shallow=False)
-    return not different and not unreadable
 
 
 def _reason(error: OSError) -> str:

@@ -16,7 +16,7 @@ from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.models.lora import ADAPTER_FILE, save_lora
+from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
 from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
@@ -54,9 +54,14 @@ class FlowGRPOTrainer:
 
     def __init__(self, config: FlowGRPOConfig) -> None:
         trainer = config.trainer
-        self.folder = RunFolder.open(
-            trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
-        )
+        with surviving_console():
+            self.folder = RunFolder.open(
+                trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
+            )
+            self._build(config)
+
+    def _build(self, config: FlowGRPOConfig) -> None:
+        """Load everything; a run that is refused leaves nothing behind."""
         engine: RolloutEngine | None = None
         try:
             self.run: Run = build_run(config, str(self.folder.root))
@@ -440,11 +445,12 @@ class FlowGRPOTrainer:
         for folder, state in states.items():
             if folder == self.folder.lora or state is not None:
                 with self._output(f"{folder}/"):
-                    self._tell_moved(
-                        self.folder.replace_folder(
-                            folder, lambda into, state=state: save_lora(model, actor.transformer, into, state)
-                        )
+                    moved = self.folder.replace_folder(
+                        folder,
+                        lambda into, state=state: save_lora(model, actor.transformer, into, state),
+                        same_lora,
                     )
+                    self._tell_moved(moved)
                     written.append(folder / ADAPTER_FILE)
         return written
 

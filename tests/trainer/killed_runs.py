@@ -134,7 +134,9 @@ def main():
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         os.close(listen)
-        print(kind, place, "killed" if os.WIFSIGNALED(status) else f"ended {os.WEXITSTATUS(status)}", flush=True)
+        print(
+            "plan", kind, place, "killed" if os.WIFSIGNALED(status) else f"ended {os.WEXITSTATUS(status)}", flush=True
+        )
     child, listen = start(overrides, None)
     _, status = os.waitpid(child, 0)
     sys.exit(os.waitstatus_to_exitcode(status))

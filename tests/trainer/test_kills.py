@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests_support import overrides_of
 
+from flowgrpo_rc.models.lora import same_lora
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES, RunFolder
 
@@ -16,10 +17,10 @@ SMALLER = (
     "data.train_batch_size=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
     "actor_rollout_ref.rollout.n=2",
-    "trainer.total_training_steps=36",
+    "trainer.total_training_steps=30",
     "trainer.resume_mode=auto",
     "trainer.save_freq=1",
-    "trainer.test_freq=12",
+    "trainer.test_freq=10",
     "trainer.max_actor_ckpt_to_keep=3",
 )
 """More steps than twenty attempts can make before they are killed, each as short as can be."""
@@ -38,16 +39,15 @@ def test_twenty_kills_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp
     command = [sys.executable, str(script), str(KILLS), "1", *overrides_of(tmp_path / "killed", *SMALLER)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, timeout=900, capture_output=True, text=True, check=False, env=environment)
-    told = [line for line in done.stdout.splitlines() if line.endswith(("killed", "ended 0", "ended 1"))]
+    told = [line for line in done.stdout.splitlines() if line.startswith("plan ")]
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert [line.split()[-1] for line in told] == ["killed"] * KILLS, told
     killed = RunFolder(tmp_path / "killed")
     assert lines_of(killed) == lines_of(whole)
-    name = "lora/pytorch_lora_weights.safetensors"
-    assert (killed.root / name).read_bytes() == (whole.root / name).read_bytes()
+    assert same_lora(killed.lora, whole.lora)
     for step, grid in whole.grids().items():
         assert killed.grids()[step].read_bytes() == grid.read_bytes()
-    assert (killed.checkpoints / "latest").read_text() == "step_36"
+    assert (killed.checkpoints / "latest").read_text() == "step_30"
     assert [
         path.name for path in killed.root.rglob("*") if path.name.endswith((".writing", ".removing", ".lock"))
     ] == []
