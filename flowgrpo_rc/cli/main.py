@@ -6,22 +6,45 @@ import sys
 from collections.abc import Sequence
 
 from flowgrpo_rc import __version__
+from flowgrpo_rc.cli.errors import COMMAND, FAILED, LOADING, TRAINING, exit_code, thread_errors_in_a_line
 from flowgrpo_rc.cli.probe import add_probe
 from flowgrpo_rc.cli.report import add_report
 from flowgrpo_rc.threads import limit_spinning
+from flowgrpo_rc.trainer.console import surviving_console
+from flowgrpo_rc.trainer.interrupt import INTERRUPTED, ending_on_signals
 
 DEMO_CONFIG = "tiny_qwen_image_ocr"
-INTERRUPTED = 130
-"""Exit code of a run that a signal ended early, with a checkpoint."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 refused before training, 3 a probe found
-    the configuration not safe or a report a problem, 4 a probe could not show it safe, 130 interrupted."""
+    """Run one command; returns the exit code: 0 done, 1 failed while running, 2 refused before training, 3 a probe
+    found the configuration not safe or a report a problem, 4 a probe could not show it safe, 130 ended by a signal.
+
+    Whatever a command raises becomes a line on standard error and one of these codes; ``FLOWGRPO_RC_DEBUG=1`` shows
+    the traceback too. Only argparse exits by itself, after ``--help`` and for arguments that it cannot read.
+    """
     if "torch" not in sys.modules:  # with torch its threads are settled, and the process is the caller's own
         limit_spinning(os.environ)
-    arguments = _parser().parse_args(argv)
-    return arguments.run(arguments)
+    with surviving_console() as (out, _err):
+        arguments = _parser().parse_args(argv)
+        arguments.phase = COMMAND
+        with thread_errors_in_a_line():
+            try:
+                with ending_on_signals():
+                    code = arguments.run(arguments)
+            except BaseException as error:  # SystemExit too: a reward's must not end a run as done
+                return exit_code(error, phase=arguments.phase)
+        if code == 0 and arguments.phase == COMMAND and out.failure is not None:
+            return _lost_output(out.failure)
+        return code
+
+
+def _lost_output(error: BaseException) -> int:
+    """What the command was asked for is its output; a reader that has seen enough (``| head``) lost nothing."""
+    if isinstance(error, BrokenPipeError):
+        return 0
+    print(f"error: the output could not be written: {error}", file=sys.stderr)
+    return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,40 +88,24 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.cli.compose import compose, to_yaml
 
-    try:
-        config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
-    except ValueError as error:
-        return _refuse(error)
+    config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
     if arguments.print_config:
         print(to_yaml(config), end="")
         return 0
-    from flowgrpo_rc.actor import NonFiniteUpdateError
-    from flowgrpo_rc.correction import NonFiniteLogProbError
-    from flowgrpo_rc.rewards import RewardError
-    from flowgrpo_rc.rollout import RolloutError
-    from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, NonFiniteMetricError
+    arguments.phase = LOADING
+    from flowgrpo_rc.trainer import FlowGRPOTrainer
 
-    try:
-        trainer = FlowGRPOTrainer(config)
-    except (ValueError, OSError, ImportError, CheckpointError) as error:
-        return _refuse(error)
-    failed = (CheckpointError, NonFiniteLogProbError, NonFiniteUpdateError, NonFiniteMetricError, RewardError)
-    try:
-        trainer.fit()
-    except (*failed, RolloutError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    trainer = FlowGRPOTrainer(config)
+    arguments.phase = TRAINING
+    trainer.fit()
     return INTERRUPTED if trainer.interrupted else 0
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.data import prepare_ocr
 
-    try:
-        for file in prepare_ocr(arguments.input, arguments.output):
-            print(f"{file.path}: {file.num_prompts} prompts ({file.split})")
-    except (ValueError, OSError) as error:
-        return _refuse(error)
+    for file in prepare_ocr(arguments.input, arguments.output):
+        print(f"{file.path}: {file.num_prompts} prompts ({file.split})")
     return 0
 
 
@@ -106,23 +113,18 @@ def _explain(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
     from flowgrpo_rc.correction.quoting import read_value
 
+    pairs = [setting.partition("=") for setting in arguments.settings]
+    wrong = [key for key, equals, _ in pairs if not equals]
+    if wrong:
+        raise ValueError(f"cannot read {wrong[0]!r}; write key=value")
     try:
-        pairs = [setting.partition("=") for setting in arguments.settings]
-        wrong = [key for key, equals, _ in pairs if not equals]
-        if wrong:
-            raise ValueError(f"cannot read {wrong[0]!r}; write key=value")
         result = explain(RolloutCorrectionConfig.from_dict({k: read_value(k, v) for k, _, v in pairs}))
-    except (ValueError, TypeError) as error:
-        return _refuse(error)
+    except TypeError as error:  # a value of a kind that the key does not take
+        raise ValueError(str(error)) from error
     print(result.text)
     for warning in result.warnings:
         print(f"warning: {warning}")
     return 0
-
-
-def _refuse(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The adapter: attach it, copy it from the actor to an engine, save it so that diffusers reloads it exactly."""
 
+import json
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ALL_LINEAR, ModelConfig
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+"""The adapter's file in a folder that diffusers' ``load_lora_weights`` takes."""
 
 
 class AdapterMismatchError(ValueError):
@@ -111,7 +115,7 @@ def save_lora(
     """Write the adapter in diffusers' LoRA format, ``lora_alpha`` included.
 
     ``pipe.load_lora_weights(folder)`` on the same base model then draws the identical image. ``state`` gives other
-    weights for this adapter, named as ``adapter_state`` names them.
+    weights for this adapter, named as ``adapter_state`` names them. The file may be read by whom the umask allows.
     """
     from diffusers.training_utils import _collate_lora_metadata
     from peft.utils import get_peft_model_state_dict
@@ -122,21 +126,50 @@ def save_lora(
     type(model.pipe).save_lora_weights(
         str(folder), transformer_lora_layers=layers, **_collate_lora_metadata({"transformer": transformer})
     )
+    give_umask_mode(folder)
+
+
+def give_umask_mode(folder: Path) -> None:
+    """Give the files of ``folder`` the mode that a new file gets there: safetensors writes through a temporary file of
+    mode 0600, which colleagues and servers could not read."""
+    probe = folder / ".mode"
+    with suppress(OSError):  # file systems without modes
+        probe.touch()
+        mode = probe.stat().st_mode & 0o777
+        probe.unlink()
+        for file in folder.iterdir():
+            if file.is_file() and not file.is_symlink():
+                file.chmod(mode)
 
 
 def load_lora(transformer: nn.Module, folder: Path) -> None:
     """Read what ``save_lora`` wrote into an adapter that is already attached.
 
     Raises:
-        AdapterMismatchError: the file's adapter is not of this shape.
+        AdapterMismatchError: see ``read_lora``.
+    """
+    load_adapter_state(transformer, read_lora(transformer, folder))
+
+
+def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """What ``save_lora`` wrote, named as in ``transformer``, whose attached adapter it fits.
+
+    Raises:
+        AdapterMismatchError: there is no such file, it cannot be read, its adapter is not of this shape, or a weight of
+            it is NaN or infinite.
     """
     from peft.utils import get_peft_model_state_dict
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = folder / "pytorch_lora_weights.safetensors"
+    file = folder / ADAPTER_FILE
     if not file.is_file():
         raise AdapterMismatchError(f"{folder} holds no {file.name}; give a folder with a LoRA in diffusers' format")
-    saved = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    try:
+        saved = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise AdapterMismatchError(f"{file} cannot be read ({reason}); is it complete?") from error
     expected = get_peft_model_state_dict(transformer)
     if saved.keys() != expected.keys():
         raise AdapterMismatchError(
@@ -144,7 +177,45 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
             f"{len(saved.keys() & expected.keys())} names agree. lora_rank or target_modules differ, or it was "
             "trained on another model"
         )
-    load_adapter_state(transformer, {k.replace(".weight", ".default.weight"): v for k, v in saved.items()})
+    bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.isfinite().all())]
+    if bad:
+        raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
+    state = {k.replace(".weight", ".default.weight"): v for k, v in saved.items()}
+    try:
+        check_adapter_state(state, {name: tuple(p.shape) for name, p in adapter_parameters(transformer).items()})
+    except AdapterMismatchError as error:
+        raise AdapterMismatchError(f"{file}: {error}") from error
+    return state
+
+
+def same_lora(one: Path, other: Path) -> bool:
+    """Whether two folders that ``save_lora`` wrote hold the same adapter and nothing else.
+
+    Not byte for byte: the order of a file's entries, and of the layers named in it, is left to chance.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if [p.name for p in one.iterdir()] != [ADAPTER_FILE] or [p.name for p in other.iterdir()] != [ADAPTER_FILE]:
+        return False
+    try:
+        with safe_open(one / ADAPTER_FILE, "pt") as first, safe_open(other / ADAPTER_FILE, "pt") as second:
+            names = sorted(first.keys())
+            if _settings(first.metadata()) != _settings(second.metadata()) or names != sorted(second.keys()):
+                return False
+            pairs = ((first.get_tensor(name), second.get_tensor(name)) for name in names)
+            return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    except (SafetensorError, OSError, ValueError):
+        return False
+
+
+def _settings(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """A safetensors file's metadata with its JSON parsed and lists, which were sets, in order."""
+    settings: dict[str, Any] = {}
+    for key, text in (metadata or {}).items():
+        parsed = json.loads(text) if text.startswith("{") else text
+        for name, value in parsed.items() if isinstance(parsed, dict) else [("", parsed)]:
+            settings[f"{key}/{name}"] = sorted(value, key=str) if isinstance(value, list) else value
+    return settings
 
 
 def _other_kind(transformer: nn.Module, target: str) -> str:

@@ -4,6 +4,7 @@ import math
 import warnings
 from typing import Any
 
+from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.plots import GAP, GAP_MAX
 from flowgrpo_rc.trainer.run_folder import RunFolder
 
@@ -27,11 +28,14 @@ class RunLogger:
     def start(self, first_step: int, config: dict[str, Any], project: str, experiment: str) -> None:
         """Open trackers and the progress bar."""
         if any(t != "console" for t in self._trackers):
-            self._accelerator.init_trackers(
-                project,
-                config=_flat(config),
-                init_kwargs={"wandb": {"name": experiment, "dir": str(self._folder.root)}},
-            )
+            try:
+                self._accelerator.init_trackers(
+                    project,
+                    config=_flat(config),
+                    init_kwargs={"wandb": {"name": experiment, "dir": str(self._folder.root)}},
+                )
+            except Exception as error:  # trackers raise errors of every kind, and none may cost the run
+                self._lost(", ".join(t for t in self._trackers if t != "console"), error)
         if self._console.is_terminal and not self._console.quiet:
             self._progress = _progress_bar(self._console)
             self._task = self._progress.add_task("training", total=self._total, completed=first_step, note="")
@@ -39,7 +43,8 @@ class RunLogger:
 
     def say(self, text: str) -> None:
         """A line on the terminal of the main process."""
-        self._console.print(text, soft_wrap=True)
+        with surviving_console():
+            self._console.print(text, soft_wrap=True, markup=False)
 
     def alert(self, text: str) -> None:
         """What no run may miss: a line on the terminal, or without the tracker ``console`` a warning."""
@@ -52,19 +57,37 @@ class RunLogger:
 
         Raises:
             NonFiniteMetricError: a metric is NaN or infinite, by name.
+            RunFolderError: ``metrics.jsonl`` cannot be written; trackers have not been told either.
         """
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise NonFiniteMetricError(f"step {step}: non-finite metrics: {', '.join(sorted(bad))}")
         if self._main:
             self._folder.append({"step": step, **metrics})
-        self._accelerator.log(metrics, step=step)
+        for tracker in list(getattr(self._accelerator, "trackers", ())):
+            try:
+                tracker.log(metrics, step=step)
+            except Exception as error:  # see ``start``
+                self._accelerator.trackers.remove(tracker)
+                self._lost(tracker.name, error)
         self._show(step, metrics)
 
     def close(self) -> None:
         """Close the progress bar and the trackers."""
         self._stop_progress()
+        trackers = list(getattr(self._accelerator, "trackers", ()))
+        for tracker in trackers:
+            try:
+                tracker.finish()
+            except Exception as error:  # see ``start``
+                self._lost(tracker.name, error)
+        if trackers:
+            self._accelerator.trackers.clear()
         self._accelerator.end_training()
+
+    def _lost(self, name: str, error: Exception) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self.alert(f"error: {name} takes no more metrics ({reason}); {self._folder.metrics} has them all")
 
     def _stop_progress(self) -> None:
         if self._progress is not None:
@@ -76,7 +99,7 @@ class RunLogger:
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
         if validated or (self._progress is None and step % max(1, self._total // 20) == 0):
-            self._console.print(f"step {step}/{self._total}  {note}")
+            self.say(f"step {step}/{self._total}  {note}")
 
     def summary(self, rows: list[dict[str, Any]], files: list[str]) -> None:
         """The closing table: what changed, what to worry about, what to open next."""

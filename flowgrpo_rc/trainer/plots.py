@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.trainer.run_folder import RunFolder
+from flowgrpo_rc.trainer.samples import write_picture
 
 Row = dict[str, Any]
 GAP = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
@@ -50,8 +51,10 @@ def write_plots(folder: RunFolder, clip_ratio: float | str) -> list[Path]:
 def _save(figure: Any, path: Path) -> Path:
     from matplotlib import pyplot as plt
 
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    try:
+        write_picture(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    finally:
+        plt.close(figure)
     return path
 
 

@@ -1,10 +1,14 @@
 """Sample grids: validation images with their prompt, reward and (from OCR) what was read."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from flowgrpo_rc.trainer.run_folder import WRITING
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def save_grid(path: Path, rows: Sequence[tuple[str, Sequence[Sample]]], columns:
             pen.text((x, y + cell + 16), f"{sample.reward:.2f}{read}"[:20], fill=colour, font=font)
         top += title + count * (cell + caption + gap)
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path)
+    write_picture(path, lambda temporary: canvas.save(temporary, format="PNG"))
 
 
 def stack_pictures(path: Path, pictures: Sequence[Path]) -> None:
@@ -59,7 +63,19 @@ def stack_pictures(path: Path, pictures: Sequence[Path]) -> None:
     for image in images:
         canvas.paste(image, ((canvas.width - image.width) // 2, top))
         top += image.height
-    canvas.save(path)
+    write_picture(path, lambda temporary: canvas.save(temporary, format="PNG"))
+
+
+def write_picture(path: Path, write: Callable[[Path], object]) -> None:
+    """Have ``write`` write a picture that is at ``path`` whole or not at all; what was there stays until then."""
+    temporary = path.with_name(path.name + WRITING)
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _short(prompt: str, limit: int = 17) -> str:

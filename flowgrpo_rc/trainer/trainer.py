@@ -1,7 +1,9 @@
 """The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,22 +16,24 @@ from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.models.lora import save_lora
-from flowgrpo_rc.rollout import RolloutRequest, Trajectories
+from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
+from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.announce import announcement
-from flowgrpo_rc.trainer.checkpoint import CheckpointStore
+from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.console import surviving_console, write_at_once
 from flowgrpo_rc.trainer.interrupt import StopRequest
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.plots import write_plots
 from flowgrpo_rc.trainer.probe import Probe
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
-from flowgrpo_rc.trainer.run_folder import RunFolder
+from flowgrpo_rc.trainer.run_folder import RunFolder, RunFolderError
+from flowgrpo_rc.trainer.run_lock import starts_as_main
 from flowgrpo_rc.trainer.samples import save_grid, stack_pictures
 from flowgrpo_rc.trainer.setup import Run, build_run
 from flowgrpo_rc.trainer.timer import StageTimer
@@ -43,16 +47,36 @@ class FlowGRPOTrainer:
         config: the validated configuration.
 
     Raises:
+        RunFolderInUseError: another run writes the run folder; raised before anything is loaded or changed.
         ValueError, FileNotFoundError, ImportError: see ``build_run``; raised before the model is loaded where
             that is possible.
+        CheckpointError: the checkpoint to resume from is damaged or of another model; nothing was changed.
     """
 
     def __init__(self, config: FlowGRPOConfig) -> None:
         trainer = config.trainer
+        with surviving_console():
+            self.folder = RunFolder.open(
+                trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
+            )
+            self._build(config)
+
+    def _build(self, config: FlowGRPOConfig) -> None:
+        """Load everything; a run that is refused leaves nothing behind."""
+        engine: RolloutEngine | None = None
+        try:
+            self.run: Run = build_run(config, str(self.folder.root))
+            engine = self.run.engine
+            self._set_up(config)
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            self.folder.abandon()
+            raise
+
+    def _set_up(self, config: FlowGRPOConfig) -> None:
+        trainer = config.trainer
         self.config = config
-        self.folder = RunFolder.open(trainer.default_local_dir, fresh=trainer.resume_mode == "disable")
-        self.run: Run = build_run(config, str(self.folder.root))
-        self.folder.create()
         self.accelerator = self.run.accelerator
         algo = config.actor_rollout_ref.rollout.algo
         self.window = SDEWindow.for_schedule(
@@ -66,6 +90,11 @@ class FlowGRPOTrainer:
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
+        self._failures: list[tuple[str, Exception]] = []
+        if self.folder.lock is not None and self.folder.lock.problem is not None:
+            self.logger.alert(
+                f"{self.folder.root}: not locked ({self.folder.lock.problem}); start no second run in this folder"
+            )
         self.run.guard.say = self.logger.alert
         self._resume()
         rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
@@ -234,39 +263,60 @@ class FlowGRPOTrainer:
     # ------------------------------------------------------------------ the run
 
     def fit(self) -> RunFolder:
-        """Train to the last step; validate, save, log and draw on the way. Returns the run folder.
+        """Train to the last step; validate, save, log and draw on the way. Returns the run folder, unlocked.
 
-        An interrupt (Ctrl-C, SIGTERM) ends the run after the step in flight, with a checkpoint.
+        An interrupt (Ctrl-C, SIGTERM, SIGHUP) ends the run after the step in flight, with a checkpoint. Output that
+        the console does not take is lost, and nothing else.
+
+        Raises:
+            RunFolderError: something could not be written; the message says what was kept.
         """
         trainer = self.config.trainer
-        if self._main:
-            self.folder.write_config(self.config.to_dict())
-        self._announce()
-        self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
-        try:
-            with StopRequest(self._say_stopping) as stop:
-                self._loop(stop)
-            self._finish()
-        finally:
-            self.logger.close()
+        with surviving_console():
+            try:
+                if self._main:
+                    self._tell_moved(self.folder.write_config(self.config.to_dict()))
+                self._announce()
+                self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
+                with StopRequest(self._say_stopping) as stop:
+                    self._loop(stop)
+                    self._finish()
+            finally:
+                self.logger.close()
+                self.folder.close()
         return self.folder
 
     def _loop(self, stop: StopRequest) -> None:
         trainer = self.config.trainer
         if self.step == 0 and trainer.val_before_train and self.run.val_prompts:
-            self.logger.log(0, {**self._validate().metrics, **self.timer.take()})
+            self._log({**self._validate().metrics, **self.timer.take()})
         while self.step < self.run.total_steps and not self._agreed(stop.requested):
             metrics = self.train_step()
             last = self.step == self.run.total_steps
             if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
                 metrics |= self._validate().metrics
             with self.timer("log"):
-                self.logger.log(self.step, metrics | self.timer.take())
+                self._log(metrics | self.timer.take())
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
-                    self.save()
-        if self.interrupted and self.step != self._saved_step:
-            self.save()
+                    self.save(last=last)
+        if self.interrupted:
+            if self.step != self._saved_step:
+                self.save(last=True)
+            self.logger.say(
+                f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
+                f"trainer.default_local_dir={self.folder.root}"
+            )
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        try:
+            self.logger.log(self.step, metrics)
+        except RunFolderError as error:
+            newest = self.checkpoints.newest_complete() or "none"
+            raise RunFolderError(
+                f"{error}. Kept: the rows before it, and the newest complete checkpoint ({newest}); free some space "
+                "and start again with trainer.resume_mode=auto"
+            ) from error
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
@@ -283,29 +333,75 @@ class FlowGRPOTrainer:
             pipeline.width,
         )
 
-    def save(self) -> None:
-        """Write ``checkpoints/step_N``; on several processes the main one writes."""
+    def save(self, *, last: bool = False) -> None:
+        """Write ``checkpoints/step_N``; on several processes the main one writes.
+
+        Args:
+            last: nothing is trained after it, so that a failure must not keep the adapter from being written.
+
+        Raises:
+            CheckpointError: it cannot be written; with ``last`` ``fit`` reports it at the end.
+        """
         self._saved_step = self.step
         if self._main:
-            save_run(self.run, self.checkpoints, self.step)
+            try:
+                save_run(self.run, self.checkpoints, self.step)
+            except CheckpointError as error:
+                if not last:
+                    raise
+                self._failures.append(("the last checkpoint", error))
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
-        source = checkpoint_to_resume(self.config.trainer, self.checkpoints)
+        """Read the checkpoint to resume from whole, and only then move aside what this run would overwrite."""
+        source = self._as_main_says(
+            lambda: checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.say)
+        )
         if source is not None:
             self.step = self._saved_step = load_run(self.run, self.checkpoints, source)
             self.logger.say(f"Resumed from {source} at step {self.step}")
-        if self._main:
-            self.folder.forget_after(self.step if source is not None else -1)
-            if source is not None and source.resolve().parent == self.checkpoints.root.resolve():
-                self.checkpoints.forget_after(self.step)
         self.accelerator.wait_for_everyone()
+        if self._main:
+            own = source is not None and source.resolve().parent == self.checkpoints.root.resolve()
+            self._tell_moved(self._set_later_aside() if own else self.folder.set_all_aside())
+        self.accelerator.wait_for_everyone()
+
+    def _set_later_aside(self) -> list[str]:
+        number = self.folder.next_number()
+        moved = self.checkpoints.set_aside_after(self.step, number)  # first: a kill after it finds the right ``latest``
+        moved += self.folder.set_aside_after(self.step, number)
+        if moved:  # what was made of later steps
+            moved += self.folder.set_aside(("lora", "lora_ema", "plots"), number)
+        return moved
+
+    def _tell_moved(self, moved: list[str]) -> None:
+        if moved:
+            self.logger.say(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
+
+    def _as_main_says(self, ask: Callable[[], Path | None]) -> Path | None:
+        """The main process's answer, or its ``CheckpointError``, on every process."""
+        if self.accelerator.num_processes == 1:
+            return ask()
+        from accelerate.utils import broadcast_object_list
+
+        answer: list[Any] = [None]
+        if self._main:
+            try:
+                answer = [ask()]
+            except CheckpointError as error:
+                answer = [error]
+        broadcast_object_list(answer)
+        if isinstance(answer[0], CheckpointError):
+            raise answer[0]
+        return answer[0]
 
     def _validate(self) -> Validation:
         with self.timer("validate"), self.adapter.for_validation():
             result = validate(self.run, self.conditioning, self.generate)
         if self._main and result.samples:
-            save_grid(self.folder.samples / f"step_{self.step:05d}.png", [(f"step {self.step}", result.samples)])
+            grid = self.folder.samples / f"step_{self.step:05d}.png"
+            with self._output(str(grid)):
+                save_grid(grid, [(f"step {self.step}", result.samples)])
         return result
 
     # ------------------------------------------------------------------ begin and end
@@ -325,33 +421,77 @@ class FlowGRPOTrainer:
             )
 
     def _finish(self) -> None:
-        """The final adapter, the plots, the before/after picture and the closing table."""
+        """The final adapter, the plots, the before/after picture and the closing table.
+
+        What cannot be written keeps nothing else from being written.
+
+        Raises:
+            RunFolderError: names all that could not be written, during the run too, and what was kept.
+        """
+        adapters: list[Path] = []
         if self._main:
-            actor, average = self.run.actor, self.run.actor.averaged_state()
-            save_lora(self.run.model, actor.transformer, self.folder.lora)
-            if average is not None:
-                save_lora(self.run.model, actor.transformer, self.folder.lora_ema, average)
-            rows, pictures = self.folder.rows(), []
-            if any("reward/mean" in row for row in rows):
-                clip_ratio = self.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
-                pictures.append(write_plots(self.folder, clip_ratio)[-1])
-            grids = list(self.folder.grids().values())
-            if len(grids) > 1:
-                pictures.append(self.folder.samples / "before_after.png")
-                stack_pictures(pictures[-1], [grids[0], grids[-1]])
-            if pictures:
-                stack_pictures(self.folder.summary, pictures)
-                pictures.insert(0, self.folder.summary)
-            adapter = self.folder.lora / "pytorch_lora_weights.safetensors"
-            self.logger.summary(rows, [str(p) for p in (*pictures, self.folder.metrics, adapter)])
+            adapters = self._write_adapters()
+            files = [*self._draw(), self.folder.metrics, *adapters]
+            self.logger.summary(self.folder.rows(), [str(path) for path in files])
         self.run.engine.close()
         self.accelerator.wait_for_everyone()
+        if self._failures:
+            lost = "; ".join(f"{what} ({_in_a_line(error)})" for what, error in self._failures)
+            there = (self.folder.metrics, *adapters, self.checkpoints.newest_complete())
+            kept = ", ".join(str(path) for path in there if path is not None)
+            raise RunFolderError(
+                f"trained to step {self.step}, but could not write {lost}. Kept: {kept}"
+            ) from self._failures[0][1]
+
+    def _write_adapters(self) -> list[Path]:
+        """The final adapter, and its average; returns the files written."""
+        written: list[Path] = []
+        model, actor = self.run.model, self.run.actor
+        states = {self.folder.lora: None, self.folder.lora_ema: actor.averaged_state()}
+        for folder, state in states.items():
+            if folder == self.folder.lora or state is not None:
+                with self._output(f"{folder}/"):
+                    moved = self.folder.replace_folder(
+                        folder,
+                        lambda into, state=state: save_lora(model, actor.transformer, into, state),
+                        same_lora,
+                    )
+                    self._tell_moved(moved)
+                    written.append(folder / ADAPTER_FILE)
+        return written
+
+    def _draw(self) -> list[Path]:
+        """Plots and pictures, as far as they can be drawn; returns what to look at."""
+        pictures: list[Path] = []
+        clip_ratio = self.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
+        if any("reward/mean" in row for row in self.folder.rows()):
+            with self._output(f"{self.folder.plots}/"):
+                pictures.append(write_plots(self.folder, clip_ratio)[-1])
+        grids = list(self.folder.grids().values())
+        if len(grids) > 1:
+            both = self.folder.samples / "before_after.png"
+            with self._output(str(both)):
+                stack_pictures(both, [grids[0], grids[-1]])
+                pictures.append(both)
+        if pictures:
+            with self._output(str(self.folder.summary)):
+                stack_pictures(self.folder.summary, pictures)
+                pictures.insert(0, self.folder.summary)
+        return pictures
+
+    @contextmanager
+    def _output(self, what: str) -> Iterator[None]:
+        """What is written inside is wanted, but the run and its other outputs go on without it; ``_finish`` tells."""
+        try:
+            yield
+        except Exception as error:  # drawing libraries raise errors of every kind
+            self._failures.append((what, error))
+            self.logger.alert(f"error: {what} could not be written: {_in_a_line(error)}; the run goes on")
 
     def _say_stopping(self) -> None:
-        self.logger.say(
-            "Stopping after this step, with a checkpoint; continue with trainer.resume_mode=auto "
-            f"trainer.default_local_dir={self.folder.root}"
-        )
+        """Called in a signal's handler."""
+        if self._main:
+            write_at_once("\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
     def _agreed(self, stop: bool) -> bool:
         """Whether any process was asked to stop; all processes agree."""
@@ -388,3 +528,7 @@ class FlowGRPOTrainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,14 +1,20 @@
 """The command line in processes of its own: what it imports, what it refuses, what the scripts do."""
 
+import errno
+import io
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from flowgrpo_rc import trainer
+from flowgrpo_rc.cli import main as module
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.correction import NonFiniteLogProbError
 
@@ -189,3 +195,239 @@ def test_a_log_prob_that_is_not_finite_ends_a_run_with_its_message(monkeypatch, 
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert "NaN" in said
+
+
+class Unknown(Exception):
+    """One that nothing here knows."""
+
+
+OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+RAISED = [
+    (Unknown("it\nbroke"), 1, 1, "error: unexpected Unknown: it broke; set FLOWGRPO_RC_DEBUG=1 to see where"),
+    (KeyError("colour"), 1, 1, "error: unexpected KeyError: 'colour'"),
+    (AssertionError(), 1, 1, "error: unexpected AssertionError; set"),
+    (RecursionError("maximum recursion depth exceeded"), 1, 1, "error: unexpected RecursionError"),
+    (SystemExit(0), 1, 1, "error: unexpected SystemExit: 0"),
+    (SystemExit(), 1, 1, "error: unexpected SystemExit"),
+    (SystemExit("bye"), 1, 1, "error: unexpected SystemExit: bye"),
+    (GeneratorExit(), 1, 1, "error: unexpected GeneratorExit"),
+    (ValueError("trainer.seed: got -1"), 2, 1, "trainer.seed: got -1"),
+    (ImportError("no\nwandb"), 2, 1, "no wandb"),
+    (OSError(errno.ENOSPC, "No space left on device", "run"), 2, 1, "error: [Errno 28] No space left on device: 'run'"),
+    (PermissionError(errno.EACCES, "Permission denied"), 2, 1, "error: [Errno 13] Permission denied"),
+    (trainer.CheckpointError("step_3 is damaged"), 2, 1, "error: step_3 is damaged"),
+    (
+        MemoryError(),
+        1,
+        1,
+        "error: out of memory (MemoryError); lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    ),
+    (RuntimeError(OUT_OF_MEMORY), 1, 1, "error: out of memory ([enforce fail"),
+    (
+        torch.OutOfMemoryError("CUDA out of memory.\nTried"),
+        1,
+        1,
+        "error: out of memory (CUDA out of memory. Tried); lower",
+    ),
+    (KeyboardInterrupt(), 130, 130, "interrupted"),
+]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("where", ["loading", "training"])
+@pytest.mark.parametrize(("error", "loading", "training", "message"), RAISED, ids=lambda value: type(value).__name__)
+def test_every_exception_is_a_line_and_a_code(monkeypatch, capsys, error, loading, training, message, where, debug):
+    class Trainer:
+        def __init__(self, config):
+            if where == "loading":
+                raise error
+
+        def fit(self):
+            raise error
+
+    monkeypatch.setattr(trainer, "FlowGRPOTrainer", Trainer)
+    monkeypatch.setenv("FLOWGRPO_RC_DEBUG", "1" if debug else "0")
+    assert main(["train", "--config-name", "tiny_qwen_image_ocr"]) == (loading if where == "loading" else training)
+    said = capsys.readouterr().err
+    assert message in said.splitlines()[-1]
+    assert ("Traceback" in said) is debug
+    assert said.count("\n") == 1 or debug
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo"],
+        ["probe"],
+        ["report", "."],
+        ["explain-config"],
+        ["prepare-data", "ocr", "--input", ".", "--output", "."],
+    ],
+)
+@pytest.mark.parametrize("error", [Unknown("a bug"), SystemExit(0)])
+def test_no_command_shows_a_traceback(monkeypatch, capsys, arguments, error):
+    parser = module._parser
+
+    def broken(arguments):
+        raise error
+
+    def parse():
+        made = parser()
+        parse_args = made.parse_args
+
+        def parse_and_break(argv):
+            parsed = parse_args(argv)
+            parsed.run = broken
+            return parsed
+
+        made.parse_args = parse_and_break
+        return made
+
+    monkeypatch.setattr(module, "_parser", parse)
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: unexpected {type(error).__name__}")
+    assert said.count("\n") == 1
+
+
+def test_argparse_exits_by_itself(capsys):
+    for arguments, code in ((["--help"], 0), (["--version"], 0), (["no-such-command"], 2), ([], 2)):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == code
+
+
+class Refusing(io.StringIO):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(BrokenPipeError(32, "Broken pipe"), 0), (OSError(28, "No space left"), 1)]
+)
+def test_output_that_is_lost_is_an_error_unless_the_reader_has_seen_enough(monkeypatch, capsys, error, code):
+    monkeypatch.setattr(sys, "stdout", Refusing(error))
+    assert main(["explain-config", "bypass_mode=true"]) == code
+    assert ("error: the output could not be written: [Errno 28]" in capsys.readouterr().err) is (code == 1)
+
+
+def test_a_threads_error_is_a_line(monkeypatch, capsys):
+    class Trainer:
+        interrupted = False
+
+        def __init__(self, config):
+            pass
+
+        def fit(self):
+            thread = threading.Thread(target=lambda: 1 / 0, name="writer")
+            thread.start()
+            thread.join()
+
+    monkeypatch.setattr(trainer, "FlowGRPOTrainer", Trainer)
+    before = threading.excepthook
+    assert main(["train", "--config-name", "tiny_qwen_image_ocr"]) == 0
+    assert capsys.readouterr().err == "error in writer: ZeroDivisionError: division by zero\n"
+    assert threading.excepthook is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_loading_is_a_line(monkeypatch, capsys, number):
+    class Trainer:
+        def __init__(self, config):
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+
+    monkeypatch.setattr(trainer, "FlowGRPOTrainer", Trainer)
+    before = signal.getsignal(number)
+    assert main(["train", "--config-name", "tiny_qwen_image_ocr"]) == 130
+    assert capsys.readouterr().err == "interrupted before training began; nothing was trained\n"
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.default_local_dir=''", "trainer.default_local_dir: got '', which names no folder"),
+        ("trainer.default_local_dir='  '", "trainer.default_local_dir: got '  ', which names no folder"),
+        ("trainer.default_local_dir='a\0b'", "trainer.default_local_dir: "),
+    ],
+)
+def test_a_run_folder_that_is_none_is_refused_at_once(tmp_path, monkeypatch, capsys, override, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", override]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+SMALL = """
+import sys
+from conftest import SMALL_RUN
+from flowgrpo_rc.cli.main import main
+sys.exit(main(["demo", *SMALL_RUN, *sys.argv[1:]]))
+"""
+
+
+def start(folder, *overrides, **streams):
+    """A small run in a process of its own."""
+    command = [sys.executable, "-c", SMALL, f"trainer.default_local_dir={folder}", *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return subprocess.Popen(command, env=environment, **streams)
+
+
+@pytest.mark.slow
+def test_head_ends_its_reading_and_not_the_run(tmp_path):
+    """``flowgrpo-rc demo | head -1``: ten seconds, for the interpreter's own last flush needs a process."""
+    process = start(tmp_path / "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline().startswith(b"Run folder")
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    assert process.wait(200) == 0, said
+    assert said.count("standard output cannot be written (Broken pipe)") == 1
+    assert "Traceback" not in said
+    assert "BrokenPipeError" not in said
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_both_streams_ends_no_run(tmp_path):
+    with open("/dev/full", "w") as full:
+        process = start(tmp_path / "run", stdout=full, stderr=full)
+        assert process.wait(200) == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_streams_closed_at_the_start_end_no_run_and_receive_no_file(tmp_path):
+    def close():
+        os.close(1)
+        os.close(2)
+
+    process = start(tmp_path / "run", preexec_fn=close)
+    assert process.wait(200) == 0
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [line[:9] for line in rows] == ['{"step": ', '{"step": ', '{"step": ']
+
+
+@pytest.mark.slow
+def test_a_signal_while_nobody_reads_ends_with_a_checkpoint(tmp_path):
+    """The pipe is filled before the run starts; it must come to its end all the same."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    try:
+        while True:
+            os.write(write, b"x" * 65536)
+    except BlockingIOError:
+        os.set_blocking(write, True)
+    process = start(tmp_path / "run", "trainer.total_training_steps=500", stdout=write, stderr=subprocess.DEVNULL)
+    os.close(write)
+    until = time.monotonic() + 200
+    while not (tmp_path / "run" / ".lock").exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    time.sleep(15)  # it has loaded, or is about to, and stands before its first line
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(200) == 130
+    os.close(read)

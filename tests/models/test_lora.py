@@ -1,5 +1,7 @@
 """The adapter: strict binding, and a save that plain diffusers reloads to the identical image."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from flowgrpo_rc.models.lora import (
     attach_lora,
     load_adapter_state,
     load_lora,
+    same_lora,
     save_lora,
 )
 
@@ -126,3 +129,38 @@ def test_disabled_adapter_is_the_base_model(tiny_model):
         assert_close(velocity(), base, rtol=0, atol=0)
     assert_close(velocity(), adapted, rtol=0, atol=0)
     assert (adapted - base).abs().max() > 1e-3
+
+
+def test_the_same_adapter_is_known_again(tiny_model, tmp_path):
+    """Two files of one adapter may differ in the order of their entries; another value is another adapter."""
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    randomise(tiny_model.transformer)
+    for name in ("one", "two"):
+        save_lora(tiny_model, tiny_model.transformer, tmp_path / name)
+    assert same_lora(tmp_path / "one", tmp_path / "two")
+    assert not same_lora(tmp_path / "one", tmp_path)
+    next(iter(adapter_parameters(tiny_model.transformer).values())).data[0, 0] += 1
+    save_lora(tiny_model, tiny_model.transformer, tmp_path / "three")
+    assert not same_lora(tmp_path / "one", tmp_path / "three")
+    (tmp_path / "two" / "pytorch_lora_weights.safetensors").write_bytes(b"x")
+    assert not same_lora(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"\xff" * 100, b"{}"])
+def test_a_file_that_is_no_adapter_is_named(tiny_model, tmp_path, content):
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(content)
+    with pytest.raises(AdapterMismatchError, match="pytorch_lora_weights.safetensors cannot be read"):
+        load_lora(tiny_model.transformer, tmp_path)
+
+
+def test_files_get_the_mode_of_the_umask(tiny_model, tmp_path):
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    before = os.umask(0o026)
+    try:
+        save_lora(tiny_model, tiny_model.transformer, tmp_path)
+    finally:
+        os.umask(before)
+    assert [(p.name, p.stat().st_mode & 0o777) for p in tmp_path.iterdir()] == [
+        ("pytorch_lora_weights.safetensors", 0o640)
+    ]

@@ -1,6 +1,8 @@
 """Checkpoints: complete or absent, found again, never lost to a failed write."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from flowgrpo_rc.trainer.checkpoint import (
     CheckpointError,
     CheckpointStore,
+    DamagedCheckpointError,
     Fingerprint,
     random_states,
     restore_random_states,
@@ -86,12 +89,16 @@ def test_an_error_that_is_not_about_writing_travels(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
+def test_saving_a_step_again_moves_the_earlier_one_aside(tmp_path):
+    root = tmp_path / "checkpoints"
+    store = CheckpointStore(root, keep=None)
     save(store, 3)
-    save(store, 3, lambda folder: (folder / "lora").write_text("newer"))
-    assert (tmp_path / "step_3" / "lora").read_text() == "newer"
-    assert names(tmp_path) == ["latest", "step_3"]
+    for number, text in ((1, "newer"), (2, "newest")):
+        save(store, 3, lambda folder, text=text: (folder / "lora").write_text(text))
+        assert (root / "step_3" / "lora").read_text() == text
+        assert names(root) == ["latest", "step_3"]
+        assert names(tmp_path / f"checkpoints.{number}") == ["step_3"]
+    assert (tmp_path / "checkpoints.1" / "step_3" / "lora").read_text() == "weights"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     store = CheckpointStore(tmp_path, keep=None)
     folder = save(store, 1)
     (folder / "trainer_state.json").write_text(json.dumps({"step": 1}))
-    with pytest.raises(CheckpointError, match="cannot be read: KeyError"):
+    with pytest.raises(CheckpointError, match="trainer_state.json is damaged: fingerprint is missing"):
         store.load(folder, FINGERPRINT)
 
 
@@ -139,22 +146,180 @@ def test_a_users_copy_is_left_alone(tmp_path):
     assert names(tmp_path) == ["latest", "step_4_best", "step_6"]
 
 
-def test_an_abandoned_branch_is_forgotten(tmp_path):
-    """Going back to step 1 and on to step 2 must not leave step 4 as the newest."""
-    store = CheckpointStore(tmp_path, keep=1)
+def test_an_abandoned_branch_moves_aside(tmp_path):
+    """Going back to step 1 and on to step 2 must not leave step 4 as the newest, nor lose it."""
+    root = tmp_path / "checkpoints"
+    store = CheckpointStore(root, keep=1)
     for step in (1, 4):
-        CheckpointStore(tmp_path, keep=None).save(step, {"step": step}, {}, lambda folder: None)
-    store.forget_after(1)
-    assert store.latest() == tmp_path / "step_1"
+        CheckpointStore(root, keep=None).save(step, {"step": step}, {}, lambda folder: None)
+    (root / "step_9").mkdir()  # incomplete
+    assert store.set_aside_after(1) == ["checkpoints/step_4, step_9 to checkpoints.1/"]
+    assert store.latest() == root / "step_1"
+    assert (root / "latest").read_text() == "step_1"
+    assert names(tmp_path / "checkpoints.1") == ["step_4", "step_9"]
+    assert store.set_aside_after(1) == []
     save(store, 2)
-    assert names(tmp_path) == ["latest", "step_2"]
-    store.forget_after(-1)
+    assert names(root) == ["latest", "step_2"]
+    store.set_aside_after(0)
     assert store.latest() is None
+    assert names(tmp_path / "checkpoints.2") == ["step_2"]
 
 
 def test_a_truncated_checkpoint_is_named(tmp_path):
     store = CheckpointStore(tmp_path, keep=None)
     folder = save(store, 1)
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="step_1 cannot be read"):
+    with pytest.raises(CheckpointError, match="step_1/optimizer.pt cannot be read"):
         store.load(folder, FINGERPRINT)
+
+
+NESTED = b"[" * 100_000
+WHOLE = {"step": 1, "fingerprint": vars(FINGERPRINT)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot be read: JSONDecodeError"),
+        (b"\xff\xfe\x00", "cannot be read: UnicodeDecodeError"),
+        (NESTED, "cannot be read: RecursionError"),
+        (b'{"step": 1', "cannot be read: JSONDecodeError"),
+        (b'{"step": NaN}', "cannot be read: ValueError: it holds NaN"),
+        (b'{"step": ' + b"1" * 5000 + b"}", "cannot be read: ValueError"),
+        (b"[1, 2]", "is damaged: it is a list, not a mapping"),
+        (b"7", "is damaged: it is a int"),
+        (b"null", "is damaged: it is a NoneType"),
+        (b"{}", "is damaged: step is missing"),
+        ({"step": -5}, "is damaged: its step is -5"),
+        ({"step": "1"}, "is damaged: step is a str, not a int"),
+        ({"step": 1.0}, "is damaged: step is a float"),
+        ({"step": True}, "is damaged: step is a bool"),
+        ({"step": None}, "is damaged: step is a NoneType"),
+        ({"step": 7}, "is damaged: its step is 7, its folder's 1"),
+        ({"fingerprint": []}, "is damaged: fingerprint is a list"),
+        ({"fingerprint": {"pipeline": "QwenImagePipeline"}}, "is damaged: fingerprint.transformer is missing"),
+        ({"fingerprint": {**vars(FINGERPRINT), "lora": 3}}, "is damaged: fingerprint.lora is a int"),
+        ({"fingerprint": {**vars(FINGERPRINT), "pipeline": 3}}, "is damaged: fingerprint.pipeline is a int"),
+    ],
+)
+def test_every_kind_of_damaged_state_is_named(tmp_path, content, message):
+    store = CheckpointStore(tmp_path, keep=None)
+    folder = save(store, 1)
+    if isinstance(content, dict):
+        content = json.dumps(WHOLE | content).encode()
+    (folder / "trainer_state.json").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=f"trainer_state.json {message}"):
+        store.load(folder, FINGERPRINT)
+
+
+def test_a_folder_in_a_files_place_is_named(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    folder = save(store, 1)
+    for name in ("lora", "optimizer.pt"):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+        with pytest.raises(DamagedCheckpointError, match=f"step_1/{name} cannot be read: IsADirectoryError"):
+            store.load(folder, FINGERPRINT)
+        (folder / name).rmdir()
+        with pytest.raises(DamagedCheckpointError, match=f"step_1/{name} cannot be read: FileNotFoundError"):
+            store.load(folder, FINGERPRINT)
+        (folder / name).write_text("weights")
+
+
+@pytest.mark.parametrize("name", ["lora", "optimizer.pt"])
+def test_a_flipped_bit_is_noticed(tmp_path, name):
+    store = CheckpointStore(tmp_path, keep=None)
+    folder = save(store, 1)
+    content = bytearray((folder / name).read_bytes())
+    content[content.index(torch.ones(3).numpy().tobytes() if name == "optimizer.pt" else b"weights") + 5] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=f"step_1/{name}"):
+        store.load(folder, FINGERPRINT)
+
+
+@pytest.mark.parametrize("content", [[1, 2], 3, "text", None])
+def test_tensors_that_are_no_mapping_are_named(tmp_path, content):
+    store = CheckpointStore(tmp_path, keep=None)
+    folder = save(store, 1)
+    torch.save(content, folder / "optimizer.pt")
+    with pytest.raises(DamagedCheckpointError, match="optimizer.pt is damaged: it holds a"):
+        store.load(folder, FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"\x00", b"banana", b"../../elsewhere/step_1", b"step_-1", "step_²".encode(), b"/etc"]
+)
+def test_a_latest_that_names_no_checkpoint_is_refused(tmp_path, content):
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 1)
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"latest names no checkpoint .*remove it to go on from .*step_1$"):
+        store.latest()
+
+
+def test_a_latest_that_is_a_folder_is_refused(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match="latest names no checkpoint .*there is no complete checkpoint"):
+        store.latest()
+
+
+def test_a_stale_latest_is_said(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    save(store, 1)
+    save(store, 2)
+    assert store.stale_pointer() is None
+    (tmp_path / "latest").write_text("step_5")
+    assert store.latest() == tmp_path / "step_2"
+    assert "latest names step_5, which is no complete checkpoint; the newest" in store.stale_pointer()
+    (tmp_path / "latest").write_text("")
+    assert store.latest() == tmp_path / "step_2"
+
+
+@pytest.mark.parametrize("name", ["step_²", "step_٣", "step_007", "step_", "step_-1", "step_1.0", "step_" + "9" * 200])
+def test_a_folder_whose_name_is_no_step_is_left_alone(tmp_path, name):
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    save(store, 1)
+    shutil.copytree(tmp_path / "checkpoints" / "step_1", tmp_path / "checkpoints" / name)
+    save(store, 2)
+    store.set_aside_after(1)
+    assert names(store.root) == ["latest", name] or names(store.root) == [name]
+    assert store.complete() == []
+
+
+def test_files_get_the_mode_of_the_umask(tmp_path):
+    from safetensors.torch import save_file
+
+    store = CheckpointStore(tmp_path / "checkpoints", keep=None)
+    before = os.umask(0o027)
+    try:
+        folder = save(store, 1, lambda folder: save_file({"a": torch.zeros(2)}, folder / "lora"))
+    finally:
+        os.umask(before)
+    assert {p.name: oct(p.stat().st_mode & 0o777) for p in folder.iterdir()} == {
+        name: oct(0o640) for name in ("lora", "optimizer.pt", "trainer_state.json")
+    }
+
+
+def test_everything_is_on_the_disk_when_save_returns(tmp_path, monkeypatch):
+    """Each file before its rename, ``latest`` before its own, and the folder that holds the names last."""
+    events = []
+    fsync, replace = os.fsync, os.replace
+    at = {}
+
+    def synced(descriptor):
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def renamed(old, new):
+        events.append(("rename", Path(new).name))
+        at[Path(new).name] = len(events)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    save(CheckpointStore(tmp_path / "checkpoints", keep=None), 1)
+    first = {name for kind, name in events[: at["step_1"] - 1] if kind == "sync"}
+    assert {"lora", "optimizer.pt", "trainer_state.json", ".step_1.writing"} <= first
+    assert ("sync", "latest.writing") in events[at["step_1"] : at["latest"] - 1]
+    assert ("sync", "checkpoints") in events[at["latest"] :]

@@ -6,10 +6,10 @@ import signal
 import pytest
 
 from flowgrpo_rc.trainer import interrupt
-from flowgrpo_rc.trainer.interrupt import StopRequest
+from flowgrpo_rc.trainer.interrupt import StopRequest, ending_on_signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_first_signal_asks_and_an_echo_is_ignored(number):
     said = []
     before = signal.getsignal(number)
@@ -29,3 +29,68 @@ def test_a_later_signal_ends_at_once(monkeypatch):
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_another_hangup_does_not_end_at_once(monkeypatch):
+    """A terminal that closes may send several; nobody grew impatient."""
+    monkeypatch.setattr(interrupt, "SAME_SIGNAL_SECONDS", 0.0)
+    with StopRequest(lambda: None) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.requested
+
+
+@pytest.fixture
+def ignored_hangup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_an_ignored_hangup_stays_ignored(ignored_hangup):
+    """As ``nohup`` leaves it."""
+    with StopRequest(lambda: None) as stop, ending_on_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_what_is_said_raises_nothing_from_the_handler():
+    """Python refuses a buffered write inside another one with a RuntimeError."""
+
+    def broken():
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
+
+    with StopRequest(broken) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_outside_the_loop_a_signal_ends(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ending_on_signals():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+
+
+def test_outside_the_loop_an_echo_is_ignored_and_a_later_signal_ends_the_process(monkeypatch):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with ending_on_signals():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert codes == []
+        monkeypatch.setattr(interrupt, "SAME_SIGNAL_SECONDS", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert codes == [130]
+
+
+def test_the_loops_request_replaces_the_end_while_it_lasts():
+    with ending_on_signals():
+        with StopRequest(lambda: None) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -36,7 +36,7 @@ class OneProcess:
         pass
 
 
-def test_lines_after_a_resume_point_are_forgotten(tmp_path):
+def test_lines_after_a_resume_point_move_aside(tmp_path):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
     folder.create()
     for step in range(4):
@@ -44,22 +44,38 @@ def test_lines_after_a_resume_point_are_forgotten(tmp_path):
     with folder.metrics.open("a") as handle:
         handle.write('{"step": 4, "x"')  # cut off by a kill
     assert [r["step"] for r in folder.rows()] == [0, 1, 2, 3]
-    folder.forget_after(2)
+    assert folder.set_aside_after(2) == ["2 line(s) of metrics.jsonl to metrics.1.jsonl"]
+    assert (folder.root / "metrics.1.jsonl").read_text() == '{"step": 3, "x": 1.5}\n{"step": 4, "x"\n'
     folder.append({"step": 3, "x": 7})
     assert [json.loads(line)["x"] for line in folder.metrics.read_text().splitlines()] == [0.0, 0.5, 1.0, 7]
+    assert folder.set_aside_after(3) == []
+    assert folder.set_aside_after(1) == ["2 line(s) of metrics.jsonl to metrics.2.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line", [b"7", b"[]", b'{"x": 1}', b'{"step": "2"}', b'{"step": true}', b"\xff\xfe", b"[" * 100_000, b"\x00" * 50]
+)
+def test_what_is_no_row_moves_aside_and_rows_stay_byte_for_byte(tmp_path, line):
+    folder = RunFolder(tmp_path)
+    rows = b'{"step":1,  "x": 1e-05}\n'
+    folder.metrics.write_bytes(rows + line + b"\n" + b'{"step": 2}')
+    assert folder.set_aside_after(2) == ["1 line(s) of metrics.jsonl to metrics.1.jsonl"]
+    assert folder.metrics.read_bytes() == rows + b'{"step": 2}\n'
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == line + b"\n"
 
 
 def test_grids_are_in_the_order_of_their_steps(tmp_path):
     """Also beyond the five digits of their names; what is not a step's grid is none."""
     folder = RunFolder(tmp_path)
     folder.samples.mkdir()
-    names = ("step_100000", "step_99999", "step_00000", "step_50000", "step_last", "before_after")
+    names = ("step_100000", "step_99999", "step_00000", "step_50000", "step_last", "step_²", "before_after")
     for name in names:
         (folder.samples / f"{name}.png").touch()
     assert list(folder.grids()) == [0, 50000, 99999, 100000]
     assert folder.grids()[100000].name == "step_100000.png"
-    folder.forget_after(50000)
+    folder.set_aside_after(50000)
     assert list(folder.grids()) == [0, 50000]
+    assert sorted(p.name for p in (tmp_path / "samples.1").iterdir()) == ["step_100000.png", "step_99999.png"]
     assert (folder.samples / "step_last.png").exists()
 
 

@@ -1,7 +1,10 @@
 """Whole runs of the tiny model: reproducible, resumable, with everything a run folder promises."""
 
+import errno
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.paths import shipped
@@ -425,10 +429,243 @@ def test_going_back_leaves_nothing_of_the_other_branch(small_config):
     settings = ("trainer.save_freq=1", "trainer.test_freq=1", "trainer.total_training_steps=3")
     folder = FlowGRPOTrainer(small_config("trainer.resume_mode=auto", *settings)).fit().root
     back = f"trainer.resume_from_path={folder / 'checkpoints' / 'step_1'}"
+    before = rows_of(folder)
+    adapter = adapter_of(folder)
     trainer = FlowGRPOTrainer(small_config("trainer.resume_mode=resume_path", back, *settings))
-    assert [p.name for p in sorted((folder / "checkpoints").glob("step_*"))] == ["step_1"]
-    assert [p.name for p in sorted((folder / "samples").glob("step_*"))] == ["step_00000.png", "step_00001.png"]
-    assert [r["step"] for r in rows_of(trainer.fit().root)] == [0, 1, 2, 3]
+    assert names(folder / "checkpoints", "step_*") == ["step_1"]
+    assert names(folder / "samples", "step_*") == ["step_00000.png", "step_00001.png"]
+    assert names(folder / "checkpoints.1") == ["step_2", "step_3"]
+    assert names(folder / "samples.1") == ["step_00002.png", "step_00003.png"]
+    assert [json.loads(line)["step"] for line in (folder / "metrics.1.jsonl").read_text().splitlines()] == [2, 3]
+    assert (folder / "plots.1" / "reward.png").is_file()
+    kept = load_file(folder / "lora.1" / "pytorch_lora_weights.safetensors")
+    assert all(torch.equal(kept[name], value) for name, value in adapter.items())
+    assert rows_of(trainer.fit().root) == before
+    # config.yaml says otherwise where to resume from, and is moved aside for that
+    assert "resume_mode: auto" in (folder / "config.2.yaml").read_text()
+
+
+def test_a_run_without_a_checkpoint_moves_the_earlier_records_aside(small_config, capsys):
+    """``resume_mode=auto`` begins anew where no checkpoint is; what an earlier run left is all there."""
+    settings = ("trainer.resume_mode=auto", "trainer.test_freq=1")
+    folder = FlowGRPOTrainer(small_config(*settings)).fit().root
+    shutil.rmtree(folder / "checkpoints")
+    before = {
+        p.name: p.read_bytes() for p in (folder / "metrics.jsonl", folder / "config.yaml", folder / "summary.png")
+    }
+    grids = names(folder / "samples")
+    capsys.readouterr()
+    trainer = FlowGRPOTrainer(small_config(*settings, "trainer.total_training_steps=1"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Moved aside in" in said
+    assert "metrics.jsonl to metrics.1.jsonl" in said
+    assert "samples to samples.1" in said
+    assert names(folder) == [".lock", *sorted((*ASIDE, "plots.1", "samples.1", "lora.1"))]
+    assert {name.replace(".1", ""): (folder / name).read_bytes() for name in ASIDE} == before
+    assert names(folder / "samples.1") == grids
+    assert [r["step"] for r in rows_of(trainer.fit().root)] == [0, 1]
+
+
+ASIDE = ("config.1.yaml", "metrics.1.jsonl", "summary.1.png")
+
+
+def test_a_checkpoint_of_elsewhere_begins_a_record_of_its_own(small_config):
+    """The rows that lie here belong to another run."""
+    settings = ("trainer.save_freq=1", "trainer.total_training_steps=2")
+    other = FlowGRPOTrainer(small_config(*settings, folder="other")).fit().root
+    folder = FlowGRPOTrainer(small_config("trainer.resume_mode=auto", *settings)).fit().root
+    there = f"trainer.resume_from_path={other / 'checkpoints' / 'step_1'}"
+    before = {p: p.read_bytes() for p in other.rglob("*") if p.is_file()}
+    again = FlowGRPOTrainer(small_config("trainer.resume_mode=resume_path", there, *settings)).fit().root
+    assert again == folder
+    assert [r["step"] for r in rows_of(folder)] == [2]
+    assert names(folder / "checkpoints.1") == ["latest", "step_1", "step_2"]
+    assert {p: p.read_bytes() for p in other.rglob("*") if p.is_file()} == before
+
+
+def test_an_extended_run_keeps_the_earlier_adapter(small_config):
+    settings = ("trainer.resume_mode=auto", "trainer.save_freq=1")
+    folder = FlowGRPOTrainer(small_config(*settings)).fit().root
+    earlier = (folder / "lora" / "pytorch_lora_weights.safetensors").read_bytes()
+    FlowGRPOTrainer(small_config(*settings)).fit()  # nothing to do: the same adapter, no copy of it
+    assert not (folder / "lora.1").exists()
+    FlowGRPOTrainer(small_config(*settings, "trainer.total_training_steps=3")).fit()
+    kept = [p.read_bytes() for p in folder.glob("lora.*/pytorch_lora_weights.safetensors")]
+    assert kept == [earlier]
+    assert (folder / "lora" / "pytorch_lora_weights.safetensors").read_bytes() != earlier
+
+
+def test_a_run_holds_its_folder_from_before_loading_to_its_end(small_config, monkeypatch):
+    from flowgrpo_rc.trainer import trainer as module
+    from flowgrpo_rc.trainer.run_lock import RunFolderInUseError
+
+    first = FlowGRPOTrainer(small_config("trainer.resume_mode=auto"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "build_run", lambda *_: pytest.fail("loaded before it was refused"))
+        with pytest.raises(RunFolderInUseError, match=f"in use by process {os.getpid()} on host"):
+            FlowGRPOTrainer(small_config("trainer.resume_mode=auto"))
+    beside = FlowGRPOTrainer(small_config("trainer.resume_mode=disable"))
+    assert beside.folder.root.name == "run-2"
+    root = first.fit().root
+    assert not (root / ".lock").exists()
+    FlowGRPOTrainer(small_config("trainer.resume_mode=auto"))
+
+
+def test_files_may_be_read_by_whom_the_umask_allows(small_config):
+    before = os.umask(0o022)
+    try:
+        settings = ("actor_rollout_ref.actor.ema_decay=0.9", "trainer.save_freq=1", "trainer.total_training_steps=1")
+        folder = FlowGRPOTrainer(small_config(*settings)).fit().root
+    finally:
+        os.umask(before)
+    modes = {str(p.relative_to(folder)): p.stat().st_mode & 0o777 for p in folder.rglob("*") if p.is_file()}
+    assert {"lora/" + ADAPTER, "lora_ema/" + ADAPTER, "checkpoints/step_1/" + ADAPTER} <= modes.keys()
+    assert {name: mode for name, mode in modes.items() if mode != 0o644} == {}
+
+
+ADAPTER = "pytorch_lora_weights.safetensors"
+
+
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("Could not save font cache: no writable cache directory")
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "failure", "lost"),
+    [
+        ("trainer", "save_lora", full, "run/lora/"),
+        ("trainer", "write_plots", full, "run/plots/"),
+        ("trainer", "write_plots", broken, "run/plots/"),
+        ("trainer", "save_grid", full, "run/samples/step_00000.png"),
+        ("trainer", "stack_pictures", full, "run/samples/before_after.png"),
+        ("trainer", "save_run", CheckpointError("cannot save step_2: the disk is full"), "the last checkpoint"),
+    ],
+)
+def test_what_cannot_be_written_keeps_nothing_else_from_it(small_config, monkeypatch, module, function, failure, lost):
+    """The run trains to its end, everything else is there, and the error at the end names both."""
+    from flowgrpo_rc.trainer import trainer as home
+    from flowgrpo_rc.trainer.run_folder import RunFolderError
+
+    def fail(*args, **kwargs):
+        if isinstance(failure, Exception):
+            raise failure
+        failure()
+
+    monkeypatch.setattr(home, function, fail)
+    trainer = FlowGRPOTrainer(small_config())
+    with pytest.raises(RunFolderError, match=f"trained to step 2, but could not write .*{lost}.*Kept: ") as caught:
+        trainer.fit()
+    root = trainer.folder.root
+    assert "\n" not in str(caught.value)
+    assert [r["step"] for r in rows_of(root)] == [0, 1, 2]
+    kept = str(caught.value).split("Kept: ")[1]
+    adapter = root / "lora" / ADAPTER
+    assert (str(adapter) in kept) == adapter.is_file() == (function != "save_lora")
+    assert (str(root / "checkpoints" / "step_2") in kept) == (function != "save_run")
+    assert (root / "plots" / "overview.png").is_file() == (function != "write_plots")
+    assert not list(root.rglob("*.writing"))
+
+
+def test_a_failed_final_adapter_leaves_the_earlier_one(small_config, monkeypatch):
+    from flowgrpo_rc.trainer import trainer as home
+    from flowgrpo_rc.trainer.run_folder import RunFolderError
+
+    settings = ("trainer.resume_mode=auto", "trainer.save_freq=1")
+    folder = FlowGRPOTrainer(small_config(*settings)).fit().root
+    earlier = (folder / "lora" / ADAPTER).read_bytes()
+    monkeypatch.setattr(home, "save_lora", full)
+    with pytest.raises(RunFolderError, match=r"could not write .*lora/ .*No space left.*Kept: .*checkpoints/step_3"):
+        FlowGRPOTrainer(small_config(*settings, "trainer.total_training_steps=3")).fit()
+    assert (folder / "lora" / ADAPTER).read_bytes() == earlier
+
+
+def test_a_full_disk_under_the_metrics_stops_with_what_was_kept(small_config, monkeypatch):
+    """The row that did not fit leaves no part of itself, and the run goes on from its checkpoint."""
+    from flowgrpo_rc.trainer.run_folder import RunFolderError
+
+    whole = FlowGRPOTrainer(small_config("trainer.total_training_steps=3", folder="whole")).fit().root
+    settings = ("trainer.resume_mode=auto", "trainer.save_freq=1", "trainer.total_training_steps=3")
+    trainer = FlowGRPOTrainer(small_config(*settings))
+    step = trainer.train_step
+
+    def until_the_disk_is_full():
+        if trainer.step == 2:
+            size = trainer.folder.metrics.stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+        return step()
+
+    trainer.train_step = until_the_disk_is_full
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = r"metrics.jsonl: the row of step 3 cannot be written: File too large.*Kept: .*checkpoints/step_2"
+    try:
+        with pytest.raises(RunFolderError, match=message):
+            trainer.fit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    content = trainer.folder.metrics.read_text()
+    assert content.endswith("}\n")
+    assert [r["step"] for r in rows_of(trainer.folder.root)] == [0, 1, 2]
+    assert rows_of(FlowGRPOTrainer(small_config(*settings)).fit().root) == rows_of(whole)
+
+
+def test_a_tracker_that_fails_costs_a_line(small_config, capsys):
+    trainer = FlowGRPOTrainer(small_config("trainer.logger=[console,tensorboard]"))
+    start = trainer.logger.start
+
+    def start_broken(*args):
+        start(*args)
+        trainer.accelerator.trackers[0].writer.flush = full
+
+    trainer.logger.start = start_broken
+    folder = trainer.fit().root
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("error: tensorboard takes no more metrics ([Errno 28] No space left on device)") == 1
+    assert [r["step"] for r in rows_of(folder)] == [0, 1, 2]
+
+
+def test_a_console_that_fails_costs_nothing(small_config, monkeypatch):
+    """Neither the run's own lines nor a reward's ``print``."""
+
+    class Gone:
+        encoding = "utf-8"
+
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def flush(self):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def isatty(self):
+            raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(sys, "stderr", Gone())
+    trainer = FlowGRPOTrainer(small_config())
+    reward = trainer.run.reward
+    trainer.run.reward = lambda *args: (print("a reward's own line"), reward(*args))[1]
+    assert [r["step"] for r in rows_of(trainer.fit().root)] == [0, 1, 2]
+
+
+def test_a_hangup_saves_too(small_config):
+    trainer = FlowGRPOTrainer(small_config("trainer.total_training_steps=50"))
+    original = trainer.train_step
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGHUP)
+        return original()
+
+    trainer.train_step = interrupted
+    folder = trainer.fit().root
+    assert trainer.interrupted
+    assert (folder / "checkpoints" / "latest").read_text() == "step_1"
+
+
+def names(folder, pattern="*"):
+    return sorted(p.name for p in folder.glob(pattern))
 
 
 def test_same_architecture_other_weights_is_another_model(small_config, tmp_path):

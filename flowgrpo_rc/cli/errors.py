@@ -1,0 +1,103 @@
+"""Every exception of a command as one line and an exit code; with ``FLOWGRPO_RC_DEBUG=1`` its traceback too."""
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flowgrpo_rc.trainer.interrupt import INTERRUPTED
+
+DEBUG = "FLOWGRPO_RC_DEBUG"
+FAILED, REFUSED = 1, 2
+"""Exit codes: failed while running, refused before training."""
+COMMAND, LOADING, TRAINING = "command", "loading", "training"
+"""What an exception ended: a command that trains nothing, a run before its loop, or the loop."""
+_INTERRUPTED = {
+    COMMAND: "",
+    LOADING: " before training began; nothing was trained",
+    TRAINING: ": ended at once. What was trained after the newest checkpoint is lost; continue from that with "
+    "trainer.resume_mode=auto",
+}
+LESS_MEMORY = (
+    "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.rollout.micro_batch_size, "
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or the images' size, set "
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true, or actor_rollout_ref.model.dtype=bfloat16"
+)
+"""What makes a run need less memory."""
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+"""What torch's errors say where they have no type of their own."""
+
+
+def exit_code(error: BaseException, *, phase: str) -> int:
+    """Say ``error`` on standard error, in one line; returns the command's exit code.
+
+    Args:
+        error: anything; the project's own exceptions bring a message that stands alone, as do the ``ValueError``,
+            ``OSError`` and ``ImportError`` of settings, files and extras before training.
+        phase: ``COMMAND``, or of a training run ``LOADING`` or ``TRAINING``.
+    """
+    training = phase == TRAINING
+    if debugging():
+        traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
+    if isinstance(error, KeyboardInterrupt):
+        print(f"interrupted{_INTERRUPTED[phase]}", file=sys.stderr)
+        return INTERRUPTED
+    text = str(error) if _is_own(error) else in_a_line(error)
+    known = (
+        _is_own(error) or isinstance(error, OSError) or (isinstance(error, (ValueError, ImportError)) and not training)
+    )
+    if _is_out_of_memory(error):
+        print(f"error: out of memory ({text[:300] or type(error).__name__}); {LESS_MEMORY}", file=sys.stderr)
+        return FAILED
+    if known:
+        print(f"error: {text or type(error).__name__}", file=sys.stderr)
+        return FAILED if training else REFUSED
+    print(
+        f"error: unexpected {type(error).__name__}{': ' if text else ''}{text}; set {DEBUG}=1 to see where, and report "
+        "it if nothing of yours (a reward, a model, a file) explains it",
+        file=sys.stderr,
+    )
+    return FAILED
+
+
+def debugging() -> bool:
+    """Whether the user asked for tracebacks."""
+    return os.environ.get(DEBUG, "0") not in ("", "0")
+
+
+def in_a_line(error: BaseException) -> str:
+    """The message without its line breaks."""
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+@contextmanager
+def thread_errors_in_a_line() -> Iterator[None]:
+    """Inside, an exception that ends a thread (a tracker's writer on a full disk) is a line, not a traceback."""
+    before = threading.excepthook
+
+    def tell(arguments: threading.ExceptHookArgs) -> None:
+        if debugging():
+            before(arguments)
+        elif arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+            name = "a thread" if arguments.thread is None else arguments.thread.name
+            kind = type(arguments.exc_value).__name__
+            print(f"error in {name}: {kind}: {in_a_line(arguments.exc_value)}", file=sys.stderr)
+
+    threading.excepthook = tell
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether the exception's class is the project's."""
+    return type(error).__module__.split(".")[0] == __name__.split(".")[0]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY) and not _is_own(error)

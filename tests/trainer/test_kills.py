@@ -1,0 +1,55 @@
+"""``kill -9`` at random moments, and in the middle of checkpoints, costs no more than time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests_support import overrides_of
+
+from flowgrpo_rc.models.lora import same_lora
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES, RunFolder
+
+KILLS = 20
+SMALLER = (
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.total_training_steps=30",
+    "trainer.resume_mode=auto",
+    "trainer.save_freq=1",
+    "trainer.test_freq=10",
+    "trainer.max_actor_ckpt_to_keep=3",
+)
+"""More steps than twenty attempts can make before they are killed, each as short as can be."""
+
+
+def lines_of(folder):
+    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
+
+
+@pytest.mark.slow
+def test_twenty_kills_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp_path):
+    """About a minute on two quiet cores: twenty starts with a load each. Rows, adapter and grids are the same, the
+    rows that a resume made again lie aside, and no half-written file is left."""
+    whole = FlowGRPOTrainer(small_config(*SMALLER, folder="whole")).fit()
+    script = Path(__file__).with_name("killed_runs.py")
+    command = [sys.executable, str(script), str(KILLS), "1", *overrides_of(tmp_path / "killed", *SMALLER)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, timeout=900, capture_output=True, text=True, check=False, env=environment)
+    told = [line for line in done.stdout.splitlines() if line.startswith("plan ")]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert [line.split()[-1] for line in told] == ["killed"] * KILLS, told
+    killed = RunFolder(tmp_path / "killed")
+    assert lines_of(killed) == lines_of(whole)
+    assert same_lora(killed.lora, whole.lora)
+    for step, grid in whole.grids().items():
+        assert killed.grids()[step].read_bytes() == grid.read_bytes()
+    assert (killed.checkpoints / "latest").read_text() == "step_30"
+    assert [
+        path.name for path in killed.root.rglob("*") if path.name.endswith((".writing", ".removing", ".lock"))
+    ] == []
+    aside = [row["step"] for path in killed.root.glob("metrics.*.jsonl") for row in RunFolder(path.parent).rows()]
+    assert aside, "no kill came between a row and its checkpoint"
