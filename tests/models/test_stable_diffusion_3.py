@@ -7,6 +7,7 @@ import pytest
 import tiny_sd3
 import torch
 from torch.testing import assert_close
+from tolerances import EMBEDDING, LATENT, LOG_PROB, guided
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state, attach_lora, load_lora, save_lora
@@ -60,7 +61,7 @@ def ode(model, cfg_scale, steps):
 def test_latents_and_images_equal_the_diffusers_pipeline(tiny_sd3_model, cfg_scale):
     expected = pipeline_call(tiny_sd3_model, cfg_scale, 6, "latent")
     latents = ode(tiny_sd3_model, cfg_scale, 6)
-    assert_close(latents, expected, atol=1e-5, rtol=1e-5)
+    assert_close(latents, expected, atol=guided(LATENT, cfg_scale), rtol=0)
     images = pipeline_call(tiny_sd3_model, cfg_scale, 6, "np")
     ours = tiny_sd3_model.decode(latents, 32, 32).numpy()
     assert np.abs((images * 255).round() - ours).max() <= 1
@@ -106,7 +107,7 @@ def test_low_precision_leaves_the_gap_it_should(tiny_sd3_model):
             again = log_prob(step, batch["next_latents"][:, w], sde_type="sde")
             differences.append((again - batch["rollout_log_probs"][:, w]).abs())
         gaps[name] = float(torch.stack(differences).mean())
-    assert gaps["none"] < 1e-6
+    assert gaps["none"] < LOG_PROB
     assert 10 * gaps["none"] < gaps["bfloat16"] < gaps["fp8"] < 1.0, gaps
 
 
@@ -164,13 +165,13 @@ def test_encoding_is_the_pipelines(t5):
     ours = encoder(PROMPTS)
     assert ours.mask is None
     assert ours.embeds.shape == (3, tiny_sd3.CLIP_TOKENS + TOKENS, tiny_sd3.T5_WIDTH)
-    assert_close(ours.embeds, embeds, rtol=0, atol=1e-6)
-    assert_close(ours.pooled, pooled, rtol=0, atol=1e-6)
+    assert_close(ours.embeds, embeds, rtol=0, atol=EMBEDDING)
+    assert_close(ours.pooled, pooled, rtol=0, atol=EMBEDDING)
     assert bool((ours.embeds[:, tiny_sd3.CLIP_TOKENS :] != 0).any()) is t5
     # the trainer's empty negative prompt is a blank; to these tokenizers it is the pipeline's empty string
     empty = encoder([" "] * 3)
-    assert_close(empty.embeds, negative, rtol=0, atol=1e-6)
-    assert_close(empty.pooled, negative_pooled, rtol=0, atol=1e-6)
+    assert_close(empty.embeds, negative, rtol=0, atol=EMBEDDING)
+    assert_close(empty.pooled, negative_pooled, rtol=0, atol=EMBEDDING)
 
 
 def test_each_distinct_prompt_is_encoded_once_with_its_pooled_vector(tiny_sd3_model):

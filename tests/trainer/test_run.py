@@ -9,8 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tolerances import RATIO, adam, of_metric
 
 from flowgrpo_rc.models import load_model
+from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
@@ -26,6 +28,17 @@ def adapter_of(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+
+
+def file_name(name):
+    """How a parameter of the adapter is called in its file."""
+    return f"transformer.{name.replace('.default', '')}"
+
+
+def distance(a, b):
+    """The norm of the difference of two adapters."""
+    assert a.keys() == b.keys()
+    return float(torch.cat([(a[name] - b[name]).flatten() for name in a]).norm())
 
 
 def test_same_seed_same_run(small_config):
@@ -169,7 +182,9 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled)
         band = "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.0005'"
         lag = "actor_rollout_ref.rollout.adapter_lag=1"
         settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING, band, f"{BASELINE}=true", lag)
-    one = FlowGRPOTrainer(small_config(*settings, folder="one")).fit().root
+    trainer = FlowGRPOTrainer(small_config(*settings, folder="one"))
+    start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
+    one = trainer.fit().root
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("-m", "flowgrpo_rc.cli.main", "demo"),
@@ -185,11 +200,12 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled)
     for a, b in zip(single, double, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+            assert b[name] == pytest.approx(a[name], **of_metric(name, a, dimensions=512, pixels=3072, steps=2)), name
     learned = adapter_of(one)
-    for name, value in adapter_of(tmp_path / "two").items():
-        # four Adam steps of up to 1e-3 each: an update of its own would be 1e-3 away
-        assert (value - learned[name]).abs().max() < 1e-6, name
+    update, apart = distance(start, learned), distance(adapter_of(tmp_path / "two"), learned)
+    assert update > 1e-3
+    # the update of other images, or of half of them, would be about as far away as it is long
+    assert apart < adam() * update
 
 
 def test_stopping_signal_ends_after_the_step_with_a_checkpoint(small_config):
@@ -305,7 +321,7 @@ def test_objectives_that_compare_means_train_in_both_modes(small_config, mode, b
         "actor_rollout_ref.rollout.dtype=float32",
     )
     row = FlowGRPOTrainer(config).fit().rows()[-1]
-    assert row["actor/ratio_deviation_first"] < 1e-6
+    assert row["actor/ratio_deviation_first"] < RATIO
     assert row["actor/grad_norm"] > 0
 
 
