@@ -3,10 +3,12 @@
 import os
 from pathlib import Path
 
+# Before torch is imported: one thread a process, here and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import pytest
 import torch
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 BRIGHTNESS = Path(__file__).parent / "brightness_reward.py"
 
@@ -30,7 +32,7 @@ SMALL_RUN = (
 
 @pytest.fixture(autouse=True)
 def _few_threads():
-    """Two workers on two cores; more threads only get in each other's way."""
+    """A worker of pytest's on each core; more threads only get in each other's way."""
     torch.set_num_threads(1)
 
 

@@ -1,17 +1,17 @@
 """How far apart two right results may lie: the one place from which the tests take a tolerance for float32.
 
-Another processor, number of threads or number of rows in a forward pass is another kernel: it adds the terms of a sum in
-another order and fuses other products, so the last places of a result differ, and of everything made from it. Equal bits
-are demanded only where
+Another processor, number of threads or number of rows in a forward pass is another kernel: it adds the terms of a sum
+in another order and fuses other products, so the last places of a result differ, and of everything made from it. Equal
+bits are demanded only where
 
 - nothing is rounded: copies, masks, counts, a file written and read back, a weight that is exactly 1, or
 - the very same kernel sees the very same shapes on one machine: the same rows in a micro-batch, the same number of
   threads. A run that is repeated, and one that is resumed, are of this kind; a run whose images are dealt to another
   number of processes, or rescored in micro-batches of another size, is not.
 
-Everything else takes its bound from here. Each is a count of roundings, times the unit in the last place, times the size
-of what is rounded, and is far below the smallest thing that may go wrong: a step's log-prob moves by 1e-5 and more when
-a single LoRA matrix is stale, by 2e-4 in bfloat16; an Adam step moves every weight by the learning rate.
+Everything else takes its bound from here. Each is a count of roundings, times the unit in the last place, times the
+size of what is rounded, and is far below the smallest thing that may go wrong: a step's log-prob moves by 1e-5 and more
+with an adapter of the step before, by 2e-4 in bfloat16; an Adam step moves every weight by the learning rate.
 """
 
 import math
@@ -37,10 +37,10 @@ def order_of_sum(terms: int, size: float) -> float:
 LOG_PROB = last_places(8)
 """A step's log-prob of the same sample under the same weights: 9.5e-7.
 
-It is a mean over the latent dimensions and below 2. Four operations round a number of that size (the mean of squares, the
-division by the variance, two subtractions), at most one unit each, on either side. What the velocity's own roundings add is
-a mean of as many independent terms as the latent has dimensions, which is below one unit. Kernels of SSE4.1, AVX2 and
-AVX-512 with 1 to 16 rows were apart by two units at most. The README's limit for float32 rollouts is this number.
+It is a mean over the latent dimensions and below 2. Four operations round a number of that size (the mean of squares,
+the division by the variance, two subtractions), at most one unit each, on either side. What the velocity's own roundings
+add is a mean of as many independent terms as the latent has dimensions, which is below one unit. Kernels of SSE4.1, AVX2
+and AVX-512 with 1 to 16 rows were apart by two units at most. The README's limit for float32 rollouts is this number.
 """
 
 RATIO = LOG_PROB + last_places(1)
@@ -66,9 +66,9 @@ def divergence(dimensions: int) -> float:
 LATENT = order_of_sum(terms=32, size=4.0)
 """Latents after a sampling loop of the tiny models: 1.1e-5.
 
-They lie within 4. A loop goes once from noise to image (the step lengths add up to 1), through four blocks of about eight
-products each, whose roundings go on into the next: as many terms. One product of a hundred terms in vectors of four to
-sixteen lanes rounds by a unit or two, which is the factor in ``order_of_sum``. Kernels were apart by 3e-6 at most.
+They lie within 4. A loop goes once from noise to image (the step lengths add up to 1), through four blocks of about
+eight products each, whose roundings go on into the next: as many terms. One product of a hundred terms in vectors of four
+to sixteen lanes rounds by a unit or two, which is the factor in ``order_of_sum``. Kernels were apart by 3e-6 at most.
 """
 
 
@@ -87,8 +87,8 @@ They are normalised, and lie within 4; two layers have about eight products each
 def brightness(pixels: int, flipped: int = 4) -> float:
     """A reward that is the mean of an image's ``pixels`` grey levels: so many of them round to the neighbouring level.
 
-    A grey level is 1/255, and latents move by far less (``LATENT``), so that one pixel in about a thousand is near enough to
-    an edge between two levels. Kernels flipped nine pixels of sixteen images of 3,072 at most.
+    A grey level is 1/255, and latents move by far less (``LATENT``), so that one pixel in about a thousand is near
+    enough to an edge between two levels. Kernels flipped nine pixels of sixteen images of 3,072 at most.
     """
     return flipped / (255 * pixels)
 
@@ -96,17 +96,17 @@ def brightness(pixels: int, flipped: int = 4) -> float:
 GRADIENT = order_of_sum(terms=32, size=4.0)
 """A gradient's rounding over its own norm: 1.1e-5.
 
-The same depth as ``LATENT``. The terms of samples with positive and negative advantages cancel: their norms add up to about
-four times the norm of the sum.
+The same depth as ``LATENT``. The terms of samples with positive and negative advantages cancel: their norms add up to
+about four times the norm of the sum.
 """
 
 
 def adam(gradient: float = GRADIENT) -> float:
     """The norm of a difference of Adam's updates over the norm of the update, where gradients differ by ``gradient``.
 
-    Adam moves every weight by about the learning rate, however small its gradient is. With a gradient of ``t`` times the
-    root mean square, an error of ``e`` root mean squares changes that by ``min(e / t, 2)`` learning rates. Over normally
-    distributed gradients the mean square of this is ``3.2 e``.
+    Adam moves every weight by about the learning rate, however small its gradient is. With a gradient of ``t`` times
+    the root mean square, an error of ``e`` root mean squares changes that by ``min(e / t, 2)`` learning rates. Over
+    normally distributed gradients the mean square of this is ``3.2 e``.
     """
     return math.sqrt(3.2 * gradient)
 

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.testing import assert_close
 from tolerances import LOG_PROB, RATIO
+from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
 from flowgrpo_rc.batch import (
@@ -90,6 +90,7 @@ class Setup:
         return taken, metrics
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
 def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cfg):
     setup = Setup(tiny_model, sde_type=sde_type, cfg=cfg)
@@ -109,6 +110,7 @@ def test_bfloat16_rollouts_leave_a_gap(tiny_model):
     assert_close(metrics["actor/rollout_corr/logprob_abs_diff_mean"], gap.mean().item(), atol=1e-7, rtol=1e-3)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("normalization", ["all", "kept"])
 @pytest.mark.parametrize("bypass", [True, False])
 def test_micro_batches_do_not_change_the_gradient(tiny_model, normalization, bypass):
@@ -132,6 +134,7 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model, normalization, byp
             assert_close(split_metrics[name], metrics[name], atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.portable
 def test_order_of_samples_does_not_matter(tiny_model):
     setup = Setup(tiny_model)
     straight, _ = setup.gradient()

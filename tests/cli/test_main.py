@@ -1,12 +1,12 @@
 """The command line in processes of its own: what it imports, what it refuses, what the scripts do."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests_support import run_process
 
 from flowgrpo_rc import trainer
 from flowgrpo_rc.cli.main import main
@@ -16,18 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "flowgrpo_trainer"
 
 
-def run(*command, cwd, timeout=280, **environment):
+def run(*command, cwd, **environment):
     bin_folder = str(Path(sys.executable).parent)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}:{os.environ['PATH']}"} | environment
-    return subprocess.run(
-        [str(c) for c in command],
-        cwd=cwd,
-        env=env,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_process(*command, cwd=cwd, env=env)
 
 
 @pytest.mark.parametrize(

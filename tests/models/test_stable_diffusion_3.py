@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tiny_sd3
 import torch
-from torch.testing import assert_close
 from tolerances import EMBEDDING, LATENT, LOG_PROB, guided
+from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state, attach_lora, load_lora, save_lora
@@ -57,6 +57,7 @@ def ode(model, cfg_scale, steps):
     return latents
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("cfg_scale", [1.0, 4.5])
 def test_latents_and_images_equal_the_diffusers_pipeline(tiny_sd3_model, cfg_scale):
     expected = pipeline_call(tiny_sd3_model, cfg_scale, 6, "latent")
@@ -77,6 +78,7 @@ def test_the_engine_draws_the_pipelines_images(tiny_sd3_model, cfg_scale):
     assert np.abs((expected * 255).round() - engine.generate(request).images.numpy()).max() <= 1
 
 
+@pytest.mark.portable
 def test_low_precision_leaves_the_gap_it_should(tiny_sd3_model):
     """Sampled in float32, bfloat16 and fp8, and the recorded steps scored again in float32, guidance and all."""
     request = RolloutRequest(
@@ -153,6 +155,7 @@ def test_noise_is_the_pipelines(tiny_sd3_model):
     assert ours.shape[1:] == tiny_sd3_model.latent_shape(32, 48)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("t5", [True, False])
 def test_encoding_is_the_pipelines(t5):
     """Padded by the tokenizers and without a mask; zeros in the place of a T5 that was left out."""

@@ -28,6 +28,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 def test_a_run_has_no_gap_and_updates(small_config, tiny_sd3_path, mode):
     bypass = f"algorithm.rollout_correction.bypass_mode={mode == 'bypass'}"

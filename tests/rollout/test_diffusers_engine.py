@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.testing import assert_close
 from tolerances import LATENT, LOG_PROB
+from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_state
@@ -82,6 +82,7 @@ def test_records_the_window_of_every_group(tiny_model, make_engine, make_request
     assert result.images.shape == (6, 32, 32, 3)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
 def test_recorded_log_probs_are_the_transitions(tiny_model, make_engine, make_request, sde_type, cfg):
     """Rescored one by one, with another batch size, by the engine's own float32 transformer."""
@@ -115,6 +116,7 @@ def test_gaussian_log_probs_have_the_entropy_of_their_noise(make_engine, make_re
     assert (squares - 1).abs().max() < 5 * (2 / 512) ** 0.5
 
 
+@pytest.mark.portable
 def test_images_do_not_depend_on_the_micro_batch(make_engine, make_request):
     together, split = (
         make_engine().generate(make_request()),

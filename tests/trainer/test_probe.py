@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from accelerate import PartialState
-from torch.testing import assert_close
 from tolerances import LOG_PROB, LOG_RATIO, divergence, nats
+from torch.testing import assert_close
 
 from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.models.lora import adapter_state
@@ -48,6 +48,7 @@ def by_hand(trainer, batch, conditioning, rows):
     return scores
 
 
+@pytest.mark.portable
 def test_its_numbers_are_a_rescoring_by_hand(small_config):
     trainer, probe, calls = watched(small_config())
     original = trainer.probe
@@ -74,6 +75,7 @@ def sync_metrics(row):
     return {k.removeprefix("rollout_sync/"): v for k, v in row.items() if k.startswith("rollout_sync/")}
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
 def test_without_lag_in_float32_there_is_no_gap(small_config, sde_type):
     config = small_config(FLOAT32, f"actor_rollout_ref.rollout.algo.sde_type={sde_type}")
@@ -98,6 +100,7 @@ def test_with_lag_the_difference_is_staleness(small_config, bypass):
     assert all(v["staleness_abs_mean"] > 1e-5 for v in values[1:])
 
 
+@pytest.mark.portable
 def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
     """Both at once: each part equals a rescoring by hand under its own weights, and they add up."""
     trainer = FlowGRPOTrainer(small_config(f"{LAG}=2", FAST))

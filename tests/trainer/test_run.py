@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from tests_support import overrides_of, run_process
 from tolerances import RATIO, adam, of_metric
 
 from flowgrpo_rc.models import load_model
@@ -41,6 +41,7 @@ def distance(a, b):
     return float(torch.cat([(a[name] - b[name]).flatten() for name in a]).norm())
 
 
+@pytest.mark.portable
 def test_same_seed_same_run(small_config):
     first = FlowGRPOTrainer(small_config(folder="a")).fit()
     again = FlowGRPOTrainer(small_config(folder="b")).fit()
@@ -153,12 +154,10 @@ trainer.fit()
 @pytest.mark.slow
 def test_twenty_steps_survive_a_kill_in_the_middle_of_a_checkpoint(small_config, tmp_path):
     """``kill -9`` while step 15's checkpoint is being written: step 10's is intact, and the run ends the same."""
-    from tests_support import overrides_of
-
     whole = FlowGRPOTrainer(small_config("trainer.total_training_steps=20", folder="whole")).fit().root
     settings = ("trainer.total_training_steps=20", "trainer.save_freq=5", "trainer.resume_mode=auto")
     command = [sys.executable, "-c", KILLED, "15", *overrides_of(tmp_path / "killed", *settings)]
-    killed = subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
+    killed = run_process(*command)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     root = tmp_path / "killed"
     assert (root / "checkpoints" / "latest").read_text() == "step_10"
@@ -171,12 +170,11 @@ def test_twenty_steps_survive_a_kill_in_the_middle_of_a_checkpoint(small_config,
     assert not (root / "checkpoints" / ".step_15.writing").exists()
 
 
+@pytest.mark.portable
 @pytest.mark.slow
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled):
     """The same images, the same optimizer steps, dealt out over two gloo processes."""
-    from tests_support import overrides_of
-
     settings = ("trainer.resume_mode=disable", "actor_rollout_ref.rollout.dtype=float32")
     if decoupled:  # the second batch is drawn with a late adapter, so that rejection has something to reject
         band = "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.0005'"
@@ -190,8 +188,7 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled)
         *("-m", "flowgrpo_rc.cli.main", "demo"),
         *overrides_of(tmp_path / "two", *settings),
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, timeout=300, capture_output=True, text=True, env=environment, check=False)
+    done = run_process(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "on 2 process(es)" in " ".join(done.stdout.split())
     single, double = rows_of(one), rows_of(tmp_path / "two")
