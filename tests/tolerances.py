@@ -38,9 +38,10 @@ LOG_PROB = last_places(8)
 """A step's log-prob of the same sample under the same weights: 9.5e-7.
 
 It is a mean over the latent dimensions and below 2. Four operations round a number of that size (the mean of squares,
-the division by the variance, two subtractions), at most one unit each, on either side. What the velocity's own roundings
-add is a mean of as many independent terms as the latent has dimensions, which is below one unit. Kernels of SSE4.1, AVX2
-and AVX-512 with 1 to 16 rows were apart by two units at most. The README's limit for float32 rollouts is this number.
+the division by the variance, two subtractions), at most one unit each, on either side. What the velocity's own
+roundings add is a mean of as many independent terms as the latent has dimensions, which is below one unit. Kernels of
+SSE4.1, AVX2 and AVX-512 with 1 to 16 rows were apart by two units at most. The README's limit for float32 rollouts is
+this number.
 """
 
 RATIO = LOG_PROB + last_places(1)
@@ -67,8 +68,9 @@ LATENT = order_of_sum(terms=32, size=4.0)
 """Latents after a sampling loop of the tiny models: 1.1e-5.
 
 They lie within 4. A loop goes once from noise to image (the step lengths add up to 1), through four blocks of about
-eight products each, whose roundings go on into the next: as many terms. One product of a hundred terms in vectors of four
-to sixteen lanes rounds by a unit or two, which is the factor in ``order_of_sum``. Kernels were apart by 3e-6 at most.
+eight products each, whose roundings go on into the next: as many terms. One product of a hundred terms in vectors of
+four to sixteen lanes rounds by a unit or two, which is the factor in ``order_of_sum``. Kernels were apart by 3e-6 at
+most.
 """
 
 
