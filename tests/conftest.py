@@ -95,6 +95,18 @@ def small_config(tmp_path):
     return make
 
 
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """The folder of one such run, with a validation and a checkpoint at each of its two steps; for reading alone."""
+    from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+    torch.set_num_threads(1)
+    where = f"trainer.default_local_dir={tmp_path_factory.mktemp('finished') / 'run'}"
+    config = compose("tiny_qwen_image_ocr", [*SMALL_RUN, where, "trainer.save_freq=1", "trainer.test_freq=1"])
+    return FlowGRPOTrainer(config).fit()
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -113,19 +113,21 @@ def adam(gradient: float = GRADIENT) -> float:
     return math.sqrt(3.2 * gradient)
 
 
-def of_metric(name: str, row: dict, *, dimensions: int, pixels: int, steps: int) -> dict[str, float]:
-    """``rel`` and ``abs`` of a logged metric, for two runs that differ in nothing but kernels, an update or two long.
+def of_metric(name: str, row: dict, *, dimensions: int, pixels: int, steps: int) -> float:
+    """How far a metric of this ``row`` may be from that of a run with other kernels, an update or two long.
 
-    ``row`` is one of the two; ``dimensions`` those of a latent, ``pixels`` those of an image in all its channels, whose
-    brightness is the reward, and ``steps`` those of an SDE window. Advantages are rewards over the deviation of their
-    group, so what a grey level moves there is larger by that, and with it the gradients and all that is learned.
+    ``dimensions`` are those of a latent, ``pixels`` those of an image in all its channels, whose brightness is the
+    reward, ``steps`` those of an SDE window. Advantages are rewards over the deviation of their group, so what a grey
+    level moves there is larger by that, and with it the gradients and all that is learned: log ratios, and how far
+    ratios are from 1.
     """
-    rewards = brightness(pixels)
-    relative = GRADIENT + rewards / row.get("reward/group_std_mean", 1.0)
+    value = row[name]
     if "reward/" in name:
-        return {"rel": 0.0, "abs": rewards}
+        return brightness(pixels)
+    relative = GRADIENT + brightness(pixels) / row.get("reward/group_std_mean", 1.0)
+    learned = relative * min(abs(value), abs(value - 1))
     if "engine_kl_nats" in name:
-        return {"rel": relative, "abs": divergence(dimensions)}
+        return learned + divergence(dimensions)
     if "nats" in name:
-        return {"rel": relative, "abs": 2 * nats(dimensions)}
-    return {"rel": relative, "abs": (steps if "_seq_" in name or "chi2" in name else 1) * LOG_RATIO}
+        return learned + 2 * nats(dimensions)
+    return learned + (steps if "_seq_" in name or "chi2" in name or "_ppl" in name else 1) * LOG_RATIO

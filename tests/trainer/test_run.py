@@ -51,8 +51,8 @@ def test_same_seed_same_run(small_config):
     assert rows_of(first.root) != rows_of(other.root)
 
 
-def test_run_folder_holds_what_it_promises(small_config):
-    folder = FlowGRPOTrainer(small_config("trainer.save_freq=1", "trainer.test_freq=1")).fit().root
+def test_run_folder_holds_what_it_promises(finished_run):
+    folder = finished_run.root
     rows = rows_of(folder)
     assert [r["step"] for r in rows] == [0, 1, 2]
     assert "val/reward/mean" in rows[0]
@@ -197,7 +197,8 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled)
     for a, b in zip(single, double, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert b[name] == pytest.approx(a[name], **of_metric(name, a, dimensions=512, pixels=3072, steps=2)), name
+            bound = of_metric(name, a, dimensions=512, pixels=3072, steps=2)
+            assert b[name] == pytest.approx(a[name], rel=0, abs=bound), name
     learned = adapter_of(one)
     update, apart = distance(start, learned), distance(adapter_of(tmp_path / "two"), learned)
     assert update > 1e-3
@@ -251,17 +252,18 @@ def test_a_state_of_another_version_is_refused(small_config):
 
 
 def test_finished_run_says_so_and_does_nothing(small_config, capsys):
-    settings = ("trainer.resume_mode=auto", "trainer.save_freq=1")
+    settings = ("trainer.resume_mode=auto", "trainer.save_freq=1", "trainer.total_training_steps=1")
     folder = FlowGRPOTrainer(small_config(*settings)).fit().root
     before = rows_of(folder)
     FlowGRPOTrainer(small_config(*settings)).fit()
     assert rows_of(folder) == before
-    assert "already at step 2 of 2" in " ".join(capsys.readouterr().out.split())
+    assert "already at step 1 of 1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_fresh_runs_do_not_overwrite_each_other(small_config):
-    first = FlowGRPOTrainer(small_config()).fit().root
-    second = FlowGRPOTrainer(small_config()).fit().root
+    one = "trainer.total_training_steps=1"
+    first = FlowGRPOTrainer(small_config(one)).fit().root
+    second = FlowGRPOTrainer(small_config(one)).fit().root
     assert second.name == f"{first.name}-2"
     assert rows_of(first) == rows_of(second)
 
@@ -301,9 +303,8 @@ def test_trackers_receive_the_metrics(small_config, monkeypatch):
     assert list((folder / "wandb").glob("offline-run-*"))
 
 
-def test_time_of_a_step_is_the_sum_of_its_stages(small_config):
-    folder = FlowGRPOTrainer(small_config("trainer.total_training_steps=1")).fit()
-    row = folder.rows()[1]
+def test_time_of_a_step_is_the_sum_of_its_stages(finished_run):
+    row = finished_run.rows()[1]
     stages = [v for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step"]
     assert row["timing_s/step"] == pytest.approx(sum(stages))
 

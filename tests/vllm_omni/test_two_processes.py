@@ -44,5 +44,5 @@ def test_two_processes_with_an_engine_each_are_the_run_of_one(small_config, tmp_
     for row, other in zip(got, single, strict=True):
         assert row["rollout_sync/engine_gap_abs_max"] <= LOG_PROB
         for name in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac"):
-            expected = pytest.approx(other[name], **of_metric(name, other, dimensions=512, pixels=3072, steps=2))
-            assert row[name] == expected, name
+            bound = of_metric(name, other, dimensions=512, pixels=3072, steps=2)
+            assert row[name] == pytest.approx(other[name], rel=0, abs=bound), name
