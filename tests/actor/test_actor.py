@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
-from tolerances import LOG_PROB, RATIO
+from tolerances import LOG_PROB, RATIO, adam
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
@@ -286,8 +286,9 @@ def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend
         states.append(adapter_state(setup.actor.transformer))
     plain, traced = states
     assert plain.keys() == traced.keys()
-    for name in plain:
-        assert_close(traced[name], plain[name], atol=1e-5, rtol=0)
+    apart = sum((traced[n] - plain[n]).square().sum() for n in plain).sqrt()
+    update = sum((plain[n] - before[n]).square().sum() for n in plain).sqrt()
+    assert apart < adam() * update
     assert max((plain[n] - before[n]).abs().max() for n in plain) > 9e-4  # Adam's first step is lr = 1e-3
 
 

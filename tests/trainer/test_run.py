@@ -324,7 +324,7 @@ def test_objectives_that_compare_means_train_in_both_modes(small_config, mode, b
 
 
 def decoupled_runs(small_config, *overrides):
-    """Rows and score calls of the same decoupled run with ``score=auto`` and ``score=always``."""
+    """Rows, score calls and adapter of one decoupled run with ``score=auto`` and ``score=always``; how both started."""
     results = {}
     for score in ("auto", "always"):
         config = small_config(
@@ -335,10 +335,11 @@ def decoupled_runs(small_config, *overrides):
             folder=f"{score}{len(overrides)}",
         )
         trainer, images = FlowGRPOTrainer(config), []
+        start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
         original = trainer.run.actor.score
         trainer.run.actor.score = lambda batch, cond, o=original, n=images: (n.append(len(batch)), o(batch, cond))[1]
         folder = trainer.fit().root
-        results[score] = (rows_of(folder), sum(images), adapter_of(folder))
+        results |= {score: (rows_of(folder), sum(images), adapter_of(folder)), "start": start}
     return results
 
 
@@ -366,14 +367,14 @@ REJECTING = (
 def test_the_old_policy_is_free_for_the_first_mini_batch(small_config, settings, scored):
     """Scoring all and scoring what is needed give the same weights, rejection, update and metrics."""
     results = decoupled_runs(small_config, *settings)
-    assert {score: images for score, (_, images, _) in results.items()} == scored
-    (auto, _, adapter), (always, _, expected) = results["auto"], results["always"]
+    assert {score: results[score][1] for score in scored} == scored
+    (auto, _, adapter), (always, _, expected), start = results["auto"], results["always"], results["start"]
     for a, b in zip(auto, always, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=2e-6), name
-    for name, value in adapter.items():
-        assert (value - expected[name]).abs().max() < 2e-5, name
+            bound = of_metric(name, b, dimensions=512, pixels=3072, steps=2)
+            assert a[name] == pytest.approx(b[name], rel=0, abs=bound), name
+    assert distance(adapter, expected) < adam() * distance(start, expected)
     if settings[-1:] == REJECTING[-1:]:
         assert 0.05 < auto[-1]["rollout_corr/rollout_rs_masked_fraction"] < 0.95
 
