@@ -1,11 +1,16 @@
 """Fixtures: the tiny model, small runs of it, and a reward that needs no engine."""
 
 import os
+import tempfile
 from pathlib import Path
 
 # Before torch is imported: one thread a process, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    # What torch.compile keeps for one kind of vectors does not compile with another.
+    kept = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 import pytest
 import torch
