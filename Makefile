@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# A worker for each of two cores, one thread each; a worker without work takes over half of the other's.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 VERL   := $(VENV)/verl
 VLLM   := .venv-vllm
 
-.PHONY: demo test lint unit verl vllm browser gpu install clean
+.PHONY: demo test lint unit verl kernels vllm browser gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
@@ -19,16 +22,21 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # The drop-in against verl itself, which lives in a folder of its own.
 verl: $(VERL)/.installed
-	PYTHONPATH=$(VERL) $(BIN)/python -m pytest tests/integrations $(PYTEST_ARGS)
+	PYTHONPATH=$(VERL) $(PYTEST) tests/integrations $(PYTEST_ARGS)
 
 $(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
 	rm -rf $(VERL)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VERL) -r tests/integrations/requirements-verl.txt
 	touch $@
+
+# A selection again with the kernels of a processor without AVX: torch's own, oneDNN's and MKL's.
+kernels: $(STAMP)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
+		$(PYTEST) -m portable $(PYTEST_ARGS)
 
 # A Chromium for the tests that open the report; does nothing where there is one.
 browser:

@@ -1,12 +1,19 @@
 """Fixtures: the tiny model, small runs of it, and a reward that needs no engine."""
 
 import os
+import tempfile
 from pathlib import Path
+
+# Before torch is imported: one thread a process, here and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    # What torch.compile keeps for one kind of vectors does not compile with another.
+    kept = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 import pytest
 import torch
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 BRIGHTNESS = Path(__file__).parent / "brightness_reward.py"
 
@@ -30,7 +37,7 @@ SMALL_RUN = (
 
 @pytest.fixture(autouse=True)
 def _few_threads():
-    """Two workers on two cores; more threads only get in each other's way."""
+    """A worker of pytest's on each core; more threads only get in each other's way."""
     torch.set_num_threads(1)
 
 
@@ -91,6 +98,18 @@ def small_config(tmp_path):
         return compose("tiny_qwen_image_ocr", [*SMALL_RUN, where, *overrides])
 
     return make
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """The folder of one such run, with a validation and a checkpoint at each of its two steps; for reading alone."""
+    from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+    torch.set_num_threads(1)
+    where = f"trainer.default_local_dir={tmp_path_factory.mktemp('finished') / 'run'}"
+    config = compose("tiny_qwen_image_ocr", [*SMALL_RUN, where, "trainer.save_freq=1", "trainer.test_freq=1"])
+    return FlowGRPOTrainer(config).fit()
 
 
 def pytest_runtest_setup(item):

@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
+from tests_support import run_process
 
 from flowgrpo_rc.correction import native
 
@@ -25,7 +25,8 @@ def build(folder, source=ROOT, **environment):
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder]
     command.append(source)
     environment = os.environ | environment
-    subprocess.run([str(c) for c in command], check=True, timeout=200, capture_output=True, env=environment)
+    made = run_process(*command, env=environment)
+    assert made.returncode == 0, made.stderr
     return next(folder.glob("flowgrpo_rc-*.whl"))
 
 
@@ -70,13 +71,14 @@ def test_installed_wheel_runs_the_demo(wheel, tmp_path):
     """Installed into a folder of its own, ahead of the checkout; the working directory is elsewhere."""
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel]
-    subprocess.run([str(c) for c in install], check=True, timeout=200, capture_output=True)
+    made = run_process(*install)
+    assert made.returncode == 0, made.stderr
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     where = "import flowgrpo_rc; print(flowgrpo_rc.__file__)"
-    done = subprocess.run([sys.executable, "-c", where], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = run_process(sys.executable, "-c", where, env=environment, cwd=tmp_path)
     assert str(site) in done.stdout
     settings = ("trainer.total_training_steps=1", "actor_rollout_ref.rollout.val_kwargs.n=1")
     demo = [sys.executable, "-m", "flowgrpo_rc.cli.main", "demo", *settings]
-    done = subprocess.run(demo, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = run_process(*demo, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "outputs" / "flowgrpo_rc" / "tiny_qwen_image_ocr" / "samples" / "before_after.png").is_file()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests_support import TIMEOUT
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = REPOSITORY / "assets" / "tiny_qwen_image"
@@ -114,9 +115,14 @@ def test_build_script_runs_and_repeats(tmp_path):
         )
         for name in ("first", "second")
     ]
-    for build in builds:
-        output, _ = build.communicate(timeout=300)
-        assert build.returncode == 0, output
+    try:
+        for build in builds:
+            output, _ = build.communicate(timeout=TIMEOUT)
+            assert build.returncode == 0, output
+    finally:
+        for build in builds:
+            build.kill()
+            build.wait()
     first, second = tmp_path / "first", tmp_path / "second"
     weights = sorted(file.relative_to(first) for file in first.rglob("*.safetensors"))
     assert len(weights) == 3

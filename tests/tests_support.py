@@ -1,8 +1,53 @@
 """Helpers that tests import by name."""
 
+import contextlib
+import os
+import signal
+import subprocess
+from pathlib import Path
+
 from conftest import SMALL_RUN
+
+TIMEOUT = 600
+"""Seconds for a process that a test starts: it must end by itself, also where fifteen others want the processor."""
 
 
 def overrides_of(folder, *overrides):
     """The overrides of ``small_config`` for a command line, with the run folder at ``folder``."""
     return [*SMALL_RUN, f"trainer.default_local_dir={folder}", *overrides]
+
+
+def run_process(*command, timeout=TIMEOUT, **settings):
+    """``subprocess.run`` with its output as text; on a time-out or an interrupt nothing it has started stays behind.
+
+    A launcher such as ``torchrun`` or a shell has children in process groups of their own, which do not end with it.
+    """
+    command = [str(part) for part in command]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            for pid in [*descendants(process.pid), process.pid]:
+                end(pid)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def descendants(pid):
+    """Processes that this one has started, and theirs, by ``/proc``; none where there is no such folder."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    found = [pid]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found[1:]
+
+
+def end(pid):
+    """Kill one process, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -73,10 +73,10 @@ def _importance(
     mean_d, mean_d2 = total["d" if token else "row_d*n"] / n, total["d2" if token else "row_din2*n"] / n
     mean, second = total["w" if token else "is_w"] / n, total["w2" if token else "is_w2"] / n
     variance = mean_d2 - mean_d * mean_d
-    if token and mean > 0.5:  # near 1, `d` is the more exact; near 0, `w`
-        mean, second = 1.0 + mean_d, 1.0 + 2.0 * mean_d + mean_d2
-    elif token:
+    if mean <= 0.5:  # near 0, `w` is the more exact; near 1, `d`
         variance = second - mean * mean
+    elif token:
+        mean, second = 1.0 + mean_d, 1.0 + 2.0 * mean_d + mean_d2
     share = n if token else rows
     smallest, largest = _extreme_weights(spec, total, low, high)
     out = {

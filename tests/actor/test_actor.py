@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
+from tolerances import LOG_PROB, RATIO, adam
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
@@ -89,13 +90,14 @@ class Setup:
         return taken, metrics
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
 def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cfg):
     setup = Setup(tiny_model, sde_type=sde_type, cfg=cfg)
     scored = setup.actor.score(setup.batch, setup.cond)["old_log_probs"]
-    assert_close(scored, setup.batch["rollout_log_probs"], atol=1e-6, rtol=0)
+    assert_close(scored, setup.batch["rollout_log_probs"], atol=LOG_PROB, rtol=0)
     _, metrics = setup.gradient()
-    assert metrics["actor/ratio_deviation_first"] <= 1e-6
+    assert metrics["actor/ratio_deviation_first"] <= RATIO
     assert metrics["actor/pg_clipfrac_first"] == 0.0
 
 
@@ -108,6 +110,7 @@ def test_bfloat16_rollouts_leave_a_gap(tiny_model):
     assert_close(metrics["actor/rollout_corr/logprob_abs_diff_mean"], gap.mean().item(), atol=1e-7, rtol=1e-3)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("normalization", ["all", "kept"])
 @pytest.mark.parametrize("bypass", [True, False])
 def test_micro_batches_do_not_change_the_gradient(tiny_model, normalization, bypass):
@@ -131,6 +134,7 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model, normalization, byp
             assert_close(split_metrics[name], metrics[name], atol=1e-6, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.portable
 def test_order_of_samples_does_not_matter(tiny_model):
     setup = Setup(tiny_model)
     straight, _ = setup.gradient()
@@ -206,7 +210,7 @@ def test_epochs_and_mini_batches_make_their_steps(tiny_model):
     result = setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(4)))
     assert result.optimizer_steps == 6
     assert setup.actor.averaged_state() is None
-    assert result.metrics["actor/ratio_deviation_first"] <= 1e-6
+    assert result.metrics["actor/ratio_deviation_first"] <= RATIO
     assert result.metrics["actor/log_ratio_abs_mean"] > 1e-6
 
 
@@ -282,8 +286,9 @@ def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend
         states.append(adapter_state(setup.actor.transformer))
     plain, traced = states
     assert plain.keys() == traced.keys()
-    for name in plain:
-        assert_close(traced[name], plain[name], atol=1e-5, rtol=0)
+    apart = sum((traced[n] - plain[n]).square().sum() for n in plain).sqrt()
+    update = sum((plain[n] - before[n]).square().sum() for n in plain).sqrt()
+    assert apart < adam() * update
     assert max((plain[n] - before[n]).abs().max() for n in plain) > 9e-4  # Adam's first step is lr = 1e-3
 
 

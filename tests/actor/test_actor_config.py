@@ -40,7 +40,7 @@ for wrong, message in (
 
 def test_sections_may_be_mappings():
     """In a process of its own: the tests' type checks hold the fields to what they are once constructed."""
-    done = subprocess.run([sys.executable, "-c", MAPPINGS], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", MAPPINGS], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

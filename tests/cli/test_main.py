@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests_support import run_process
 
 from flowgrpo_rc import trainer
 from flowgrpo_rc.cli import main as module
@@ -22,18 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "flowgrpo_trainer"
 
 
-def run(*command, cwd, timeout=280, **environment):
+def run(*command, cwd, **environment):
     bin_folder = str(Path(sys.executable).parent)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{bin_folder}:{os.environ['PATH']}"} | environment
-    return subprocess.run(
-        [str(c) for c in command],
-        cwd=cwd,
-        env=env,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_process(*command, cwd=cwd, env=env)
 
 
 @pytest.mark.parametrize(
@@ -65,33 +58,38 @@ def test_help_lists_the_commands(tmp_path):
         assert command in done.stdout
 
 
-def refused(tmp_path, *overrides):
-    """A run that must stop with exit code 2, one line of error, and no model loaded."""
-    done = run("flowgrpo-rc", "demo", f"trainer.default_local_dir={tmp_path / 'run'}", *overrides, cwd=tmp_path)
-    assert done.returncode == 2, (done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr
-    assert "Run folder" not in done.stdout
-    return done.stderr.strip().splitlines()[-1]
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """``refused(*overrides)``: a run that must stop with exit code 2, one line of error, and no model loaded."""
+
+    def start(*overrides):
+        code = main(["demo", f"trainer.default_local_dir={tmp_path / 'run'}", *overrides])
+        said = capsys.readouterr()
+        assert code == 2, said
+        assert "Traceback" not in said.err
+        assert "Run folder" not in said.out
+        return said.err.strip().splitlines()[-1]
+
+    return start
 
 
-def test_bad_data_is_refused_before_the_model(tmp_path):
+def test_bad_data_is_refused_before_the_model(tmp_path, refused):
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "unquoted.txt").write_text('the text "42"\na cat on a mat\n' + 'the text "7"\n' * 8)
     (tmp_path / "few.txt").write_text('the text "42"\nthe text "43"\n')
     (tmp_path / "wrong").mkdir()
     # the model folder is wrong too: were it looked at first, that would be the error
-    assert "missing.txt" in refused(tmp_path, f"data.train_files={tmp_path}/missing.txt")
-    assert "empty.txt" in refused(tmp_path, f"data.train_files={tmp_path}/empty.txt")
-    unquoted = refused(tmp_path, f"data.train_files={tmp_path}/unquoted.txt")
+    assert "missing.txt" in refused(f"data.train_files={tmp_path}/missing.txt")
+    assert "empty.txt" in refused(f"data.train_files={tmp_path}/empty.txt")
+    unquoted = refused(f"data.train_files={tmp_path}/unquoted.txt")
     assert "unquoted.txt:2" in unquoted
     assert "a cat on a mat" in unquoted
-    assert "train_batch_size: got 8, but the data set holds 2 prompts" in refused(
-        tmp_path, f"data.train_files={tmp_path}/few.txt"
-    )
-    assert "holds no model_index.json" in refused(tmp_path, f"actor_rollout_ref.model.path={tmp_path}/wrong")
+    few = refused(f"data.train_files={tmp_path}/few.txt")
+    assert "train_batch_size: got 8, but the data set holds 2 prompts" in few
+    assert "holds no model_index.json" in refused(f"actor_rollout_ref.model.path={tmp_path}/wrong")
 
 
-def test_a_failing_reward_stops_the_run_with_its_name(tmp_path):
+def test_a_failing_reward_stops_the_run_with_its_name(tmp_path, capsys):
     (tmp_path / "bad.py").write_text(
         "def raises(images, prompts, metadata):\n    raise KeyError('colour')\n"
         "def nan(images, prompts, metadata):\n    return [1.0] * (len(prompts) - 1) + [float('nan')]\n"
@@ -107,10 +105,11 @@ def test_a_failing_reward_stops_the_run_with_its_name(tmp_path):
             f"reward.custom_reward_function.path={tmp_path}/bad.py",
             f"reward.custom_reward_function.name={name}",
         )
-        done = run("flowgrpo-rc", "demo", *small, *path, f"trainer.default_local_dir={tmp_path / name}", cwd=tmp_path)
-        assert done.returncode == 1, done.stderr
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+        code = main(["demo", *small, *path, f"trainer.default_local_dir={tmp_path / name}"])
+        said = capsys.readouterr().err
+        assert code == 1, said
+        assert message in said
+        assert "Traceback" not in said
 
 
 def test_prepare_data_and_explain_config(tmp_path):
@@ -151,8 +150,7 @@ def test_the_full_size_script_with_the_tiny_model(tmp_path, tiny_sd3_path, famil
     lines = "".join(f'a sign that says "{n:02d}"\n' for n in range(8))
     for split in ("train", "test"):
         (tmp_path / f"{split}.txt").write_text(lines)
-    done = run("flowgrpo-rc", "prepare-data", "ocr", "--input", tmp_path, "--output", tmp_path / "data", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert main(["prepare-data", "ocr", "--input", str(tmp_path), "--output", str(tmp_path / "data")]) == 0
     substitutes = (
         "data.train_batch_size=4",
         "data.val_max_samples=2",

@@ -337,7 +337,7 @@ print(json.dumps([
 
 
 def test_wrong_shapes_and_types():
-    run = subprocess.run([sys.executable, "-c", _WRONG], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run([sys.executable, "-c", _WRONG], capture_output=True, text=True, timeout=600, check=True)
     assert json.loads(run.stdout) == [
         ["ValueError", "log_prob has shape (2, 3), but rollout_log_prob has shape (3, 2)."],
         ["ValueError", "log_prob has shape (2, 3), but mask has shape (2, 1)."],

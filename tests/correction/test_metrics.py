@@ -400,6 +400,7 @@ def test_one_synchronisation_on_a_gpu():
     assert len(copies) == 1
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("shift", [-12.0, -9.0, -3.0, -0.01, 0.5])
 def test_small_weights_keep_their_figures_in_float32(shift, level):

@@ -80,6 +80,7 @@ def test_every_option_gives_what_torch_gives(option, mode, monkeypatch):
         assert_close(found, without_it(monkeypatch, p, q, mask, config=config), 1e-12)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("shape", [(20, 3), (5, 100)])
 @pytest.mark.parametrize("kind", [*KINDS, torch.bfloat16, torch.float16, torch.int16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -185,6 +186,7 @@ def test_however_the_memory_lies(shape):
         )
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize(("dtype", "ulps"), [(torch.float32, 2.0), (torch.float64, 2.0)])
 def test_exponentials_are_exact_to_their_last_digits(dtype, ulps):
     """Against `math`, in double: weights, and the mean k3 of one element, which is `expm1(l) - l`."""

@@ -28,6 +28,7 @@ def sample(model, cfg_scale, steps):
     return engine.generate(request)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("cfg_scale", [1.0, 4.0])
 def test_images_equal_the_diffusers_pipeline(tiny_model, cfg_scale):
     negative = {"negative_prompt": [" "] * 3} if cfg_scale > 1 else {}
@@ -47,6 +48,7 @@ def test_images_equal_the_diffusers_pipeline(tiny_model, cfg_scale):
     assert ours.std() > 20
 
 
+@pytest.mark.portable
 def test_one_frame_in_2d_equals_the_vae_own(tiny_model):
     """Encoding and decoding of one frame, and of three, with and without the short way."""
     vae, generator = tiny_model.pipe.vae, torch.Generator().manual_seed(0)
@@ -85,6 +87,7 @@ def test_each_distinct_prompt_is_encoded_once(tiny_model):
     assert encoder.encoded == 4
 
 
+@pytest.mark.portable
 def test_longer_prompts_pad_with_a_mask(tiny_model):
     """A padded short prompt gives the velocity that it gives alone."""
     encoder = PromptEncoder(tiny_model, 512, 8)

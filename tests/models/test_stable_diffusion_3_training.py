@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tolerances import LOG_PROB
 
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -27,6 +28,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 def test_a_run_has_no_gap_and_updates(small_config, tiny_sd3_path, mode):
     bypass = f"algorithm.rollout_correction.bypass_mode={mode == 'bypass'}"
@@ -41,8 +43,8 @@ def test_a_run_has_no_gap_and_updates(small_config, tiny_sd3_path, mode):
     steps = [row for row in rows_of(trainer.fit().root) if "reward/mean" in row]
     assert len(steps) == 2
     for row in steps:
-        assert row[GAPS[mode]] == 0
-        assert row["rollout_sync/engine_gap_abs_mean"] == 0
+        assert row[GAPS[mode]] < LOG_PROB
+        assert row["rollout_sync/engine_gap_abs_mean"] < LOG_PROB
         assert row["actor/grad_norm"] > 0
         assert row["reward/std"] > 0
     for request in requests:

@@ -53,7 +53,7 @@ class Browser:
     def __exit__(self, *_):
         os.close(self._write)
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -71,7 +71,7 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
-    def _until(self, wanted, what, seconds=60):
+    def _until(self, wanted, what, seconds=300):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             while b"\0" in self._buffer:

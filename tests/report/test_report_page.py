@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -243,10 +244,8 @@ def test_the_command_needs_no_torch(tmp_path):
     assert done.returncode == 0
 
 
-def test_a_real_run(small_config):
-    from flowgrpo_rc.trainer import FlowGRPOTrainer
-
-    root = FlowGRPOTrainer(small_config("trainer.total_training_steps=2")).fit().root
+def test_a_real_run(finished_run, tmp_path):
+    root = shutil.copytree(finished_run.root, tmp_path / "run")
     path, findings = write_report(read_run(root))
     page = Page(path.read_text())
     checked = {f.check for f in findings}

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tolerances import LOG_PROB, divergence
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.config import DiffusionLossConfig
@@ -381,8 +382,8 @@ def test_a_sliding_window_is_probed_at_its_own_places(small_config):
 def test_equal_engines_have_no_gap(small_config):
     trainer = FlowGRPOTrainer(small_config(BYPASS, "actor_rollout_ref.rollout.dtype=float32"))
     result = run_preflight(trainer, 8)
-    assert result.overall.abs_max < 1e-6
-    assert result.overall.kl_nats < 1e-9
+    assert result.overall.abs_max < LOG_PROB
+    assert result.overall.kl_nats < divergence(512)
     assert result.advice.safe
     assert len(result.steps) == 3  # every step that the window can reach
     assert sum(step.count for step in result.steps) == result.overall.count == 8 * 2 * 2

@@ -6,15 +6,17 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests_support import overrides_of, run_process
+from tolerances import RATIO, adam, of_metric
 
 from flowgrpo_rc.models import load_model
+from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
@@ -32,6 +34,18 @@ def adapter_of(folder):
     return load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
 
 
+def file_name(name):
+    """How a parameter of the adapter is called in its file."""
+    return f"transformer.{name.replace('.default', '')}"
+
+
+def distance(a, b):
+    """The norm of the difference of two adapters."""
+    assert a.keys() == b.keys()
+    return float(torch.cat([(a[name] - b[name]).flatten() for name in a]).norm())
+
+
+@pytest.mark.portable
 def test_same_seed_same_run(small_config):
     first = FlowGRPOTrainer(small_config(folder="a")).fit()
     again = FlowGRPOTrainer(small_config(folder="b")).fit()
@@ -41,8 +55,8 @@ def test_same_seed_same_run(small_config):
     assert rows_of(first.root) != rows_of(other.root)
 
 
-def test_run_folder_holds_what_it_promises(small_config):
-    folder = FlowGRPOTrainer(small_config("trainer.save_freq=1", "trainer.test_freq=1")).fit().root
+def test_run_folder_holds_what_it_promises(finished_run):
+    folder = finished_run.root
     rows = rows_of(folder)
     assert [r["step"] for r in rows] == [0, 1, 2]
     assert "val/reward/mean" in rows[0]
@@ -144,12 +158,10 @@ trainer.fit()
 @pytest.mark.slow
 def test_twenty_steps_survive_a_kill_in_the_middle_of_a_checkpoint(small_config, tmp_path):
     """``kill -9`` while step 15's checkpoint is being written: step 10's is intact, and the run ends the same."""
-    from tests_support import overrides_of
-
     whole = FlowGRPOTrainer(small_config("trainer.total_training_steps=20", folder="whole")).fit().root
     settings = ("trainer.total_training_steps=20", "trainer.save_freq=5", "trainer.resume_mode=auto")
     command = [sys.executable, "-c", KILLED, "15", *overrides_of(tmp_path / "killed", *settings)]
-    killed = subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
+    killed = run_process(*command)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     root = tmp_path / "killed"
     assert (root / "checkpoints" / "latest").read_text() == "step_10"
@@ -162,25 +174,25 @@ def test_twenty_steps_survive_a_kill_in_the_middle_of_a_checkpoint(small_config,
     assert not (root / "checkpoints" / ".step_15.writing").exists()
 
 
+@pytest.mark.portable
 @pytest.mark.slow
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled):
     """The same images, the same optimizer steps, dealt out over two gloo processes."""
-    from tests_support import overrides_of
-
     settings = ("trainer.resume_mode=disable", "actor_rollout_ref.rollout.dtype=float32")
     if decoupled:  # the second batch is drawn with a late adapter, so that rejection has something to reject
         band = "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.0005'"
         lag = "actor_rollout_ref.rollout.adapter_lag=1"
         settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING, band, f"{BASELINE}=true", lag)
-    one = FlowGRPOTrainer(small_config(*settings, folder="one")).fit().root
+    trainer = FlowGRPOTrainer(small_config(*settings, folder="one"))
+    start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
+    one = trainer.fit().root
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("-m", "flowgrpo_rc.cli.main", "demo"),
         *overrides_of(tmp_path / "two", *settings),
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, timeout=300, capture_output=True, text=True, env=environment, check=False)
+    done = run_process(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "on 2 process(es)" in " ".join(done.stdout.split())
     single, double = rows_of(one), rows_of(tmp_path / "two")
@@ -189,11 +201,13 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled)
     for a, b in zip(single, double, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+            bound = of_metric(name, a, dimensions=512, pixels=3072, steps=2)
+            assert b[name] == pytest.approx(a[name], rel=0, abs=bound), name
     learned = adapter_of(one)
-    for name, value in adapter_of(tmp_path / "two").items():
-        # four Adam steps of up to 1e-3 each: an update of its own would be 1e-3 away
-        assert (value - learned[name]).abs().max() < 1e-6, name
+    update, apart = distance(start, learned), distance(adapter_of(tmp_path / "two"), learned)
+    assert update > 1e-3
+    # the update of other images, or of half of them, would be about as far away as it is long
+    assert apart < adam() * update
 
 
 def test_stopping_signal_ends_after_the_step_with_a_checkpoint(small_config):
@@ -242,17 +256,18 @@ def test_a_state_of_another_version_is_refused(small_config):
 
 
 def test_finished_run_says_so_and_does_nothing(small_config, capsys):
-    settings = ("trainer.resume_mode=auto", "trainer.save_freq=1")
+    settings = ("trainer.resume_mode=auto", "trainer.save_freq=1", "trainer.total_training_steps=1")
     folder = FlowGRPOTrainer(small_config(*settings)).fit().root
     before = rows_of(folder)
     FlowGRPOTrainer(small_config(*settings)).fit()
     assert rows_of(folder) == before
-    assert "already at step 2 of 2" in " ".join(capsys.readouterr().out.split())
+    assert "already at step 1 of 1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_fresh_runs_do_not_overwrite_each_other(small_config):
-    first = FlowGRPOTrainer(small_config()).fit().root
-    second = FlowGRPOTrainer(small_config()).fit().root
+    one = "trainer.total_training_steps=1"
+    first = FlowGRPOTrainer(small_config(one)).fit().root
+    second = FlowGRPOTrainer(small_config(one)).fit().root
     assert second.name == f"{first.name}-2"
     assert rows_of(first) == rows_of(second)
 
@@ -292,9 +307,8 @@ def test_trackers_receive_the_metrics(small_config, monkeypatch):
     assert list((folder / "wandb").glob("offline-run-*"))
 
 
-def test_time_of_a_step_is_the_sum_of_its_stages(small_config):
-    folder = FlowGRPOTrainer(small_config("trainer.total_training_steps=1")).fit()
-    row = folder.rows()[1]
+def test_time_of_a_step_is_the_sum_of_its_stages(finished_run):
+    row = finished_run.rows()[1]
     stages = [v for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step"]
     assert row["timing_s/step"] == pytest.approx(sum(stages))
 
@@ -309,12 +323,12 @@ def test_objectives_that_compare_means_train_in_both_modes(small_config, mode, b
         "actor_rollout_ref.rollout.dtype=float32",
     )
     row = FlowGRPOTrainer(config).fit().rows()[-1]
-    assert row["actor/ratio_deviation_first"] < 1e-6
+    assert row["actor/ratio_deviation_first"] < RATIO
     assert row["actor/grad_norm"] > 0
 
 
 def decoupled_runs(small_config, *overrides):
-    """Rows and score calls of the same decoupled run with ``score=auto`` and ``score=always``."""
+    """Rows, score calls and adapter of one decoupled run with ``score=auto`` and ``score=always``; how both started."""
     results = {}
     for score in ("auto", "always"):
         config = small_config(
@@ -325,10 +339,11 @@ def decoupled_runs(small_config, *overrides):
             folder=f"{score}{len(overrides)}",
         )
         trainer, images = FlowGRPOTrainer(config), []
+        start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
         original = trainer.run.actor.score
         trainer.run.actor.score = lambda batch, cond, o=original, n=images: (n.append(len(batch)), o(batch, cond))[1]
         folder = trainer.fit().root
-        results[score] = (rows_of(folder), sum(images), adapter_of(folder))
+        results |= {score: (rows_of(folder), sum(images), adapter_of(folder)), "start": start}
     return results
 
 
@@ -356,14 +371,14 @@ REJECTING = (
 def test_the_old_policy_is_free_for_the_first_mini_batch(small_config, settings, scored):
     """Scoring all and scoring what is needed give the same weights, rejection, update and metrics."""
     results = decoupled_runs(small_config, *settings)
-    assert {score: images for score, (_, images, _) in results.items()} == scored
-    (auto, _, adapter), (always, _, expected) = results["auto"], results["always"]
+    assert {score: results[score][1] for score in scored} == scored
+    (auto, _, adapter), (always, _, expected), start = results["auto"], results["always"], results["start"]
     for a, b in zip(auto, always, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=2e-6), name
-    for name, value in adapter.items():
-        assert (value - expected[name]).abs().max() < 2e-5, name
+            bound = of_metric(name, b, dimensions=512, pixels=3072, steps=2)
+            assert a[name] == pytest.approx(b[name], rel=0, abs=bound), name
+    assert distance(adapter, expected) < adam() * distance(start, expected)
     if settings[-1:] == REJECTING[-1:]:
         assert 0.05 < auto[-1]["rollout_corr/rollout_rs_masked_fraction"] < 0.95
 

@@ -16,7 +16,7 @@ STARTS = torch.tensor([0, 0, 2, 2, 1, 1])
 PROMPTS = ['the text "12"', 'the text "345678" in red', "x"]
 """Of different lengths, so that embeddings are padded and masked."""
 TIMEOUTS = VllmOmniConfig(
-    start_timeout_s=200.0, request_timeout_s=120.0, sync_timeout_s=60.0, silence_timeout_s=30.0, close_timeout_s=20.0
+    start_timeout_s=600.0, request_timeout_s=300.0, sync_timeout_s=300.0, silence_timeout_s=30.0, close_timeout_s=20.0
 )
 
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 pytest.importorskip("vllm")
 
 from engine_pair import make_pair, random_adapter, request_for, zero_adapter
-from rounding import LATENT, LOG_RATIO, levels
+from tolerances import LATENT, LOG_RATIO, levels
 
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rounding import ADAM, LOG_RATIO
+from tolerances import LOG_RATIO, adam
 
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
@@ -45,7 +45,7 @@ def test_a_run_is_the_diffusers_engines_even_when_the_engine_is_killed_in_it(sma
     for row, other in zip(got, expected, strict=True):
         for key, value in other.items():
             if isinstance(value, float) and key.startswith(("reward", "actor", "critic", "rollout")):
-                assert row[key] == pytest.approx(value, rel=2 * ADAM, abs=1e-4), key
+                assert row[key] == pytest.approx(value, rel=2 * adam(), abs=1e-4), key
                 compared += 1
     assert compared > 20
     gaps = [row["rollout_sync/engine_gap_abs_mean"] for row in got if "reward/mean" in row]  # not of the validation

@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from rounding import ADAM, GRADIENT, LOG_RATIO, reward
-from tests_support import overrides_of
+from tests_support import overrides_of, run_process
+from tolerances import LOG_PROB, of_metric
 
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
@@ -23,8 +22,6 @@ SETTINGS = (
     "actor_rollout_ref.rollout.dtype=float32",
 )
 
-PIXELS = 3 * 32 * 32
-
 
 def rows_of(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -34,20 +31,18 @@ def rows_of(folder):
 @pytest.mark.slow
 def test_two_processes_with_an_engine_each_are_the_run_of_one(small_config, tmp_path):
     """Two gloo processes start two engines, push the adapter to both, prove both, and learn what one process learns."""
-    expected = rows_of(FlowGRPOTrainer(small_config(*SETTINGS, folder="one")).fit().root)
+    single = rows_of(FlowGRPOTrainer(small_config(*SETTINGS, folder="one")).fit().root)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("-m", "flowgrpo_rc.cli.main", "demo"),
         *overrides_of(tmp_path / "two", *SETTINGS, "actor_rollout_ref.rollout.name=vllm_omni"),
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, timeout=500, capture_output=True, text=True, env=environment, check=False)
+    done = run_process(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     got = rows_of(tmp_path / "two")
-    assert [row["step"] for row in got] == [row["step"] for row in expected]
-    for row, other in zip(got, expected, strict=True):
-        assert row["rollout_sync/engine_gap_abs_max"] < LOG_RATIO
-        assert row["reward/mean"] == pytest.approx(other["reward/mean"], abs=reward(PIXELS), rel=0)
-        learned = GRADIENT + reward(PIXELS) / other["reward/group_std_mean"]  # an advantage is a reward over that
-        for name in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac"):
-            assert row[name] == pytest.approx(other[name], rel=ADAM + learned, abs=LOG_RATIO), name
+    assert [row["step"] for row in got] == [row["step"] for row in single]
+    for row, other in zip(got, single, strict=True):
+        assert row["rollout_sync/engine_gap_abs_max"] <= LOG_PROB
+        for name in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac"):
+            bound = of_metric(name, other, dimensions=512, pixels=3072, steps=2)
+            assert row[name] == pytest.approx(other[name], rel=0, abs=bound), name
