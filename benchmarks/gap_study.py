@@ -25,6 +25,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from learning import COMMON, LOSS, RC, ROLLOUT, correction
+from machine import describe
 from training_runs import (
     COMMAND,
     CONFIG,
@@ -35,7 +36,9 @@ from training_runs import (
     Study,
     load,
     names,
+    read_results,
     run_missing,
+    write_results,
     write_table,
 )
 
@@ -169,14 +172,18 @@ class Noise:
 
 
 def verdicts_of(results: Path) -> Path:
-    """The file of the probe's verdicts beside a file of results."""
-    return results.with_name(f"{results.stem}_verdicts.json")
+    """The JSON-lines file of the probe's verdicts beside one of results."""
+    return results.with_name(f"{results.stem}_verdicts.jsonl")
+
+
+def read_verdicts(results: Path) -> dict[str, dict[str, Any]]:
+    """The verdicts by setting; none where there is no file yet."""
+    return {verdict["setting"]: verdict for verdict in read_results(verdicts_of(results))}
 
 
 def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What ``flowgrpo-rc probe`` says of each setting before training; none for alternatives, which it cannot know."""
-    file = verdicts_of(study.results)
-    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
+    found, commit = read_verdicts(study.results), describe()["commit"]
     for setting in settings:
         program, overrides = study.inside(setting, [*COMMAND, "probe"]), study.overrides(setting, seed=1)
         of = {"program": names(program), "of": overrides}
@@ -194,8 +201,9 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
             )
             if done.returncode not in (0, 3, 4):
                 raise RuntimeError(f"probe of {setting}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-            found[setting] = verdict_of(json.loads((Path(out) / "probe.json").read_text())) | of
-        file.write_text(json.dumps(found, indent=1))
+            probe = json.loads((Path(out) / "probe.json").read_text())
+        found[setting] = {"setting": setting, "seed": 1, **verdict_of(probe), **of, "commit": commit}
+        write_results(verdicts_of(study.results), found.values())
         print(f"{setting}: {found[setting]['verdict']}", flush=True)
     return found
 
@@ -320,8 +328,7 @@ def main() -> int:
     elif not arguments.report:
         failed = run_missing(study, arguments.settings, arguments.seeds, arguments.jobs)
     runs = load(arguments.settings, arguments.results)
-    file = verdicts_of(arguments.results)
-    verdicts = json.loads(file.read_text()) if file.is_file() else {}
+    verdicts = read_verdicts(arguments.results)
     if arguments.report:
         write_table(PAGE, RESULTS, table(runs, verdicts))
         plot(runs, PLOT)

@@ -43,7 +43,7 @@ def path(field: str, value: object, *, optional: bool = False) -> None:
     if optional and value is None:
         return
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{field}: got {value!r}; give a path as text{' or null' if optional else ''}")
+        raise ValueError(f"{field}: got {value!r}; give a path, as text{' or null' if optional else ''}")
     if "\0" in value:
         raise ValueError(f"{field}: got {value!r}; a path cannot hold a NUL character")
     try:

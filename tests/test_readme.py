@@ -76,5 +76,9 @@ def test_documents_name_no_machine():
 
 
 def test_results_are_json_with_their_machine():
-    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+    results = ROOT / "benchmarks" / "results"
+    for path in results.glob("*.json"):
         assert "commit" in json.dumps(json.loads(path.read_text())), path
+    for path in results.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            assert "commit" in json.dumps(json.loads(line)), path

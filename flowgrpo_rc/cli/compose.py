@@ -18,7 +18,7 @@ from typing import Any
 from flowgrpo_rc.checks import fit, show
 from flowgrpo_rc.cli.foreign_keys import find
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
-from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, known_keys, nearest, nest, schema, sections
+from flowgrpo_rc.cli.schema import flatten, known_keys, nearest, nest, schema, sections
 from flowgrpo_rc.cli.translate import translate
 from flowgrpo_rc.cli.yaml_files import own_files
 from flowgrpo_rc.correction.quoting import quote_bands, refuse_unquoted_bands
@@ -332,7 +332,8 @@ def _leading_key(message: str, leaves: Mapping[str, Any]) -> str | None:
     key = found[0] if found else ""
     while key and key not in leaves:
         key = key.rpartition(".")[0]
-    return key if key and key not in OPEN_SECTIONS else None
+    # What the correction's class says does not begin with its section, so that one of its keys cannot be told.
+    return key if key and not key.endswith(".rollout_correction") else None
 
 
 def _is_consequence(message: str, gone: Sequence[str]) -> bool:

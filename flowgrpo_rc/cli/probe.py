@@ -1,11 +1,10 @@
 """``flowgrpo-rc probe``: measure the gap before training and say whether the configured mode survives it."""
 
 import argparse
-import contextlib
-import os
-import sys
 from pathlib import Path
 from typing import Any
+
+from flowgrpo_rc.cli.errors import LOADING, TRAINING
 
 NOT_SAFE, NOT_SHOWN_SAFE = 3, 4
 """Exit codes of a probe that finds the configuration not safe, or cannot show that it is safe."""
@@ -45,33 +44,25 @@ def run_probe(arguments: argparse.Namespace) -> int:
 
     from flowgrpo_rc.cli.compose import compose
 
-    refused: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)
     with tempfile.TemporaryDirectory() as folder:
         quiet = [f"trainer.default_local_dir={folder}/run", "trainer.logger=[console]"]
-        try:
-            config = compose(arguments.config_name, [*arguments.overrides, *quiet], arguments.config_dir)
-            if config.trainer.resume_mode == "auto":
-                config.trainer.resume_mode = "disable"
-            from flowgrpo_rc.cli.probe_folder import ProbeFolder
-            from flowgrpo_rc.rollout import RolloutError
-            from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
-            from flowgrpo_rc.trainer.intervals import MOST_IMAGES
-            from flowgrpo_rc.trainer.preflight import check_preflight, run_preflight
+        config = compose(arguments.config_name, [*arguments.overrides, *quiet], arguments.config_dir)
+        if config.trainer.resume_mode == "auto":
+            config.trainer.resume_mode = "disable"
+        from flowgrpo_rc.cli.probe_folder import ProbeFolder
+        from flowgrpo_rc.trainer import FlowGRPOTrainer
+        from flowgrpo_rc.trainer.intervals import MOST_IMAGES
+        from flowgrpo_rc.trainer.preflight import check_preflight, run_preflight
 
-            refused = (*refused, CheckpointError)
-            images, most = _number("--images", arguments.images), arguments.max_images
-            check_preflight(images, None if most is None else _number("--max-images", most))
-            most = min(MAX_FACTOR * images, MOST_IMAGES) if most is None else int(most)
-            out = ProbeFolder(arguments.out)
-            trainer = FlowGRPOTrainer(config)
-        except refused as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        images, most = _number("--images", arguments.images), arguments.max_images
+        check_preflight(images, None if most is None else _number("--max-images", most))
+        most = min(MAX_FACTOR * images, MOST_IMAGES) if most is None else int(most)
+        out = ProbeFolder(arguments.out)
+        arguments.phase = LOADING
+        trainer = FlowGRPOTrainer(config)
+        arguments.phase = TRAINING
         try:
             result = run_preflight(trainer, images, most)
-        except RolloutError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
         finally:
             trainer.run.engine.close()
     from flowgrpo_rc.trainer import verdict
@@ -80,11 +71,9 @@ def run_probe(arguments: argparse.Namespace) -> int:
     try:
         said = out.write(result)
     except OSError as error:
-        _say(report(result))
-        text = f"--out: cannot write the result to {arguments.out}: {error}; give another folder"
-        print(f"error: {text}", file=sys.stderr)
-        return 1
-    _say("\n".join([report(result), *said]))
+        print(report(result))
+        raise OSError(f"--out: cannot write the result to {arguments.out}: {error}; give another folder") from error
+    print("\n".join([report(result), *said]))
     return code
 
 
@@ -95,15 +84,6 @@ def _number(option: str, value: Any) -> int:
     except ValueError as error:
         shown = str(value) if len(str(value)) <= 40 else f"{str(value)[:40]}..."
         raise ValueError(f"{option}: got {shown!r}; give a whole number") from error
-
-
-def _say(text: str) -> None:
-    """Prints; a console that went away (``| head``, a full disk) takes neither the files nor the exit code along."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        with contextlib.suppress(OSError):  # what is left in the buffer would be tried again at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(result: Any) -> str:

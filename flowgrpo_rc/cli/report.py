@@ -1,7 +1,6 @@
 """``flowgrpo-rc report``: is this run healthy, as text and as one page."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,12 @@ def add_report(commands: Any) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Checks, writes, prints; returns the exit code."""
-    from flowgrpo_rc.report import NotARunError, read_run, worst, write_report
+    from flowgrpo_rc.report import read_run, worst, write_report
 
-    try:
-        run = read_run(arguments.folder)
-        path, findings = write_report(run, arguments.out)
-    except (NotARunError, OSError) as error:
-        print(_encodable(f"error: {error}", sys.stderr), file=sys.stderr)
-        return 2
-    print(_encodable(f"{as_text(findings, run)}\nWritten: {path}", sys.stdout))
+    run = read_run(arguments.folder)
+    path, findings = write_report(run, arguments.out)
+    print(f"{as_text(findings, run)}\nWritten: {path}")
     return UNHEALTHY if worst(findings) == "problem" else 0
-
-
-def _encodable(text: str, stream: Any) -> str:
-    """With escapes for what the stream's encoding lacks, such as the bytes of a folder's name that are no text."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def as_text(findings: Any, run: Any) -> str:

@@ -121,14 +121,14 @@ class RewardConfig:
             raise ValueError(
                 f"reward.functions: got {self.functions!r}; give weights by name, e.g. reward.functions.ocr=1"
             )
-        for name, weight in self.functions.items():
+        for name in self.functions:
             if name not in REWARD_NAMES:
                 raise ValueError(
                     f"reward.functions: {name!r} is not a known reward; known are "
                     f"{', '.join(REWARD_NAMES)}, and a function of your own goes into "
                     "reward.custom_reward_function"
                 )
-            _weight(f"reward.functions.{name}", weight)
+        self.functions = {name: _weight(f"reward.functions.{name}", w) for name, w in self.functions.items()}
         timeout = self.timeout_s
         if timeout is not None and (isinstance(timeout, bool) or not math.isfinite(timeout) or timeout <= 0):
             raise ValueError(f"reward.timeout_s: got {timeout!r}; give seconds above 0, or null for no limit")
@@ -140,12 +140,11 @@ class RewardConfig:
 
     def weights(self) -> dict[str, float]:
         """Name -> weight of every reward that is on, the user's own function last."""
-        named = {name: _weight(f"reward.functions.{name}", weight) for name, weight in self.functions.items()}
-        weights = {name: weight for name, weight in named.items() if weight != 0}
+        weights = {name: float(weight) for name, weight in self.functions.items() if weight != 0}
         custom = self.custom_reward_function
         if custom.path is not None and custom.weight != 0:
             weights[custom.name] = float(custom.weight)
-        if not weights and DEFAULT_REWARD not in named:
+        if not weights and DEFAULT_REWARD not in self.functions:
             return {DEFAULT_REWARD: 1.0}
         return weights
 

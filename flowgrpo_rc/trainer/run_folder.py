@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.checks import path as check_path
 from flowgrpo_rc.trainer.run_lock import RunLock
 
 TIMING_PREFIXES = ("timing_s/", "perf/")
@@ -296,13 +297,7 @@ def sync_path(path: Path) -> None:
 
 def _path_of(root: str) -> Path:
     text = os.fspath(root)
-    if not text.strip():
-        raise ValueError(
-            f"trainer.default_local_dir: got {text!r}, which names no folder; give one, e.g. outputs/my_run (the "
-            "current folder is '.')"
-        )
-    if "\0" in text:
-        raise ValueError(f"trainer.default_local_dir: got {text!r}, which holds a NUL character; remove it")
+    check_path("trainer.default_local_dir", text)
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

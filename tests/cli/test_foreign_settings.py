@@ -373,7 +373,7 @@ def test_all_refusals_are_told_together_and_grouped():
         "sde_window_range: got [0, null]; give a list of whole numbers",
         "trainer.seed: got 'many'",
         f"{R}.n: got 1; GRPO compares",
-        "reward.functions.x: got 'big'; give a number",
+        "reward.functions: 'x' is not a known reward",
         "trainer.logger: got 'mlflow'",
         "cannot read the override 'nonsense'",
         "data.train_files: got 'a,b', which is a sweep",

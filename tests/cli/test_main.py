@@ -349,8 +349,8 @@ def test_a_signal_while_loading_is_a_line(monkeypatch, capsys, number):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.default_local_dir=''", "trainer.default_local_dir: got '', which names no folder"),
-        ("trainer.default_local_dir='  '", "trainer.default_local_dir: got '  ', which names no folder"),
+        ("trainer.default_local_dir=''", "trainer.default_local_dir: got ''; give a path"),
+        ("trainer.default_local_dir='  '", "trainer.default_local_dir: got '  '; give a path"),
         ("trainer.default_local_dir='a\0b'", "trainer.default_local_dir: "),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_path_is_text():
     path("field", "outputs")
     path("field", None, optional=True)
     for wrong in (3, None, "", " "):
-        with pytest.raises(ValueError, match=f"field: got {wrong!r}; give a path as text$"):
+        with pytest.raises(ValueError, match=f"field: got {wrong!r}; give a path, as text$"):
             path("field", wrong)
 
 

@@ -172,6 +172,7 @@ def test_a_resumed_average_equals_an_uninterrupted_one(small_config):
     for _ in range(2):
         first.train_step()
     first.save()
+    first.folder.close()
     second = FlowGRPOTrainer(small_config(*parts, folder="parts"))
     assert second.step == 2
     resumed = second.fit()

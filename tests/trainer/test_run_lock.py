@@ -123,7 +123,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cod
 @pytest.mark.parametrize("text", ["", " ", "\t"])
 def test_an_empty_folder_name_is_refused(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="trainer.default_local_dir: got .*names no folder"):
+    with pytest.raises(ValueError, match="trainer.default_local_dir: got .*give a path"):
         RunFolder.open(text, fresh=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -131,7 +131,7 @@ def test_an_empty_folder_name_is_refused(text, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a\0b", "holds a NUL character"),
+        ("a\0b", "cannot hold a NUL character"),
         ("file/run", "cannot be a run folder .*is not a folder"),
         ("file", "cannot be a run folder .*is not a folder"),
         ("x" * 300, "cannot be a run folder .*File name too long"),
