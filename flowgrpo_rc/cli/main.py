@@ -4,9 +4,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from flowgrpo_rc import __version__
-from flowgrpo_rc.cli.errors import COMMAND, FAILED, LOADING, TRAINING, exit_code, thread_errors_in_a_line
+from flowgrpo_rc.cli.errors import COMMAND, FAILED, LOADING, REFUSED, TRAINING, exit_code, thread_errors_in_a_line
 from flowgrpo_rc.cli.probe import add_probe
 from flowgrpo_rc.cli.report import add_report
 from flowgrpo_rc.threads import limit_spinning
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "torch" not in sys.modules:  # with torch its threads are settled, and the process is the caller's own
         limit_spinning(os.environ)
     with surviving_console() as (out, _err):
-        arguments = _parser().parse_args(argv)
+        arguments = _parse(argv)
         arguments.phase = COMMAND
         with thread_errors_in_a_line():
             try:
@@ -39,6 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses what it cannot read in one line, as the commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(REFUSED, f"error: {message}; see {self.prog} --help\n")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand before, between and after options, where argparse takes one group of them alone."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
 def _lost_output(error: BaseException) -> int:
     """What the command was asked for is its output; a reader that has seen enough (``| head``) lost nothing."""
     if isinstance(error, BrokenPipeError):
@@ -48,7 +67,7 @@ def _lost_output(error: BaseException) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="flowgrpo-rc",
         description="FlowGRPO training of flow-matching image models with rollout correction.",
     )

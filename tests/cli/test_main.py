@@ -429,3 +429,26 @@ def test_a_signal_while_nobody_reads_ends_with_a_checkpoint(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(200) == 130
     os.close(read)
+
+
+def test_overrides_stand_before_between_and_after_options():
+    arguments = module._parse(["probe", "a=1", "--images", "8", "b=2", "--out", "folder", "c=3"])
+    assert (arguments.overrides, arguments.images, str(arguments.out)) == (["a=1", "b=2", "c=3"], "8", "folder")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["train", "a=1", "--sead", "3"], "unrecognized arguments: --sead 3; see flowgrpo-rc --help"),
+        (["explain-config", "a=1", "--b"], "unrecognized arguments: --b; see flowgrpo-rc --help"),
+        (["report"], "the following arguments are required: RUN_DIR; see flowgrpo-rc report --help"),
+        (["trian"], "argument COMMAND: invalid choice: 'trian'"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_refused_in_a_line(argv, says, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert error.startswith(f"error: {says}")
+    assert error.count("\n") == 1
