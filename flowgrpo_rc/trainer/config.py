@@ -65,10 +65,10 @@ class TrainerConfig:
     """Batches of rollouts to train on."""
 
     save_freq: int = -1
-    """Save a checkpoint every so many steps; -1: at the end only."""
+    """Save a checkpoint every so many steps; -1 or 0: at the end only."""
 
     test_freq: int = -1
-    """Validate every so many steps; -1: before and after training only."""
+    """Validate every so many steps; -1 or 0: before and after training only."""
 
     val_before_train: bool = True
     """Validate before the first step."""
@@ -122,8 +122,8 @@ class TrainerConfig:
         for name in self.logger:
             choice("trainer.logger", name, LOGGERS)
         for name in ("save_freq", "test_freq"):
-            if getattr(self, name) == 0 or getattr(self, name) < -1:
-                raise ValueError(f"trainer.{name}: got {getattr(self, name)}; give -1 or a number above 0")
+            if getattr(self, name) < -1:
+                raise ValueError(f"trainer.{name}: got {getattr(self, name)}; give -1 (at the end only) or more")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ValueError("trainer.resume_from_path: is empty; resume_mode=resume_path needs a checkpoint folder")
 

@@ -244,3 +244,11 @@ def test_a_preset_on_the_command_line_replaces_the_files_correction():
     assert refined.rollout_correction == replace(RolloutCorrectionConfig.bypass_ppo_clip(), rollout_is="token")
     kept = compose("tiny_qwen_image_ocr", [f"{section}.preset=null", f"{section}.rollout_is=token"]).rollout_correction
     assert kept == replace(plain, rollout_is="token")
+
+
+def test_zero_is_never_but_at_the_end():
+    """As in verl, whose scripts write 0 for it; what is below -1 is a slip."""
+    config = compose(TINY, ["trainer.save_freq=0", "trainer.test_freq=0"])
+    assert (config.trainer.save_freq, config.trainer.test_freq) == (0, 0)
+    with pytest.raises(ConfigError, match=r"trainer.save_freq: got -2; give -1 \(at the end only\) or more"):
+        compose(TINY, ["trainer.save_freq=-2"])
