@@ -280,6 +280,10 @@ def _explaining(path: str, what: str) -> Iterator[None]:
         yield
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{FIELD}: {path} needs a package that is not installed ({one_line(what)}: {one_line(error)}); install it"
+        ) from error
     except Exception as error:
         raise damaged(path, f"{what}: {type(error).__name__}: {one_line(error)}") from error
 
