@@ -452,3 +452,20 @@ def test_a_package_that_a_part_needs_is_asked_for(folder, monkeypatch):
 def test_a_byte_order_mark_is_refused_where_no_loader_reads_it(folder, name):
     (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
     refused(check_pipeline, folder, f"{name} is not JSON: Unexpected UTF-8 BOM")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "says"),
+    [
+        ("transformer", lambda c: c.update(axes_dims_rope=[8, 12, 14]), "the transformer fails at its first image"),
+        (
+            "text_encoder",
+            lambda c: c["text_config"].update(num_attention_heads=4, num_key_value_heads=4),
+            "a text_encoder fails at its first prompt",
+        ),
+    ],
+)
+def test_a_network_that_stops_at_its_first_input(folder, part, change, says):
+    """All weights have their shapes, so that nothing shows it before."""
+    damage.edit_json(folder / part / "config.json", change)
+    refused(load_model, folder, says, "config.json")
