@@ -125,7 +125,7 @@ def _try_out(path: str, model: DiffusionModel) -> None:
     from flowgrpo_rc.models.base import Conditioning
     from flowgrpo_rc.models.prompts import pad
 
-    transformer = model.transformer
+    transformer: Any = model.transformer
     device = transformer.device
     size = model.smallest_image
     with torch.no_grad():
