@@ -6,6 +6,8 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 ASSET_PREFIX = "asset:"
+LFS_POINTER = b"version https://git-lfs"
+"""How the text begins that stands in a checkout for a file of Git LFS that was not downloaded."""
 
 
 def shipped(folder: str) -> Path:

@@ -18,7 +18,7 @@ ALLOWED = {
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},
     "rollout": {"correction", "sde", "loss", "batch", "models", *BASE},
     "rewards": set(),
-    "data": {"rewards"},
+    "data": {"rewards", "paths"},
     "integrations": {"correction", "sde", "loss", "batch"},
 }
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}

@@ -50,7 +50,8 @@ def read_yaml(file: Path) -> Mapping[Any, Any]:
         content = yaml.safe_load(text)
     except RecursionError as error:
         raise ConfigError(f"{file} is nested too deeply to be a configuration") from error
-    except (yaml.YAMLError, ValueError) as error:
+    # A value that is not what its tag says, such as `!!bool x`, is an error of whatever class its reader raises.
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error)

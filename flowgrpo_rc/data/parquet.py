@@ -51,8 +51,12 @@ def parquet_rows(path: Path, check_columns: Callable[[Sequence[str]], None]) -> 
 
 
 def _values(path: Path, name: str, column: Any, first: int, damage: tuple[type[Exception], ...]) -> list[Any]:
-    """The column's values as Python objects; ``first`` is the number of its first row."""
+    """The column's values as Python objects; ``first`` is the number of its first row.
+
+    Times are cut to microseconds, the finest that Python's have: pandas writes nanoseconds, whatever the times.
+    """
     try:
+        column = column.cast(_in_microseconds(column.type), safe=False)
         return column.to_pylist()
     except damage:
         pass
@@ -66,6 +70,17 @@ def _values(path: Path, name: str, column: Any, first: int, damage: tuple[type[E
                 "or leave the column out"
             ) from error
     return values
+
+
+def _in_microseconds(kind: Any) -> Any:
+    """The type of the same times in microseconds; any other type itself."""
+    import pyarrow
+
+    if getattr(kind, "unit", None) != "ns":
+        return kind
+    if pyarrow.types.is_timestamp(kind):
+        return pyarrow.timestamp("us", kind.tz)
+    return pyarrow.duration("us") if pyarrow.types.is_duration(kind) else pyarrow.time64("us")
 
 
 def _reason(error: Exception) -> str:

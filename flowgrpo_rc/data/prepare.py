@@ -59,14 +59,19 @@ def prepare_ocr(
 
     Raises:
         ValueError: `train.txt` is missing or empty, or a line has no text in double quotes; names file and
-            line.
+            line. Or `output_dir` cannot be made.
     """
     splits = {
         split: _load_split(Path(input_dir) / f"{split}.txt")
         for split in OCR_SPLITS
         if split == "train" or (Path(input_dir) / f"{split}.txt").exists()
     }
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{output_dir} cannot be made a folder ({error.strerror}); give another for the output"
+        ) from error
     written = []
     for split, records in splits.items():
         rows = [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.data.text import fault_of, is_blank, parse_row, undecodable
+from flowgrpo_rc.paths import LFS_POINTER
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 NEGATIVE_KEY = "negative_prompt"
@@ -75,18 +76,19 @@ def load_prompts(
 def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:
     if "\0" in str(path):
         raise ValueError(f"{str(path)!r} holds a NUL character, which no path can; check the path of the prompt file")
-    if path.suffix not in SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         raise ValueError(f"{path}: unknown format {path.suffix!r}; prompt files end in {', '.join(SUFFIXES)}")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder; give the prompt files in it, one or a list of them")
     # os.path, as pathlib raises for paths that are too long; only a regular file is opened, as a pipe may never end.
     if not os.path.isfile(path):
         raise ValueError(f"{path} does not exist or is not a file; check the path of the prompt file")
-    if path.suffix == ".parquet":
+    if suffix == ".parquet":
         from flowgrpo_rc.data.parquet import parquet_rows
 
         rows = parquet_rows(path, lambda columns: _check_columns(path, prompt_key, columns))
-    elif path.suffix == ".jsonl":
+    elif suffix == ".jsonl":
         rows = _json_rows(path)
     else:
         return [_plain_record(line, f"{path}:{number}") for number, line in _lines(path)]
@@ -99,6 +101,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from error
+    if content.startswith(LFS_POINTER):  # three lines, which would be three prompts
+        raise ValueError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull`")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

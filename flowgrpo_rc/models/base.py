@@ -87,6 +87,11 @@ class DiffusionModel(Protocol):
         """The transformer that the pipeline was loaded with."""
         ...
 
+    @property
+    def smallest_image(self) -> int:
+        """Pixels to a side of a small image that every network of the family takes."""
+        ...
+
     def check_parts(self) -> None:
         """Raise ``ValueError`` when the pipeline's parts were not made for each other."""
         ...

@@ -24,6 +24,10 @@ class Family(ABC):
     def transformer(self) -> Any:
         return self.pipe.transformer
 
+    @property
+    def smallest_image(self) -> int:
+        return self._multiple * 8
+
     def check_parts(self) -> None:
         """The parts were made for each other, and the noise schedule is one.
 
@@ -36,8 +40,7 @@ class Family(ABC):
         for name, values in self._factors().items():
             if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
                 raise ValueError(f"{name} holds what is not a finite number")
-        size = self._multiple * 8
-        schedule = self.schedule(4, size, size)
+        schedule = self.schedule(4, self.smallest_image, self.smallest_image)
         sigmas = schedule.sigmas.tolist()
         # Written so that a NaN fails too. The first may be above 1 by a rounding.
         falling = all(after < before for before, after in itertools.pairwise(sigmas))

@@ -110,7 +110,36 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
             model.check_parts()
         except ValueError as error:
             raise damaged(path, str(error)) from error
+    _try_out(path, model)
     return model
+
+
+def _try_out(path: str, model: DiffusionModel) -> None:
+    """Every network does its work once, on one prompt and the smallest image.
+
+    A configuration can have the right shapes and still give a network that stops at its first input, such as with
+    rotary embeddings of another size than the heads.
+    """
+    import torch
+
+    from flowgrpo_rc.models.base import Conditioning
+    from flowgrpo_rc.models.prompts import pad
+
+    transformer: Any = model.transformer
+    device = transformer.device
+    size = model.smallest_image
+    with torch.no_grad():
+        with _explaining(path, "a text_encoder fails at its first prompt; is its config.json another's?"):
+            prompts = pad(model.encode(["a"], model.longest_prompt))
+        guidance = 1.0 if transformer.config.get("guidance_embeds") else None
+        conditioning = Conditioning(prompts, None, 1.0, guidance, size, size).rows(
+            torch.tensor([0]), transformer.device
+        )
+        latents = torch.zeros(1, *model.latent_shape(size, size), device=device)
+        with _explaining(path, "the transformer fails at its first image; is its config.json another's?"):
+            model.velocity(transformer, latents, torch.full((1,), 500.0, device=device), conditioning)
+        with _explaining(path, "the vae fails at its first image; is its config.json another's?"):
+            model.decode(latents, size, size)
 
 
 def _class_name(path: str, index: dict[str, Any]) -> str:
@@ -280,6 +309,10 @@ def _explaining(path: str, what: str) -> Iterator[None]:
         yield
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{FIELD}: {path} needs a package that is not installed ({one_line(what)}: {one_line(error)}); install it"
+        ) from error
     except Exception as error:
         raise damaged(path, f"{what}: {type(error).__name__}: {one_line(error)}") from error
 

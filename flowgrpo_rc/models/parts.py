@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.paths import LFS_POINTER
+
 FIELD = "actor_rollout_ref.model.path"
 INDEX = "model_index.json"
 DISPENSABLE = ("text_encoder_3", "tokenizer_3")
 """What Stable Diffusion 3 draws without where its index says so: its T5, by far its largest part."""
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""The JSON files that tokenizers read; others may lie beside them."""
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors format allows no larger header."""
-LFS_POINTER = b"version https://git-lfs"
 
 _STEMS = {
     "diffusers": ("diffusion_pytorch_model", "diffusion_pytorch_model"),
@@ -158,7 +167,7 @@ def weight_files(folder: Path, library: str) -> tuple[list[Path], str | None]:
 
 def _read_json(path: str, file: Path, name: str) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     # A JSON file can also nest deeper than Python recurses, or hold an integer with more digits than it converts.
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"{name} is not JSON: {one_line(error, 120)}") from error
@@ -189,8 +198,9 @@ def _check_configuration(path: str, folder: Path, part: Part, file_name: str) ->
 def _check_tokenizer(path: str, folder: Path, part: Part) -> None:
     """Its JSON files. Whether the vocabulary is whole is asked of the loaded tokenizer."""
     _require(path, folder / part.name / "tokenizer_config.json", f"{part.name}/tokenizer_config.json")
-    for file in sorted((folder / part.name).glob("*.json")):
-        _read_json(path, file, f"{part.name}/{file.name}")
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(folder / part.name / name):
+            _read_json(path, folder / part.name / name, f"{part.name}/{name}")
 
 
 def _check_weights(path: str, folder: Path, part: Part) -> None:

@@ -17,6 +17,8 @@ from flowgrpo_rc.report.run import Run
 from flowgrpo_rc.report.setting import headline, progress, settings, tiles
 
 WORDS = {OK: "Healthy", WATCH: "Watch", PROBLEM: "Problem"}
+DOCTYPE = "<!DOCTYPE html>"
+"""How a page begins."""
 SIGNS = {OK: "✓", WATCH: "!", PROBLEM: "✕"}
 
 
@@ -27,13 +29,15 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
         The file, and the findings that it shows.
 
     Raises:
-        OSError: the file cannot be written, or is a folder.
+        OSError: the file cannot be written, or is a folder or something else than a page.
     """
     target = run.root / "report.html" if path is None else Path(path)
     if "\0" in str(target):
         raise OSError(f"{str(target)!r}: no path can hold a NUL character; give the name of a file")
     if target.is_dir():
         raise IsADirectoryError(f"{target}: is a folder; give the name of a file")
+    if not _may_be_replaced(target):
+        raise FileExistsError(f"{target}: is there already and is no page of a report; give another name")
     findings = check_health(run.rows, run.config, broken_lines=run.broken_lines)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.writing")
@@ -46,6 +50,17 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
             partial.unlink()
         raise
     return target, findings
+
+
+def _may_be_replaced(target: Path) -> bool:
+    """Whether nothing of this name would be lost: no record of a run, no device or pipe."""
+    if not os.path.lexists(target):
+        return True
+    if not target.is_file():
+        return target.is_symlink() and not target.exists()
+    with target.open("rb") as file:
+        start = file.read(len(DOCTYPE))
+    return start in (b"", DOCTYPE.encode())
 
 
 def build_page(run: Run, findings: Sequence[Finding]) -> str:
@@ -66,7 +81,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
     )
     style = resources.files("flowgrpo_rc.report").joinpath("page.css").read_text(encoding="utf-8")
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'{DOCTYPE}\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'
         f"<title>{_text(name)}: {WORDS[worst(findings)].lower()}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"

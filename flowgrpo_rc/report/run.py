@@ -110,8 +110,8 @@ def _mapping(path: Path) -> dict[str, Any] | None:
             _count_settings(content)
     except RecursionError:
         raise _unreadable(path, ValueError("it nests too deeply")) from None
-    # A date that does not exist and an integer of too many digits are plain errors of the values' own classes.
-    except (yaml.YAMLError, ValueError, OverflowError, TypeError, KeyError, AttributeError, OSError) as error:
+    # A date that does not exist, an integer of too many digits and `!!int ''` are errors of the values' own classes.
+    except (yaml.YAMLError, ValueError, OverflowError, TypeError, LookupError, AttributeError, OSError) as error:
         raise _unreadable(path, error) from error
     if not isinstance(content, dict):
         raise NotARunError(

@@ -17,7 +17,7 @@ def headline(findings: list[Finding], history: History) -> str:
     if level == OK and unfinished(history):
         return f"Healthy so far, {progress(history).partition(',')[0]}"
     if level == OK:
-        return f"Healthy: nothing to do in {len(findings)} checks"
+        return f"Healthy: nothing to do in {len(findings)} {'check' if len(findings) == 1 else 'checks'}"
     count = sum(f.level == level for f in findings)
     first = next(f for f in findings if f.level == level)
     if level == WATCH:

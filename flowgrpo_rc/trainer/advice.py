@@ -138,11 +138,11 @@ def advise(
     reasons += _of_the_lag(config, mode) + _of_what_is_removed(config, overall, judged)
     effective = {CLIP: overall.clipped_interval, REJECTED: overall.rejected_interval, ZEROED: overall.zeroed_interval}
     for name, one in judged.items():
-        if one.verdict == NOT_SHOWN_SAFE and name in effective:
+        if one.verdict == NOT_SHOWN_SAFE and name in effective and effective[name].effective:
             reasons.append(_of_more_images(one, effective[name].effective, images, confidence))
     if clip is not None and clip.verdict != SAFE:
         knob = "kl_mask_threshold" if dppo else "clip_ratio"
-        holds = f"{knob}={wanted:g} holds the gap; " if fits and wanted > narrow else ""
+        holds = f"{knob}={wanted:g} holds the gap; " if fits and wanted > narrow and not auto else ""
         if holds or clip.verdict == NOT_SHOWN_SAFE:
             reasons.append(f"{holds}decoupled mode does without")
     return Advice(
@@ -216,6 +216,8 @@ def _of_the_clip(config: FlowGRPOConfig, overall: StepGap, clip: Judged | None) 
         return "decoupled mode centres the clip on the actor's own log-probs, so the gap is not clipped"
     if clip is None:
         return "reinforce does not clip, so the gap cannot empty the band"
+    if not overall.clipped_interval.effective:
+        return "rejection and weights of 0 leave no sample of which the clip could be measured"
     share = f"{overall.clipped:.0%} of the samples lie {_where(config)} {limit_words(loss)}"
     text = f"{share} before anything is learned ({span(clip.low, clip.high)}; limit {clip.limit:.0%})"
     if clip.verdict == NOT_SAFE:

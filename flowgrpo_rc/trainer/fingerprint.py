@@ -1,6 +1,7 @@
 """What a checkpoint must have in common with the run that continues it: every part that shapes what is sampled."""
 
 import hashlib
+import inspect
 import json
 from typing import Any
 
@@ -19,7 +20,7 @@ _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
     """That of a loaded model and of the adapter that the configuration gives it. Costs a few values of each weight."""
     lora = config.actor_rollout_ref.model
-    transformer = {k: v for k, v in dict(model.pipe.transformer.config).items() if not k.startswith("_")}
+    transformer = _settings(model.pipe.transformer)
     transformer["weights"] = _coarse_digest(model.transformer)
     targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
     return Fingerprint(
@@ -39,9 +40,15 @@ def _parts(model: DiffusionModel) -> dict[str, Any]:
         elif name.startswith("tokenizer") and part is not None:
             found[name] = _vocabulary_digest(part)
         elif name == "scheduler" and part is not None:
-            found |= {f"{name} {k}": v for k, v in dict(part.config).items() if not k.startswith("_")}
+            found |= {f"{name} {k}": v for k, v in _settings(part).items()}
     vae = dict(model.pipe.vae.config)
     return found | {f"vae {name}": vae[name] for name in _SCALES if name in vae}
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """What a part's class takes of its configuration file, which may hold keys that act on nothing."""
+    taken = inspect.signature(type(part).__init__).parameters
+    return {k: v for k, v in dict(part.config).items() if k in taken}
 
 
 def _frozen(network: torch.nn.Module) -> list[torch.Tensor]:

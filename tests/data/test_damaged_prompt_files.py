@@ -330,3 +330,26 @@ def test_nul_in_a_path() -> None:
         DataConfig(val_files=["a", "b\0"])
     with pytest.raises(ValueError, match=r"'a\\x00\.txt' holds a NUL character"):
         load_prompts("a\0.txt")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_what_git_lfs_leaves_in_a_files_place_is_no_prompts(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n")
+    refused(path, "is a Git LFS pointer", "git lfs pull")
+
+
+def test_times_in_nanoseconds_are_read_in_microseconds(tmp_path: Path) -> None:
+    """pandas writes them; Python's own times are no finer than microseconds."""
+    kinds = [pyarrow.timestamp("ns"), pyarrow.timestamp("ns", "UTC"), pyarrow.duration("ns"), pyarrow.time64("ns")]
+    columns = {str(kind): pyarrow.array([1_234_567_891], kind) for kind in kinds}
+    (record,) = load_prompts(parquet(tmp_path, {"prompt": ["a"], **columns}))
+    plain, aware, duration, time = record.metadata.values()
+    assert {plain.microsecond, aware.microsecond, duration.microseconds, time.microsecond} == {234_567}
+    assert (plain.tzinfo, str(aware.tzinfo)) == (None, "UTC")
+
+
+@pytest.mark.parametrize("name", ["a.TXT", "a.JsonL"])
+def test_endings_in_capitals(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"prompt": "one"}\n')
+    assert len(load_prompts(tmp_path / name)) == 1

@@ -427,3 +427,45 @@ def test_the_command_ends_with_exit_code_2(folder, tmp_path, capsys):
     assert "error: actor_rollout_ref.model.path" in error
     assert "Traceback" not in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_files_beside_those_of_a_tokenizer_are_not_read(folder):
+    """macOS leaves ``._NAME`` beside every file on some disks, and anything may lie in a folder."""
+    (folder / "tokenizer" / "._tokenizer.json").write_bytes(b"\x00\x05\x16\x07")
+    (folder / "tokenizer" / "notes.json").write_text("[1]")
+    load_model(str(folder))
+
+
+def test_a_package_that_a_part_needs_is_asked_for(folder, monkeypatch):
+    """No download repairs that it is missing."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    def needs_scipy(*_, **__):
+        raise ImportError("Make sure to install scipy if you want to use beta sigmas.")
+
+    monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "from_pretrained", needs_scipy)
+    with pytest.raises(UnsupportedModelError, match="needs a package that is not installed .*scipy.*; install it"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("name", ["transformer/config.json", "tokenizer/tokenizer_config.json"])
+def test_a_byte_order_mark_is_refused_where_no_loader_reads_it(folder, name):
+    (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    refused(check_pipeline, folder, f"{name} is not JSON: Unexpected UTF-8 BOM")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "says"),
+    [
+        ("transformer", lambda c: c.update(axes_dims_rope=[8, 12, 14]), "the transformer fails at its first image"),
+        (
+            "text_encoder",
+            lambda c: c["text_config"].update(num_attention_heads=4, num_key_value_heads=4),
+            "a text_encoder fails at its first prompt",
+        ),
+    ],
+)
+def test_a_network_that_stops_at_its_first_input(folder, part, change, says):
+    """All weights have their shapes, so that nothing shows it before."""
+    damage.edit_json(folder / part / "config.json", change)
+    refused(load_model, folder, says, "config.json")

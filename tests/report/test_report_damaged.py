@@ -421,3 +421,28 @@ def test_refusals_are_of_one_class(run):
     (run / "config.yaml").write_bytes(b"[" * 20_000)
     with pytest.raises(NotARunError, match="it nests too deeply"):
         read_run(run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_a_page_never_replaces_a_record(run, capsys, name):
+    before = (run / name).read_bytes()
+    code, _, error = report(run, capsys, "--out", str(run / name))
+    assert code == 2
+    assert f"{name}: is there already and is no page of a report; give another name" in error
+    assert (run / name).read_bytes() == before
+
+
+def test_a_page_never_replaces_a_pipe_but_an_earlier_page(run, capsys, unfigured):
+    os.mkfifo(run / "pipe.html")
+    assert report(run, capsys, "--out", str(run / "pipe.html"))[0] == 2
+    (run / "empty.html").touch()
+    for _ in range(2):
+        assert report(run, capsys, "--out", str(run / "empty.html"))[0] == 0
+
+
+@pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "!!timestamp x"])
+def test_a_setting_that_is_not_what_its_tag_says(run, capsys, value):
+    (run / "config.yaml").write_text(f"a: {value}\n")
+    code, _, error = report(run, capsys)
+    assert code == 2
+    assert "config.yaml: cannot be read" in error

@@ -583,3 +583,23 @@ def test_a_transition_that_is_not_finite_is_an_error(small_config, name, says):
     trainer.run.actor.rescore = broken
     with pytest.raises(RolloutError, match=f"1 of 8 steps that the engine sampled a NaN or infinite {says}"):
         run_preflight(trainer, 2)
+
+
+def test_where_everything_is_rejected_nothing_is_said_of_the_clip(small_config):
+    gap = 1e-4 * torch.ones(32, dtype=torch.float64)
+    found = measured(gap, torch.zeros(32, dtype=torch.bool))
+    advice = advise(small_config(BYPASS, f"{CLIP}=1e-3"), found, gap[:, None], 512, images=32)
+    said = " ".join(advice.reasons)
+    assert advice.verdict == "not safe"
+    assert "leave no sample of which the clip could be measured" in said
+    assert "0% of the samples lie" not in said
+    assert "--images" not in said
+
+
+def test_no_fixed_clip_is_offered_where_a_calibrated_one_is_recommended(small_config):
+    gap = 1e-3 * torch.randn(4, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = measured(gap.flatten(), band=(3e-3, 3e-3))
+    advice = advise(small_config(BYPASS, f"{CLIP}=auto"), found, gap, 512, images=4)
+    assert (advice.verdict, advice.clip_ratio) == ("not shown safe", "auto")
+    assert "holds the gap" not in " ".join(advice.reasons)
+    assert "decoupled mode does without" in advice.reasons
