@@ -4,8 +4,10 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED
 
@@ -70,6 +72,21 @@ def debugging() -> bool:
 def in_a_line(error: BaseException) -> str:
     """The message without its line breaks."""
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Inside, a warning is a line; ``FLOWGRPO_RC_DEBUG=1`` shows the place in the program that gave it, too."""
+    before = warnings.formatwarning
+
+    def tell(message: Warning | str, *place: Any, **line: Any) -> str:
+        return before(message, *place, **line) if debugging() else f"warning: {' '.join(str(message).split())}\n"
+
+    warnings.formatwarning = tell
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

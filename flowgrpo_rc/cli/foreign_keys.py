@@ -361,7 +361,11 @@ _ROLLOUT = [
         verdict
         for pipeline in (f"{R}.pipeline", f"{R}.val_kwargs.pipeline", f"{M}.pipeline")
         for verdict in (
-            Refused(f"{pipeline}.output_type", "rewards see images, not latents", harmless=("image", "pil", "np", "pt", None)),
+            Refused(
+                f"{pipeline}.output_type",
+                "rewards see images, not latents",
+                harmless=("image", "pil", "np", "pt", None),
+            ),
             Refused(f"{pipeline}.num_frames", VIDEO, harmless=(1, None)),
             Ignored(f"{pipeline}.frame_rate", VIDEO),
             Ignored(f"{pipeline}.video_flow_shift", VIDEO),

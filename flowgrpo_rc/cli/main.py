@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from flowgrpo_rc import __version__
-from flowgrpo_rc.cli.errors import COMMAND, FAILED, LOADING, REFUSED, TRAINING, exit_code, thread_errors_in_a_line
+from flowgrpo_rc.cli.errors import (
+    COMMAND,
+    FAILED,
+    LOADING,
+    REFUSED,
+    TRAINING,
+    exit_code,
+    thread_errors_in_a_line,
+    warnings_in_a_line,
+)
 from flowgrpo_rc.cli.probe import add_probe
 from flowgrpo_rc.cli.report import add_report
 from flowgrpo_rc.threads import limit_spinning
@@ -29,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with surviving_console() as (out, _err):
         arguments = _parse(argv)
         arguments.phase = COMMAND
-        with thread_errors_in_a_line():
+        with thread_errors_in_a_line(), warnings_in_a_line():
             try:
                 with ending_on_signals():
                     code = arguments.run(arguments)

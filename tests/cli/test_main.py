@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -452,3 +453,26 @@ def test_arguments_that_cannot_be_read_are_refused_in_a_line(argv, says, capsys)
     assert caught.value.code == 2
     assert error.startswith(f"error: {says}")
     assert error.count("\n") == 1
+
+
+def test_a_warning_is_a_line(capsys, monkeypatch):
+    """One that is given in a function of the package, as the command's own warnings are."""
+
+    def warns(_arguments):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = print_to_stderr
+            warnings.warn("first\nsecond", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(module, "_explain", warns)
+    assert main(["explain-config"]) == 0
+    assert capsys.readouterr().err == "warning: first second\n"
+    monkeypatch.setenv("FLOWGRPO_RC_DEBUG", "1")
+    assert main(["explain-config"]) == 0
+    assert "UserWarning: first" in capsys.readouterr().err
+
+
+def print_to_stderr(message, category, filename, lineno, file=None, line=None):
+    """What Python does outside of pytest, which collects warnings instead."""
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
