@@ -131,6 +131,10 @@ CRITIC = "GRPO has no critic"
 PPO_ADVANTAGES = "the advantage is GRPO's, which has no such term"
 
 
+IMAGES = ("image", "pil", "np", "pt", None)
+"""Names of output types that are images."""
+
+
 def _off(value: Any, tree: Tree) -> bool:
     """Nothing is asked for."""
     return value in (None, False, 0, "", "null", "disabled") or value == [] or value == {}
@@ -361,11 +365,7 @@ _ROLLOUT = [
         verdict
         for pipeline in (f"{R}.pipeline", f"{R}.val_kwargs.pipeline", f"{M}.pipeline")
         for verdict in (
-            Refused(
-                f"{pipeline}.output_type",
-                "rewards see images, not latents",
-                harmless=("image", "pil", "np", "pt", None),
-            ),
+            Refused(f"{pipeline}.output_type", "rewards see images, not latents", harmless=IMAGES),
             Refused(f"{pipeline}.num_frames", VIDEO, harmless=(1, None)),
             Ignored(f"{pipeline}.frame_rate", VIDEO),
             Ignored(f"{pipeline}.video_flow_shift", VIDEO),
