@@ -191,7 +191,13 @@ _HYDRA = [
 ]
 
 _VERL_OMNI_ACTOR = [
-    Moved(f"{A}.fsdp_config.model_dtype", "precision of the frozen weights", f"{M}.dtype", DTYPES, True),
+    Moved(
+        f"{A}.fsdp_config.model_dtype",
+        "precision of the frozen weights",
+        f"{M}.dtype",
+        DTYPES | {None: "float32"},
+        True,
+    ),
     Moved(f"{A}.veomni_config.model_dtype", "precision of the frozen weights", f"{M}.dtype", DTYPES, True),
     Moved(f"{A}.fsdp_config.dtype", "precision of the actor's forward", "trainer.mixed_precision", AUTOCAST, True),
     Moved(

@@ -202,6 +202,12 @@ def test_the_reward_model_is_refused_with_what_to_use_instead():
          [f"{A}.diffusion_loss.loss_mode=grpo_guard"]),
         (["algorithm.adv_estimator=mix_grpo"], []),
         ([f"{A}.rollout_correction.guard=fallback"], ["algorithm.rollout_correction.guard=fallback"]),
+        ([f"{A}.rollout_correction.rollout_is=token"], ["algorithm.rollout_correction.rollout_is=token"]),
+        ([f"{A}.rollout_correction=null"], ["algorithm.rollout_correction=null"]),  # the file's gives way
+        ([f"{A}.rollout_correction.preset=geo_rs"], ["algorithm.rollout_correction.preset=geo_rs"]),
+        ([f"{A}.rollout_correction={{}}", "algorithm.rollout_correction.guard=off"],
+         ["algorithm.rollout_correction.guard=off"]),
+        ([f"{A}.fsdp_config.model_dtype=null"], [f"{M}.dtype=float32"]),
         ([f"{M}.algo.noise_level=0.9"], [f"{R}.algo.noise_level=0.9"]),
         ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=64"], [f"{R}.pipeline.height=64"]),
         ([f"{M}.pipeline.height=64"], [f"{R}.pipeline.height=64"]),  # the file's own height gives way
@@ -251,6 +257,10 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
     [
         ([f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=float32"], ["fsdp_config.model_dtype: got 'bf16'", "leave"]),
         ([f"{A}.rollout_correction.guard=warn", "algorithm.rollout_correction.guard=off"], ["guard: got 'warn', but"]),
+        ([f"{A}.rollout_correction=null", "algorithm.rollout_correction.rollout_is=token"],
+         ["rollout_correction: got null, which is no correction, but algorithm.rollout_correction is {", "leave one"]),
+        (["algorithm.rollout_correction=null", f"{A}.rollout_correction.rollout_is=token"],
+         ["algorithm.rollout_correction: got null", "{rollout_is: 'token'}"]),
         ([f"{A}.fsdp_config.seed=1", "trainer.seed=2"], ["fsdp_config.seed: got 1, but trainer.seed is 2"]),
         ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=32"], ["model.pipeline.height: got 64"]),
         ([f"{M}.algorithm=flow_dppo", f"{A}.diffusion_loss.loss_mode=grpo_guard"], ["got flow_dppo", "'grpo_guard'"]),
@@ -258,7 +268,7 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
         ([f"{A}.fsdp_config.model_dtype=int4"], ["fsdp_config.model_dtype: got 'int4'; choose one of fp32"]),
         ([f"{A}.fsdp_config.dtype=float16"], ["fsdp_config.dtype: got 'float16'; choose one of bf16"]),
     ],
-)
+)  # fmt: skip
 def test_two_values_for_one_setting_are_refused(overrides, parts):
     message = refused(*overrides, name=TINY)
     assert all(part in message for part in parts), message
