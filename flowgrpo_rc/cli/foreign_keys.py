@@ -772,6 +772,7 @@ OTHER_DEFAULTS: Mapping[str, Any] = {
     f"{A}.ppo_mini_batch_size": 256,
     f"{R}.n": 1,
     f"{R}.algo.noise_level": 1.0,
+    f"{R}.algo.sde_window_range": "[0,5] with sde_window_size, all steps but the last without",
     f"{R}.val_kwargs.pipeline.num_inference_steps": 50,
     "data.train_batch_size": 1024,
     "trainer.mixed_precision": "bfloat16 (actor.fsdp_config.dtype)",
