@@ -429,3 +429,12 @@ def test_a_signal_while_nobody_reads_ends_with_a_checkpoint(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(200) == 130
     os.close(read)
+
+
+@pytest.mark.parametrize("value", ["[a", "{a: b", "\0", "!!python/object:x y", "*x", "<<", "'", "9" * 5000, "[" * 5000])
+def test_explain_config_refuses_what_it_cannot_read_in_a_line(value, capsys):
+    assert main(["explain-config", f"rollout_is={value}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: rollout_is: got ")
+    assert error.count("\n") == 1
+    assert len(error) < 250
