@@ -327,6 +327,10 @@ def test_numbers_of_processes_that_agree_are_ignored(monkeypatch):
         (f"{M}.tokenizer_path=/elsewhere", "cannot work here: prompts are tokenized"),
         (f"{M}.external_lib=verl_omni.pipelines.sd3_dpo", "cannot work here"),
         (f"{M}.lora_rank=0", "a LoRA is what is trained"),
+        ("reward.reward_manager.module.path=mine.py", "cannot work here: rewards are one weighted sum"),
+        (f"+{M}.override_config.attention_dropout=0.1", "cannot work here: the model is what its folder"),
+        (f"{A}.optim.muon_momentum=0.9", "cannot work here: the optimizer is torch's AdamW"),
+        (f"{A}.torchtitan.seed=3", "has no meaning here: it belongs to a backend"),
         ("critic.optim.lr=1e-5", "has no meaning here: GRPO has no critic; delete it"),
         ("trainer.val_only=True", "cannot work here"),
         ("trainer._target_=os.system", "trainer._target_ has no meaning here: classes are not chosen"),
@@ -468,3 +472,20 @@ def test_names_of_other_programs_are_refused_with_what_the_page_says(heading):
         assert isinstance(find(quoted(there)[0].partition("=")[0]), Renamed)
         assert f"write {quoted(here)[0]} instead" in refused(*quoted(there))
         quietly(*quoted(here))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "reward.reward_manager.module.path=pkg://verl_omni.reward_loop.reward_manager",
+        "reward.reward_manager.source=importlib",
+        f"+{M}.override_config.attn_implementation=sdpa",
+        f"{M}.override_config={{}}",
+        f"{R}.router_config_path=router.yaml",
+        "trainer.checkpoint_callback_class=null",
+        f"{A}.optim.use_precision_aware_optimizer=false",
+    ],
+)
+def test_what_changes_nothing_is_taken_in_these_forms(setting):
+    (warning,) = said(setting, name=TINY)
+    assert "cannot change what is learned" in warning
