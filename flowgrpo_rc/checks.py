@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from numbers import Integral, Real
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 LARGEST_INTEGER = 2**63 - 1
@@ -57,7 +59,7 @@ def section(field: str, cls: type, value: Any) -> Any:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"{field}: got {value!r}; give a {cls.__name__} or a mapping of its keys")
+        raise ValueError(f"{field}: got {show(value)}; give a {cls.__name__} or a mapping of its keys")
     known = [f.name for f in fields(cls)]
     unknown = [str(key) for key in value if key not in known]
     if unknown:
@@ -66,19 +68,26 @@ def section(field: str, cls: type, value: Any) -> Any:
 
 
 def fit_fields(section_name: str, instance: Any) -> None:
-    """Bring every plain field of a configuration object to its annotated type: an integer becomes a float where a
-    float is wanted. Called first in ``__post_init__``, so that the class's own checks see what they expect.
+    """Bring every field of a configuration object to its annotated type: an integer becomes a float where a float is
+    wanted, a mapping the section that it spells out. Called first in ``__post_init__``, so that the class's own checks
+    see what they expect.
 
     NaN and infinity pass, for the class's own checks say what a number may be.
 
+    Args:
+        section_name: the section's dotted name for messages; empty for the whole configuration.
+
     Raises:
-        ValueError: a field's value is not of its type; see ``fit``.
+        ValueError: a field's value is not of its type; see ``fit`` and ``section``.
     """
+    prefix = f"{section_name}." if section_name else ""
     for name, kind in get_type_hints(type(instance)).items():
         value = getattr(instance, name)
         left_to_class = isinstance(value, float) and not math.isfinite(value) and float in _options(kind)
-        if kind is not Any and not is_dataclass(kind) and not left_to_class:
-            setattr(instance, name, fit(f"{section_name}.{name}", kind, value))
+        if is_dataclass(kind):
+            setattr(instance, name, section(f"{prefix}{name}", kind, value))  # type: ignore[arg-type]
+        elif kind is not Any and not left_to_class:
+            setattr(instance, name, fit(f"{prefix}{name}", kind, value))
 
 
 def fit(field: str, kind: Any, value: Any) -> Any:
@@ -93,6 +102,7 @@ def fit(field: str, kind: Any, value: Any) -> Any:
     options = _options(kind)
     if Any in options or (value is None and type(None) in options):
         return value
+    value = plain(value)
     wanted = [option for option in options if option is not type(None)]
     for option in wanted:
         if option is str and len(wanted) > 1 and not isinstance(value, str):
@@ -101,6 +111,15 @@ def fit(field: str, kind: Any, value: Any) -> Any:
         if found:
             return result
     raise ValueError(f"{field}: got {show(value)}; {_why_not(wanted, value)}{_expected(wanted)}{_or_null(options)}")
+
+
+def plain(value: Any) -> Any:
+    """Numbers of other types (numpy's) as Python's own, and paths as text; everything else as it is."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def show(value: object) -> str:

@@ -108,3 +108,52 @@ def test_large_transformers_recompute_their_activations():
     assert not ModelConfig().checkpoints_gradients(CHECKPOINTING_FROM)
     assert not ModelConfig(enable_gradient_checkpointing=False).checkpoints_gradients(CHECKPOINTING_FROM + 1)
     assert ModelConfig(enable_gradient_checkpointing=True).checkpoints_gradients(1)
+
+
+WRONG_TYPES = """
+import dataclasses
+from pathlib import Path
+
+import numpy
+
+from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
+from flowgrpo_rc.data.config import DataConfig
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.rewards.config import CustomRewardConfig, OCRConfig, RewardConfig
+from flowgrpo_rc.rollout.config import RolloutConfig, ValConfig
+from flowgrpo_rc.trainer.config import ActorRolloutRefConfig, FlowGRPOConfig, TrainerConfig
+
+odd = ["many", b"x", object(), {"no": 1}, [1], (1, 2), 1.5, float("nan"), 2**70, True, "", "nan"]
+classes = [DataConfig, OCRConfig, CustomRewardConfig, RewardConfig, RolloutConfig, ValConfig, DiffusionActorConfig,
+           ActorRolloutRefConfig, FlowGRPOConfig, TrainerConfig, ModelConfig]
+for cls in classes:
+    for field in dataclasses.fields(cls):
+        for value in odd:
+            try:
+                cls(**{field.name: value})
+            except ValueError as error:
+                assert field.name in str(error), (cls, field.name, value, error)
+                assert "\\n" not in str(error), (cls, field.name, value, error)
+for cls, field in [(DataConfig, "train_batch_size"), (DataConfig, "seed"), (OCRConfig, "num_threads")]:
+    for value in ("many", 1.5, True, float("nan"), 2**70):
+        try:
+            cls(**{field: value})
+        except ValueError:
+            continue
+        raise AssertionError((cls, field, value))
+
+assert RolloutConfig(val_kwargs={"pipeline": {"height": 64}}).validation_pipeline.height == 64
+assert FlowGRPOConfig(trainer={"seed": 3}).rollout_seed == 3
+assert RewardConfig(ocr={"mode": "full"}).ocr.mode == "full"
+assert ModelConfig(path=Path("a") / "b").path == "a/b"
+assert DataConfig(train_files=[Path("a")]).train_files == [Path("a")]
+assert RolloutConfig(n=numpy.int64(3)).n == 3
+assert DiffusionLossConfig(clip_ratio=numpy.float32(0.5)).clip_ratio == 0.5
+assert type(TrainerConfig(seed=numpy.uint8(3)).seed) is int
+"""
+
+
+def test_what_an_engineer_hands_to_the_classes_is_taken_or_refused_by_name():
+    """Values of every kind in every field; numbers of numpy's, paths and mappings are taken."""
+    done = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

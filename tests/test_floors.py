@@ -17,8 +17,8 @@ ALLOWED = {
     "models": BASE,
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},
     "rollout": {"correction", "sde", "loss", "batch", "models", *BASE},
-    "rewards": set(),
-    "data": {"rewards", "paths"},
+    "rewards": BASE,
+    "data": {"rewards", *BASE},
     "integrations": {"correction", "sde", "loss", "batch"},
 }
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}

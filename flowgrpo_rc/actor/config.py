@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive, section
+from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
 LOSS_MODES = ("flow_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
@@ -201,8 +201,6 @@ class DiffusionActorConfig:
 
     def __post_init__(self) -> None:
         fit_fields(_HERE, self)
-        self.diffusion_loss = section(f"{_HERE}.diffusion_loss", DiffusionLossConfig, self.diffusion_loss)
-        self.optim = section(f"{_HERE}.optim", OptimizerConfig, self.optim)
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "grad_clip"):
             positive(f"{_HERE}.{name}", getattr(self, name))
         non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)

@@ -18,9 +18,10 @@ from typing import Any
 from flowgrpo_rc.checks import fit, show
 from flowgrpo_rc.cli.foreign_keys import find
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
-from flowgrpo_rc.cli.schema import flatten, known_keys, nearest, nest, schema, sections
-from flowgrpo_rc.cli.translate import translate
+from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, known_keys, nearest, nest, schema, sections
+from flowgrpo_rc.cli.translate import CORRECTIONS, override, translate
 from flowgrpo_rc.cli.yaml_files import own_files
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.quoting import quote_bands, refuse_unquoted_bands
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -68,11 +69,12 @@ def compose(
         leaves = flatten(_resolved(raw, defaults, refusals), refusals)
         typed: dict[str, Any] = {}
         _apply(typed, parsed, Refusals())
-        overridden = flatten(typed, Refusals())
+        overridden = _with_open_keys(flatten(typed, Refusals()))
     except RecursionError as error:
         raise ConfigError("the configuration is nested too deeply; give keys of the schema, key=value") from error
     translation = translate(leaves, refusals, flatten(defaults, Refusals()), overridden)
-    config = _build(leaves, refusals, [*translation.gone, *_fit_types(leaves, refusals)])
+    gone = [*translation.gone, *_fit_types(leaves, refusals), *_check_correction(leaves, refusals)]
+    config = _build(leaves, refusals, gone)
     refusals.raise_if_any()
     assert config is not None
     translation.warn(stacklevel=2)
@@ -160,27 +162,44 @@ def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
             refusals.wrong(f"{text.partition('=')[0]}: got a number of {len(text)} digits; give a shorter one")
             continue
         except HydraException as error:
-            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value ({_first_line(error)})")
+            why = f"{_quoted(text)} ({_first_line(error)})"
+            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value{why}")
             continue
         if not key:
             refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value")
+        elif found.package is not None:
+            refusals.wrong(f"{key}@{found.package}: nothing here is placed by @; write {key}=...")
         elif found.is_sweep_override():
             refusals.wrong(
                 f"{key}: got {_shortened(text.partition('=')[2])}, which is a sweep of several runs; write a list as "
-                "[a,b], and text with commas in quotes"
+                f"[a,b], and text with commas in quotes{_quoted(text)}"
             )
         else:
             parsed.append(_Override(key, value, found.is_delete()))
     return parsed
 
 
+def _quoted(text: str) -> str:
+    """``: 'key="value"'`` of an override that can be read with its value in quotes, else nothing."""
+    key, equals, value = text.partition("=")
+    plain = equals and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.]*", key) and len(value) <= 80 and "(" not in value
+    return f": {override(key, value)}" if plain else ""
+
+
 def _make_room_for_preset(raw: dict[str, Any], overrides: Sequence[_Override]) -> None:
     """A preset on the command line replaces what the files say of the correction; overrides beside it refine it."""
-    section = "algorithm.rollout_correction"
     for one in overrides:
-        within = one.key == section and isinstance(one.value, Mapping) and one.value.get("preset") is not None
-        if within or (one.key == f"{section}.preset" and one.value is not None and not one.deletes):
-            raw.get("algorithm", {}).pop("rollout_correction", None)
+        for section in CORRECTIONS:
+            within = one.key == section and isinstance(one.value, Mapping) and one.value.get("preset") is not None
+            if within or (one.key == f"{section}.preset" and one.value is not None and not one.deletes):
+                for place in CORRECTIONS:
+                    _take_out(raw, place)
+
+
+def _with_open_keys(leaves: Mapping[str, Any]) -> set[str]:
+    """The keys, and those inside of values that are mappings."""
+    inside = (f"{key}.{part}" for key, value in leaves.items() if isinstance(value, Mapping) for part in value)
+    return {*leaves, *inside}
 
 
 def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusals) -> list[str]:
@@ -222,14 +241,20 @@ def _set(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 def _remove(raw: dict[str, Any], key: str, refusals: Refusals) -> None:
     """``~key`` takes back what a file or an earlier override set, so that the default holds."""
+    if not _take_out(raw, key) and key not in schema() and key not in sections() and find(key) is None:
+        refusals.unknown(key, nearest(key))
+
+
+def _take_out(raw: dict[str, Any], key: str) -> bool:
+    """Delete what was set; whether there was something."""
     *parents, last = key.split(".")
     node: Any = raw
     for part in parents:
         node = node.get(part, {}) if isinstance(node, dict) else {}
-    if isinstance(node, dict) and last in node:
+    found = isinstance(node, dict) and last in node
+    if found:
         del node[last]
-    elif key not in schema() and key not in sections() and find(key) is None:
-        refusals.unknown(key, nearest(key))
+    return found
 
 
 @cache
@@ -277,8 +302,8 @@ def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
     """Every value as its field's type; those that cannot be are refused, left out and returned."""
     gone = []
     for key, value in list(leaves.items()):
-        if key.endswith(".rollout_correction") and not isinstance(value, Mapping | None):
-            refusals.wrong(f"{key}: got {show(value)}; give its keys, e.g. {{rollout_is: sequence}}, or null")
+        if key in OPEN_SECTIONS and not isinstance(value, Mapping | None):
+            refusals.wrong(f"{key}: got {show(value)}; give {OPEN_SECTIONS[key]}")
             del leaves[key]
             gone.append(key)
             continue
@@ -289,6 +314,24 @@ def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
             del leaves[key]
             gone.append(key)
     return gone
+
+
+def _check_correction(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
+    """The correction's class checks its section, whose name goes before what it refuses; the section is left out then
+    and returned."""
+    section = CORRECTIONS[0]
+    given = leaves.get(section)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come when the whole configuration is made
+            RolloutCorrectionConfig.from_dict(given)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        starts_with_key = re.split(r"\W", message, maxsplit=1)[0] in (given or {})
+        refusals.wrong(f"{section}{'.' if starts_with_key else ': '}{message}")
+        del leaves[section]
+        return [section]
+    return []
 
 
 def _build(leaves: Mapping[str, Any], refusals: Refusals, gone: list[str]) -> FlowGRPOConfig | None:

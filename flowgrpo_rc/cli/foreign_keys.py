@@ -195,7 +195,13 @@ _HYDRA = [
 ]
 
 _VERL_OMNI_ACTOR = [
-    Moved(f"{A}.fsdp_config.model_dtype", "precision of the frozen weights", f"{M}.dtype", DTYPES, True),
+    Moved(
+        f"{A}.fsdp_config.model_dtype",
+        "precision of the frozen weights",
+        f"{M}.dtype",
+        DTYPES | {None: "float32"},
+        True,
+    ),
     Moved(f"{A}.veomni_config.model_dtype", "precision of the frozen weights", f"{M}.dtype", DTYPES, True),
     Moved(f"{A}.fsdp_config.dtype", "precision of the actor's forward", "trainer.mixed_precision", AUTOCAST, True),
     Moved(
@@ -309,7 +315,14 @@ _ROLLOUT = [
         Ignored,
         PLUMBING,
         *_under(R, "agent.**", "mode", "n_gpus_per_node", "prometheus.**", "trace.**", "skip_tokenizer_init"),
-        *_under(R, "checkpoint_engine.**", "disable_log_stats", "multi_stage_wake_up", "update_weights_*"),
+        *_under(
+            R,
+            "checkpoint_engine.**",
+            "router_config_path",
+            "disable_log_stats",
+            "multi_stage_wake_up",
+            "update_weights_*",
+        ),
     ),
     Refused(f"{R}.nnodes", ASYNC, harmless=(0, None)),
     Ignored(f"{R}.load_format", "the engine copies the actor's weights"),
@@ -421,8 +434,10 @@ _MODEL = [
         Ignored,
         TOKENS,
         *_under(M, "mtp.**", "use_remove_padding", "use_fused_kernels", "use_liger", "fused_kernel_options.**"),
-        *_under(M, "tiled_mlp.**", "hf_config_path", "override_config.**", "load_tokenizer"),
+        *_under(M, "tiled_mlp.**", "hf_config_path", "load_tokenizer"),
     ),
+    Ignored(f"{M}.override_config.attn_implementation", ATTENTION),
+    Refused(f"{M}.override_config.**", "the model is what its folder's config.json files say", harmless=_off),
     Ignored("actor_rollout_ref.hybrid_engine", "rollout and training share the device"),
     Ignored("actor_rollout_ref.nccl_timeout", PLUMBING),
 ]
@@ -500,6 +515,11 @@ _REWARD = [
         ONE_SUM,
         harmless=("VisualRewardManager", "VisualRewardLoopManager", "naive", None),
     ),
+    Refused(
+        "reward.reward_manager.module.path",
+        ONE_SUM,
+        harmless=lambda value, tree: value is None or str(value).startswith("pkg://verl_omni."),
+    ),
     Ignored("reward.reward_manager.**", ONE_SUM),
     Ignored("reward.sandbox_fusion.**", "rewards run in the training process"),
     Ignored("sandbox_fusion.**", "rewards run in the training process"),
@@ -522,7 +542,7 @@ _TRAINER = [
         Ignored,
         "checkpoints stay in the run folder",
         *_under("trainer", "default_hdfs_dir", "del_local_ckpt_after_load", "esi_redundant_time"),
-        *_under("trainer", "max_critic_ckpt_to_keep"),
+        *_under("trainer", "max_critic_ckpt_to_keep", "checkpoint_callback_class"),
     ),
     *_every(
         Ignored,
@@ -681,10 +701,23 @@ _LANGUAGE_MODELS = [
         *_under("data", "audio_key", "function_tool_path", "balance_max_samples_by_modality"),
     ),
     *_every(
+        Deleted,
+        "it belongs to a backend that trains language models",
+        *_under(A, "veomni.**", "torchtitan.**", "automodel.**", "mindspeed.**"),
+    ),
+    *_every(
+        Refused,
+        "the optimizer is torch's AdamW",
+        *_under(f"{A}.optim", "name", "muon_*", "use_precision_aware_optimizer", "main_*_dtype", "exp_avg*_dtype"),
+        *_under(f"{A}.optim", "use_layer_wise_distributed_optimizer", "master_weights", "store_param_remainders"),
+        harmless=("AdamW", "adamw", False, None, "fp32", "float32"),
+    ),
+    *_every(
         Refused,
         "the schedules of lr_scheduler_type run from the first optimizer step to 0",
         *_under(f"{A}.optim", "lr_decay_steps", "lr_decay_style", "lr_warmup_init", "lr_wsd_*", "min_lr"),
         *_under(f"{A}.optim", "weight_decay_incr_style", "use_checkpoint_opt_param_scheduler"),
+        *_under(f"{A}.optim", "decay_type", "min_lr_factor"),
         harmless=(None, 0, False, "constant", "exponential"),
     ),
     *_every(Refused, "weights are not trained quantized", f"{R}.qat.**", harmless=_off),
@@ -770,6 +803,7 @@ OTHER_DEFAULTS: Mapping[str, Any] = {
     f"{A}.ppo_mini_batch_size": 256,
     f"{R}.n": 1,
     f"{R}.algo.noise_level": 1.0,
+    f"{R}.algo.sde_window_range": "[0,5] with sde_window_size, all steps but the last without",
     f"{R}.val_kwargs.pipeline.num_inference_steps": 50,
     "data.train_batch_size": 1024,
     "trainer.mixed_precision": "bfloat16 (actor.fsdp_config.dtype)",

@@ -13,13 +13,14 @@ from flowgrpo_rc.cli.foreign_keys import find
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
-OPEN_SECTIONS = (
-    "algorithm.rollout_correction",
-    "actor_rollout_ref.actor.rollout_correction",
-    "reward.functions",
-    "reward.custom_reward_function.reward_kwargs",
-)
-"""Keys whose value is a mapping of its reader's own; what reads them checks them."""
+_CORRECTION_KEYS = "its keys, e.g. {rollout_is: sequence}, or null"
+OPEN_SECTIONS = {
+    "algorithm.rollout_correction": _CORRECTION_KEYS,
+    "actor_rollout_ref.actor.rollout_correction": _CORRECTION_KEYS,
+    "reward.functions": "weights by name, e.g. reward.functions.ocr=1",
+    "reward.custom_reward_function.reward_kwargs": "a mapping from parameter names to values, e.g. {scale: 2.0}",
+}
+"""Keys whose value is a mapping of its reader's own, and what to give them; what reads them checks their content."""
 DEEPEST = 32
 """Levels of a configuration file; the schema has five."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowgrpo_rc.checks import LARGEST_INTEGER, show
+from flowgrpo_rc.checks import fit, positive, show
 from flowgrpo_rc.cli.foreign_keys import (
     DROP,
     LAUNCHER_KEYS,
@@ -28,11 +29,15 @@ from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
 
 _OPTIM = "actor_rollout_ref.actor.optim"
-_CORRECTION = "algorithm.rollout_correction"
-_COPY = "actor_rollout_ref.actor.rollout_correction"
+CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_correction")
+"""Where the correction may stand: its own place, and verl-omni's copy of it in the actor."""
 WRITTEN_THERE = 3
 """So many foreign keys show that settings were written for another trainer, whose defaults are then worth a word."""
 _ALGORITHM = "actor_rollout_ref.model.algorithm"
+
+
+_PLAIN = re.compile(r"[\w/\-+.$%*@?|]+(:[\w/\-+.$%*@?|]+)*", re.ASCII)
+"""Text that Hydra reads without quotes; a colon inside needs none: http://host:8000."""
 
 
 @dataclass
@@ -86,7 +91,7 @@ def translate(
     for key in given:
         if key not in schema():
             _foreign_key(key, given, leaves, done, refusals, layers)
-    _shared_correction(leaves, refusals)
+    _shared_correction(leaves, refusals, layers)
     _objective(leaves, done, refusals, layers)
     for key, (spellings, meaning) in SPELLINGS.items():
         if key in leaves:
@@ -110,6 +115,13 @@ class _Layers:
     def first_wins(self, first: str, second: str) -> bool:
         """Whether ``first`` alone stands on the command line."""
         return first in self.overridden and second not in self.overridden
+
+    def section_wins(self, first: str, second: str) -> bool:
+        """Whether of the first section something stands on the command line, and of the second nothing."""
+        return self._touches(first) and not self._touches(second)
+
+    def _touches(self, section: str) -> bool:
+        return any(key == section or key.startswith(f"{section}.") for key in self.overridden)
 
 
 def _foreign_key(
@@ -182,7 +194,10 @@ def _respelled(key: str, value: Any) -> Any:
 
 def _launcher(key: str, value: Any, done: Translation, refusals: Refusals) -> None:
     """Numbers of processes come from the launcher; what a setting says must agree with it."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LARGEST_INTEGER:
+    try:
+        value = fit(key, int, value)
+        positive(key, value)
+    except ValueError:
         return refusals.wrong(f"{key}: got {show(value)}; give a whole number above 0")
     per_node = key == LAUNCHER_KEYS[0]
     flag = f"torchrun --{'nproc_per_node' if per_node else 'nnodes'} {value}"
@@ -234,22 +249,42 @@ def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals, la
     return None
 
 
-def _shared_correction(leaves: dict[str, Any], refusals: Refusals) -> None:
+def _shared_correction(leaves: dict[str, Any], refusals: Refusals, layers: _Layers) -> None:
     """verl-omni's actor has a copy of the correction, key by key the algorithm's; here there is one."""
-    copied = leaves.get(_COPY)
-    if not isinstance(copied, Mapping):
+    place, copy = CORRECTIONS
+    own, copied = leaves.get(place, {}), leaves.get(copy, {})
+    if copy not in leaves or not isinstance(own, Mapping | None) or not isinstance(copied, Mapping | None):
         return
-    del leaves[_COPY]
-    own = leaves.get(_CORRECTION) or {}
-    if not isinstance(own, Mapping):
+    del leaves[copy]
+    if own is None or copied is None:
+        leaves[place] = _off_or_on(own, copied, refusals, layers)
         return
+    leaves[place] = {**copied, **own}
     for key, value in copied.items():
-        if key in own and own[key] != value:
+        if key not in own or own[key] == value:
+            continue
+        if layers.first_wins(f"{copy}.{key}", f"{place}.{key}"):
+            leaves[place][key] = value
+        elif not layers.first_wins(f"{place}.{key}", f"{copy}.{key}"):
             refusals.wrong(
-                f"{_COPY}.{key}: got {show(value)}, but {_CORRECTION}.{key} is {show(own[key])}, and the two are one "
+                f"{copy}.{key}: got {show(value)}, but {place}.{key} is {show(own[key])}, and the two are one "
                 "setting here; leave the first out"
             )
-    leaves[_CORRECTION] = {**copied, **own}
+
+
+def _off_or_on(own: Any, copied: Any, refusals: Refusals, layers: _Layers) -> Any:
+    """The correction where one of its two places is null, which is none at all."""
+    place, copy = CORRECTIONS
+    off, on = (place, copy) if own is None else (copy, place)
+    keys = copied if own is None else own
+    if not keys or layers.section_wins(off, on):
+        return None
+    if not layers.section_wins(on, off):
+        refusals.wrong(
+            f"{off}: got null, which is no correction, but {on} is {show(keys)}, and the two are one setting here; "
+            "leave one out"
+        )
+    return keys
 
 
 def _spelling(key: str, spellings: Mapping[Any, Any], meaning: str, leaves: dict[str, Any], done: Translation) -> None:
@@ -298,10 +333,7 @@ def _grammar(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 256:
         return "..."
     text = str(value)
-    special = not text or any(c in text for c in ",=:[]{}'\"\\ \t\n#") or text.lower() in ("null", "true", "false")
-    if not isinstance(value, str) or not special:
+    if not isinstance(value, str) or (_PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false")):
         return text
-    if ":" in text and not any(c in text for c in ",=[]{}'\"\\ \t\n#"):
-        return text  # a colon alone needs no quotes: http://host:8000
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

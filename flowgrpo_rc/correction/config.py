@@ -18,6 +18,7 @@ from flowgrpo_rc.correction.quoting import refuse_unquoted_bands
 from flowgrpo_rc.correction.thresholds import (
     IS_LEVELS,
     CorrectionPlan,
+    check_unused_rs_threshold,
     make_plan,
     parse_is_threshold,
     parse_number,
@@ -109,6 +110,8 @@ class RolloutCorrectionConfig(Presets):
         if self.rollout_is is None:
             unset = self.rollout_is_threshold is None
             parse_is_threshold(2.0 if unset else self.rollout_is_threshold, self.rollout_is_mode)
+        if self.rollout_rs is None:
+            check_unused_rs_threshold(self.rollout_rs_threshold)
         self._check_ranges()
         self.plan()
 

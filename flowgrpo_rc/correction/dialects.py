@@ -62,7 +62,7 @@ def to_canonical(values: Values) -> Translation:
     if slime:
         canonical = _from_slime(values)
         refuse_contradiction(values, canonical, "slime", slime)
-        return Translation(canonical, "slime", slime)
+        return Translation(canonical, "slime", slime, tuple(idle_veto(values)))
     if legacy:
         canonical, idle = _from_legacy(values)
         refuse_contradiction(given(values, LEGACY_SETS), canonical, "legacy verl", legacy)
@@ -233,9 +233,15 @@ def slime_mode(values: Values) -> dict[str, Any]:
     veto = plain_threshold(values.get("rs_veto_threshold"), "rs_veto_threshold", band=False)
     if veto is not None:
         parse_number(veto, "rs_veto_threshold")
-    if "rs_veto_threshold" in values:
+    if "rs_veto_threshold" in values and not idle_veto(values):
         out[_VETO] = veto
     return out
+
+
+def idle_veto(values: Values) -> Values:
+    """slime's veto where `use_rs` is false: it is a part of rejection there."""
+    key = "rs_veto_threshold"
+    return given(values, (key,)) if switch(values, "use_rs") is False else {}
 
 
 def _slime_name(key: str) -> str | None:

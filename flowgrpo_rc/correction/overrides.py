@@ -17,6 +17,7 @@ from flowgrpo_rc.correction.thresholds import parse_is_threshold, parse_number, 
 _RS_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
 _TIS_BOUNDS = ("tis_lower_bound", "tis_upper_bound")
 _CRITERION = ("rollout_rs", "rollout_rs_threshold")
+_VETO = "rollout_token_veto_threshold"
 _UPPER, _LOWER = "rollout_rs_threshold", "rollout_rs_threshold_lower"
 
 
@@ -139,7 +140,7 @@ class _Slime:
         """The canonical keys that they change."""
         out = {**dialects.without_dialect(self._values), **dialects.slime_mode(self._values)}
         if switch(self._values, "get_mismatch_metrics"):
-            out.update(dict.fromkeys(("rollout_is", *_CRITERION, "rollout_token_veto_threshold")))
+            out.update(dict.fromkeys(("rollout_is", *_CRITERION, _VETO)))
             return out
         out.update(self._weights())
         out.update(self._rejection())
@@ -185,7 +186,9 @@ class _Slime:
     def _rejection(self) -> dict[str, Any]:
         asked, criterion = given(self._values, ("rs_level", *_RS_BOUNDS)), self._base["rollout_rs"]
         if self._use_rs is False:
-            return dict.fromkeys(_CRITERION)
+            self._refuse(dialects.idle_veto(self._values), "with use_rs: false", "leave it out")
+            has_veto = self._base[_VETO] is not None and _VETO not in self._values
+            return dict.fromkeys((*_CRITERION, _VETO) if has_veto else _CRITERION)
         if criterion is None and not self._use_rs:
             self._refuse(asked, "without a criterion", "add use_rs: true")
             return {}

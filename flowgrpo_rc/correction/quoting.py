@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo_rc.correction.thresholds import shown
+
 if TYPE_CHECKING:
     from yaml import Node, ScalarNode
 
@@ -37,10 +39,19 @@ def quote_bands(override: str) -> str:
 
 
 def read_value(key: str, text: str) -> Any:
-    """The value of `key=text` by YAML's rules, except that a threshold's band needs no quotes."""
+    """The value of `key=text` by YAML's rules, except that a threshold's band needs no quotes.
+
+    Raises:
+        ValueError: the text is no value to YAML.
+    """
     import yaml
 
-    return text.strip() if _is_threshold(key) and _is_band(text) else yaml.safe_load(text)
+    if _is_threshold(key) and _is_band(text):
+        return text.strip()
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
+        raise ValueError(f"{key}: got {shown(text)}, which cannot be read; give a number, a word, or null") from error
 
 
 def refuse_unquoted_bands(path: Path) -> None:

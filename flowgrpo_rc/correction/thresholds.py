@@ -211,6 +211,22 @@ def parse_criteria(options: tuple[str, ...], spec: ThresholdSpec) -> tuple[Crite
     return tuple(_criterion(option, entry) for option, entry in zip(options, entries, strict=True))
 
 
+def check_unused_rs_threshold(spec: ThresholdSpec) -> None:
+    """A threshold beside no criterion acts on nothing, but must be one: a number or a band, or several with commas.
+
+    Raises:
+        TypeError, ValueError: as for a criterion, whichever it may be.
+    """
+    if spec is None or spec == AUTO:
+        return
+    name = "rollout_rs_threshold"
+    for entry in spec.split(",") if isinstance(spec, str) else [spec]:
+        below, above = split_band(entry, name)
+        upper = _positive(above, name, _BAND_FORM, spec)
+        if below is not None:
+            _check_order(_lower_bound(below, name, spec, zero_allowed=True), upper, spec, name)
+
+
 def mirror_k1(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
     """The same thresholds read as verl's code reads them: the k1 band applied to `-l` instead of `l`."""
     return tuple(

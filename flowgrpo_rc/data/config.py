@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowgrpo_rc.checks import fit_fields, plain
+
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
@@ -36,6 +38,7 @@ class DataConfig:
     """Seed of that order."""
 
     def __post_init__(self) -> None:
+        fit_fields("data", self)
         file_list("data.train_files", self.train_files)
         file_list("data.val_files", self.val_files)
         for name in ("train_batch_size", "train_max_samples", "val_max_samples"):
@@ -56,10 +59,11 @@ def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
     """
     if files is None:
         return []
+    files = plain(files)
     if isinstance(files, str):
         paths = [files] if files else []
-    elif isinstance(files, Sequence) and all(isinstance(file, str) and file for file in files):
-        paths = list(files)
+    elif isinstance(files, Sequence) and all(isinstance(plain(file), str) and file for file in files):
+        paths = [plain(file) for file in files]
     else:
         raise ValueError(f"{field_name}: got {files!r}; give a path or a list of paths")
     if any("\0" in path for path in paths):

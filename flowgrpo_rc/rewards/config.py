@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.checks import fit_fields, plain
+
 REWARD_NAMES = ("jpeg_compressibility", "ocr")
 """The built-in rewards, by the names used in `reward.functions`."""
 
@@ -39,6 +41,7 @@ class OCRConfig:
     """True: a reading that contains the whole target scores 1, as flow_grpo's image scorer has it."""
 
     def __post_init__(self) -> None:
+        fit_fields("reward.ocr", self)
         if self.mode not in OCR_MODES:
             raise ValueError(f"reward.ocr.mode: got {self.mode!r}; choose one of {', '.join(OCR_MODES)}")
         shape = list(self.rec_image_shape)
@@ -115,6 +118,7 @@ class RewardConfig:
     takes longer ends the run with what it was doing. null: no limit."""
 
     def __post_init__(self) -> None:
+        fit_fields("reward", self)
         if self.functions is None:
             self.functions = {}
         if not isinstance(self.functions, Mapping):
@@ -195,6 +199,7 @@ def _is_file(path: Any) -> bool:
 
 def _weight(field_name: str, weight: Any) -> float:
     """`weight` as a float; strings that spell a number are numbers, as in YAML without a decimal point."""
+    weight = plain(weight)
     message = f"{field_name}: got {weight!r}; a weight must be a finite number (0 turns the reward off)"
     if isinstance(weight, bool) or not isinstance(weight, (int, float, str)):
         raise ValueError(message)

@@ -53,6 +53,9 @@ class ActorRolloutRefConfig:
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
+    def __post_init__(self) -> None:
+        fit_fields("actor_rollout_ref", self)
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
@@ -139,6 +142,7 @@ class FlowGRPOConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
+        fit_fields("", self)
         actor = self.actor_rollout_ref.actor
         if actor.rollout_correction == SHARED_CORRECTION:
             actor.rollout_correction = self.algorithm.rollout_correction

@@ -1,6 +1,7 @@
 """Composition: every shipped file parses, unknown keys are refused with a remedy, open sections are open."""
 
 import math
+import shlex
 import warnings
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 
 from flowgrpo_rc.cli.compose import ConfigError, compose
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.cli.translate import override
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.paths import shipped
 
@@ -252,3 +254,41 @@ def test_zero_is_never_but_at_the_end():
     assert (config.trainer.save_freq, config.trainer.test_freq) == (0, 0)
     with pytest.raises(ConfigError, match=r"trainer.save_freq: got -2; give -1 \(at the end only\) or more"):
         compose(TINY, ["trainer.save_freq=-2"])
+
+
+RC = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (f"{RC}.bypass_mode=yes", f"{RC}.bypass_mode must be true or false, got 'yes'"),
+        (f"{RC}.rollout_is=none", f"{RC}.rollout_is must be one of"),
+        (f"{RC}.rollout_is_threshold=[0.5,2.0]", f"{RC}.rollout_is_threshold must be .* \\(here '0.5_2.0'\\)"),
+        (f"{RC}.foo=1", f"{RC}: Unknown rollout-correction key 'foo'"),
+        ("reward.functions=[ocr]", r"reward.functions: got \['ocr'\]; give weights by name"),
+        ("reward.custom_reward_function.reward_kwargs=[1]", r"reward_kwargs: got \[1\]; give a mapping from param"),
+        (f"{RC}.rollout_rs=seq_mean_k1,seq_mean_k3", f"""quotes: '{RC}.rollout_rs="seq_mean_k1,seq_mean_k3"'$"""),
+        ("data.train_files=~/a.parquet", """write key=value: 'data.train_files="~/a.parquet"'"""),
+        ("trainer.seed@other=1", "trainer.seed@other: nothing here is placed by @; write trainer.seed="),
+    ],
+)
+def test_what_is_refused_has_its_whole_key_and_the_form_to_write(setting, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        compose(TINY, [setting])
+    assert "\n" not in str(caught.value)
+    assert "DiffusionActorConfig" not in str(caught.value)
+
+
+def test_a_wrong_correction_hides_nothing_else_that_is_wrong():
+    with pytest.raises(ConfigError) as caught:
+        compose(TINY, [f"{RC}.bypass_mode=yes", "actor_rollout_ref.actor.optim.lr=0", "trainer.total_epochs=0"])
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("the configuration has 3 settings")
+    assert all(any(key in line for line in lines[2:]) for key in (f"{RC}.bypass_mode", "optim.lr", "total_epochs"))
+
+
+def test_a_form_to_paste_can_be_read():
+    for value in ("a(b) c", "~/x", "a&b", "a=b", "[a]", "null", "it's", 'a"b', "http://host:8000", "a:", "", "x,y"):
+        (text,) = shlex.split(override("trainer.project_name", value))
+        assert compose(TINY, [text]).trainer.project_name == value

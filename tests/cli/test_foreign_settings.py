@@ -202,6 +202,12 @@ def test_the_reward_model_is_refused_with_what_to_use_instead():
          [f"{A}.diffusion_loss.loss_mode=grpo_guard"]),
         (["algorithm.adv_estimator=mix_grpo"], []),
         ([f"{A}.rollout_correction.guard=fallback"], ["algorithm.rollout_correction.guard=fallback"]),
+        ([f"{A}.rollout_correction.rollout_is=token"], ["algorithm.rollout_correction.rollout_is=token"]),
+        ([f"{A}.rollout_correction=null"], ["algorithm.rollout_correction=null"]),  # the file's gives way
+        ([f"{A}.rollout_correction.preset=geo_rs"], ["algorithm.rollout_correction.preset=geo_rs"]),
+        ([f"{A}.rollout_correction={{}}", "algorithm.rollout_correction.guard=off"],
+         ["algorithm.rollout_correction.guard=off"]),
+        ([f"{A}.fsdp_config.model_dtype=null"], [f"{M}.dtype=float32"]),
         ([f"{M}.algo.noise_level=0.9"], [f"{R}.algo.noise_level=0.9"]),
         ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=64"], [f"{R}.pipeline.height=64"]),
         ([f"{M}.pipeline.height=64"], [f"{R}.pipeline.height=64"]),  # the file's own height gives way
@@ -251,6 +257,10 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
     [
         ([f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=float32"], ["fsdp_config.model_dtype: got 'bf16'", "leave"]),
         ([f"{A}.rollout_correction.guard=warn", "algorithm.rollout_correction.guard=off"], ["guard: got 'warn', but"]),
+        ([f"{A}.rollout_correction=null", "algorithm.rollout_correction.rollout_is=token"],
+         ["rollout_correction: got null, which is no correction, but algorithm.rollout_correction is {", "leave one"]),
+        (["algorithm.rollout_correction=null", f"{A}.rollout_correction.rollout_is=token"],
+         ["algorithm.rollout_correction: got null", "{rollout_is: 'token'}"]),
         ([f"{A}.fsdp_config.seed=1", "trainer.seed=2"], ["fsdp_config.seed: got 1, but trainer.seed is 2"]),
         ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=32"], ["model.pipeline.height: got 64"]),
         ([f"{M}.algorithm=flow_dppo", f"{A}.diffusion_loss.loss_mode=grpo_guard"], ["got flow_dppo", "'grpo_guard'"]),
@@ -258,7 +268,7 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
         ([f"{A}.fsdp_config.model_dtype=int4"], ["fsdp_config.model_dtype: got 'int4'; choose one of fp32"]),
         ([f"{A}.fsdp_config.dtype=float16"], ["fsdp_config.dtype: got 'float16'; choose one of bf16"]),
     ],
-)
+)  # fmt: skip
 def test_two_values_for_one_setting_are_refused(overrides, parts):
     message = refused(*overrides, name=TINY)
     assert all(part in message for part in parts), message
@@ -317,6 +327,10 @@ def test_numbers_of_processes_that_agree_are_ignored(monkeypatch):
         (f"{M}.tokenizer_path=/elsewhere", "cannot work here: prompts are tokenized"),
         (f"{M}.external_lib=verl_omni.pipelines.sd3_dpo", "cannot work here"),
         (f"{M}.lora_rank=0", "a LoRA is what is trained"),
+        ("reward.reward_manager.module.path=mine.py", "cannot work here: rewards are one weighted sum"),
+        (f"+{M}.override_config.attention_dropout=0.1", "cannot work here: the model is what its folder"),
+        (f"{A}.optim.muon_momentum=0.9", "cannot work here: the optimizer is torch's AdamW"),
+        (f"{A}.torchtitan.seed=3", "has no meaning here: it belongs to a backend"),
         ("critic.optim.lr=1e-5", "has no meaning here: GRPO has no critic; delete it"),
         ("trainer.val_only=True", "cannot work here"),
         ("trainer._target_=os.system", "trainer._target_ has no meaning here: classes are not chosen"),
@@ -458,3 +472,20 @@ def test_names_of_other_programs_are_refused_with_what_the_page_says(heading):
         assert isinstance(find(quoted(there)[0].partition("=")[0]), Renamed)
         assert f"write {quoted(here)[0]} instead" in refused(*quoted(there))
         quietly(*quoted(here))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "reward.reward_manager.module.path=pkg://verl_omni.reward_loop.reward_manager",
+        "reward.reward_manager.source=importlib",
+        f"+{M}.override_config.attn_implementation=sdpa",
+        f"{M}.override_config={{}}",
+        f"{R}.router_config_path=router.yaml",
+        "trainer.checkpoint_callback_class=null",
+        f"{A}.optim.use_precision_aware_optimizer=false",
+    ],
+)
+def test_what_changes_nothing_is_taken_in_these_forms(setting):
+    (warning,) = said(setting, name=TINY)
+    assert "cannot change what is learned" in warning

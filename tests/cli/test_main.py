@@ -476,3 +476,12 @@ def test_a_warning_is_a_line(capsys, monkeypatch):
 def print_to_stderr(message, category, filename, lineno, file=None, line=None):
     """What Python does outside of pytest, which collects warnings instead."""
     sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+@pytest.mark.parametrize("value", ["[a", "{a: b", "\0", "!!python/object:x y", "*x", "<<", "'", "9" * 5000, "[" * 5000])
+def test_explain_config_refuses_what_it_cannot_read_in_a_line(value, capsys):
+    assert main(["explain-config", f"rollout_is={value}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: rollout_is: got ")
+    assert error.count("\n") == 1
+    assert len(error) < 250

@@ -844,3 +844,12 @@ def test_mask_mode_in_bypass_mode_rejects_and_says_so():
 )
 def test_sound_configurations_give_none(config):
     assert explain(config).warnings == ()
+
+
+def test_slime_s_veto_is_a_part_of_its_rejection():
+    keys = {"use_tis": True, "rs_veto_threshold": 1e-4}
+    with pytest.warns(UserWarning, match="rs_veto_threshold without effect there"):
+        off = Config.from_dict({**keys, "use_rs": False})
+    assert off.rollout_token_veto_threshold is None
+    with pytest.warns(UserWarning, match="translated"):
+        assert Config.from_dict({**keys, "use_rs": True}).rollout_token_veto_threshold == 1e-4

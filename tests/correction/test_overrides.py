@@ -74,6 +74,11 @@ SLIME = [
         {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_4.0"},
     ),
     ("seq_is_rs", {"use_rs": False}, {"rollout_rs": None, "rollout_rs_threshold": None}),
+    (
+        "geo_rs",
+        {"use_rs": False},
+        {"rollout_rs": None, "rollout_rs_threshold": None, "rollout_token_veto_threshold": None},
+    ),
     ("seq_is_rs", {"use_tis": False}, {"rollout_is": None}),
     ("seq_is_rs", {"use_tis": "false"}, {"rollout_is": None}),
     ("seq_is_rs", {"use_tis": True}, {}),

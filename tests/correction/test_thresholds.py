@@ -1,5 +1,6 @@
 """What a threshold may be, and what a message tells to write instead."""
 
+import math
 import subprocess
 import sys
 from decimal import Decimal
@@ -126,3 +127,15 @@ def test_lists_are_refused_by_the_functions_too():
 
 def test_plans_are_parsed_once():
     assert make_plan("token", 2.0) is make_plan("token", 2.0)
+
+
+@pytest.mark.parametrize("value", ["x", "", -1, math.nan, "0.5-2.0", "2.0_0.5", "0.5_2.0,y", "1e999"])
+def test_a_threshold_without_a_criterion_must_be_one_all_the_same(value):
+    with pytest.raises(ValueError, match="rollout_rs_threshold") as caught:
+        RolloutCorrectionConfig(rollout_rs_threshold=value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, "auto", 2.0, 0.01, "0.01", "0.5_2.0", "0_2.0", "0.5_2.0, 0.01"])
+def test_every_criterion_s_threshold_may_stand_without_it(value):
+    assert RolloutCorrectionConfig(rollout_rs_threshold=value).rollout_rs_threshold == value
