@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED
 
@@ -69,13 +70,17 @@ def debugging() -> bool:
 
 def in_a_line(error: BaseException) -> str:
     """The message without its line breaks."""
-    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    try:
+        return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    except Exception:  # a text that cannot be had must not hide the error itself
+        return "(it has no text)"
 
 
 @contextmanager
 def thread_errors_in_a_line() -> Iterator[None]:
-    """Inside, an exception that ends a thread (a tracker's writer on a full disk) is a line, not a traceback."""
-    before = threading.excepthook
+    """Inside, an exception that nobody can catch is a line, not a traceback: one that ends a thread (a tracker's
+    writer on a full disk), or that an object raises when it is thrown away."""
+    before, before_ignored = threading.excepthook, sys.unraisablehook
 
     def tell(arguments: threading.ExceptHookArgs) -> None:
         if debugging():
@@ -85,11 +90,21 @@ def thread_errors_in_a_line() -> Iterator[None]:
             kind = type(arguments.exc_value).__name__
             print(f"error in {name}: {kind}: {in_a_line(arguments.exc_value)}", file=sys.stderr)
 
+    def tell_ignored(arguments: Any) -> None:
+        if debugging():
+            before_ignored(arguments)
+        elif arguments.exc_value is not None:
+            what = getattr(arguments.object, "__qualname__", None) or type(arguments.object).__name__
+            kind = type(arguments.exc_value).__name__
+            print(f"error in {what}, ignored: {kind}: {in_a_line(arguments.exc_value)}", file=sys.stderr)
+
     threading.excepthook = tell
+    sys.unraisablehook = tell_ignored
     try:
         yield
     finally:
         threading.excepthook = before
+        sys.unraisablehook = before_ignored
 
 
 def _is_own(error: BaseException) -> bool:

@@ -68,8 +68,8 @@ class Fingerprint:
         if different:
             key = different[0]
             raise CheckpointError(
-                f"{folder} is a checkpoint of another model: {part} {key} is {saved.get(key)!r} there and "
-                f"{own.get(key)!r} here. Use trainer.resume_mode=disable to start afresh"
+                f"{folder} is a checkpoint of another model: {part} {key} is {saved.get(key)!r:.300} there and "
+                f"{own.get(key)!r:.300} here. Use trainer.resume_mode=disable to start afresh"
             )
 
 

@@ -332,6 +332,29 @@ def test_a_threads_error_is_a_line(monkeypatch, capsys):
     assert threading.excepthook is before
 
 
+def test_an_error_of_an_object_that_is_thrown_away_is_a_line(monkeypatch, capsys):
+    class Answer:
+        def __del__(self):
+            raise ValueError("two\nlines")
+
+    class Trainer:
+        interrupted = False
+
+        def __init__(self, config):
+            pass
+
+        def fit(self):
+            Answer()
+
+    monkeypatch.setattr(trainer, "FlowGRPOTrainer", Trainer)
+    before = sys.unraisablehook
+    assert main(["train", "--config-name", "tiny_qwen_image_ocr"]) == 0
+    said = capsys.readouterr().err
+    assert said.endswith("Answer.__del__, ignored: ValueError: two lines\n")
+    assert said.count("\n") == 1
+    assert sys.unraisablehook is before
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_loading_is_a_line(monkeypatch, capsys, number):
     class Trainer:

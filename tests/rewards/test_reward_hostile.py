@@ -156,6 +156,8 @@ CHANGES = {
     ),
     "np.seterr(all='raise')": ("numpy's error state", np.geterr),
     "os.chdir('/')": ("the working folder", os.getcwd),
+    "import tempfile; os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())": ("the working folder", os.getcwd),
+    "sys.setrecursionlimit(5000)": ("the recursion limit", sys.getrecursionlimit),
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)": (
         "the handler of SIGTERM",
         lambda: signal.getsignal(signal.SIGTERM),

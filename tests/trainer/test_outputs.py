@@ -64,6 +64,17 @@ def test_what_is_no_row_moves_aside_and_rows_stay_byte_for_byte(tmp_path, line):
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == line + b"\n"
 
 
+@pytest.mark.parametrize("left", [b"", b'{"step": 0}', b'{"step": 0}\n', b'{"step": 0}\r\n'])
+def test_a_row_never_shares_a_line(tmp_path, left):
+    """Also not with one that lost its end to a kill, an editor or a copy."""
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_bytes(left)
+    folder.append({"step": 1})
+    folder.append({"step": 2})
+    assert [row["step"] for row in folder.rows()] == ([0] if left else []) + [1, 2]
+    assert folder.metrics.read_bytes().startswith(left)
+
+
 def test_grids_are_in_the_order_of_their_steps(tmp_path):
     """Also beyond the five digits of their names; what is not a step's grid is none."""
     folder = RunFolder(tmp_path)
@@ -107,6 +118,20 @@ def test_terminal_shows_reward_kl_and_gap(tmp_path, capsys):
     assert "step 1/2  reward 0.500  held-out 0.625  kl +1.0e-05  clipped 10%  gap 2.0e-04" in shown
     assert "held-out reward" in shown
     assert "a.png" in shown
+
+
+@pytest.mark.parametrize("name", ["a[red]b", "a[/x]b", "a:smile:b", "a[b", "\\[x]"])
+def test_names_are_shown_as_they_are(tmp_path, capsys, name):
+    """Whatever a terminal's markup would make of them."""
+    folder = RunFolder.open(str(tmp_path / name), fresh=False)
+    logger = RunLogger(folder, OneProcess(), ["console"], total_steps=2)
+    logger.say(f"Moved aside in {name}")
+    logger.summary([ROW], [f"{name}/metrics.jsonl"])
+    shown = capsys.readouterr().out
+    assert f"Moved aside in {name}" in shown
+    assert f"  {name}/metrics.jsonl" in shown
+    assert "Run " in shown
+    folder.close()
 
 
 def test_series_takes_the_first_name_a_row_has():
