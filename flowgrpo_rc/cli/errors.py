@@ -1,11 +1,13 @@
 """Every exception of a command as one line and an exit code; with ``FLOWGRPO_RC_DEBUG=1`` its traceback too."""
 
+import atexit
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED
@@ -78,33 +80,50 @@ def in_a_line(error: BaseException) -> str:
 
 @contextmanager
 def thread_errors_in_a_line() -> Iterator[None]:
-    """Inside, an exception that nobody can catch is a line, not a traceback: one that ends a thread (a tracker's
-    writer on a full disk), or that an object raises when it is thrown away."""
-    before, before_ignored = threading.excepthook, sys.unraisablehook
-
-    def tell(arguments: threading.ExceptHookArgs) -> None:
-        if debugging():
-            before(arguments)
-        elif arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
-            name = "a thread" if arguments.thread is None else arguments.thread.name
-            kind = type(arguments.exc_value).__name__
-            print(f"error in {name}: {kind}: {in_a_line(arguments.exc_value)}", file=sys.stderr)
-
-    def tell_ignored(arguments: Any) -> None:
-        if debugging():
-            before_ignored(arguments)
-        elif arguments.exc_value is not None:
-            what = getattr(arguments.object, "__qualname__", None) or type(arguments.object).__name__
-            kind = type(arguments.exc_value).__name__
-            print(f"error in {what}, ignored: {kind}: {in_a_line(arguments.exc_value)}", file=sys.stderr)
-
-    threading.excepthook = tell
-    sys.unraisablehook = tell_ignored
+    """Inside, and when the process ends, an exception that nobody can catch is a line, not a traceback: one that ends
+    a thread (a tracker's writer on a full disk), one that an object raises when it is thrown away, or one of a
+    function that a reward has registered with ``atexit``."""
+    before = (threading.excepthook, sys.unraisablehook)
+    _install_hooks()
+    _install_hooks_at_the_end()
     try:
         yield
     finally:
-        threading.excepthook = before
-        sys.unraisablehook = before_ignored
+        threading.excepthook, sys.unraisablehook = before
+
+
+def _install_hooks() -> None:
+    threading.excepthook = _tell_thread
+    sys.unraisablehook = _tell_ignored
+
+
+@cache
+def _install_hooks_at_the_end() -> None:
+    """Before the interpreter waits for threads, where it offers that, or else before it calls what is registered."""
+    register = getattr(threading, "_register_atexit", atexit.register)
+    with suppress(RuntimeError):  # it is ending already
+        register(_install_hooks)
+
+
+def _tell_thread(arguments: threading.ExceptHookArgs) -> None:
+    name = "a thread" if arguments.thread is None else arguments.thread.name
+    if debugging():
+        threading.__excepthook__(arguments)
+    elif arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+        _tell(f"error in {name}", arguments.exc_value)
+
+
+def _tell_ignored(arguments: Any) -> None:
+    name = getattr(arguments.object, "__qualname__", None) or type(arguments.object).__name__
+    if debugging():
+        sys.__unraisablehook__(arguments)
+    elif arguments.exc_value is not None:
+        _tell(f"error in {name}, ignored", arguments.exc_value)
+
+
+def _tell(where: str, error: BaseException) -> None:
+    text = in_a_line(error)
+    print(f"{where}: {type(error).__name__}{': ' if text else ''}{text}", file=sys.stderr)
 
 
 def _is_own(error: BaseException) -> bool:

@@ -311,7 +311,7 @@ class FlowGRPOTrainer:
         if self.interrupted:
             if self.step != self._saved_step:
                 self.save(last=True)
-            self.logger.say(
+            self.logger.alert(
                 f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
                 f"trainer.default_local_dir={self.folder.root}"
             )
@@ -367,7 +367,7 @@ class FlowGRPOTrainer:
     def _resume(self) -> None:
         """Read the checkpoint to resume from whole, and only then move aside what this run would overwrite."""
         source = self._as_main_says(
-            lambda: checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.say)
+            lambda: checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.alert)
         )
         if source is not None:
             self.step = self._saved_step = load_run(self.run, self.checkpoints, source)
@@ -388,7 +388,7 @@ class FlowGRPOTrainer:
 
     def _tell_moved(self, moved: list[str]) -> None:
         if moved:
-            self.logger.say(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
+            self.logger.alert(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
 
     def _as_main_says(self, ask: Callable[[], Path | None]) -> Path | None:
         """The main process's answer, or its ``CheckpointError``, on every process."""

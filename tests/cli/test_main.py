@@ -355,6 +355,30 @@ def test_an_error_of_an_object_that_is_thrown_away_is_a_line(monkeypatch, capsys
     assert sys.unraisablehook is before
 
 
+AFTERWARDS = """
+import atexit, threading, time
+from flowgrpo_rc.cli.main import main
+
+def fail():
+    raise ValueError("two\\nlines")
+
+def later():
+    time.sleep(0.5)
+    fail()
+
+atexit.register(fail)
+threading.Thread(target=later, name="late").start()
+main(["explain-config"])
+"""
+
+
+def test_errors_after_the_command_are_lines():
+    """Of threads that outlast it, and of what a reward has registered for the end."""
+    done = run_process(sys.executable, "-c", AFTERWARDS, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0
+    assert done.stderr == "error in late: ValueError: two lines\nerror in fail, ignored: ValueError: two lines\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_loading_is_a_line(monkeypatch, capsys, number):
     class Trainer:

@@ -513,6 +513,15 @@ def test_a_run_without_a_checkpoint_moves_the_earlier_records_aside(small_config
 ASIDE = ("config.1.yaml", "metrics.1.jsonl", "summary.1.png")
 
 
+def test_without_a_console_what_moves_aside_is_a_warning(small_config):
+    small = ("trainer.resume_mode=auto", "trainer.total_training_steps=1", "data.val_files=null", "trainer.logger=[]")
+    root = FlowGRPOTrainer(small_config(*small)).fit().root
+    shutil.rmtree(root / "checkpoints")
+    with pytest.warns(UserWarning, match="Moved aside in .*metrics.jsonl to metrics.1.jsonl"):
+        trainer = FlowGRPOTrainer(small_config(*small))
+    trainer.folder.close()
+
+
 def test_a_checkpoint_of_elsewhere_begins_a_record_of_its_own(small_config):
     """The rows that lie here belong to another run."""
     settings = ("trainer.save_freq=1", "trainer.total_training_steps=2")
