@@ -217,7 +217,8 @@ class RunFolder:
         if not self.is_used():
             return []
         present = [name for name in RECORDS if _holds_something(self.root / name)]
-        return self.set_aside((*present, *DRAWN_FROM_RECORDS), self.next_number())
+        # Records last: as long as one is there, a start after a kill in between moves the rest.
+        return self.set_aside((*DRAWN_FROM_RECORDS, *present), self.next_number())
 
     def set_aside_after(self, step: int, number: int | None = None) -> list[str]:
         """Move aside the lines and sample grids of later steps, and lines that are none; says which.

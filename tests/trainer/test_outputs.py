@@ -1,6 +1,7 @@
 """What people look at: metrics lines, plots, grids, the closing table."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,6 +74,30 @@ def test_a_row_never_shares_a_line(tmp_path, left):
     folder.append({"step": 2})
     assert [row["step"] for row in folder.rows()] == ([0] if left else []) + [1, 2]
     assert folder.metrics.read_bytes().startswith(left)
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_kill_between_the_moves_leaves_nothing_behind(tmp_path, monkeypatch, moves):
+    folder = RunFolder(tmp_path)
+    for name in ("metrics.jsonl", "config.yaml", "summary.png"):
+        (tmp_path / name).write_text(name)
+    folder.lora.mkdir()
+    (folder.lora / "adapter").touch()
+    rename = Path.rename
+    done = []
+
+    def killed(path, target):
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(rename(path, target))
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folder.set_all_aside()
+    monkeypatch.undo()
+    assert folder.set_all_aside()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert not any((tmp_path / name).exists() for name in ("metrics.jsonl", "config.yaml", "summary.png", "lora"))
 
 
 def test_grids_are_in_the_order_of_their_steps(tmp_path):
