@@ -1,12 +1,14 @@
 """Every exception of a command as one line and an exit code; with ``FLOWGRPO_RC_DEBUG=1`` its traceback too."""
 
+import atexit
 import os
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED
@@ -71,7 +73,10 @@ def debugging() -> bool:
 
 def in_a_line(error: BaseException) -> str:
     """The message without its line breaks."""
-    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    try:
+        return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    except Exception:  # a text that cannot be had must not hide the error itself
+        return "(it has no text)"
 
 
 @contextmanager
@@ -91,22 +96,50 @@ def warnings_in_a_line() -> Iterator[None]:
 
 @contextmanager
 def thread_errors_in_a_line() -> Iterator[None]:
-    """Inside, an exception that ends a thread (a tracker's writer on a full disk) is a line, not a traceback."""
-    before = threading.excepthook
-
-    def tell(arguments: threading.ExceptHookArgs) -> None:
-        if debugging():
-            before(arguments)
-        elif arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
-            name = "a thread" if arguments.thread is None else arguments.thread.name
-            kind = type(arguments.exc_value).__name__
-            print(f"error in {name}: {kind}: {in_a_line(arguments.exc_value)}", file=sys.stderr)
-
-    threading.excepthook = tell
+    """Inside, and when the process ends, an exception that nobody can catch is a line, not a traceback: one that ends
+    a thread (a tracker's writer on a full disk), one that an object raises when it is thrown away, or one of a
+    function that a reward has registered with ``atexit``."""
+    before = (threading.excepthook, sys.unraisablehook)
+    _install_hooks()
+    _install_hooks_at_the_end()
     try:
         yield
     finally:
-        threading.excepthook = before
+        threading.excepthook, sys.unraisablehook = before
+
+
+def _install_hooks() -> None:
+    threading.excepthook = _tell_thread
+    sys.unraisablehook = _tell_ignored
+
+
+@cache
+def _install_hooks_at_the_end() -> None:
+    """Before the interpreter waits for threads, where it offers that, or else before it calls what is registered."""
+    register = getattr(threading, "_register_atexit", atexit.register)
+    with suppress(RuntimeError):  # it is ending already
+        register(_install_hooks)
+
+
+def _tell_thread(arguments: threading.ExceptHookArgs) -> None:
+    name = "a thread" if arguments.thread is None else arguments.thread.name
+    if debugging():
+        threading.__excepthook__(arguments)
+    elif arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+        _tell(f"error in {name}", arguments.exc_value)
+
+
+def _tell_ignored(arguments: Any) -> None:
+    name = getattr(arguments.object, "__qualname__", None) or type(arguments.object).__name__
+    if debugging():
+        sys.__unraisablehook__(arguments)
+    elif arguments.exc_value is not None:
+        _tell(f"error in {name}, ignored", arguments.exc_value)
+
+
+def _tell(where: str, error: BaseException) -> None:
+    text = in_a_line(error)
+    print(f"{where}: {type(error).__name__}{': ' if text else ''}{text}", file=sys.stderr)
 
 
 def _is_own(error: BaseException) -> bool:

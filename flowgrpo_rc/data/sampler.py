@@ -7,6 +7,14 @@ from typing import Any
 
 import numpy as np
 
+_FIELDS = {
+    "num_prompts": "data.train_files and data.train_max_samples",
+    "batch_size": "data.train_batch_size",
+    "seed": "data.seed",
+    "shuffle": "data.shuffle",
+}
+"""What must be as it was for a position to mean anything, and the settings that decide it."""
+
 
 class PromptSampler:
     """An endless iterator over batches of prompt indices.
@@ -85,11 +93,11 @@ class PromptSampler:
                 repeat or skip prompts.
         """
         own = self.state_dict()
-        for name in ("num_prompts", "batch_size", "seed", "shuffle"):
+        for name, field in _FIELDS.items():
             if state[name] != own[name]:
                 raise ValueError(
                     f"the saved data position belongs to {name}={state[name]}, this run has {own[name]}; "
-                    "resume with the same data settings or start a new run"
+                    f"resume with the same {field} or start a new run with trainer.resume_mode=disable"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < self.batches_per_epoch:

@@ -177,7 +177,7 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
             f"{len(saved.keys() & expected.keys())} names agree. lora_rank or target_modules differ, or it was "
             "trained on another model"
         )
-    bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.isfinite().all())]
+    bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
     state = {k.replace(".weight", ".default.weight"): v for k, v in saved.items()}

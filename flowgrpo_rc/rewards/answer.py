@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.errors import AnswerError
+from flowgrpo_rc.rewards.errors import AnswerError, shown
 
 WANTED = "return one float per image, or (floats, info dict)"
 
@@ -109,8 +109,8 @@ def _entry(index: int, value: Any) -> Any:
         return np.asarray([_entry(index, inner) for inner in value])
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return value
-    shown = "None" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
-    raise TypeError(f"its entry {index} is {shown}")
+    kind = "None" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+    raise TypeError(f"its entry {index} is {kind}")
 
 
 def _is_tensor(value: Any) -> bool:
@@ -133,14 +133,14 @@ def _check_finite(name: str, values: np.ndarray, prompts: Sequence[str]) -> None
         first = int(bad[0])
         raise AnswerError(
             f"reward function {name!r} returned {bad.size} non-finite of {values.size} scores; the first is "
-            f"{values[first]} for sample {first}, prompt {prompts[first]!r}"
+            f"{values[first]} for sample {first}, prompt {shown(prompts[first])}"
         )
     large = np.flatnonzero(np.abs(values) > np.finfo(np.float32).max)
     if large.size:
         first = int(large[0])
         raise AnswerError(
             f"reward function {name!r} returned {large.size} of {values.size} scores beyond float32's largest "
-            f"number, 3.4e38; the first is {values[first]} for sample {first}, prompt {prompts[first]!r}: scale "
+            f"number, 3.4e38; the first is {values[first]} for sample {first}, prompt {shown(prompts[first])}: scale "
             "them down"
         )
 
@@ -154,7 +154,7 @@ def _info(name: str, info: Mapping[Any, Any], count: int) -> dict[str, list[Any]
 
 def _key(name: str, key: Any) -> str:
     if not isinstance(key, str):
-        raise AnswerError(f"reward function {name!r} returned info with the key {key!r}; its keys must be strings")
+        raise AnswerError(f"reward function {name!r} returned info with the key {shown(key)}; its keys must be strings")
     return key
 
 
@@ -165,19 +165,19 @@ def _per_image(name: str, key: str, value: Any, count: int) -> list[Any]:
     scalar = getattr(entries, "ndim", 1) == 0
     if not listed or scalar or isinstance(entries, (str, bytes, Mapping)):
         raise AnswerError(
-            f"reward function {name!r} returned info[{key!r}] of type {type(value).__name__}; give a list with "
+            f"reward function {name!r} returned info[{shown(key)}] of type {type(value).__name__}; give a list with "
             f"one entry for each of the {count} images"
         )
     entries = entries.tolist() if hasattr(entries, "tolist") else list(entries)
     if len(entries) != count:
         raise AnswerError(
-            f"reward function {name!r} returned info[{key!r}] with {len(entries)} entries for {count} images; give "
-            "one entry for each image"
+            f"reward function {name!r} returned info[{shown(key)}] with {len(entries)} entries for {count} images; "
+            "give one entry for each image"
         )
     wrong = [index for index, entry in enumerate(entries) if key == CAPTIONS and not isinstance(entry, str)]
     if wrong:
         raise AnswerError(
-            f"reward function {name!r} returned info[{key!r}][{wrong[0]}] = {entries[wrong[0]]!r}; it captions the "
-            "samples, so every entry must be a string"
+            f"reward function {name!r} returned info[{shown(key)}][{wrong[0]}] = {shown(entries[wrong[0]])}; it "
+            "captions the samples, so every entry must be a string"
         )
     return entries

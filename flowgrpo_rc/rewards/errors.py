@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
+from typing import Any
 
 LONGEST = 400
-"""Characters of an exception's text that a message repeats."""
+"""Characters of an exception's text, a prompt or a value that a message repeats."""
 
 
 class RewardError(RuntimeError):
@@ -38,6 +39,15 @@ def text_of(error: BaseException) -> str:
         return " ".join(str(error).split())
     except BaseException as broken:  # a text that cannot be had must not hide the error itself
         return f"(its text raised {type(broken).__name__})"
+
+
+def shown(value: Any) -> str:
+    """What Python shows for a value, in one line and not longer than a message can bear."""
+    try:
+        text = " ".join(repr(value).splitlines())
+    except BaseException as broken:
+        return f"a {type(value).__name__} (showing it raised {type(broken).__name__})"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _place(error: BaseException, file: str | None) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from flowgrpo_rc.rewards.answer import read_answer
 from flowgrpo_rc.rewards.config import RewardConfig, check_name
 from flowgrpo_rc.rewards.custom import REFUSED, load_reward
-from flowgrpo_rc.rewards.errors import AnswerError, RewardError
+from flowgrpo_rc.rewards.errors import AnswerError, RewardError, shown
 from flowgrpo_rc.rewards.jpeg import jpeg_compressibility
 from flowgrpo_rc.rewards.per_image import PerImageReward
 from flowgrpo_rc.rewards.signature import adapt
@@ -126,8 +126,8 @@ class RewardMix:
             terms = [f"{self.weights[name]:g} x {scores[first]:g} ({name})" for name, scores in parts.items()]
             raise RewardError(
                 f"the weighted sum of the rewards is beyond float32's largest number, 3.4e38, for {large.size} of "
-                f"{total.size} samples; the first is sample {first}, prompt {prompts[first]!r}: {' + '.join(terms)}. "
-                "Lower the weights or scale the scores down"
+                f"{total.size} samples; the first is sample {first}, prompt {shown(prompts[first])}: "
+                f"{' + '.join(terms)}. Lower the weights or scale the scores down"
             )
 
     def check_prompts(

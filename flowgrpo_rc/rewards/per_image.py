@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_rc.rewards import awaiting
-from flowgrpo_rc.rewards.errors import AnswerError
+from flowgrpo_rc.rewards.errors import AnswerError, shown
 
 IMAGE = "solution_image"
 GIVEN = ("data_source", "ground_truth", "extra_info")
@@ -73,7 +73,7 @@ class PerImageReward:
     ) -> tuple[list[Any], dict[str, list[Any]]]:
         """The score of every image, and the other entries of what the function returned."""
         calls = [
-            self._arguments(image, row, f"sample {index}, prompt {prompts[index]!r},")
+            self._arguments(image, row, f"sample {index}, prompt {shown(prompts[index])},")
             for index, (image, row) in enumerate(zip(images, metadata, strict=True))
         ]
         answers: list[Any] = []
@@ -119,7 +119,9 @@ class PerImageReward:
                 )
         extra = row.get("extra_info")
         if extra is not None and not isinstance(extra, Mapping):
-            raise error(f"{where} has extra_info={extra!r}; the reward function {self._shown} expects a mapping there")
+            raise error(
+                f"{where} has extra_info={shown(extra)}; the reward function {self._shown} expects a mapping there"
+            )
         found["extra_info"] = {**(extra or {}), "num_turns": None, "rollout_reward_scores": {}}
         return {name: found[name] for name in self._takes if found[name] is not None}
 
@@ -128,7 +130,7 @@ class PerImageReward:
         if not isinstance(answer, Mapping):
             return answer, {}
         if SCORE not in answer:
-            keys = ", ".join(map(repr, answer)) or "none"
+            keys = ", ".join(map(shown, answer)) or "none"
             raise AnswerError(
                 f"reward function {self._shown} returned for sample {index} a dict without the key {SCORE!r} (it has "
                 f"{keys}); return a float, or a dict with {SCORE!r}"

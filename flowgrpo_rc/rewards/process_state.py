@@ -8,9 +8,9 @@ another folder would change training, or lose its files, without a word. `Proces
   matrix product precision, cuDNN's and the attention kernels' switches, flushing of denormal numbers, number of
   threads, autocast, current CUDA device;
 * numpy's error state;
-* the working folder, the mode mask of new files, the garbage collector, signal handlers, blocked signals, timers left
-  pending, `sys.stdin`, `sys.stdout` and `sys.stderr` (replaced or closed), and warning filters that turn warnings into
-  errors.
+* the working folder, the mode mask of new files, the recursion limit, the garbage collector, signal handlers, blocked
+  signals, timers left pending, `sys.stdin`, `sys.stdout` and `sys.stderr` (replaced or closed), and warning filters
+  that turn warnings into errors.
 
 The global random generators are the rewards' own: training draws from generators of its own alone, and checkpoints
 hold the global ones' states for rewards that use them. Environment variables, `sys.path` and patched modules are not
@@ -59,15 +59,16 @@ class ProcessState:
         """Set back what differs; the names of what was set back, and of what could not be."""
         changed, stuck = [], []
         for setting, value in self.before:
-            if all(_same(now, value) for now in _readings(setting)):
+            now = _readings(setting)  # nothing where a folder to work in is gone
+            if now and _same(now[0], value):
                 continue
             try:
                 setting.write(value)
             except Exception:
                 stuck.append(setting.name)
                 continue
-            restored = all(_same(now, value) for now in _readings(setting))
-            (changed if restored else stuck).append(setting.name)
+            now = _readings(setting)
+            (changed if now and _same(now[0], value) else stuck).append(setting.name)
         return changed, stuck
 
 
@@ -86,6 +87,7 @@ def _same(now: Any, before: Any) -> bool:
 def _settings() -> Iterator[_Setting]:
     yield _Setting("the working folder", os.getcwd, os.chdir)
     yield _Setting("the mode mask of new files", _umask, os.umask)
+    yield _Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
     yield _Setting("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
     yield _Setting("numpy's error state", np.geterr, lambda state: np.seterr(**state))
     yield _Setting("the warning filters that raise", _raising_filters, _remove_raising_filters)

@@ -29,6 +29,9 @@ GRACE_S = 10.0
 WAKE = getattr(signal, "SIGURG", None)
 """The signal that interrupts the main thread. Whoever has no handler ignores it, so that a late one does no harm."""
 
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals whose handlers may raise `KeyboardInterrupt` to end a run."""
+
 _exit_process = os._exit
 _left_behind: list[str] = []
 
@@ -61,11 +64,13 @@ class Watch:
         self.expired: str | None = None
         """The message, once the call was interrupted at its deadline."""
         self.stopped: BaseException | None = None
-        """What the handler of Ctrl-C raised during the call, even if the call swallowed it."""
+        """What the handler of Ctrl-C, or of another signal that ends a run, raised during the call, even if the call
+        swallowed it."""
 
     def __enter__(self) -> Watch:
         if self._in_main:
-            self._handle(signal.SIGINT, self._on_interrupt, only_after_python=True)
+            for number in STOPPING:
+                self._handle(number, self._on_interrupt, only_after_python=True)
             if WAKE is not None and self._timeout_s is not None:
                 self._handle(WAKE, self._on_wake)
         os._exit = self._refuse_exit  # type: ignore[assignment]
@@ -129,7 +134,7 @@ class Watch:
         if callable(previous):  # the deadline of a call around this one
             previous(number, frame)
 
-    # ------------------------------------------------------------------ Ctrl-C and exits
+    # ------------------------------------------------------------------ Ctrl-C (and its like) and exits
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         try:

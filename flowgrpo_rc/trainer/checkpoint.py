@@ -68,8 +68,8 @@ class Fingerprint:
         if different:
             key = different[0]
             raise CheckpointError(
-                f"{folder} is a checkpoint of another model: {part} {key} is {saved.get(key)!r} there and "
-                f"{own.get(key)!r} here. Use trainer.resume_mode=disable to start afresh"
+                f"{folder} is a checkpoint of another model: {part} {key} is {saved.get(key)!r:.300} there and "
+                f"{own.get(key)!r:.300} here. Use trainer.resume_mode=disable to start afresh"
             )
 
 
@@ -209,9 +209,11 @@ class CheckpointStore:
 
     def _unreadable(self, why: str) -> CheckpointError:
         newest = self.newest_complete()
-        found = f"from the newest complete checkpoint, {newest}" if newest else "; there is no complete checkpoint"
+        found = "begin at step 0 (there is no complete checkpoint)"
+        if newest is not None:
+            found = f"go on from the newest complete checkpoint, {newest}"
         return CheckpointError(
-            f"{self._pointer} names no checkpoint ({why}); write step_N into it, or remove it to go on {found}"
+            f"{self._pointer} names no checkpoint ({why}); write step_N into it, or remove it to {found}"
         )
 
     def _aside(self, number: int | None = None, for_name: str = "") -> Path:

@@ -85,9 +85,25 @@ def _install(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]
     previous: dict[int, Any] = {int(number): signal.getsignal(number) for number in STOPPING}
     if HANGUP is not None and previous[HANGUP] is signal.SIG_IGN:
         del previous[HANGUP]
+    owner = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner:
+            handler(number, frame)
+        else:
+            _in_child(number)
+
     for number in previous:
-        signal.signal(number, handler)
+        signal.signal(number, handle)
     return previous
+
+
+def _in_child(number: int) -> None:
+    """In a process that a reward has forked: SIGTERM ends it (``multiprocessing.Pool`` waits for that); what the
+    terminal sends to all processes is for the run to answer, which still wants the child's work."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _restore(previous: dict[int, Any]) -> None:

@@ -21,7 +21,12 @@ class RunLogger:
 
         self._folder, self._accelerator, self._trackers = folder, accelerator, trackers
         self._main, self._total = accelerator.is_main_process, total_steps
-        self._console = Console(quiet=not (self._main and "console" in trackers), highlight=False)
+        self._console = Console(
+            quiet=not (self._main and "console" in trackers),
+            highlight=False,
+            markup=False,  # the names of files are text, whatever brackets and colons they have
+            emoji=False,
+        )
         self._progress: Any = None
         self._task: Any = None
 
@@ -44,7 +49,7 @@ class RunLogger:
     def say(self, text: str) -> None:
         """A line on the terminal of the main process."""
         with surviving_console():
-            self._console.print(text, soft_wrap=True, markup=False)
+            self._console.print(text, soft_wrap=True)
 
     def alert(self, text: str) -> None:
         """What no run may miss: a line on the terminal, or without the tracker ``console`` a warning."""

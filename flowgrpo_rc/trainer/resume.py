@@ -25,6 +25,7 @@ from flowgrpo_rc.trainer.checkpoint import (
     DamagedCheckpointError,
     entry,
     random_states,
+    reading,
     restore_random_states,
     step_of,
 )
@@ -150,13 +151,14 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> Saved:
         read_lora(run.actor.transformer, folder)
     except AdapterMismatchError as error:
         raise DamagedCheckpointError(str(error)) from error
-    _check_optimizer(run, tensors, tensor_file)
-    _check_random(entry(tensors, "random", dict, tensor_file), tensor_file)
-    if run.actor.average is not None and "average" in tensors:
-        _check_average(run, entry(tensors, "average", dict, tensor_file), tensor_file)
-    for name, part in _calibrated(run).items():
-        if name in tensors or name == "guard":
-            _check_part(part, name, entry(tensors, name, dict, tensor_file), folder)
+    with reading(tensor_file):  # tensors of rare kinds refuse to be looked at
+        _check_optimizer(run, tensors, tensor_file)
+        _check_random(entry(tensors, "random", dict, tensor_file), tensor_file)
+        if run.actor.average is not None and "average" in tensors:
+            _check_average(run, entry(tensors, "average", dict, tensor_file), tensor_file)
+        for name, part in _calibrated(run).items():
+            if name in tensors or name == "guard":
+                _check_part(part, name, entry(tensors, name, dict, tensor_file), folder)
     return Saved(state["step"], sampler, tensors)
 
 
@@ -321,5 +323,7 @@ def _check_tensor(value: Any, shape: tuple[int, ...], file: Path, where: str) ->
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise DamagedCheckpointError(f"{file} is damaged: {where} is {found}, not a tensor of shape {shape}")
-    if not value.is_floating_point() or not bool(value.isfinite().all()):
+    if value.layout is not torch.strided or value.untyped_storage().nbytes() < value.numel() * value.element_size():
+        raise DamagedCheckpointError(f"{file} is damaged: {where} does not hold every one of its values")
+    if not value.is_floating_point() or not bool(value.float().isfinite().all()):
         raise DamagedCheckpointError(f"{file} is damaged: {where} holds values that are NaN, infinite or no floats")

@@ -68,13 +68,16 @@ class RunFolder:
         path = _path_of(root)
         if not lock:
             return cls(path)
+        named = path.resolve() if path.name in ("", "..") else path
         number = 1
         while True:
-            folder = cls(path if number == 1 else Path(f"{path}-{number}"))
+            folder = cls(path if number == 1 else Path(f"{named}-{number}"))
             number += 1
-            if fresh and folder.is_used():
-                continue
             try:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    folder.root.lstat()  # a name that is too long, or out of reach, would count as used for ever
+                if fresh and folder.is_used():
+                    continue
                 folder.lock = RunLock(folder.root)
             except OSError as error:
                 raise ValueError(
@@ -133,15 +136,18 @@ class RunFolder:
         return moved
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one line to ``metrics.jsonl``, on the disk when this returns.
+        """Add one line to ``metrics.jsonl``, on the disk when this returns; one that was left without its end is ended.
 
         Raises:
             RunFolderError: it cannot be written; the file is as it was, without a part of the line.
         """
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         try:
-            with self.metrics.open("ab", buffering=0) as handle:
+            with self.metrics.open("a+b", buffering=0) as handle:
                 size = os.fstat(handle.fileno()).st_size
+                if size:
+                    handle.seek(size - 1)
+                    line = line if handle.read(1) == b"\n" else b"\n" + line
                 try:
                     written = 0
                     while written < len(line):
@@ -212,7 +218,8 @@ class RunFolder:
         if not self.is_used():
             return []
         present = [name for name in RECORDS if _holds_something(self.root / name)]
-        return self.set_aside((*present, *DRAWN_FROM_RECORDS), self.next_number())
+        # Records last: as long as one is there, a start after a kill in between moves the rest.
+        return self.set_aside((*DRAWN_FROM_RECORDS, *present), self.next_number())
 
     def set_aside_after(self, step: int, number: int | None = None) -> list[str]:
         """Move aside the lines and sample grids of later steps, and lines that are none; says which.

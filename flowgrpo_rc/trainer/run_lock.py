@@ -24,11 +24,17 @@ _TRIES = 100
 
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """Where launchers put a process's number."""
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Where they put how many there are."""
 
 
 def starts_as_main() -> bool:
-    """Whether this process is the only one or the launcher's first, which alone writes; known before accelerate is."""
-    return next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0"
+    """Whether this process is the only one or the launcher's first, which alone writes; known before accelerate is.
+
+    A number without a launcher (left in the environment) says nothing, to accelerate neither.
+    """
+    launched = "LOCAL_RANK" in os.environ or any(os.environ.get(name, "1") != "1" for name in _SIZES)
+    return not launched or next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0"
 
 
 class RunFolderInUseError(ValueError):

@@ -90,6 +90,7 @@ class FlowGRPOTrainer:
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
+        self._fitted = False
         self._failures: list[tuple[str, Exception]] = []
         if self.folder.lock is not None and self.folder.lock.problem is not None:
             self.logger.alert(
@@ -270,7 +271,14 @@ class FlowGRPOTrainer:
 
         Raises:
             RunFolderError: something could not be written; the message says what was kept.
+            RuntimeError: it has been called before.
         """
+        if self._fitted:
+            raise RuntimeError(
+                f"fit() ends a trainer: its engine is closed and {self.folder.root} is open to other runs. Make "
+                "another FlowGRPOTrainer(config); with trainer.resume_mode=auto it goes on where this one stopped"
+            )
+        self._fitted = True
         trainer = self.config.trainer
         with surviving_console():
             try:
@@ -288,7 +296,7 @@ class FlowGRPOTrainer:
 
     def _loop(self, stop: StopRequest) -> None:
         trainer = self.config.trainer
-        if self.step == 0 and trainer.val_before_train and self.run.val_prompts:
+        if self._validates_first:
             self._log({**self._validate().metrics, **self.timer.take()})
         while self.step < self.run.total_steps and not self._agreed(stop.requested):
             metrics = self.train_step()
@@ -303,10 +311,14 @@ class FlowGRPOTrainer:
         if self.interrupted:
             if self.step != self._saved_step:
                 self.save(last=True)
-            self.logger.say(
+            self.logger.alert(
                 f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
                 f"trainer.default_local_dir={self.folder.root}"
             )
+
+    @property
+    def _validates_first(self) -> bool:
+        return self.step == 0 and self.config.trainer.val_before_train and bool(self.run.val_prompts)
 
     def _log(self, metrics: dict[str, float]) -> None:
         try:
@@ -355,7 +367,7 @@ class FlowGRPOTrainer:
     def _resume(self) -> None:
         """Read the checkpoint to resume from whole, and only then move aside what this run would overwrite."""
         source = self._as_main_says(
-            lambda: checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.say)
+            lambda: checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.alert)
         )
         if source is not None:
             self.step = self._saved_step = load_run(self.run, self.checkpoints, source)
@@ -369,14 +381,14 @@ class FlowGRPOTrainer:
     def _set_later_aside(self) -> list[str]:
         number = self.folder.next_number()
         moved = self.checkpoints.set_aside_after(self.step, number)  # first: a kill after it finds the right ``latest``
-        moved += self.folder.set_aside_after(self.step, number)
+        moved += self.folder.set_aside_after(-1 if self._validates_first else self.step, number)
         if moved:  # what was made of later steps
             moved += self.folder.set_aside(("lora", "lora_ema", "plots"), number)
         return moved
 
     def _tell_moved(self, moved: list[str]) -> None:
         if moved:
-            self.logger.say(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
+            self.logger.alert(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
 
     def _as_main_says(self, ask: Callable[[], Path | None]) -> Path | None:
         """The main process's answer, or its ``CheckpointError``, on every process."""

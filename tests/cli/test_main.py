@@ -333,6 +333,53 @@ def test_a_threads_error_is_a_line(monkeypatch, capsys):
     assert threading.excepthook is before
 
 
+def test_an_error_of_an_object_that_is_thrown_away_is_a_line(monkeypatch, capsys):
+    class Answer:
+        def __del__(self):
+            raise ValueError("two\nlines")
+
+    class Trainer:
+        interrupted = False
+
+        def __init__(self, config):
+            pass
+
+        def fit(self):
+            Answer()
+
+    monkeypatch.setattr(trainer, "FlowGRPOTrainer", Trainer)
+    before = sys.unraisablehook
+    assert main(["train", "--config-name", "tiny_qwen_image_ocr"]) == 0
+    said = capsys.readouterr().err
+    assert said.endswith("Answer.__del__, ignored: ValueError: two lines\n")
+    assert said.count("\n") == 1
+    assert sys.unraisablehook is before
+
+
+AFTERWARDS = """
+import atexit, threading, time
+from flowgrpo_rc.cli.main import main
+
+def fail():
+    raise ValueError("two\\nlines")
+
+def later():
+    time.sleep(0.5)
+    fail()
+
+atexit.register(fail)
+threading.Thread(target=later, name="late").start()
+main(["explain-config"])
+"""
+
+
+def test_errors_after_the_command_are_lines():
+    """Of threads that outlast it, and of what a reward has registered for the end."""
+    done = run_process(sys.executable, "-c", AFTERWARDS, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0
+    assert done.stderr == "error in late: ValueError: two lines\nerror in fail, ignored: ValueError: two lines\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_loading_is_a_line(monkeypatch, capsys, number):
     class Trainer:

@@ -167,3 +167,24 @@ def test_a_sum_beyond_float32_names_sample_and_terms(answers: Any, weights: Any)
 def test_large_terms_that_cancel_are_fine() -> None:
     result = mix_of([0, 3e38, 0], [0, 3e38, 0], weights=(2.0, -1.5))(IMAGES, PROMPTS)
     np.testing.assert_allclose(result.total, [0, 1.5e38, 0], rtol=1e-6)
+
+
+class _Loud:
+    def __repr__(self) -> str:
+        return "two\nlines" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (([1.0, 2.0, 3.0], {"text": ["a", "b", list(range(100_000))]}), r"info\['text'\]\[2\] = \[0, 1"),
+        (([1.0, 2.0, 3.0], {_Loud(): [1, 2, 3]}), "info with the key two lines"),
+        ([float("nan")] * 3, "prompt 'aaa"),
+        ([1e39] * 3, "prompt 'aaa"),
+    ],
+)
+def test_long_values_and_prompts_are_shortened(answer: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message) as caught:
+        mix_of(answer)(IMAGES, ["a" * 100_000] * 3)
+    assert len(str(caught.value)) < 1000
+    assert "\n" not in str(caught.value)

@@ -106,24 +106,28 @@ INTERRUPTED = [
 ]
 
 
-@pytest.mark.parametrize("source", INTERRUPTED)
-def test_a_real_interrupt_goes_through(tmp_path: Path, source: str) -> None:
-    """Also where the function swallows it."""
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [(source, signal.SIGINT) for source in INTERRUPTED]
+    + [(INTERRUPTED[1], s) for s in (signal.SIGTERM, signal.SIGHUP)],
+)
+def test_a_real_interrupt_goes_through(tmp_path: Path, source: str, number: signal.Signals) -> None:
+    """Also where the function swallows it, and from every signal that the command line makes one."""
     mix = build(write(tmp_path, source))
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = signal.signal(number, signal.default_int_handler)
     try:
-        killer = subprocess.Popen([sys.executable, "-c", _kill_after(0.2)])
+        killer = subprocess.Popen([sys.executable, "-c", _kill_after(0.2, number)])
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             mix(IMAGES[:1], PROMPTS[:1])
         assert time.monotonic() - start < 8
         killer.wait()
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(number, previous)
 
 
-def _kill_after(seconds: float) -> str:
-    return f"import os, signal, time; time.sleep({seconds}); os.kill({os.getpid()}, signal.SIGINT)"
+def _kill_after(seconds: float, number: int) -> str:
+    return f"import os, time; time.sleep({seconds}); os.kill({os.getpid()}, {int(number)})"
 
 
 # ---------------------------------------------------------------------- the process around
@@ -156,6 +160,8 @@ CHANGES = {
     ),
     "np.seterr(all='raise')": ("numpy's error state", np.geterr),
     "os.chdir('/')": ("the working folder", os.getcwd),
+    "import tempfile; os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())": ("the working folder", os.getcwd),
+    "sys.setrecursionlimit(5000)": ("the recursion limit", sys.getrecursionlimit),
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)": (
         "the handler of SIGTERM",
         lambda: signal.getsignal(signal.SIGTERM),

@@ -87,6 +87,23 @@ def test_outside_the_loop_an_echo_is_ignored_and_a_later_signal_ends_the_process
     assert codes == [130]
 
 
+def test_a_forked_child_answers_as_if_it_had_no_handlers():
+    """``multiprocessing.Pool`` ends its workers with SIGTERM and waits for them; Ctrl-C reaches them too, and the run
+    that is asked to stop still wants their work."""
+    said = []
+    with StopRequest(lambda: said.append("stopping")) as stop:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGHUP)
+            if stop.requested or said:
+                os._exit(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        assert not stop.requested
+
+
 def test_the_loops_request_replaces_the_end_while_it_lasts():
     with ending_on_signals():
         with StopRequest(lambda: None) as stop:

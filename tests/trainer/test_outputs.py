@@ -1,6 +1,7 @@
 """What people look at: metrics lines, plots, grids, the closing table."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,6 +65,41 @@ def test_what_is_no_row_moves_aside_and_rows_stay_byte_for_byte(tmp_path, line):
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == line + b"\n"
 
 
+@pytest.mark.parametrize("left", [b"", b'{"step": 0}', b'{"step": 0}\n', b'{"step": 0}\r\n'])
+def test_a_row_never_shares_a_line(tmp_path, left):
+    """Also not with one that lost its end to a kill, an editor or a copy."""
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_bytes(left)
+    folder.append({"step": 1})
+    folder.append({"step": 2})
+    assert [row["step"] for row in folder.rows()] == ([0] if left else []) + [1, 2]
+    assert folder.metrics.read_bytes().startswith(left)
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_kill_between_the_moves_leaves_nothing_behind(tmp_path, monkeypatch, moves):
+    folder = RunFolder(tmp_path)
+    for name in ("metrics.jsonl", "config.yaml", "summary.png"):
+        (tmp_path / name).write_text(name)
+    folder.lora.mkdir()
+    (folder.lora / "adapter").touch()
+    rename = Path.rename
+    done = []
+
+    def killed(path, target):
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(rename(path, target))
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folder.set_all_aside()
+    monkeypatch.undo()
+    assert folder.set_all_aside()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert not any((tmp_path / name).exists() for name in ("metrics.jsonl", "config.yaml", "summary.png", "lora"))
+
+
 def test_grids_are_in_the_order_of_their_steps(tmp_path):
     """Also beyond the five digits of their names; what is not a step's grid is none."""
     folder = RunFolder(tmp_path)
@@ -107,6 +143,20 @@ def test_terminal_shows_reward_kl_and_gap(tmp_path, capsys):
     assert "step 1/2  reward 0.500  held-out 0.625  kl +1.0e-05  clipped 10%  gap 2.0e-04" in shown
     assert "held-out reward" in shown
     assert "a.png" in shown
+
+
+@pytest.mark.parametrize("name", ["a[red]b", "a[/x]b", "a:smile:b", "a[b", "\\[x]"])
+def test_names_are_shown_as_they_are(tmp_path, capsys, name):
+    """Whatever a terminal's markup would make of them."""
+    folder = RunFolder.open(str(tmp_path / name), fresh=False)
+    logger = RunLogger(folder, OneProcess(), ["console"], total_steps=2)
+    logger.say(f"Moved aside in {name}")
+    logger.summary([ROW], [f"{name}/metrics.jsonl"])
+    shown = capsys.readouterr().out
+    assert f"Moved aside in {name}" in shown
+    assert f"  {name}/metrics.jsonl" in shown
+    assert "Run " in shown
+    folder.close()
 
 
 def test_series_takes_the_first_name_a_row_has():

@@ -54,6 +54,11 @@ def edit_state(change):
     return edit
 
 
+def moment(tensors, change):
+    state = tensors["optimizer"]["state"][0]
+    state["exp_avg"] = change(state["exp_avg"])
+
+
 def edit_tensors(change):
     def edit(folder):
         tensors = torch.load(folder / "optimizer.pt", weights_only=True)
@@ -102,6 +107,10 @@ DAMAGE = {
     "adapter missing": (lambda folder: (folder / ADAPTER).unlink(), ADAPTER),
     "adapter NaN": (edit_adapter(lambda t: t[first(t)].fill_(torch.nan)), ADAPTER),
     "adapter of integers": (edit_adapter(lambda t: t.update({first(t): t[first(t)].to(torch.int32)})), ADAPTER),
+    "adapter NaN in eight bits": (
+        edit_adapter(lambda t: t.update({first(t): torch.full_like(t[first(t)], torch.nan).to(torch.float8_e4m3fn)})),
+        ADAPTER,
+    ),
     "adapter of another shape": (edit_adapter(lambda t: t.update({first(t): torch.zeros(2, 2)})), ADAPTER),
     "adapter without a weight": (edit_adapter(lambda t: t.pop(first(t))), ADAPTER),
     "optimizer empty": (truncate("optimizer.pt", 0), "optimizer.pt"),
@@ -121,6 +130,16 @@ DAMAGE = {
     "moment NaN": (
         edit_tensors(lambda t: t["optimizer"]["state"][0]["exp_avg"].fill_(torch.nan)),
         "optimizer.state.0.exp_avg holds values that are NaN",
+    ),
+    "moment sparse": (edit_tensors(lambda t: moment(t, torch.Tensor.to_sparse)), "exp_avg does not hold every one of"),
+    "moment a repeated number": (
+        edit_tensors(lambda t: moment(t, lambda m: torch.zeros(1).expand(m.shape))),
+        "exp_avg does not hold every one of its values",
+    ),
+    "moment without memory": (edit_tensors(lambda t: moment(t, lambda m: m.to("meta"))), "optimizer.pt"),
+    "moment in eight bits": (
+        edit_tensors(lambda t: moment(t, lambda m: torch.full_like(m, torch.nan).to(torch.float8_e4m3fn))),
+        "exp_avg holds values that are NaN",
     ),
     "second moment negative": (
         edit_tensors(lambda t: t["optimizer"]["state"][0]["exp_avg_sq"].fill_(-1.0)),

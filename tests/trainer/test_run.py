@@ -264,6 +264,35 @@ def test_finished_run_says_so_and_does_nothing(small_config, capsys):
     assert "already at step 1 of 1" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_trainer_runs_once(small_config):
+    """The second time its folder would be nobody's."""
+    trainer = FlowGRPOTrainer(small_config("trainer.total_training_steps=1"))
+    trainer.fit()
+    with pytest.raises(RuntimeError, match=r"fit\(\) ends a trainer.*another FlowGRPOTrainer"):
+        trainer.fit()
+
+
+def test_a_run_stopped_before_its_first_step_is_validated_once(small_config, monkeypatch):
+    """What it was stopped in is made again, and stands in the record once."""
+    from flowgrpo_rc.trainer import trainer as module
+
+    def stopped(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return validate(*arguments)
+
+    validate = module.validate
+    monkeypatch.setattr(module, "validate", stopped)
+    auto = small_config("trainer.resume_mode=auto", "trainer.total_training_steps=1")
+    folder = FlowGRPOTrainer(auto).fit().root
+    assert [row["step"] for row in rows_of(folder)] == [0]
+    first = rows_of(folder)
+    monkeypatch.setattr(module, "validate", validate)
+    FlowGRPOTrainer(auto).fit()
+    assert [row["step"] for row in rows_of(folder)] == [0, 1]
+    assert rows_of(folder)[0] == first[0]
+    assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 1
+
+
 def test_fresh_runs_do_not_overwrite_each_other(small_config):
     one = "trainer.total_training_steps=1"
     first = FlowGRPOTrainer(small_config(one)).fit().root
@@ -482,6 +511,15 @@ def test_a_run_without_a_checkpoint_moves_the_earlier_records_aside(small_config
 
 
 ASIDE = ("config.1.yaml", "metrics.1.jsonl", "summary.1.png")
+
+
+def test_without_a_console_what_moves_aside_is_a_warning(small_config):
+    small = ("trainer.resume_mode=auto", "trainer.total_training_steps=1", "data.val_files=null", "trainer.logger=[]")
+    root = FlowGRPOTrainer(small_config(*small)).fit().root
+    shutil.rmtree(root / "checkpoints")
+    with pytest.warns(UserWarning, match="Moved aside in .*metrics.jsonl to metrics.1.jsonl"):
+        trainer = FlowGRPOTrainer(small_config(*small))
+    trainer.folder.close()
 
 
 def test_a_checkpoint_of_elsewhere_begins_a_record_of_its_own(small_config):

@@ -150,12 +150,35 @@ def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
     assert RunFolder.open("~/runs/a", fresh=False, lock=False).root == tmp_path / "runs" / "a"
 
 
-@pytest.mark.parametrize("name", ["RANK", "OMPI_COMM_WORLD_RANK"])
-def test_only_the_first_process_locks(monkeypatch, name):
-    for other in run_lock._RANKS:
+@pytest.mark.parametrize(
+    ("name", "size"), [("RANK", "WORLD_SIZE"), ("RANK", "LOCAL_RANK"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
+)
+def test_only_the_first_process_locks(monkeypatch, name, size):
+    for other in (*run_lock._RANKS, *run_lock._SIZES, "LOCAL_RANK"):
         monkeypatch.delenv(other, raising=False)
     assert starts_as_main()
+    monkeypatch.setenv(name, "1")
+    assert starts_as_main(), "a number that a launcher left behind"
+    monkeypatch.setenv(size, "2")
+    assert not starts_as_main()
     monkeypatch.setenv(name, "0")
     assert starts_as_main()
-    monkeypatch.setenv(name, "1")
-    assert not starts_as_main()
+
+
+@pytest.mark.parametrize("length", [254, 300])
+def test_a_fresh_folder_whose_name_has_no_room_for_a_number_is_refused(tmp_path, length):
+    """``NAME`` or ``NAME-2`` is longer than a name may be."""
+    path = tmp_path / ("x" * length)
+    if length < 255:
+        (path / "lora").mkdir(parents=True)
+        (path / "lora" / "adapter").touch()
+    with pytest.raises(ValueError, match="trainer.default_local_dir: .*File name too long"):
+        RunFolder.open(str(path), fresh=True)
+
+
+def test_a_fresh_folder_beside_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    (tmp_path / "here" / "metrics.jsonl").write_text("{}")
+    for start, name in (("here", "."), ("here/below", "..")):
+        monkeypatch.chdir(tmp_path / start)
+        assert RunFolder.open(name, fresh=True).root == tmp_path / "here-2"
