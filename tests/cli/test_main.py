@@ -265,24 +265,17 @@ def test_every_exception_is_a_line_and_a_code(monkeypatch, capsys, error, loadin
 )
 @pytest.mark.parametrize("error", [Unknown("a bug"), SystemExit(0)])
 def test_no_command_shows_a_traceback(monkeypatch, capsys, arguments, error):
-    parser = module._parser
+    parse = module._parse
 
     def broken(arguments):
         raise error
 
-    def parse():
-        made = parser()
-        parse_args = made.parse_args
+    def parse_and_break(argv):
+        parsed = parse(argv)
+        parsed.run = broken
+        return parsed
 
-        def parse_and_break(argv):
-            parsed = parse_args(argv)
-            parsed.run = broken
-            return parsed
-
-        made.parse_args = parse_and_break
-        return made
-
-    monkeypatch.setattr(module, "_parser", parse)
+    monkeypatch.setattr(module, "_parse", parse_and_break)
     assert main(arguments) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"error: unexpected {type(error).__name__}")
