@@ -271,7 +271,8 @@ def test_other_pipelines_are_refused(tiny_model, monkeypatch):
     from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine, engine
 
     monkeypatch.setattr(engine, "check_versions", lambda: None)
-    monkeypatch.setattr(tiny_model, "pipe", SimpleNamespace(transformer=None))
+    parts = {**tiny_model.pipe.components, "vae_scale_factor": tiny_model.pipe.vae_scale_factor}
+    monkeypatch.setattr(tiny_model, "pipe", SimpleNamespace(**parts))
     says = "vllm_omni draws QwenImagePipeline, StableDiffusion3Pipeline only so far, got SimpleNamespace"
     with pytest.raises(ValueError, match=says):
         VllmOmniEngine(tiny_model, ModelConfig(), dtype=torch.float32, micro_batch_size=2, device="cpu")
