@@ -183,7 +183,8 @@ def read_verdicts(results: Path) -> dict[str, dict[str, Any]]:
 
 def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What ``flowgrpo-rc probe`` says of each setting before training; none for alternatives, which it cannot know."""
-    found, commit = read_verdicts(study.results), describe()["commit"]
+    found = read_verdicts(study.results)
+    commit = describe()["commit"]
     for setting in settings:
         program, overrides = study.inside(setting, [*COMMAND, "probe"]), study.overrides(setting, seed=1)
         of = {"program": names(program), "of": overrides}

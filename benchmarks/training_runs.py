@@ -248,7 +248,8 @@ def write_table(page: Path, results: Path, table: str) -> None:
     Raises:
         ValueError: the page has no such place.
     """
-    begins, text = TABLE_BEGINS.format(results.name), page.read_text()
+    begins = TABLE_BEGINS.format(results.name)
+    text = page.read_text()
     if begins not in text:
         raise ValueError(f"{page} has no line {begins.strip()!r}, after which the table would stand")
     before, _, rest = text.partition(begins)
