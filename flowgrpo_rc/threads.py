@@ -5,7 +5,7 @@ has done its part. A waiting thread spins, so that it is there at once when the 
 of microseconds later. libgomp, which torch's wheels bring for Linux, lets it spin 300,000 times before it sleeps: 5 to
 15 ms on x86-64, where each turn is a ``pause`` instruction. On a machine with other work that is longer than a time
 slice: the thread that is waited for has lost its core to another process, or to the very thread that waits, and a step
-of thousands of operations takes ten times as long as its share of the machine allows.
+of thousands of operations takes many times as long as its share of the machine allows.
 
 Waiting a fraction of a millisecond is as good on a quiet machine and wastes less on a busy one. Where the machine is
 busy at the start, threads sleep at once: then a step takes about what its share of the machine allows, while on two
