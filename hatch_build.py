@@ -1,7 +1,7 @@
 """Compiles the C extension of `flowgrpo_rc.correction` while the package is built, and goes on where that fails.
 
 Without a C compiler (gcc or clang) and Python's headers the package works all the same: torch then does what the
-extension does, several times slower. `flowgrpo_rc.correction.native.is_built()` tells.
+extension does, several times slower. `flowgrpo_rc.correction.numerics.native.is_built()` tells.
 """
 
 import runpy
@@ -11,7 +11,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = "flowgrpo_rc/correction/native"
+FOLDER = "flowgrpo_rc/correction/numerics/native"
 # -O2: -O3 unrolls what is vectors already. The others let comparisons become masks; NaN and infinity stay themselves.
 FLAGS = ["-O2", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 

@@ -19,10 +19,10 @@ import torch
 from tensordict import TensorDict
 
 from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.gap.bands import MEMORY
+from flowgrpo_rc.gap.units import GapSample
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.bands import MEMORY
-from flowgrpo_rc.trainer.gap import GapSample
 
 
 class Centred(FlowGRPOTrainer):

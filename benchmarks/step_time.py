@@ -36,7 +36,7 @@ from machine import describe
 from flowgrpo_rc.actor import actor as actor_module
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.correction import calibrated
-from flowgrpo_rc.correction.compute import run_plan
+from flowgrpo_rc.correction.numerics.compute import run_plan
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import trainer as trainer_module

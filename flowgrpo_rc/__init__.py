@@ -14,11 +14,11 @@ if TYPE_CHECKING:
         apply_bypass_mode_to_diffusion_batch,
         apply_rollout_correction_to_diffusion_batch,
     )
-    from flowgrpo_rc.correction.compute import (
+    from flowgrpo_rc.correction.numerics.compute import (
         compute_rollout_correction,
         compute_rollout_correction_and_rejection_mask,
     )
-    from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+    from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
     from flowgrpo_rc.loss.advantages import group_advantages
     from flowgrpo_rc.loss.diffusion_loss import diffusion_loss
     from flowgrpo_rc.trainer.config import FlowGRPOConfig

@@ -9,11 +9,11 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from flowgrpo_rc.correction.compute import RolloutCorrection, compute_rollout_correction
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.mapping import as_mapping, optional, response_mask
-from flowgrpo_rc.correction.metrics import metrics_from_moments
-from flowgrpo_rc.correction.moments import merge_over_ranks
+from flowgrpo_rc.correction.numerics.compute import RolloutCorrection, compute_rollout_correction
+from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
+from flowgrpo_rc.correction.numerics.moments import merge_over_ranks
+from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 
 LATENTS = "latents"
 NEXT_LATENTS = "next_latents"

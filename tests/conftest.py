@@ -44,7 +44,7 @@ def _few_threads():
 @pytest.fixture(params=["extension", "torch"])
 def both_passes(request, monkeypatch):
     """The test once with the correction's C extension, and once as where it is not built."""
-    from flowgrpo_rc.correction import native
+    from flowgrpo_rc.correction.numerics import native
 
     if request.param == "torch":
         monkeypatch.setattr(native, "_native", None)

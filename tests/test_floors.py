@@ -21,8 +21,9 @@ ALLOWED = {
     "data": {"rewards", *BASE},
     "integrations": {"correction", "sde", "loss", "batch"},
 }
+ALLOWED["gap"] = {*ALLOWED, "trainer", *BASE} - {"integrations"}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
-ALLOWED["report"] = {"correction", "rewards", "trainer", *BASE}
+ALLOWED["report"] = {"correction", "gap", "rewards", "trainer", *BASE}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
 TORCH_ONLY = {"torch", "numpy", "jaxtyping", "yaml", "typing_extensions"}

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests_support import run_process
 
-from flowgrpo_rc.correction import native
+from flowgrpo_rc.correction.numerics import native
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTENSION = "flowgrpo_rc/correction/native/_native"
+EXTENSION = "flowgrpo_rc/correction/numerics/native/_native"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 
 LOSS_MODES = ("flow_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
 MEAN_MODES = ("grpo_guard", "flow_dppo")

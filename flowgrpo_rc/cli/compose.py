@@ -21,8 +21,8 @@ from flowgrpo_rc.cli.refusals import ConfigError, Refusals
 from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, known_keys, nearest, nest, schema, sections
 from flowgrpo_rc.cli.translate import CORRECTIONS, override, translate
 from flowgrpo_rc.cli.yaml_files import own_files
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.quoting import quote_bands, refuse_unquoted_bands
+from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.options.quoting import quote_bands, refuse_unquoted_bands
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 

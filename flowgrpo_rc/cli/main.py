@@ -142,7 +142,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
-    from flowgrpo_rc.correction.quoting import read_value
+    from flowgrpo_rc.correction.options.quoting import read_value
 
     pairs = [setting.partition("=") for setting in arguments.settings]
     wrong = [key for key, equals, _ in pairs if not equals]

@@ -50,9 +50,9 @@ def run_probe(arguments: argparse.Namespace) -> int:
         if config.trainer.resume_mode == "auto":
             config.trainer.resume_mode = "disable"
         from flowgrpo_rc.cli.probe_folder import ProbeFolder
+        from flowgrpo_rc.gap.intervals import MOST_IMAGES
+        from flowgrpo_rc.gap.probe import check_preflight, run_preflight
         from flowgrpo_rc.trainer import FlowGRPOTrainer
-        from flowgrpo_rc.trainer.intervals import MOST_IMAGES
-        from flowgrpo_rc.trainer.preflight import check_preflight, run_preflight
 
         images, most = _number("--images", arguments.images), arguments.max_images
         check_preflight(images, None if most is None else _number("--max-images", most))
@@ -65,7 +65,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
             result = run_preflight(trainer, images, most)
         finally:
             trainer.run.engine.close()
-    from flowgrpo_rc.trainer import verdict
+    from flowgrpo_rc.gap import verdict
 
     code = {verdict.SAFE: 0, verdict.NOT_SAFE: NOT_SAFE, verdict.NOT_SHOWN_SAFE: NOT_SHOWN_SAFE}[result.advice.verdict]
     try:

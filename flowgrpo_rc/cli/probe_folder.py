@@ -94,7 +94,7 @@ def draw(result: Any, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     from flowgrpo_rc.actor.config import MEAN_MODES
-    from flowgrpo_rc.trainer.advice import CLIPPED_LIMIT
+    from flowgrpo_rc.gap.advice import CLIPPED_LIMIT
 
     steps, band, verdict = result.steps, result.setting["clip_band"], result.advice.verdict
     names = [f"{step.timestep:.0f}" for step in steps]

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.correction.compute import (
+    from flowgrpo_rc.correction.numerics.compute import (
         NonFiniteLogProbError,
         RolloutCorrection,
         compute_offpolicy_metrics,
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
         compute_rollout_correction_weights,
         compute_rollout_rejection_mask,
     )
-    from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-    from flowgrpo_rc.correction.explanation import Explanation, explain
-    from flowgrpo_rc.correction.metrics import slime_metrics
-    from flowgrpo_rc.correction.moments import MetricAccumulator, Moments
-    from flowgrpo_rc.correction.thresholds import SAFETY_BOUND
+    from flowgrpo_rc.correction.numerics.metrics import slime_metrics
+    from flowgrpo_rc.correction.numerics.moments import MetricAccumulator, Moments
+    from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
+    from flowgrpo_rc.correction.options.explanation import Explanation, explain
+    from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
 __all__ = [
     "Explanation",
@@ -40,20 +40,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "RolloutCorrectionConfig": "config",
-    "Explanation": "explanation",
-    "explain": "explanation",
-    "slime_metrics": "metrics",
-    "MetricAccumulator": "moments",
-    "Moments": "moments",
-    "SAFETY_BOUND": "thresholds",
+    "RolloutCorrectionConfig": "options.config",
+    "Explanation": "options.explanation",
+    "explain": "options.explanation",
+    "slime_metrics": "numerics.metrics",
+    "MetricAccumulator": "numerics.moments",
+    "Moments": "numerics.moments",
+    "SAFETY_BOUND": "plan",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'compute')}")
+    module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'numerics.compute')}")
     value = getattr(module, name)
     globals()[name] = value
     return value

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.compute import RolloutCorrection, run_plan
-from flowgrpo_rc.correction.metrics import PREFIX
-from flowgrpo_rc.correction.thresholds import (
+from flowgrpo_rc.correction.numerics.compute import RolloutCorrection, run_plan
+from flowgrpo_rc.correction.numerics.metrics import PREFIX
+from flowgrpo_rc.correction.plan import (
     RS_OPTIONS,
     SAFETY_BOUND,
     CorrectionPlan,

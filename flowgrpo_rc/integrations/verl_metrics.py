@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.thresholds import SAFETY_BOUND
+from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
 Figures = dict[str, Tensor]
 

@@ -23,10 +23,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc import batch as trajectory
-from flowgrpo_rc.correction import dialects
-from flowgrpo_rc.correction.compute import compute_offpolicy_metrics, run_plan
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.thresholds import ThresholdSpec, make_plan
+from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics, run_plan
+from flowgrpo_rc.correction.options import dialects
+from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.plan import ThresholdSpec, make_plan
 from flowgrpo_rc.integrations._replace import Replacement
 from flowgrpo_rc.integrations.verl import data_proto
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.correction.explanation import in_force
+from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.sde import SDEWindow
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 

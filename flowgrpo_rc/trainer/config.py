@@ -7,7 +7,7 @@ from typing import Any
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.config import DataConfig
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig

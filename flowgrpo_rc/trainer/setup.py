@@ -13,6 +13,8 @@ import torch
 
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
+from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
+from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import DiffusionModel, PromptEncoder, check_adapter_file, check_pipeline, load_model
 from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.prompts import check_prompts
@@ -20,11 +22,9 @@ from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import RolloutEngine, build_engine
 from flowgrpo_rc.rollout.config import PipelineConfig
-from flowgrpo_rc.trainer.bands import ClipBands, RejectionBands
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.fingerprint import fingerprint
-from flowgrpo_rc.trainer.guard import Guard
 
 
 @dataclass

@@ -14,6 +14,7 @@ from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, correct_diffusion_batch
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.gap.rescoring import Probe
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
@@ -30,7 +31,6 @@ from flowgrpo_rc.trainer.console import surviving_console, write_at_once
 from flowgrpo_rc.trainer.interrupt import StopRequest
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.plots import write_plots
-from flowgrpo_rc.trainer.probe import Probe
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
 from flowgrpo_rc.trainer.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer.run_lock import starts_as_main

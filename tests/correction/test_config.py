@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
-from flowgrpo_rc.correction.explanation import in_force
-from flowgrpo_rc.correction.presets import PRESET_NAMES
-from flowgrpo_rc.correction.thresholds import make_plan
+from flowgrpo_rc.correction.options.explanation import in_force
+from flowgrpo_rc.correction.options.presets import PRESET_NAMES
+from flowgrpo_rc.correction.plan import make_plan
 
 Config = RolloutCorrectionConfig
 SEQ = functools.partial(Config, rollout_is="sequence")

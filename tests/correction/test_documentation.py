@@ -7,8 +7,8 @@ import pytest
 import reference
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
-from flowgrpo_rc.correction.presets import PRESET_NAMES
-from flowgrpo_rc.correction.thresholds import RS_OPTIONS
+from flowgrpo_rc.correction.options.presets import PRESET_NAMES
+from flowgrpo_rc.correction.plan import RS_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "rollout_correction.md"

@@ -8,8 +8,9 @@ import pytest
 import reference
 import torch
 
-from flowgrpo_rc.correction import RolloutCorrectionConfig, blocks, compute_rollout_correction, native
-from flowgrpo_rc.correction.thresholds import RS_OPTIONS
+from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
+from flowgrpo_rc.correction.numerics import blocks, native
+from flowgrpo_rc.correction.plan import RS_OPTIONS
 
 pytestmark = pytest.mark.skipif(
     not native.is_built(), reason="the C extension is not built: there was no C compiler when the package was installed"

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.correction.presets import PRESET_NAMES
-from flowgrpo_rc.correction.thresholds import parse_is_threshold, split_band
+from flowgrpo_rc.correction.options.presets import PRESET_NAMES
+from flowgrpo_rc.correction.plan import parse_is_threshold, split_band
 
 Config = RolloutCorrectionConfig
 

@@ -1,0 +1,338 @@
+"""The guard: alarms after enough updates in a row, what it switches, how it comes back; its state over a resume."""
+
+import warnings
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.correction import RolloutCorrectionConfig
+from flowgrpo_rc.gap.guard import Guard
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+RC = "algorithm.rollout_correction"
+CLIP = "actor_rollout_ref.actor.diffusion_loss.clip_ratio"
+BYPASS = (f"{RC}.bypass_mode=true", f"{CLIP}=0.001")
+FP8 = "actor_rollout_ref.rollout.quantization=fp8"
+HEALTHY = {
+    "actor/pg_clipfrac_first": 0.0,
+    "actor/pg_clipfrac_inert_first": 0.0,
+    "actor/kept_fraction": 1.0,
+    "rollout_sync/engine_gap_per_dimension": 1e-4,
+    "rollout_sync/outside_clip": 0.0,
+}
+
+
+class Actor:
+    """Only what the guard touches."""
+
+    def __init__(self, config):
+        self.config = config.actor_rollout_ref.actor
+
+
+QUIET = {
+    "guard/alarms": 0,
+    "guard/alarm_clip": 0,
+    "guard/alarm_rejected": 0,
+    "guard/alarm_zeroed": 0,
+    "guard/alarm_engine_gap": 0,
+    "guard/fallback": 0,
+}
+
+
+def guarded(*overrides):
+    config = compose("tiny_qwen_image_ocr", [*BYPASS, *overrides])
+    guard, said = Guard(config, Actor(config)), []
+    guard.say = said.append
+    return guard, said
+
+
+def feed(guard, count, **changes):
+    """The last of ``count`` updates' metrics."""
+    names = {"clip": "actor/pg_clipfrac_first", "kept": "actor/kept_fraction"}
+    names |= {"gap": "rollout_sync/engine_gap_per_dimension", "outside": "rollout_sync/outside_clip"}
+    metrics = HEALTHY | {names[name]: value for name, value in changes.items()}
+    found = {}
+    for step in range(count):
+        found = guard(metrics, step + 1)
+    return found
+
+
+CAUSES = [
+    ({"clip": 0.11}, "11% of the samples", "clip"),
+    ({"kept": 0.4}, "60% of the samples were r", "rejected"),
+    ({"gap": 0.06}, "0.06", "engine_gap"),
+]
+
+
+@pytest.mark.parametrize(("change", "text", "cause"), CAUSES)
+def test_it_warns_once_after_enough_updates_in_a_row(change, text, cause):
+    guard, said = guarded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 50) == QUIET
+        feed(guard, 2, **change)
+        feed(guard, 1)
+        assert feed(guard, 2, **change) == QUIET
+    with pytest.warns(UserWarning, match=f"for 3 updates in a row, .*{text}") as caught:
+        assert feed(guard, 1, **change) == QUIET | {"guard/alarms": 1, f"guard/alarm_{cause}": 1}
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 10, **change)["guard/alarms"] == 1
+        feed(guard, 1)
+        assert feed(guard, 10, **change)["guard/alarms"] == 1  # said once a run
+    assert not said
+    assert not guard.fallen_back
+
+
+@pytest.mark.parametrize("change", [{"clip": 0.1}, {"kept": 0.5}, {"gap": 0.05}])
+def test_at_the_limit_it_is_quiet(change):
+    guard, _ = guarded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 20, **change)["guard/alarms"] == 0
+
+
+@pytest.mark.parametrize(("change", "text", "cause"), CAUSES)
+def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text, cause):
+    guard, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=10")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 3, **change)["guard/fallback"] == 1
+        assert text in said[0]
+        assert said[0].endswith("Falling back to decoupled mode")
+        now = guard._actor.config
+        assert now.rollout_correction.bypass_mode is False
+        assert now.diffusion_loss.clip_ratio == 0.001
+        assert feed(guard, 9) == QUIET | {f"guard/alarm_{cause}": 1, "guard/fallback": 1}  # why it is there
+        assert feed(guard, 1, outside=0.06)["guard/fallback"] == 1  # more than half of the limit: start again
+        feed(guard, 9)
+        assert feed(guard, 1, gap=0.03)["guard/fallback"] == 1
+        feed(guard, 9)
+        assert feed(guard, 1, kept=0.7)["guard/fallback"] == 1
+        assert feed(guard, 9)["guard/fallback"] == 1
+        assert feed(guard, 1) == QUIET
+        assert "safe for 10 updates" in said[1]
+        assert guard._actor.config.rollout_correction.bypass_mode is True
+        feed(guard, 3, **change)
+        assert feed(guard, 19)["guard/fallback"] == 1  # the second time it waits twice as long
+        assert feed(guard, 1)["guard/fallback"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prefix", "settings", "alarm"),
+    [
+        ("", (f"{RC}.bypass_mode=false",), 1),
+        ("actor/", (f"{RC}.loss_type=reinforce",), 1),
+        ("actor/", (), 0),  # a diagnosis
+    ],
+)
+def test_weights_of_0_are_watched_where_they_enter_the_loss(prefix, settings, alarm):
+    guard, _ = guarded(*settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            found = guard(HEALTHY | {f"{prefix}rollout_corr/rollout_is_oob_ratio": 0.7}, step)
+    assert (found["guard/alarm_zeroed"], found["guard/alarm_rejected"]) == (alarm, 0)
+    said = "70% of the importance weights were 0 (limit 50%). Widen rollout_is_threshold, or"
+    assert [said in str(w.message) for w in caught] == [True] * alarm
+
+
+def test_a_change_of_mode_is_told_without_a_console(small_config):
+    """``trainer.logger=[]``: as a warning instead."""
+    guard = (f"{RC}.guard=fallback", f"{RC}.guard_patience=1", "trainer.logger=[]")
+    trainer = FlowGRPOTrainer(small_config(*BYPASS, f"{CLIP}=1e-6", *guard))
+    with pytest.warns(UserWarning, match="samples lay outside the clip band .* Falling back to decoupled mode"):
+        metrics = trainer.train_step()
+    assert (metrics["guard/alarm_clip"], metrics["guard/fallback"]) == (1, 1)
+
+
+def test_weights_that_bypass_mode_leaves_out_do_not_keep_it_away():
+    """After a fallback they act; the mode to return to only diagnoses by them."""
+    guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=5")
+    feed(guard, 3, clip=0.5)
+    for step in range(5):
+        found = guard(HEALTHY | {"rollout_corr/rollout_is_oob_ratio": 0.3}, step)
+    assert found["guard/fallback"] == 0
+
+
+def test_without_a_probe_it_stays_where_it_fell():
+    guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=1")
+    without = {name: value for name, value in HEALTHY.items() if not name.startswith("rollout_sync/")}
+    for step in range(3):
+        guard(without | {"actor/pg_clipfrac_first": 0.5}, step)
+    for step in range(30):
+        assert guard(without, step)["guard/fallback"] == 1
+
+
+def test_a_calibrated_clip_falls_back_to_its_lower_bound():
+    guard, _ = guarded(
+        f"{RC}.guard=fallback", f"{CLIP}=auto", "actor_rollout_ref.actor.diffusion_loss.auto_clip_min=5e-4"
+    )
+    feed(guard, 3, clip=0.5)
+    assert guard._actor.config.diffusion_loss.clip_ratio == 5e-4
+    assert guard._configured.diffusion_loss.clip_ratio == "auto"
+
+
+def test_off_and_what_cannot_fall_back():
+    guard, _ = guarded(f"{RC}.guard=off")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 20, clip=1.0) == {}
+    with pytest.raises(ValueError, match="decoupled mode has no such loss to fall back to"):
+        guarded(f"{RC}.guard=fallback", f"{RC}.loss_type=reinforce")
+    for name, value in (("guard", "on"), ("guard_patience", 0), ("guard_clip_fraction", 1.5), ("guard_engine_gap", 0)):
+        with pytest.raises(ValueError, match=name):
+            guarded(f"{RC}.{name}={value}")
+    reinforce, _ = guarded(f"{RC}.loss_type=reinforce")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        feed(reinforce, 20, clip=1.0)  # nothing is clipped there
+
+
+def test_of_flow_dppo_twice_what_it_leaves_out_is_watched():
+    """Its threshold says nothing of the ratio's clip band."""
+    guard, said = guarded(f"{RC}.guard=fallback", "actor_rollout_ref.actor.diffusion_loss.loss_mode=flow_dppo")
+    for step in range(3):
+        found = guard(HEALTHY | {"actor/pg_clipfrac_first": 0.9, "actor/pg_clipfrac_inert_first": 0.05}, step)
+    assert found == QUIET
+    for step in range(3):
+        found = guard(HEALTHY | {"actor/pg_clipfrac_inert_first": 0.3}, step)
+    assert found["guard/fallback"] == 1
+    assert "60% of the samples lay outside the trust region before" in said[0]
+    assert "Raise diffusion_loss.kl_mask_threshold beyond the gap's KL, or" in said[0]
+
+
+@pytest.mark.parametrize(("loss_mode", "watched"), [("flow_grpo", True), ("grpo_guard", True), ("flow_dppo", False)])
+def test_only_what_clips_is_watched_for_it(loss_mode, watched):
+    """And the advice is one that the objective takes: ``auto`` is flow_grpo's alone."""
+    guard, said = guarded(f"{RC}.guard=fallback", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={loss_mode}")
+    assert feed(guard, 3, clip=0.9)["guard/fallback"] == watched
+    assert ("or set it to auto" in "".join(said)) == (loss_mode == "flow_grpo")
+
+
+def test_its_state_is_kept():
+    guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=4")
+    feed(guard, 3, clip=0.5)
+    feed(guard, 2)
+    other, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=4")
+    other.load_state_dict(guard.state_dict())
+    assert other.fallen_back
+    assert guard.state_dict()["causes"] == other.state_dict()["causes"] == ["clip"]
+    assert "had fallen back to decoupled mode, and goes on there" in said[0]
+    assert feed(other, 1)["guard/fallback"] == 1
+    assert feed(other, 1)["guard/fallback"] == 0
+    assert "safe for 4 updates" in said[1]
+    warning, said = guarded()
+    warning.load_state_dict(guard.state_dict())
+    assert not warning.fallen_back  # what is configured now decides
+    assert "guard=warn takes it back to bypass" in said[0]
+
+
+def test_one_process_of_a_run_warns(monkeypatch):
+    guard, _ = guarded()
+    monkeypatch.setattr(PartialState, "is_main_process", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed(guard, 3, clip=0.5)["guard/alarms"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "remedy"),
+    [
+        ({"clip": 0.5}, (), "Widen diffusion_loss.clip_ratio beyond the gap or set it to auto"),
+        ({"clip": 0.5}, (f"{CLIP}=auto",), "Raise diffusion_loss.auto_clip_max, or"),
+        ({"clip": 0.5}, ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",), "beyond the gap, or set"),
+        (
+            {"clip": 0.5},
+            (f"{CLIP}_low=0.1",),
+            "Widen diffusion_loss.clip_ratio_low and clip_ratio_high beyond",
+        ),
+        ({"kept": 0.1}, (f"{RC}.rollout_rs=token_k1",), "Widen rollout_rs_threshold, or"),
+        ({"kept": 0.1}, (), "Widen rollout_rs_threshold or set it to auto"),
+        ({"kept": 0.1}, (f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null"), "Widen rollout_is_threshold, or"),
+        ({"kept": 0.1}, (f"{RC}.rollout_rs=seq_mean_k1", f"{RC}.rollout_rs_threshold=auto"), "Raise rollout_rs_auto_m"),
+    ],
+)
+def test_the_remedy_suits_what_is_set(change, overrides, remedy):
+    guard, _ = guarded(*overrides)
+    with pytest.warns(UserWarning, match=remedy):
+        feed(guard, 3, **change)
+
+
+def test_the_limits_of_a_resumed_run_are_its_own():
+    """A run that was only warned falls back at once when it is told to; patience and waiting are the new ones."""
+    warned, _ = guarded()
+    with pytest.warns(UserWarning, match="for 3 updates in a row"):
+        feed(warned, 10, clip=0.5)
+    resumed, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_patience=2", f"{RC}.guard_return_after=5")
+    resumed.load_state_dict(warned.state_dict())
+    assert feed(resumed, 1, clip=0.5)["guard/fallback"] == 1
+    assert "for 2 updates in a row" in said[0]
+    assert feed(resumed, 4)["guard/fallback"] == 1
+    assert feed(resumed, 1)["guard/fallback"] == 0
+
+
+def test_yaml_writes_off_as_false():
+    assert RolloutCorrectionConfig(guard=False).guard == "off"
+    assert RolloutCorrectionConfig(guard_clip_fraction="2e-1").guard_clip_fraction == 0.2
+
+
+@pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard"])
+def test_a_run_in_the_collapsing_setting_is_moved_to_decoupled_mode(small_config, loss_mode):
+    """From the update after the alarm on it is exactly a decoupled run from the same adapter."""
+    settings = (
+        f"{RC}.guard=fallback",
+        f"{RC}.guard_patience=2",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
+        f"actor_rollout_ref.actor.diffusion_loss.loss_mode={loss_mode}",
+        f"{CLIP}=1e-5",
+        FP8,
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=1",
+    )
+    run = FlowGRPOTrainer(small_config(f"{RC}.bypass_mode=true", *settings, folder="guarded"))
+    rows = run.fit().rows()[1:]
+    assert [row["guard/fallback"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["actor/pg_clipfrac_first"] > 0.1 for row in rows[:2])
+    assert all(row["actor/pg_clipfrac_first"] == 0 for row in rows[2:])
+    assert "rollout_corr/logprob_abs_diff_mean" in rows[2]
+    assert "rollout_corr/logprob_abs_diff_mean" not in rows[1]
+    resumed = small_config(
+        f"{RC}.bypass_mode=false",
+        *settings,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={run.folder.checkpoints / 'step_2'}",
+        folder="decoupled",
+    )
+    expected = FlowGRPOTrainer(resumed).fit().rows()
+    for row, other in zip(rows[2:], expected, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "reward/mean", "rollout_corr/logprob_abs_diff_mean"):
+            assert row[name] == pytest.approx(other[name], rel=1e-6), name
+    again = small_config(
+        f"{RC}.bypass_mode=true",
+        *settings,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={run.folder.checkpoints / 'step_3'}",
+        folder="again",
+    )
+    assert torch.equal(
+        *(
+            torch.tensor([row["actor/grad_norm"], row["guard/fallback"]])
+            for row in (FlowGRPOTrainer(again).fit().rows()[-1], rows[-1])
+        )
+    )
+
+
+def test_no_step_of_a_run_is_called_uncorrected(small_config):
+    """In decoupled mode, with its free first mini-batch, and after falling back to it."""
+    fallen = (*BYPASS, FP8, f"{CLIP}=0.0001", f"{RC}.guard=fallback", f"{RC}.guard_patience=1")
+    for overrides in ((f"{RC}.bypass_mode=false",), fallen):
+        trainer = FlowGRPOTrainer(small_config(*overrides, folder=str(len(overrides))))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                metrics = trainer.train_step()
+        assert metrics["guard/fallback"] == (overrides is fallen)
