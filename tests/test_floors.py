@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks", "threads"}
+BASE = {"lazy", "paths", "checks", "dtypes", "threads"}
 
 ALLOWED = {
     "correction": set(),
-    "sde": set(),
+    "sde": BASE,
     "loss": {"correction", "sde"},
     "batch": {"correction", "sde"},
     "models": BASE,
