@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.trainer.run_folder import RunFolder
+from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.samples import write_picture
 
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowgrpo_rc.trainer.run_folder import WRITING
+from flowgrpo_rc.run_folder import WRITING
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.checks import path as check_path
-from flowgrpo_rc.trainer.run_lock import RunLock
+from flowgrpo_rc.run_lock import RunLock
 
 TIMING_PREFIXES = ("timing_s/", "perf/")
 """Metrics that depend on the machine's speed; all others repeat exactly with the same seed and machine."""
