@@ -302,6 +302,19 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have ``write`` write a file that is at ``path`` whole or not at all; what was there stays until then."""
+    temporary = path.with_name(path.name + WRITING)
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        # Without this, a full disk would also keep the half that did fit.
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
 def _path_of(root: str) -> Path:
     text = os.fspath(root)
     check_path("trainer.default_local_dir", text)
