@@ -251,7 +251,8 @@ class RunFolder:
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a ``metrics.jsonl``, and how many lines were none."""
-    rows, broken = [], 0
+    rows = []
+    broken = 0
     for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines():
         try:
             row = json.loads(line) if line.strip() else {}

@@ -6,7 +6,7 @@ numbers of the size of a batch's scalars, besides one pass over the latents, so 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDict
@@ -189,7 +189,7 @@ def _check_width(name: str, latents: Tensor) -> None:
             )
 
 
-def _check(what: str, got: object, expected: object, cause: str) -> None:
+def _check(what: str, got: Any, expected: Any, cause: str) -> None:
     """One setting of the echo; numbers may differ by a rounding."""
     numbers = isinstance(got, int | float) and isinstance(expected, int | float)
     if got == expected or (numbers and abs(got - expected) <= TOLERANCE * abs(expected)):
