@@ -25,8 +25,7 @@ class RolloutAlgoConfig:
     """``eta`` of the SDE step; 0 would leave nothing to learn from."""
 
     sde_type: str = "sde"
-    """The kind of stochastic step: ``sde`` is Flow-GRPO's, ``dance_sde`` is DanceGRPO's, ``cps`` preserves the
-    coefficients of the flow."""
+    """Kind of the stochastic step: ``sde`` (Flow-GRPO), ``cps`` or ``dance_sde``."""
 
     sde_window_size: int | None = None
     """How many contiguous steps are stochastic and trained. Null takes every step of the range."""
@@ -35,8 +34,7 @@ class RolloutAlgoConfig:
     """``[first, stop)`` of the steps that the window may lie in. Null takes the whole schedule."""
 
     sample_strategy: str = "random"
-    """Where the window lies: ``random`` draws a place anew for every prompt, ``progressive`` slides it through the
-    range."""
+    """Where the window lies: ``random`` draws a place for every prompt, ``progressive`` slides it through the range."""
 
     iters_per_group: int = 1
     """With ``sample_strategy=progressive``, how many batches the window stays before it moves on by its own size."""
@@ -161,12 +159,10 @@ class ValConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ProbeConfig:
-    """The section ``rollout.probe``: recorded steps that the actor scores again with the adapter that drew them, which
-    tells the engine's part of the off-policy gap from staleness."""
+    """The section ``rollout.probe``: recorded steps that the actor rescores, to tell engine gap from staleness."""
 
     images: int = 4
-    """How many images of a batch are rescored, over all prompts and processes, with all their stochastic steps. 0
-    switches the probe off."""
+    """How many images of a batch are rescored, over all processes, with all their steps. 0 switches the probe off."""
 
     warn_gap: float | None = None
     """Warn, once a run, when ``rollout_sync/engine_gap_per_dimension`` exceeds this. Null never warns."""
@@ -179,8 +175,7 @@ class ProbeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class VllmOmniConfig:
-    """The section ``rollout.vllm_omni``: how long ``name=vllm_omni`` waits for its engine's process before it gives the
-    process up. A process that was given up is ended and started anew once for every call."""
+    """The section ``rollout.vllm_omni``: when the engine's process is given up, ended and started anew, once a call."""
 
     start_timeout_s: float = 900.0
     """Seconds from the start of the process until the model is loaded."""
@@ -213,8 +208,7 @@ class RolloutConfig:
     """The section ``actor_rollout_ref.rollout``: which engine samples, and how."""
 
     name: str = "diffusers"
-    """The rollout engine: ``diffusers`` samples in this process, ``vllm_omni`` in a process of its own that runs
-    vllm-omni."""
+    """The engine: ``diffusers`` samples in this process, ``vllm_omni`` in one of its own that runs vllm-omni."""
 
     n: int = 16
     """How many images are drawn for every prompt. They are the group that advantages compare."""
@@ -231,8 +225,7 @@ class RolloutConfig:
     """How many images one forward of the engine draws."""
 
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """How many images one forward of the scoring pass takes. Null takes the actor's
-    ``ppo_micro_batch_size_per_gpu``."""
+    """Images per forward of the scoring pass. Null takes the actor's ``ppo_micro_batch_size_per_gpu``."""
 
     adapter_lag: int = 0
     """Draw with the actor's adapter of this many batches ago, as an asynchronous engine would. At the start and after

@@ -26,11 +26,8 @@ class DiffusersEngine:
     otherwise; the adapter is always the engine's own, in ``dtype``. Create the engine before the actor attaches
     its adapter.
 
-    ``quantization="fp8"`` rounds every linear weight matrix, the base's once and the adapter's at every ``sync``,
-    through ``float8_e4m3fn`` with one scale per output row; arithmetic stays that of ``dtype``. It measures what fp8
-    weights do to the rollout/training gap and needs no fp8 hardware; it saves neither time nor memory. Validation,
-    which samples with this engine, sees the rounded weights as well. The rounded matrices are the engine's own:
-    ``model`` keeps its weights bit for bit.
+    ``quantization="fp8"`` does what ``RolloutConfig.quantization`` says: the base's weights are rounded once, the
+    adapter's at every ``sync``. The rounded matrices are the engine's own; ``model`` keeps its weights bit for bit.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ message, which names the newest older checkpoint that is whole.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,6 @@ from flowgrpo_rc.trainer.setup import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of every weight."""
-
-
-@dataclass(frozen=True)
-class WholeCheckpoint:
-    """A checkpoint that was read, and that the run can continue from."""
-
-    step: int
-    """How many steps the run had taken."""
-    sampler: dict[str, Any]
-    """The position in the training prompts."""
-    tensors: dict[str, Any]
-    """Optimizer, schedule, random states, the average of the adapter, and what was learned of the gap."""
 
 
 def save_run(run: Run, store: CheckpointStore, step: int) -> None:
@@ -121,11 +108,10 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
             was changed, and the message names the newest older checkpoint that is whole.
     """
     try:
-        saved = read_checkpoint(run, store, source)
+        state, tensors = read_checkpoint(run, store, source)
     except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"{error}{_where_to_go_on(run, store, source, error)}") from error
     actor = run.actor
-    tensors = saved.tensors
     actor.load_adapter(source)
     actor.load_optimizer(*_optimizer_states(run, tensors))
     actor.load_average(tensors.get("average"))
@@ -133,12 +119,14 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
         if name in tensors:
             part.load_state_dict(tensors[name])
     restore_random_states(tensors["random"])
-    run.sampler.load_state_dict(saved.sampler)
-    return saved.step
+    run.sampler.load_state_dict(state["sampler"])
+    return state["step"]
 
 
-def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> WholeCheckpoint:
-    """Reads every file of a checkpoint and checks that ``run`` can continue from it; changes nothing.
+def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``(state, tensors)`` of a checkpoint, every file of it read and found such that ``run`` can continue from it.
+
+    Nothing of the run is changed.
 
     Raises:
         DamagedCheckpointError: names the file and what is wrong with it.
@@ -146,7 +134,7 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> WholeChec
         ValueError: it is of another data set.
     """
     state, tensors = store.load(folder, run.fingerprint)
-    sampler = _check_sampler(run, state, CheckpointFile(folder / STATE_FILE))
+    _check_sampler(run, state, CheckpointFile(folder / STATE_FILE))
     try:
         read_lora(run.actor.transformer, folder)
     except AdapterMismatchError as error:
@@ -161,7 +149,7 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> WholeChec
             # Checkpoints of runs without auto bands lack those; the guard is in all of them.
             if name in tensors or name == "guard":
                 _check_gap_part(part, name, file.entry(tensors, name, dict), file)
-    return WholeCheckpoint(state["step"], sampler, tensors)
+    return state, tensors
 
 
 def _where_to_go_on(run: Run, store: CheckpointStore, damaged: Path, error: Exception) -> str:
@@ -184,8 +172,8 @@ def _where_to_go_on(run: Run, store: CheckpointStore, damaged: Path, error: Exce
     return ". Nothing was changed. No older checkpoint is whole; start afresh with trainer.resume_mode=disable"
 
 
-def _check_sampler(run: Run, state: dict[str, Any], file: CheckpointFile) -> dict[str, Any]:
-    """The sampler's saved state, which the run's own sampler takes and which has given a batch for every step."""
+def _check_sampler(run: Run, state: dict[str, Any], file: CheckpointFile) -> None:
+    """The run's own sampler takes the saved position, and had given a batch for every step there."""
     saved = file.entry(state, "sampler", dict)
     for name, own in run.sampler.state_dict().items():
         file.entry(saved, name, type(own), "sampler")
@@ -197,7 +185,6 @@ def _check_sampler(run: Run, state: dict[str, Any], file: CheckpointFile) -> dic
     given = saved["epoch"] * sampler.batches_per_epoch + saved["position"]
     if given != state["step"]:
         raise file.damaged(f"its step is {state['step']}, but its sampler has given {given} batches")
-    return saved
 
 
 def _check_optimizer(run: Run, tensors: dict[str, Any], file: CheckpointFile) -> None:

@@ -32,10 +32,9 @@ class _Scored:
     index: int
     """Number ``k * prompts + i`` is image ``k`` of prompt ``i``."""
     rewards: dict[str, float]
-    image: np.ndarray | None
+    """By name; ``mean`` is the total."""
+    sample: Sample | None
     """``None`` where no grid shows the image."""
-    text: str | None
-    """What an OCR reward read."""
 
 
 Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
@@ -63,11 +62,7 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> Validation:
         scored = gather_object(scored)
     scored.sort(key=lambda one: one.index)
     metrics = {f"val/reward/{n}": float(np.mean([one.rewards[n] for one in scored])) for n in scored[0].rewards}
-    samples = [
-        Sample(one.image, run.val_prompts[one.index % len(run.val_prompts)].prompt, one.rewards["mean"], one.text)
-        for one in scored
-        if one.image is not None
-    ]
+    samples = [one.sample for one in scored if one.sample is not None]
     return Validation(metrics, samples)
 
 
@@ -91,12 +86,9 @@ def _score(run: Run, conditioning: Encode, generate: Generate, own: list[int]) -
     images = trajectories.images.numpy()
     reward = run.reward(images, [record.prompt for record in records], [record.metadata for record in records])
     texts = reward.texts or [None] * len(own)
-    return [
-        _Scored(
-            index,
-            {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()},
-            images[i] if index < shown else None,
-            texts[i],
-        )
-        for i, index in enumerate(own)
-    ]
+    scored = []
+    for i, index in enumerate(own):
+        rewards = {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()}
+        sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
+        scored.append(_Scored(index, rewards, sample))
+    return scored

@@ -143,11 +143,6 @@ class VllmOmniEngine:
         """The engine's process."""
         return self._process.pid
 
-    @property
-    def startup_seconds(self) -> float:
-        """From the start of the process until the model was loaded."""
-        return self._process.ready.seconds
-
     def _start(self) -> None:
         self._process = EngineProcess(self._settings, self._timeouts, self._environment)
         self._closing = weakref.finalize(self, self._process.close)

@@ -51,7 +51,7 @@ class EngineProcess:
             )
         main_thread = threading.current_thread() is threading.main_thread()
         self._send(replace(settings, parent=os.getpid(), die_with_thread=main_thread), "starting")
-        self.ready: Ready = self._wait(Ready, 0, timeouts.start_timeout_s, "starting")
+        self._wait(Ready, 0, timeouts.start_timeout_s, "starting")
 
     @property
     def pid(self) -> int:

@@ -70,14 +70,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded."""
-
-    pid: int
-    """Id of the engine's process."""
-    seconds: float
-    """Seconds from the start of the process."""
-    versions: dict[str, str]
-    """Packages that the process runs, with their versions."""
+    """The model is loaded, and calls are answered from now on."""
 
 
 @dataclass(frozen=True)

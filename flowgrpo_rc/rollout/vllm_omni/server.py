@@ -13,7 +13,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,7 +37,6 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve until the pipe closes, ``close`` arrives or the trainer is gone."""
-    started = time.monotonic()
     connection = Connection(int(sys.argv[1]))
     settings: Settings = receive(connection)
     _end_with_trainer(settings)
@@ -47,9 +45,8 @@ def main() -> None:
     with asyncio.Runner() if sys.version_info >= (3, 11) else _Runner() as runner:
         server = _Server(settings)
         runner.run(server.prepare())
-        packages = {name: version(name) for name in ("vllm", "vllm-omni", "diffusers", "torch")}
         with lock:
-            send(connection, Ready(os.getpid(), time.monotonic() - started, packages))
+            send(connection, Ready())
         while True:
             try:
                 call: Call = receive(connection)
