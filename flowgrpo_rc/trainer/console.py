@@ -103,16 +103,14 @@ class SurvivingStream:
         """Wait until a write will not block; false when the run is to end and the reader stands still."""
         if not self._may_block:
             return True
-        poller = select.poll()
+        since = time.monotonic()
         try:
-            poller.register(self._stream.fileno(), select.POLLOUT)
+            while not _has_room(self._stream.fileno(), milliseconds=0 if self._stuck else 200):
+                self._stuck = self._stuck or (self.hurry and time.monotonic() - since > STUCK_SECONDS)
+                if self._stuck:
+                    return False
         except (OSError, ValueError):
             return True  # the write tells what is wrong
-        since = time.monotonic()
-        while not poller.poll(0 if self.hurry and self._stuck else 200):
-            self._stuck = self._stuck or (self.hurry and time.monotonic() - since > STUCK_SECONDS)
-            if self.hurry and self._stuck:
-                return False
         self._stuck = False
         return True
 
@@ -175,12 +173,15 @@ def hurry() -> None:
 def write_at_once(text: str) -> None:
     """Write to standard error if it takes it without waiting. Safe in a signal handler: uses no buffered stream."""
     with suppress(OSError, ValueError):
-        if hasattr(select, "poll"):
-            poller = select.poll()
-            poller.register(2, select.POLLOUT)
-            if not poller.poll(0):
-                return
-        os.write(2, text.encode()[:4000])
+        if not hasattr(select, "poll") or _has_room(2, milliseconds=0):
+            os.write(2, text.encode()[:4000])
+
+
+def _has_room(descriptor: int, *, milliseconds: int) -> bool:
+    """Whether a write to the descriptor will not block, or will not within this time."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(milliseconds))
 
 
 def _may_block(stream: Any) -> bool:
