@@ -51,6 +51,7 @@ class DiffusersEngine:
             round_linear_weights(self.transformer, adapter=False)
         attach_lora(self.transformer, model, lora, dtype=dtype)
         self.transformer.requires_grad_(False).eval()
+        # Below every version: nothing is drawn before the actor's adapter has come.
         self.adapter_version = -1
 
     @classmethod
@@ -115,5 +116,6 @@ class DiffusersEngine:
 def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A second transformer in ``dtype``; storage is shared where nothing has to be converted."""
     if all(p.dtype == dtype for p in transformer.parameters()):
+        # What stands in the memo counts as copied already: modules are copied around the same parameters.
         return copy.deepcopy(transformer, {id(p): p for p in transformer.parameters()})
     return nn.Module.to(copy.deepcopy(transformer), dtype)

@@ -50,6 +50,7 @@ class RequestSampler:
         request = self._request
         size = len(rows)
         cond = request.conditioning.rows(request.prompt_index[rows], self._device)
+        # Streams on the host, one an image: the same numbers on every device and in every batch.
         generators = [torch.Generator().manual_seed(request.seeds[row]) for row in rows.tolist()]
         self._begin_echo(generators, cond)
         starting_noise = [self._model.initial_noise(generator, cond.height, cond.width) for generator in generators]
@@ -70,7 +71,7 @@ class RequestSampler:
                 noise_level=noise_level.to(self._device),
                 sde_type=request.sde_type,
             )
-            next_latents = distribution.mean
+            next_latents = distribution.mean  # an ODE step, whose noise level is 0, ends there
             if starts is not None and stochastic.any():
                 noise = _noise_of_stochastic(generators, stochastic, latents.shape[1:])
                 next_latents = draw(distribution, noise.to(self._device))
@@ -155,7 +156,7 @@ def _write(
     """
     rows = stochastic.nonzero().flatten()
     for name, value in recorded.items():
-        value = value.float().cpu()
+        value = value.float().cpu()  # float32 whatever the engine computes in: the actor scores these numbers
         if name not in record:
             record[name] = torch.full((len(value), window_size, *value.shape[1:]), torch.nan)
         record[name][rows, columns[rows]] = value[rows]

@@ -18,6 +18,7 @@ PROBE = 3
 def seed_for(seed: int, purpose: int, step: int, index: int) -> int:
     """The number, below 2**63, that seeds one image's noise (or one prompt group's window)."""
     state = np.random.SeedSequence((seed, purpose, step, index)).generate_state(1, np.uint64)[0]
+    # Torch's generators take seeds below 2**63.
     return int(state >> np.uint64(1))
 
 

@@ -148,9 +148,8 @@ class CheckpointStore:
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first. A folder of another name (a user's copy) is none of ours."""
-        steps = {folder: step_of(folder) for folder in self.root.glob("step_*")}
-        found = [(step, folder) for folder, step in steps.items() if step is not None and _is_file(folder / STATE_FILE)]
-        return [folder for _, folder in sorted(found)]
+        # The state is written last, so a folder that has it has everything.
+        return [folder for folder in self._steps() if _is_file(folder / STATE_FILE)]
 
     def newest_complete(self) -> Path | None:
         """The complete checkpoint of the largest step, whatever ``latest`` says."""
@@ -161,11 +160,11 @@ class CheckpointStore:
 
         Returns what was moved, in words.
         """
-        steps = {folder: step_of(folder) for folder in self.root.glob("step_*")}
-        later = [folder for folder, own in steps.items() if own is not None and own > step]
+        later = [folder for folder, own in self._steps().items() if own > step]
         kept = [folder for folder in self.complete() if folder not in later]
         if not later:
             return []
+        # First: a kill after it leaves no ``latest`` that leads to what lies aside.
         if kept:
             self._point_to(kept[-1].name)
         else:
@@ -174,8 +173,7 @@ class CheckpointStore:
         for folder in later:
             os.replace(folder, aside / folder.name)
         sync_path(self.root)
-        names = sorted((folder.name for folder in later), key=lambda name: (len(name), name))
-        return [f"checkpoints/{', '.join(names)} to {aside.name}/"]
+        return [f"checkpoints/{', '.join(folder.name for folder in later)} to {aside.name}/"]
 
     def save(
         self, step: int, state: dict[str, Any], tensors: dict[str, Any], write_lora: Callable[[Path], object]
@@ -205,6 +203,7 @@ class CheckpointStore:
                 if final.exists():
                     os.replace(final, self._folder_aside() / final.name)
                 os.replace(temporary, final)
+            # Last: a kill before it leaves ``latest`` at the checkpoint before this one.
             self._point_to(final.name)
         except Exception as error:
             if not _is_write_failure(error):
@@ -245,6 +244,11 @@ class CheckpointStore:
             if not unchanged:
                 raise part.damaged("it is not what was saved (its digest differs)")
         return state, _load_tensors(CheckpointFile(folder / TENSOR_FILE))
+
+    def _steps(self) -> dict[Path, int]:
+        """The folders ``step_N``, complete or not, and their numbers, oldest first."""
+        numbers = {folder: step_of(folder) for folder in self.root.glob("step_*")}
+        return dict(sorted(((f, n) for f, n in numbers.items() if n is not None), key=lambda item: item[1]))
 
     def _name_in_pointer(self) -> str | None:
         """What ``latest`` says; ``None`` where there is none, or an empty one."""

@@ -111,6 +111,7 @@ class VllmOmniEngine:
             AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
             RolloutError: the process is down and does not come back.
         """
+        # Before anything is copied and sent.
         check_adapter_state(state, self._expected)
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
         push = AdapterPush(copies, version, self._lora.lora_rank, self._lora.lora_alpha)
@@ -155,6 +156,7 @@ class VllmOmniEngine:
             warnings.warn(f"{error}; starting it anew", stacklevel=3)
         self.restarts += 1
         self._start()
+        # A new process holds no adapter; one that is being pushed replaces the last one anyway.
         if self._pushed is not None and method != "sync":
             push, digest = self._pushed
             again = self._process.call("sync", push)

@@ -146,6 +146,7 @@ class _Server:
         except Exception as error:
             await self._bind_again(old, new)
             raise AdapterMismatchError(str(error)) from error
+        # Only now that the new one is proven to be in the layers.
         if old:
             await self.omni.remove_lora(old)
         listed = await self.omni.list_loras()
