@@ -128,23 +128,23 @@ class CheckpointStore:
         self._keep = keep
         self._pointer = root / "latest"
 
-    def latest(self) -> Path | None:
+    def latest(self, say: Callable[[str], object] = lambda _text: None) -> Path | None:
         """The checkpoint that ``latest`` names; where it names none that is complete, the newest complete one.
+
+        Args:
+            say: told where ``latest`` names a checkpoint that is not complete.
 
         Raises:
             CheckpointError: ``latest`` cannot be read.
         """
         name = self._name_in_pointer()
-        named = None if name is None else self.root / name
-        return named if named in self.complete() else self.newest_complete()
-
-    def stale_pointer(self) -> str | None:
-        """What to say where ``latest`` names a checkpoint that is not there."""
-        name = self._name_in_pointer()
-        latest = self.latest()
-        if name is None or latest is None or latest.name == name:
-            return None
-        return f"{self._pointer} names {name}, which is no complete checkpoint; the newest complete one is {latest}"
+        newest = self.newest_complete()
+        if name is None or newest is None:
+            return newest
+        if self.root / name in self.complete():
+            return self.root / name
+        say(f"{self._pointer} names {name}, which is no complete checkpoint; the newest complete one is {newest}")
+        return newest
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first. A folder of another name (a user's copy) is none of ours."""

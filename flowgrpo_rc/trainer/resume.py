@@ -32,8 +32,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_run(run: Run, store: CheckpointStore, step: int) -> None:
-    """Write ``step_N``: adapter, its average if there is one, optimizer, schedule, random states, calibrated bands,
-    the guard's state, data position."""
+    """Write ``step_N``: the adapter and its average if there is one, optimizer, schedule, random states, what was
+    learned of the gap, and the position in the data."""
     actor = run.actor
     tensors = {
         "optimizer": actor.optimizer.state_dict(),
@@ -73,12 +73,7 @@ def checkpoint_to_resume(
     """
     if trainer.resume_mode == "resume_path":
         return _checkpoint_at(str(trainer.resume_from_path))
-    if trainer.resume_mode != "auto":
-        return None
-    stale = store.stale_pointer()
-    if stale is not None:
-        say(stale)
-    return store.latest()
+    return store.latest(say) if trainer.resume_mode == "auto" else None
 
 
 def _checkpoint_at(text: str) -> Path:
@@ -146,7 +141,7 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> tuple[dic
         if run.actor.average is not None and "average" in tensors:
             _check_average(run, file.entry(tensors, "average", dict), file)
         for name, part in _gap_parts(run).items():
-            # Checkpoints of runs without auto bands lack those; the guard is in all of them.
+            # Runs without ``auto`` have calibrated nothing; the guard's state is in every checkpoint.
             if name in tensors or name == "guard":
                 _check_gap_part(part, name, file.entry(tensors, name, dict), file)
     return state, tensors
