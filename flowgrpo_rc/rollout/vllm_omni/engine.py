@@ -79,10 +79,7 @@ class VllmOmniEngine:
             dtype=dtype_name(dtype),
             vae_dtype=dtype_name(model.pipe.vae.dtype),
             max_batch=micro_batch_size,
-            batch_wait_ms=100.0,
             init_timeout=self._timeouts.start_timeout_s,
-            parent=0,
-            die_with_thread=False,
         )
         self.adapter_version = -1
         self.restarts = 0

@@ -27,14 +27,14 @@ class Settings:
     """Precision in which images are decoded, which is the trainer's."""
     max_batch: int
     """Images per forward."""
-    batch_wait_ms: float
-    """Milliseconds that the scheduler waits for more images before it draws a batch that is not full."""
     init_timeout: float
     """Seconds until vllm-omni gives the loading of the model up."""
-    parent: int
-    """Process id of the trainer; the engine ends when it does."""
-    die_with_thread: bool
-    """The trainer's main thread starts the engine, so the kernel may end it with that thread."""
+    batch_wait_ms: float = 100.0
+    """Milliseconds that the scheduler waits for more images before it draws a batch that is not full."""
+    parent: int = 0
+    """Process id of the trainer, known at the start of the process; the engine ends when the trainer does."""
+    die_with_thread: bool = False
+    """Whether the trainer's main thread starts the engine, so that the kernel may end it with that thread."""
 
 
 @dataclass(frozen=True)
