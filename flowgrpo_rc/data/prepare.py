@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.data.prompts import PromptRecord, load_prompts
-from flowgrpo_rc.rewards.text import quoted_target
+from flowgrpo_rc.rewards.ocr import quoted_target
 
 SYSTEM_PROMPT = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
