@@ -48,6 +48,7 @@ class Family(ABC):
             raise ValueError(f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}")
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
+        # A scheduler of its own: the pipeline's is left as it was loaded.
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
         tokens = (height // self._multiple) * (width // self._multiple)
         scheduler.set_timesteps(**self._schedule_arguments(scheduler.config, num_inference_steps, tokens))
@@ -59,6 +60,7 @@ class Family(ABC):
         cond = self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
         if conditioning.negative is None:
             return cond
+        # Two passes: the negative prompts may have another length, and half the activations are held at a time.
         uncond = self._forward(transformer, latents, timesteps, conditioning.negative, conditioning)
         return self._rescale(uncond + conditioning.true_cfg_scale * (cond - uncond), cond)
 

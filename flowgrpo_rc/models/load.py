@@ -77,11 +77,13 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     for name, tokenizer in loaded.items():
         if name.startswith("tokenizer") and tokenizer is not None:
             check_tokenizer(files, name, tokenizer, loaded.get(name.replace("tokenizer", "text_encoder")))
+    # What is left to check needs the weights, and is quicker on the device.
     pipe.to(device)
     networks = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     for name, network in networks.items():
         network.requires_grad_(False).eval()
         _check_finite(files, name, network, dtype)
+    # Whatever the adapter's checks stumble over is a fault of the parts; what they refuse has words of its own.
     with _explaining(files, "its parts do not fit together"):
         model = resolve_name(FAMILIES[class_name].adapter)(pipe)
         try:

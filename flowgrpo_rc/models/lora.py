@@ -72,9 +72,7 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
     """
     from peft import LoraConfig
 
-    targets = config.target_modules
-    if targets is None:
-        targets = list(model.default_lora_targets)
+    targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
     modules = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     unmatched = [t for t in names if t != ALL_LINEAR and not any(m == t or m.endswith(f".{t}") for m in modules)]
@@ -84,6 +82,7 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
             f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer"
             f"{_other_kind(transformer, unmatched[0])}; its layers end in: {', '.join(endings)}"
         )
+    # peft's name for Kaiming's is True.
     init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
     transformer.add_adapter(
         LoraConfig(
@@ -118,8 +117,7 @@ def check_adapter_state(state: Mapping[str, Tensor], expected: Mapping[str, tupl
     if missing or unexpected:
         raise AdapterMismatchError(
             f"the adapter does not bind: {len(missing)} of {len(expected)} weights missing (first: "
-            f"{missing[0] if missing else '-'}), {len(unexpected)} unexpected (first: "
-            f"{unexpected[0] if unexpected else '-'})"
+            f"{next(iter(missing), '-')}), {len(unexpected)} unexpected (first: {next(iter(unexpected), '-')})"
         )
     for name, shape in expected.items():
         if tuple(state[name].shape) != shape:
@@ -137,6 +135,7 @@ def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor]) -> N
         AdapterMismatchError: missing or unexpected names, or shapes that differ; nothing is changed then.
     """
     own = adapter_parameters(transformer)
+    # Before the first copy, so that a state which does not fit leaves nothing half changed.
     check_adapter_state(state, {name: tuple(p.shape) for name, p in own.items()})
     for name, parameter in own.items():
         parameter.copy_(state[name])
@@ -223,6 +222,7 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
     bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
+    # peft leaves the adapter's name out of what it saves.
     state = {k.replace(".weight", ".default.weight"): v for k, v in saved.items()}
     try:
         check_adapter_state(state, {name: tuple(p.shape) for name, p in adapter_parameters(transformer).items()})

@@ -128,6 +128,7 @@ class RewardConfig:
             raise ValueError(
                 f"reward.functions: got {self.functions!r}; give weights by name, e.g. reward.functions.ocr=1"
             )
+        # Names before weights: an unknown reward is told as such, whatever its weight.
         for name in self.functions:
             if name not in REWARD_NAMES:
                 raise ValueError(

@@ -96,6 +96,7 @@ def _user_code(what: str, file: Path, timeout_s: float | None) -> UserCode:
 
 
 def _load_module(file: Path, timeout_s: float | None) -> ModuleType:
+    # The path is part of the name, so that files of one name in two folders do not share a module.
     module_name = f"flowgrpo_rc_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -103,6 +104,7 @@ def _load_module(file: Path, timeout_s: float | None) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{FIELD}.path: {file} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    # Before it is executed, as an import does: dataclasses in the file look their module up there.
     sys.modules[module_name] = module
     try:
         _user_code(f"{FIELD}.path: importing {file}", file, timeout_s).run(spec.loader.exec_module, module)

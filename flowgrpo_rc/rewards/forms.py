@@ -173,6 +173,7 @@ class PerImageReward:
     def _arguments(self, image: np.ndarray, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         import torch
 
+        # A copy, which the function may write into.
         pixels = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
         return {IMAGE: pixels, **self._columns(row, where, AnswerError), **self._kwargs}
 

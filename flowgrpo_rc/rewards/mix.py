@@ -101,6 +101,7 @@ class RewardMix:
         info: dict[str, dict[str, Any]] = {}
         for name in self.functions:
             parts[name], info[name] = self._score(name, images, prompts, metadata)
+            # In float64, so that large terms may cancel; a sum that stays too large is named below.
             with np.errstate(all="ignore"):
                 total += self.weights[name] * parts[name].astype(np.float64)
         self._check_sum(total, parts, prompts)
@@ -113,12 +114,14 @@ class RewardMix:
         own = images.copy()
         own.flags.writeable = False
         code = self._code[name]
+        # Row by row: images of one prompt share theirs, and one deep copy of the list would keep that so.
         rows = [copy.deepcopy(row) for row in metadata]
         answer = code.run(self.functions[name], own, list(prompts), rows, passing=AnswerError)
         # Reading it runs the function's code again where it returns objects of its own.
         return code.run(read_answer, name, answer, prompts, passing=AnswerError)
 
     def _check_sum(self, total: np.ndarray, parts: Mapping[str, np.ndarray], prompts: Sequence[str]) -> None:
+        # Written so that NaN, as of infinity less infinity, counts too.
         large = np.flatnonzero(~(np.abs(total) <= np.finfo(np.float32).max))
         if large.size:
             first = int(large[0])
@@ -152,6 +155,7 @@ class RewardMix:
         for name, function in self.functions.items():
             if metadata is not None and isinstance(function, PerImageReward):
                 function.check_metadata(metadata, named)
+            # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
             code = replace(self._code[name], error=ValueError, exit_code=REFUSED)
             check = code.run(getattr, function.function, "check_prompts", None)
             if callable(check):
@@ -166,6 +170,7 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
         ImportError: an engine's extra is not installed.
     """
     config = RewardConfig() if config is None else config
+    # Loads the user's function: what is wrong with it is then known before an engine takes its time.
     config.validate()
     weights = config.weights()
     functions = {}

@@ -28,6 +28,7 @@ def gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
     Works in a thread whose own event loop is running too (a notebook): the coroutines then run in another thread.
     """
+    # Reentrant: a coroutine may itself call asynchronous rewards.
     with _lock:
         _in_progress[:] = awaitables
         try:

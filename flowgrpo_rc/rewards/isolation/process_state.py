@@ -87,6 +87,7 @@ def _settings() -> Iterator[_Setting]:
     yield _Setting("the warning filters that raise", _raising_filters, _remove_raising_filters)
     for name in ("stdin", "stdout", "stderr"):
         yield _stream(name)
+    # Python sets signal handlers in the main thread alone.
     if threading.current_thread() is threading.main_thread():
         yield from _signals()
     torch = sys.modules.get("torch")

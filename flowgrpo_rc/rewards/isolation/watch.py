@@ -75,6 +75,7 @@ class Watch:
                     self._handle(number, self._on_interrupt)
             if WAKE is not None and self._timeout_s is not None:
                 self._handle(WAKE, self._on_wake)
+        # No exception handler sees os._exit: the run would end without a word and without its last checkpoint.
         os._exit = self._refuse_exit  # type: ignore[assignment]
         return self
 
@@ -99,6 +100,7 @@ class Watch:
         if self._watcher is not None:
             faulthandler.cancel_dump_traceback_later()
             self._watcher.join()
+            # The interrupt may have been set just before the call returned.
             if not self._in_main:
                 _raise_in(self._thread, None)
         os._exit = _exit_process
@@ -110,6 +112,7 @@ class Watch:
     def _wait(self, timeout_s: float) -> None:
         if self._ended.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             return
+        # Before the interrupt, after which the call is no longer where it was.
         self._message = self._describe(sys._current_frames().get(self._thread))
         self._interrupt()
         if not self._ended.wait(GRACE_S):
@@ -141,6 +144,7 @@ class Watch:
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         try:
             self._previous_handlers[number](number, frame)
+        # Kept, because the call may swallow it: `except BaseException` catches Ctrl-C as well.
         except BaseException as error:
             self.stopped = error
             raise
