@@ -36,27 +36,28 @@ class ModelConfig:
     """Rank of the LoRA matrices."""
 
     lora_alpha: int = 32
-    """LoRA scale numerator: the update is multiplied by ``lora_alpha / lora_rank``."""
+    """Numerator of the LoRA's scale: the update is multiplied by ``lora_alpha / lora_rank``."""
 
     lora_init_weights: str = "gaussian"
-    """``gaussian`` or ``default`` (Kaiming); the second matrix starts at 0 in both."""
+    """How the first LoRA matrix starts: ``gaussian`` or ``default`` (Kaiming). The second starts at 0 in both."""
 
     target_modules: Any = None
-    """Module names that get a LoRA, ``all-linear``, or null for the model family's attention layers."""
+    """Names of the modules that get a LoRA. ``all-linear`` stands for every linear layer, null for the model family's
+    attention layers."""
 
     lora_adapter_path: str | None = None
-    """A LoRA in diffusers' format to start from; its rank, alpha and targets must be the ones given here."""
+    """Folder of a LoRA in diffusers' format to start from; its rank, alpha and targets must be the ones given here."""
 
     enable_gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more compute, the same numbers. null: for
-    transformers above ``CHECKPOINTING_FROM`` parameters."""
+    """Whether activations are recomputed in the backward pass, which takes less memory and about a third more compute
+    and gives the same numbers. null turns it on for transformers above ``CHECKPOINTING_FROM`` parameters."""
 
     torch_compile: bool = False
-    """Compile the actor's transformer blocks (the rollout engine's stay as they are, so the gap between the two gains
-    the compiler's rounding). The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
+    """Whether the actor's transformer blocks are compiled. The rollout engine's stay as they are, so the off-policy gap
+    gains the compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
 
     prompt_cache_size: int = 1024
-    """How many distinct prompts' embeddings are kept on the host."""
+    """Number of distinct prompts whose embeddings are kept on the host."""
 
     def __post_init__(self) -> None:
         here = "actor_rollout_ref.model"
