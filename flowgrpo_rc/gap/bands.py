@@ -1,4 +1,4 @@
-"""Bands that follow the measured gap of engine and actor: ``clip_ratio=auto`` and ``rollout_rs_threshold=auto``.
+"""Clip and rejection bands that follow the measured gap: ``clip_ratio=auto`` and ``rollout_rs_threshold=auto``.
 
 In bypass mode the clip is centred at the engine's log-probs, so it must hold the gap, which grows several-fold
 from the noisy to the clean end of the schedule and changes as the adapter grows. The clip band's half width at a
@@ -6,10 +6,10 @@ timestep is
 
     clamp(3 * q90(|log pi_actor - log pi_engine|), auto_clip_min, auto_clip_max)
 
-over the newest samples of the probe at that timestep; the rejection bound of an image is the ``1 - share`` quantile of
-its criterion's statistic over the newest probed images of the same timesteps, within bounds too. While these are fewer
-than ``2 / share``, that quantile lies beyond what has been seen, and is the one of a normal gap with the same 90 %
-quantile. Quantiles of many samples: single outliers do not move them.
+over the newest rescored samples at that timestep; the rejection bound of an image is the ``1 - share`` quantile of
+its criterion's statistic over the newest rescored images of the same timesteps, within bounds too. While these are
+fewer than ``2 / share``, that quantile lies beyond what has been seen, and is the one of a normal gap with the same
+90 % quantile. Quantiles of many samples: single outliers do not move them.
 """
 
 from collections import deque
@@ -21,16 +21,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowgrpo_rc.actor.config import DiffusionLossConfig
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.correction.numerics.calibrated import row_statistic
+from flowgrpo_rc.gap.limits import CLIP_FACTOR, GAP_QUANTILE
 
-FACTOR, QUANTILE = 3.0, 0.9
 MEMORY = 64
-"""Samples kept at each timestep for the clip;"""
+"""Samples kept at each timestep for the clip band."""
 IMAGE_MEMORY = 256
-"""and images, of each first timestep of a window, for the rejection, or 3 / share where that is more."""
+"""Images kept at each first timestep of a window for the rejection band, or 3 / share where that is more."""
 ENOUGH = 8
-"""A timestep with fewer takes the quantile over all timesteps."""
+"""A timestep with fewer values than this takes the quantile over all timesteps."""
 _NORMAL = NormalDist()
 
 
@@ -38,7 +39,8 @@ class RunningQuantile:
     """A quantile of the newest values at each timestep."""
 
     def __init__(self, quantile: float, memory: int) -> None:
-        self._quantile, self._memory = quantile, memory
+        self._quantile = quantile
+        self._memory = memory
         self._values: dict[float, deque[float]] = {}
 
     def observe(self, timestep: float, value: float) -> None:
@@ -88,8 +90,14 @@ class ClipBands:
     """
 
     def __init__(self, narrowest: float, widest: float) -> None:
-        self._narrowest, self._widest = narrowest, widest
-        self.sizes = RunningQuantile(QUANTILE, MEMORY)
+        self._narrowest = narrowest
+        self._widest = widest
+        self.sizes = RunningQuantile(GAP_QUANTILE, MEMORY)
+
+    @classmethod
+    def configured(cls, loss: DiffusionLossConfig) -> "ClipBands | None":
+        """New ones for ``clip_ratio=auto``; None where the clip band is not calibrated."""
+        return cls(loss.auto_clip_min, loss.auto_clip_max) if loss.clip_ratio == "auto" else None
 
     def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
         """Take in log ratios, actor over engine, of steps that were just sampled; the same on every process."""
@@ -102,7 +110,7 @@ class ClipBands:
         Raises:
             RuntimeError: nothing has been observed yet.
         """
-        return min(max(FACTOR * self.sizes.at(timestep), self._narrowest), self._widest)
+        return min(max(CLIP_FACTOR * self.sizes.at(timestep), self._narrowest), self._widest)
 
     def widths(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, "B W"]:
         """The half width of every step of a batch."""
@@ -136,6 +144,11 @@ class RejectionBands:
         self.sizes = RunningQuantile(1 - self._share, max(IMAGE_MEMORY, round(3 / self._share)))
         self._window = 1
 
+    @classmethod
+    def configured(cls, correction: RolloutCorrectionConfig) -> "RejectionBands | None":
+        """New ones for ``rollout_rs_threshold=auto``; None where the rejection band is not calibrated."""
+        return cls(correction) if correction.plan().calibrated else None
+
     def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
         """Take in log ratios, actor over engine, of whole images; those of another window size are forgotten."""
         if gaps.shape[1] != self._window:
@@ -156,9 +169,9 @@ class RejectionBands:
     def _quantile(self, timestep: float) -> float:
         if self.sizes.count(timestep) >= 2 / self._share:
             return self.sizes.at(timestep)
-        beyond = _NORMAL.inv_cdf(1 - self._share / 2) / _NORMAL.inv_cdf(0.5 + QUANTILE / 2)
+        beyond = _NORMAL.inv_cdf(1 - self._share / 2) / _NORMAL.inv_cdf(0.5 + GAP_QUANTILE / 2)
         power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 go with the square of the log ratio
-        return self.sizes.at(timestep, QUANTILE) * beyond**power
+        return self.sizes.at(timestep, GAP_QUANTILE) * beyond**power
 
     def bounds(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, " B"]:
         """The bound of every image of a batch."""

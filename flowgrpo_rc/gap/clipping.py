@@ -5,58 +5,38 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.actor.config import DiffusionLossConfig
-from flowgrpo_rc.loss.diffusion_loss import clip_band
+from flowgrpo_rc.actor.mode import ModeInForce
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """Of every step: what the objective holds against its limit, and whether that lies beyond it."""
+    """How the steps of a batch stand to the objective's limit."""
 
     size: Float[Tensor, "..."]
-    """``|log ratio|`` as the objective clips it, or for ``flow_dppo`` the KL per latent dimension."""
-    outside: Bool[Tensor, "..."]
+    """What the objective holds against its limit, without its sign; the log ratio itself in the usual case."""
+    beyond: Bool[Tensor, "..."]
+    """Which steps exceed the limit."""
 
     def part(self, chosen: Tensor) -> "Clipping":
         """The steps where ``chosen`` is true, flat."""
-        return Clipping(self.size[chosen], self.outside[chosen])
+        return Clipping(self.size[chosen], self.beyond[chosen])
 
 
 def clipping(
-    loss: DiffusionLossConfig,
+    mode: ModeInForce,
     gap: Float[Tensor, "B W"],
     kl: Float[Tensor, "B W"],
     stds: Float[Tensor, "B W"],
-    widths: Float[Tensor, "B W"] | None = None,
+    clip_widths: Float[Tensor, "B W"] | None = None,
 ) -> Clipping:
-    """With the engine as the old policy, as in bypass mode.
+    """The objective's own measure of the gap against its limit, with the engine as the old policy, as in bypass mode.
 
     Args:
-        loss: the objective and its limits.
+        mode: the objective and its limit.
         gap: ``log pi_actor - log pi_engine``, mean-pooled.
         kl: of the two policies' steps, in closed form, per latent dimension.
-        stds: standard deviation of each step; ``grpo_guard`` scales its ratio with it (arXiv 2510.22319).
-        widths: half widths of the band for ``clip_ratio=auto``.
+        stds: standard deviation of each step.
+        clip_widths: half widths of the clip band for ``clip_ratio=auto``.
     """
-    if loss.loss_mode == "flow_dppo":  # beyond the threshold it leaves out what moves further away: one half
-        return Clipping(kl, kl >= loss.kl_mask_threshold)
-    log_ratio = (gap + kl) * stds.to(gap) if loss.loss_mode == "grpo_guard" else gap
-    return Clipping(log_ratio.abs(), outside(log_ratio, loss, widths))
-
-
-def outside(
-    log_ratio: Float[Tensor, "..."], loss: DiffusionLossConfig, widths: Float[Tensor, "..."] | None
-) -> Bool[Tensor, "..."]:
-    """Which ratios lie outside the configured clip band."""
-    (low, high), ratio = clip_band(loss, widths), log_ratio.exp()
-    return (ratio < 1 - low) | (ratio > 1 + high)
-
-
-def limit_words(loss: DiffusionLossConfig) -> str:
-    """The objective's limit as the configuration writes it."""
-    if loss.loss_mode == "flow_dppo":
-        return f"kl_mask_threshold={loss.kl_mask_threshold:g}"
-    if loss.clip_ratio == "auto":
-        return f"clip_ratio=auto ({loss.auto_clip_min:g} to {loss.auto_clip_max:g})"
-    low, high = clip_band(loss)
-    return f"clip_ratio={low:g}" if low == high else f"clip_ratio_low={low:g} and clip_ratio_high={high:g}"
+    measured = mode.objective.measure(gap, kl, stds)
+    return Clipping(measured.abs(), mode.objective.limit.exceeded(measured, mode.diffusion_loss, clip_widths))

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowgrpo_rc.sde import transition_kl
+
 
 @dataclass(frozen=True)
 class GapSample:
@@ -25,13 +27,13 @@ class GapSample:
     engine: Float[Tensor, "n W"]
     """``l`` with equal weights: what precision and kernels alone make of the log-prob."""
     staleness: Float[Tensor, "n W"]
-    """The actor's log-prob now minus with the engine's adapter."""
+    """The actor's present log-prob minus its log-prob with the engine's adapter."""
     to_nats: Float[Tensor, "n W"]
-    """What ``l`` is multiplied with."""
+    """What ``l`` is multiplied with to be in nats."""
     dimensions: int
-    """Of a latent."""
+    """Number of latent dimensions."""
     kl: Float[Tensor, "n W"] | None
-    """Closed form, in nats; None where the engine returned no means."""
+    """The divergence in closed form, in nats; None where the engine returned no means."""
 
     @property
     def total(self) -> Float[Tensor, "n W"]:
@@ -52,6 +54,16 @@ def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float
     return scale / (2 * stds.double() ** 2) if sde_type == "cps" else scale
 
 
+def closed_form_kl(
+    engine_means: Float[Tensor, "B W *L"], actor_means: Float[Tensor, "B W *L"], stds: Float[Tensor, "B W"]
+) -> Float[Tensor, "B W"]:
+    """KL of each step's Gaussian, engine from actor, in nats of the whole step, from the means of both."""
+    per_dimension = transition_kl(
+        engine_means.double().flatten(0, 1), actor_means.double().flatten(0, 1), stds.double().flatten()
+    )
+    return actor_means.shape[2:].numel() * per_dimension.view(stds.shape)
+
+
 def estimated_kl(nats: Float[Tensor, "..."]) -> float:
     """``K`` of ``l ~ N(-K, 2K)`` from the mean of ``l^2``: ``sqrt(1 + E[l^2]) - 1``, in nats.
 
@@ -63,14 +75,15 @@ def estimated_kl(nats: Float[Tensor, "..."]) -> float:
 def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
     """Means over the sample and, with ``/ts_{t}``, over each timestep.
 
-    ``engine_gap_mean`` (with its sign), ``engine_gap_abs_mean`` and ``staleness_abs_mean`` as log-probs are;
-    ``engine_gap_nats``, ``engine_kl_nats`` and ``staleness_nats`` of the whole step. Over all timesteps also
-    ``engine_gap_abs_max``, and ``engine_gap_per_dimension`` and ``staleness_per_dimension``, the nats over the latent
-    dimensions.
+    ``engine_gap_mean`` (with its sign), ``engine_gap_abs_mean`` and ``staleness_abs_mean`` are in the unit of
+    log-probs; ``engine_gap_nats``, ``engine_kl_nats`` and ``staleness_nats`` are of the whole step. Over all timesteps
+    there are also ``engine_gap_abs_max``, and ``engine_gap_per_dimension`` and ``staleness_per_dimension``, the nats
+    divided by the latent dimensions.
     """
     values = {f"{prefix}engine_gap_abs_max": float(sample.engine.abs().max())} | _means(sample, slice(None), prefix, "")
     for part in ("engine_gap", "staleness"):
         values[f"{prefix}{part}_per_dimension"] = values[f"{prefix}{part}_nats"] / sample.dimensions
+    # Timesteps that agree in six digits share a name, and so their mean.
     named: dict[str, list[float]] = {}
     for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True):
         named.setdefault(f"/ts_{timestep:.6g}", []).append(timestep)
@@ -81,14 +94,15 @@ def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
 
 
 def _means(sample: GapSample, chosen: Tensor | slice, prefix: str, suffix: str) -> dict[str, float]:
-    engine, staleness, to_nats = sample.engine[chosen], sample.staleness[chosen], sample.to_nats[chosen]
-    nats = engine * to_nats
+    engine = sample.engine[chosen]
+    staleness = sample.staleness[chosen]
+    nats = engine * sample.to_nats[chosen]
     means = {
         "engine_gap_mean": float(engine.mean()),
         "engine_gap_abs_mean": float(engine.abs().mean()),
         "engine_gap_nats": float(nats.abs().mean()),
         "engine_kl_nats": estimated_kl(nats) if sample.kl is None else float(sample.kl[chosen].mean()),
         "staleness_abs_mean": float(staleness.abs().mean()),
-        "staleness_nats": float((staleness * to_nats).abs().mean()),
+        "staleness_nats": float((staleness * sample.to_nats[chosen]).abs().mean()),
     }
     return {f"{prefix}{name}{suffix}": value for name, value in means.items()}
