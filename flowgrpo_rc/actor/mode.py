@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
+from flowgrpo_rc.loss.objectives import Objective
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ModeInForce:
     @property
     def objective(self) -> Objective:
         """The objective's row in the table of objectives."""
-        return OBJECTIVES[self.diffusion_loss.loss_mode]
+        return self.diffusion_loss.objective
 
     @property
     def bypasses(self) -> bool:

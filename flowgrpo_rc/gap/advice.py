@@ -234,8 +234,7 @@ def _lag_reasons(mode: ModeInForce, adapter_lag: int) -> list[str]:
     """What a lagging adapter adds where the run clips around the engine, or is told to."""
     if not adapter_lag or not mode.has_limit:
         return []
-    loss = mode.diffusion_loss
-    follows = "clip_ratio=auto follows it, " if mode.objective.takes_auto and not loss.has_sides else ""
+    follows = "clip_ratio=auto follows it, " if mode.diffusion_loss.takes_auto else ""
     return [
         f"adapter_lag={adapter_lag} adds the policy's own movement to this gap wherever the clip is centred at the "
         f"engine, most in the first batches, which cannot be measured before training; {follows}guard=fallback watches "
@@ -263,9 +262,7 @@ def _removal_reasons(mode: ModeInForce, overall: StepGap, judged: dict[str, Judg
     return found
 
 
-def _image_reasons(
-    overall: StepGap, judged: dict[str, JudgedFigure], images: int, confidence: float
-) -> list[str]:
+def _image_reasons(overall: StepGap, judged: dict[str, JudgedFigure], images: int, confidence: float) -> list[str]:
     """How many images would show on which side of its limit a share lies, for each that is not settled."""
     effective = {
         CLIP: overall.clipped_interval.effective,

@@ -167,7 +167,7 @@ GAP_CHECKS = (
         measure=staleness_against_clip,
         sde=Band(high=0.5, problem_high=2.0),
         tokens=None,
-        reason="In bypass mode staleness uses up the clip band too; four batches of lag gave about 1 and still learned.",
+        reason="Staleness uses up bypass mode's clip band too; four batches of lag gave about 1 and still learned.",
         advice="Lower rollout.adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
     ),
     Check(

@@ -9,7 +9,7 @@ from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.config import DataConfig
-from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
+from flowgrpo_rc.loss.objectives import DEFAULT, Objective
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
@@ -153,7 +153,7 @@ class FlowGRPOConfig:
         fit_fields("", self)
         self._resolve_correction()
         actor = self.actor_rollout_ref.actor
-        objective = OBJECTIVES[actor.diffusion_loss.loss_mode]
+        objective = actor.diffusion_loss.objective
         self._check_clip(objective)
         prompts = self.data.train_batch_size
         mini = actor.ppo_mini_batch_size

@@ -9,8 +9,8 @@ from tolerances import LOG_PROB, divergence
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
-from flowgrpo_rc.cli.probe import report
 from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.cli.probe import report
 from flowgrpo_rc.gap.advice import advise
 from flowgrpo_rc.gap.clipping import clipping
 from flowgrpo_rc.gap.probe import CorrectionEffect, run_probe, saved_by_bypass, step_gap

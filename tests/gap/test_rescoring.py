@@ -1,4 +1,4 @@
-"""Rescoring of every batch: its numbers by hand, the split into engine gap and staleness, and that it leaves no trace."""
+"""Rescoring every batch: its numbers by hand, the split into engine gap and staleness, and that it leaves no trace."""
 
 import warnings
 
@@ -55,11 +55,11 @@ def test_its_numbers_are_a_rescoring_by_hand(small_config):
     for step in range(2):
         rows, scores = torch.tensor([0, 4, 8, 12]) + step, []
 
-        def rescoring(*args, scores=scores, rows=rows):
+        def first_by_hand(*args, scores=scores, rows=rows):
             scores.append(by_hand(trainer, args[0], args[1], rows))
             return original(*args)
 
-        trainer.rescoring = rescoring
+        trainer.rescoring = first_by_hand
         row, batch = trainer.train_step(), calls[-1][0]
         assert rescoring.rows(batch, step).tolist() == rows.tolist()
         gap = (batch["rollout_log_probs"][rows] - scores[0]).abs()
