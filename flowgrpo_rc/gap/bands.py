@@ -13,7 +13,7 @@ fewer than ``2 / share``, that quantile lies beyond what has been seen, and is t
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -35,20 +35,19 @@ ENOUGH = 8
 _NORMAL = NormalDist()
 
 
-class RunningQuantile:
-    """A quantile of the newest values at each timestep."""
+class NewestValues:
+    """The newest values at each timestep, and their quantiles."""
 
-    def __init__(self, quantile: float, memory: int) -> None:
-        self._quantile = quantile
+    def __init__(self, memory: int) -> None:
         self._memory = memory
         self._values: dict[float, deque[float]] = {}
 
-    def observe(self, timestep: float, value: float) -> None:
-        """Take in one value."""
-        self._values.setdefault(timestep, deque(maxlen=self._memory)).append(value)
+    def _take_in(self, timesteps: Float[Tensor, "..."], values: Float[Tensor, "..."]) -> None:
+        for timestep, value in zip(timesteps.flatten().tolist(), values.flatten().tolist(), strict=True):
+            self._values.setdefault(timestep, deque(maxlen=self._memory)).append(value)
 
-    def at(self, timestep: float, quantile: float | None = None) -> float:
-        """The quantile there (another one, if it is given), or over all timesteps where too little has been seen.
+    def _quantile(self, timestep: float, quantile: float) -> float:
+        """The quantile there, or over all timesteps where too little has been seen.
 
         Raises:
             RuntimeError: nothing has been observed yet.
@@ -58,20 +57,14 @@ class RunningQuantile:
             own = [value for values in self._values.values() for value in values]
         if not own:
             raise RuntimeError("no gap has been measured yet; observe() comes before the bands")
-        return float(torch.quantile(torch.tensor(list(own), dtype=torch.float64), quantile or self._quantile))
+        return float(torch.quantile(torch.tensor(list(own), dtype=torch.float64), quantile))
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._values = {}
-
-    def count(self, timestep: float) -> int:
-        """How many values are known there."""
-        return len(self._values.get(timestep, ()))
-
-    @property
-    def timesteps(self) -> list[float]:
-        """Where values have been observed."""
-        return list(self._values)
+    def _spread(self, name: str, at: Callable[[float], float]) -> dict[str, float]:
+        """Mean, least and largest of what ``at`` gives for the timesteps seen so far."""
+        values = [at(timestep) for timestep in self._values]
+        if not values:
+            return {}
+        return {f"{name}_mean": fmean(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -82,7 +75,7 @@ class RunningQuantile:
         self._values = {float(t): deque(values, maxlen=self._memory) for t, values in state["values"].items()}
 
 
-class ClipBands:
+class ClipBands(NewestValues):
     """Half widths of the clip band by timestep, for ``clip_ratio=auto``.
 
     Args:
@@ -90,9 +83,9 @@ class ClipBands:
     """
 
     def __init__(self, narrowest: float, widest: float) -> None:
+        super().__init__(MEMORY)
         self._narrowest = narrowest
         self._widest = widest
-        self.sizes = RunningQuantile(GAP_QUANTILE, MEMORY)
 
     @classmethod
     def configured(cls, loss: DiffusionLossConfig) -> "ClipBands | None":
@@ -101,8 +94,7 @@ class ClipBands:
 
     def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
         """Take in log ratios, actor over engine, of steps that were just sampled; the same on every process."""
-        for timestep, gap in zip(timesteps.flatten().tolist(), gaps.abs().flatten().tolist(), strict=True):
-            self.sizes.observe(timestep, gap)
+        self._take_in(timesteps, gaps.abs())
 
     def width(self, timestep: float) -> float:
         """The half width at one timestep.
@@ -110,27 +102,19 @@ class ClipBands:
         Raises:
             RuntimeError: nothing has been observed yet.
         """
-        return min(max(CLIP_FACTOR * self.sizes.at(timestep), self._narrowest), self._widest)
+        return min(max(CLIP_FACTOR * self._quantile(timestep, GAP_QUANTILE), self._narrowest), self._widest)
 
     def widths(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, "B W"]:
         """The half width of every step of a batch."""
         values = {timestep: self.width(timestep) for timestep in set(timesteps.flatten().tolist())}
         return torch.tensor([[values[t] for t in row] for row in timesteps.tolist()], dtype=torch.float32)
 
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return self.sizes.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
-        self.sizes.load_state_dict(state)
-
     def metrics(self) -> dict[str, float]:
         """``actor/clip_ratio_auto_mean``, ``_min`` and ``_max`` over the timesteps seen so far."""
-        return _spread("actor/clip_ratio_auto", [self.width(timestep) for timestep in self.sizes.timesteps])
+        return self._spread("actor/clip_ratio_auto", self.width)
 
 
-class RejectionBands:
+class RejectionBands(NewestValues):
     """The rejection bound of an image by the first timestep of its window, for ``rollout_rs_threshold=auto``.
 
     Args:
@@ -141,7 +125,7 @@ class RejectionBands:
         (self._criterion,) = config.plan().criteria
         self._limits = (float(config.rollout_rs_auto_min), float(config.rollout_rs_auto_max))
         self._share = float(config.rollout_rs_auto_share)
-        self.sizes = RunningQuantile(1 - self._share, max(IMAGE_MEMORY, round(3 / self._share)))
+        super().__init__(max(IMAGE_MEMORY, round(3 / self._share)))
         self._window = 1
 
     @classmethod
@@ -153,9 +137,8 @@ class RejectionBands:
         """Take in log ratios, actor over engine, of whole images; those of another window size are forgotten."""
         if gaps.shape[1] != self._window:
             self._window = gaps.shape[1]
-            self.sizes.clear()
-        for timestep, size in zip(timesteps[:, 0].tolist(), row_statistic(gaps, self._criterion).tolist(), strict=True):
-            self.sizes.observe(timestep, size)
+            self._values = {}
+        self._take_in(timesteps[:, 0], row_statistic(gaps, self._criterion))
 
     def bound(self, timestep: float) -> float:
         """The bound of an image whose window starts there: of the log ratio for k1, of the statistic for k2 and k3.
@@ -164,14 +147,15 @@ class RejectionBands:
             RuntimeError: nothing has been observed yet.
         """
         low, high = (float(row_statistic(torch.full((1, self._window), h), self._criterion)) for h in self._limits)
-        return min(max(self._quantile(timestep), low), high)
+        return min(max(self._share_quantile(timestep), low), high)
 
-    def _quantile(self, timestep: float) -> float:
-        if self.sizes.count(timestep) >= 2 / self._share:
-            return self.sizes.at(timestep)
+    def _share_quantile(self, timestep: float) -> float:
+        """The statistic that the target share of the images exceeds."""
+        if len(self._values.get(timestep, ())) >= 2 / self._share:
+            return self._quantile(timestep, 1 - self._share)
         beyond = _NORMAL.inv_cdf(1 - self._share / 2) / _NORMAL.inv_cdf(0.5 + GAP_QUANTILE / 2)
         power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 go with the square of the log ratio
-        return self.sizes.at(timestep, GAP_QUANTILE) * beyond**power
+        return self._quantile(timestep, GAP_QUANTILE) * beyond**power
 
     def bounds(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, " B"]:
         """The bound of every image of a batch."""
@@ -180,21 +164,15 @@ class RejectionBands:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {**self.sizes.state_dict(), "of": [self._criterion.name, self._window]}
+        return {**super().state_dict(), "of": [self._criterion.name, self._window]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` gave; values of another criterion are forgotten, and measured anew."""
         name, window = state["of"]
         if name == self._criterion.name:
-            self.sizes.load_state_dict(state)
+            super().load_state_dict(state)
             self._window = window
 
     def metrics(self) -> dict[str, float]:
         """``actor/rollout_rs_auto_mean``, ``_min`` and ``_max`` over the windows seen so far."""
-        return _spread("actor/rollout_rs_auto", [self.bound(timestep) for timestep in self.sizes.timesteps])
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    return {f"{name}_mean": fmean(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+        return self._spread("actor/rollout_rs_auto", self.bound)

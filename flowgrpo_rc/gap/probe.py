@@ -14,17 +14,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
-from flowgrpo_rc.gap.clipping import Clipping, clipping
+from flowgrpo_rc.gap.clipping import SampledSteps, what_is_left_out
 from flowgrpo_rc.gap.intervals import CONFIDENCE, MOST_IMAGES, looks, mean_interval, share_interval
-from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, RescoredSteps, sample_and_rescore, timed
+from flowgrpo_rc.gap.limits import GAP_QUANTILE
+from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_rescore, timed
+from flowgrpo_rc.gap.units import GapSample
 from flowgrpo_rc.gap.verdict import NOT_SHOWN_SAFE, decisive
 
 
@@ -82,23 +83,22 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
     """
     check_image_counts(images, max_images)
     first = sample_and_rescore(run, images)
-    measured = _measure_until_settled(run, first.rescored, max_images or images)
+    measured = _measure_until_settled(run, first.sample, images, max_images or images)
     seconds = dict(first.seconds)
     failure = ""
     try:
         _, seconds["update"] = timed(run.device, lambda: _update(run, first, measured))
     except NonFiniteUpdateError as error:
         failure = f"an optimizer step on these samples fails: {str(error).partition(';')[0]}"
-    rescored = measured.rescored
     advice = advise(
         run.mode,
         measured.overall,
-        rescored.gap,
-        rescored.dimensions,
+        measured.sample.engine,
+        measured.sample.dimensions,
         measured.steps,
         failure,
         adapter_lag=run.rollout.adapter_lag,
-        images=rescored.images,
+        images=measured.images,
         confidence=measured.confidence,
     )
     return ProbeResult(
@@ -106,7 +106,7 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
         steps=measured.steps,
         overall=measured.overall,
         advice=advice,
-        images=rescored.images,
+        images=measured.images,
         confidence=measured.confidence,
         seconds=seconds,
         saved=None if failure else saved_by_bypass(seconds, run.scored_share),
@@ -124,64 +124,40 @@ def saved_by_bypass(seconds: Mapping[str, float], scored_share: float) -> float:
     return score / (seconds["rollout"] + score + seconds["update"])
 
 
-@dataclass(frozen=True)
-class CorrectionEffect:
-    """What the configured correction does to each step, for the gap alone."""
-
-    keep: Bool[Tensor, "..."]
-    """Which steps are not rejected."""
-    zeroed: Bool[Tensor, "..."]
-    """Which steps have an importance weight of 0 in the loss."""
-
-    def part(self, chosen: Tensor) -> "CorrectionEffect":
-        """The steps where ``chosen`` is true, flat."""
-        return CorrectionEffect(self.keep[chosen], self.zeroed[chosen])
-
-
-def step_gap(
-    gap: Float[Tensor, " n"],
-    nats: Float[Tensor, " n"],
-    kl_nats: Float[Tensor, " n"],
-    effect: CorrectionEffect,
-    clip: Clipping,
-    timestep: float | None,
-    images: Int[Tensor, " n"] | None = None,
-    confidence: float = CONFIDENCE,
-) -> StepGap:
-    """The statistics of one step's gaps, with what becomes of the samples.
+def step_gap(steps: SampledSteps, timestep: float | None, confidence: float = CONFIDENCE) -> StepGap:
+    """The statistics of these steps' gaps, with what becomes of the samples.
 
     Args:
-        gap, nats, kl_nats, effect, clip: of each sample.
-        timestep: of all of them; None for all steps together.
-        images: of each sample, the number of its image; None where each has its own.
+        steps: flat.
+        timestep: of all of them; None for several timesteps together.
         confidence: of the intervals.
     """
-    size = gap.abs()
-    used = effect.keep & ~effect.zeroed
-    zeroed = effect.keep & effect.zeroed
+    size = steps.gap.abs()
+    nats = steps.nats.abs()
+    used = steps.keep & ~steps.zeroed
+    zeroed = steps.keep & steps.zeroed
     every = torch.ones_like(used)
-    images = torch.arange(len(gap)) if images is None else images
     median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
     return StepGap(
         timestep=timestep,
-        count=len(gap),
-        mean=float(gap.mean()),
+        count=len(size),
+        mean=float(steps.gap.mean()),
         abs_mean=float(size.mean()),
         abs_median=median,
         abs_q90=q90,
         abs_q99=q99,
         abs_max=float(size.max()),
-        clip_q90=float(torch.quantile(clip.size, 0.9)),
-        clipped=float((clip.beyond & used).sum() / used.sum().clamp(min=1)),
-        rejected=1 - float(effect.keep.double().mean()),
+        clip_q90=float(torch.quantile(steps.size, GAP_QUANTILE)),
+        clipped=float((steps.beyond & used).sum() / used.sum().clamp(min=1)),
+        rejected=1 - float(steps.keep.double().mean()),
         zeroed=float(zeroed.double().mean()),
-        nats=float(nats.abs().mean()),
-        kl_nats=float(kl_nats.mean()),
-        images=len(images.unique()),
-        clipped_interval=share_interval(clip.beyond, used, images, confidence),
-        rejected_interval=share_interval(~effect.keep, every, images, confidence),
-        zeroed_interval=share_interval(zeroed, every, images, confidence),
-        nats_interval=mean_interval(nats.abs(), images, confidence),
+        nats=float(nats.mean()),
+        kl_nats=float(steps.kl_nats.mean()),
+        images=len(steps.image.unique()),
+        clipped_interval=share_interval(steps.beyond, used, steps.image, confidence),
+        rejected_interval=share_interval(~steps.keep, every, steps.image, confidence),
+        zeroed_interval=share_interval(zeroed, every, steps.image, confidence),
+        nats_interval=mean_interval(nats, steps.image, confidence),
     )
 
 
@@ -189,7 +165,8 @@ def step_gap(
 class _Measured:
     """What the images say, and the clip and rejection bands that ``auto`` makes of this very gap."""
 
-    rescored: RescoredSteps
+    sample: GapSample
+    images: int
     confidence: float
     steps: tuple[StepGap, ...]
     overall: StepGap
@@ -197,59 +174,36 @@ class _Measured:
     rejection_bounds: Float[Tensor, " n"] | None
 
 
-def _measure_until_settled(run: ProbedRun, rescored: RescoredSteps, most: int) -> _Measured:
-    """What the images say at the look at which they say enough, or are ``most``."""
-    first = rescored.images
+def _measure_until_settled(run: ProbedRun, sample: GapSample, first: int, most: int) -> _Measured:
+    """What the images say at the look at which they say enough, or are ``most``; ``sample`` holds the ``first``."""
+    images = first
     for count, confidence in looks(first, most):
-        while rescored.images < count:
-            missing = min(first, count - rescored.images)
-            rescored = rescored.followed_by(sample_and_rescore(run, missing, rescored.images).rescored)
-        measured = _measure(run.mode, rescored, confidence)
-        judged = judge_all(run.mode, measured.overall, rescored.dimensions)
+        while images < count:
+            missing = min(first, count - images)
+            sample = GapSample.concatenate([sample, sample_and_rescore(run, missing, images).sample])
+            images += missing
+        measured = _measure(run.mode, sample, images, confidence)
+        judged = judge_all(run.mode, measured.overall, sample.dimensions)
         if count == most or decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
             return measured
     raise AssertionError("the last look is at the most images")
 
 
-def _measure(mode: ModeInForce, rescored: RescoredSteps, confidence: float) -> _Measured:
-    gap = rescored.gap
+def _measure(mode: ModeInForce, sample: GapSample, images: int, confidence: float) -> _Measured:
     # Bands of a checkpoint hold staleness and the gaps of other engines, so calibrated ones are made anew.
     clip_bands = ClipBands.configured(mode.diffusion_loss)
     rejection_bands = RejectionBands.configured(mode.rollout_correction)
     for bands in filter(None, (clip_bands, rejection_bands)):
-        bands.observe(rescored.timesteps, gap)
-    widths = None if clip_bands is None else clip_bands.widths(rescored.timesteps)
-    bounds = None if rejection_bands is None else rejection_bands.bounds(rescored.timesteps)
-    effect = _correction_effect(mode, gap, bounds)
-    own_widths = None if widths is None else widths.double()
-    clip = clipping(mode, gap, rescored.kl / rescored.dimensions, rescored.stds, own_widths)
-
-    def part(chosen: Bool[Tensor, "n W"], timestep: float | None) -> StepGap:
-        return step_gap(
-            gap[chosen],
-            rescored.nats[chosen],
-            rescored.kl[chosen],
-            effect.part(chosen),
-            clip.part(chosen),
-            timestep,
-            rescored.image_numbers[chosen],
-            confidence,
-        )
-
-    timesteps = sorted(set(rescored.timesteps.flatten().tolist()), reverse=True)
-    steps = tuple(part(rescored.timesteps == timestep, timestep) for timestep in timesteps)
-    overall = part(torch.ones_like(gap, dtype=torch.bool), None)
-    return _Measured(rescored, confidence, steps, overall, widths, bounds)
-
-
-def _correction_effect(
-    mode: ModeInForce, gap: Float[Tensor, "n W"], bounds: Float[Tensor, " n"] | None
-) -> CorrectionEffect:
-    """What the configured correction makes of the engine's draws."""
-    correction = mode.rollout_correction
-    weights, mask, _ = compute_rollout_correction(gap, torch.zeros_like(gap), config=correction, rs_bounds=bounds)
-    acts = weights is not None and correction.weights_act
-    return CorrectionEffect(mask, weights == 0 if acts else torch.zeros_like(mask))
+        bands.observe(sample.timesteps, sample.engine)
+    widths = None if clip_bands is None else clip_bands.widths(sample.timesteps)
+    bounds = None if rejection_bands is None else rejection_bands.bounds(sample.timesteps)
+    steps = what_is_left_out(mode, sample, None if widths is None else widths.double(), bounds)
+    found = [
+        step_gap(steps.part(sample.timesteps == timestep), timestep, confidence)
+        for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True)
+    ]
+    overall = step_gap(steps.part(torch.ones_like(steps.keep)), None, confidence)
+    return _Measured(sample, images, confidence, tuple(found), overall, widths, bounds)
 
 
 def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
@@ -285,6 +239,6 @@ def _setting(run: ProbedRun, measured: _Measured) -> dict[str, Any]:
         "clip_ratio": loss.clip_ratio,
         "clip_band": run.mode.objective.limit.ends(loss, measured.clip_widths),
         "clip_sides": loss.has_sides,
-        "latent_dimensions": measured.rescored.dimensions,
-        "images": len(measured.rescored.gap),
+        "latent_dimensions": measured.sample.dimensions,
+        "images": len(measured.sample.engine),
     }

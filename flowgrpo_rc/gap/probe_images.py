@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.gap.units import closed_form_kl, to_nats
+from flowgrpo_rc.gap.units import GapSample
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout import RolloutError, RolloutRequest, Trajectories
@@ -49,44 +49,12 @@ class ProbedRun:
 
 
 @dataclass(frozen=True)
-class RescoredSteps:
-    """``n`` images of ``W`` steps as numbers, float64 on the host."""
-
-    timesteps: Float[Tensor, "n W"]
-    """As the scheduler names them, float32."""
-    gap: Float[Tensor, "n W"]
-    """``l = log pi_actor - log pi_engine``, mean-pooled."""
-    nats: Float[Tensor, "n W"]
-    """The log ratio of the whole step, in nats."""
-    kl: Float[Tensor, "n W"]
-    """KL of the step's Gaussian, engine to actor, in nats, from the means that both sides computed."""
-    stds: Float[Tensor, "n W"]
-    """Standard deviation of the step."""
-    dimensions: int
-    """Number of latent dimensions."""
-    images: int
-    """Images at every place of the window; ``n`` is that times the places."""
-
-    @property
-    def image_numbers(self) -> Int[Tensor, "n W"]:
-        """The number of the image that each step belongs to."""
-        return torch.arange(len(self.gap))[:, None].expand(self.gap.shape)
-
-    def followed_by(self, more: "RescoredSteps") -> "RescoredSteps":
-        """Both together."""
-        columns = (
-            torch.cat([getattr(self, name), getattr(more, name)]) for name in ("timesteps", "gap", "nats", "kl", "stds")
-        )
-        return RescoredSteps(*columns, dimensions=self.dimensions, images=self.images + more.images)
-
-
-@dataclass(frozen=True)
 class ProbeBatch:
     """A batch of rescored images with what an update needs."""
 
     trajectories: TensorDict
     conditioning: Conditioning
-    rescored: RescoredSteps
+    sample: GapSample
     seconds: dict[str, float]
     """What ``rollout`` and ``score`` took."""
 
@@ -102,16 +70,12 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
     batch = trajectories.batch
     assert batch is not None
     scored, score_seconds = timed(run.device, lambda: run.actor.rescore(batch, request.conditioning))
-    stds = scored["transition_stds"].double()
-    dimensions = batch["latents"].shape[2:].numel()
-    gap = scored["log_probs"].double() - batch["rollout_log_probs"].double()
-    kl = closed_form_kl(batch["rollout_means"], scored["transition_means"], stds)
+    sample = GapSample.of(batch, scored, scored, run.rollout.algo.sde_type)
+    assert sample.kl is not None
     _check_finite(scored["log_probs"], "log-prob")
-    _check_finite(gap, "log ratio to the engine's")
-    _check_finite(kl, "KL from the engine's transition")
-    nats = gap * to_nats(stds, dimensions, run.rollout.algo.sde_type)
-    rescored = RescoredSteps(batch["timesteps"], gap, nats, kl, stds, dimensions, images)
-    return ProbeBatch(batch, request.conditioning, rescored, {"rollout": rollout_seconds, "score": score_seconds})
+    _check_finite(sample.engine, "log ratio to the engine's")
+    _check_finite(sample.kl, "KL from the engine's transition")
+    return ProbeBatch(batch, request.conditioning, sample, {"rollout": rollout_seconds, "score": score_seconds})
 
 
 def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from flowgrpo_rc.actor import DiffusionActor, NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
-from flowgrpo_rc.gap.units import GapSample, closed_form_kl, gap_metrics, to_nats
+from flowgrpo_rc.gap.units import GapSample, gap_metrics
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.rollout.config import RolloutConfig
 
@@ -111,25 +111,15 @@ class Rescoring:
     def rescore(self, batch: TensorDict, rows: Tensor, conditioning: Conditioning) -> GapSample:
         """The gap of these rows, split: rescored under both adapters; in one pass when they are the same."""
         part = batch[rows]
-        recorded = part["rollout_log_probs"].double()
-        timesteps = part["timesteps"].double()
-        means = part.get("rollout_means", None)
-        dimensions = part["latents"].shape[2:].numel()
         if not len(rows):
             # This process has none of the images, but its empty columns take part in the gathering.
-            return GapSample(timesteps, recorded, recorded, recorded, dimensions, None if means is None else recorded)
+            empty = part["rollout_log_probs"]
+            scored = {"log_probs": empty, "transition_stds": empty, "transition_means": part["latents"]}
+            return GapSample.of(part, scored, scored, self._rollout.algo.sde_type)
         with self._adapter.actor_at_rollout_version():
             scored = self._actor.rescore(part, conditioning)
         present = self._actor.rescore(part, conditioning) if self._adapter.behind else scored
-        stds = scored["transition_stds"].double()
-        return GapSample(
-            timesteps,
-            engine=scored["log_probs"].double() - recorded,
-            staleness=present["log_probs"].double() - scored["log_probs"].double(),
-            to_nats=to_nats(stds, dimensions, self._rollout.algo.sde_type),
-            dimensions=dimensions,
-            kl=None if means is None else closed_form_kl(means, scored["transition_means"], stds),
-        )
+        return GapSample.of(part, scored, present, self._rollout.algo.sde_type)
 
     def _outside_clip(self, sample: GapSample) -> float:
         """Share of the rescored steps that a clip band centred at the engine leaves out before any learning."""

@@ -8,12 +8,13 @@ times that too. Divided by the dimensions again it has one scale for every ``sde
 form where the engine returns its transition means, else estimated from ``E[l^2] = 2K + K^2``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.sde import transition_kl
@@ -24,10 +25,13 @@ class GapSample:
     """``n`` rescored images of ``W`` steps, float64 on the host."""
 
     timesteps: Float[Tensor, "n W"]
+    """As the scheduler names them."""
     engine: Float[Tensor, "n W"]
     """``l`` with equal weights: what precision and kernels alone make of the log-prob."""
     staleness: Float[Tensor, "n W"]
     """The actor's present log-prob minus its log-prob with the engine's adapter."""
+    stds: Float[Tensor, "n W"]
+    """Standard deviation of each step."""
     to_nats: Float[Tensor, "n W"]
     """What ``l`` is multiplied with to be in nats."""
     dimensions: int
@@ -41,8 +45,34 @@ class GapSample:
         return self.engine + self.staleness
 
     @staticmethod
+    def of(
+        batch: TensorDict, scored: Mapping[str, Tensor], present: Mapping[str, Tensor], sde_type: str
+    ) -> "GapSample":
+        """What two rescorings of recorded steps say.
+
+        Args:
+            batch: the steps as the engine recorded them.
+            scored: ``DiffusionActor.rescore`` of them with the engine's adapter.
+            present: the same with the actor's present adapter; the very same where that is the engine's.
+            sde_type: of the stochastic steps.
+        """
+        log_probs = scored["log_probs"].double()
+        stds = scored["transition_stds"].double()
+        dimensions = batch["latents"].shape[2:].numel()
+        means = batch.get("rollout_means", None)
+        return GapSample(
+            timesteps=batch["timesteps"].double(),
+            engine=log_probs - batch["rollout_log_probs"].double(),
+            staleness=present["log_probs"].double() - log_probs,
+            stds=stds,
+            to_nats=to_nats(stds, dimensions, sde_type),
+            dimensions=dimensions,
+            kl=None if means is None else closed_form_kl(means, scored["transition_means"], stds),
+        )
+
+    @staticmethod
     def concatenate(samples: Sequence["GapSample"]) -> "GapSample":
-        """Those of all processes in rank order."""
+        """All samples as one, in their order."""
         names = [f.name for f in fields(GapSample) if isinstance(getattr(samples[0], f.name), Tensor)]
         columns: dict[str, Any] = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
         return replace(samples[0], **columns)

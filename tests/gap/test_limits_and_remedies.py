@@ -3,15 +3,17 @@
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from flowgrpo_rc.actor.config import DiffusionActorConfig
+from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.gap.advice import judge_all
+from flowgrpo_rc.gap.advice import StepGap, judge_all
 from flowgrpo_rc.gap.guard import Guard
+from flowgrpo_rc.gap.intervals import Interval
 from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED
 from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
 from flowgrpo_rc.report.health import CHECKS
@@ -21,7 +23,8 @@ CHECK_OF = {CLIP: "clip_first", REJECTED: "rejected", ZEROED: "is_dropped", ENGI
 
 
 def mode(loss=None, **correction):
-    actor = DiffusionActorConfig(diffusion_loss=loss or {}, rollout_correction={"bypass_mode": True, **correction})
+    options = DiffusionLossConfig(**(loss or {}))
+    actor = DiffusionActorConfig(diffusion_loss=options, rollout_correction={"bypass_mode": True, **correction})
     return ModeInForce.configured(actor)
 
 
@@ -53,20 +56,16 @@ def test_the_report_s_check_has_the_limits_and_the_remedy_of_the_table(figure):
     assert LIMITS[figure].source in check.reason
 
 
-class Measured:
-    """What ``judge_all`` reads of a measurement: every share and the engine's gap at one value."""
-
-    def __init__(self, share, interval):
-        self.clipped = self.rejected = self.zeroed = self.nats = share
-        self.clipped_interval = self.rejected_interval = self.zeroed_interval = self.nats_interval = interval
+def measured(share, interval):
+    """A measurement with every share and the engine's gap at one value."""
+    values = {field.name: interval if field.name.endswith("_interval") else share for field in fields(StepGap)}
+    return StepGap(**values | {"timestep": None, "count": 50, "images": 50})
 
 
 def test_the_probe_judges_by_what_the_guard_is_set_to():
     """Of rejection, weights of 0 and the engine; the guard's limit of the clip is one of cost, not of safety."""
-    from flowgrpo_rc.gap.intervals import Interval
-
     settings = {"guard_rejected_fraction": 0.3, "guard_engine_gap": 0.2, "guard_clip_fraction": 0.05}
-    judged = judge_all(mode(**settings), Measured(0.1, Interval(0.05, 0.15, 50.0)), 1)
+    judged = judge_all(mode(**settings), measured(0.1, Interval(0.05, 0.15, 50.0)), 1)
     assert {name: one.limit for name, one in judged.items()} == {
         CLIP: 0.25,
         REJECTED: 0.3,

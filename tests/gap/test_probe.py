@@ -12,9 +12,10 @@ from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.cli.probe import report
 from flowgrpo_rc.gap.advice import advise
-from flowgrpo_rc.gap.clipping import clipping
-from flowgrpo_rc.gap.probe import CorrectionEffect, run_probe, saved_by_bypass, step_gap
+from flowgrpo_rc.gap.clipping import what_is_left_out
+from flowgrpo_rc.gap.probe import run_probe, saved_by_bypass, step_gap
 from flowgrpo_rc.gap.probe_images import sample_and_rescore
+from flowgrpo_rc.gap.units import GapSample
 from flowgrpo_rc.rollout import RolloutError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -24,14 +25,23 @@ CLIP = f"{LOSS}.clip_ratio"
 RC = "algorithm.rollout_correction"
 
 
+def left_out(loss, gap, kl, std=0.5):
+    """``what_is_left_out`` of these log ratios and divergences per latent dimension, without a correction."""
+    dimensions = 512
+    full = torch.full_like(gap, dimensions)
+    sample = GapSample(gap, gap, 0 * gap, torch.full_like(gap, std), full, dimensions, dimensions * kl)
+    return what_is_left_out(mode_of(loss), sample)
+
+
 def measured(gap, keep=None, band=(1e-3, 1e-3), *, nats=None, kl=None, timestep=None, zeroed=None, **loss):
-    """``step_gap`` of these samples, with this band and this part of them kept."""
+    """``step_gap`` of these samples, each an image, with this clip band and this part of them kept."""
     options = DiffusionLossConfig(**({"clip_ratio_low": band[0], "clip_ratio_high": band[1]} | loss))
-    keep = torch.ones_like(gap, dtype=torch.bool) if keep is None else keep
     kl = torch.zeros_like(gap) if kl is None else kl
-    clip = clipping(mode_of(options), gap, kl, torch.full_like(gap, 0.5))
-    effect = CorrectionEffect(keep, torch.zeros_like(keep) if zeroed is None else zeroed)
-    return step_gap(gap, gap if nats is None else nats, kl, effect, clip, timestep)
+    steps = left_out(options, gap[:, None], kl[:, None])
+    changes = {"nats": gap if nats is None else nats, "kl_nats": kl}
+    changes |= {name: value for name, value in (("keep", keep), ("zeroed", zeroed)) if value is not None}
+    flat = steps.part(torch.ones_like(steps.keep))
+    return step_gap(replace(flat, **changes), timestep)
 
 
 def advised(config, overall, gap, dimensions, steps=(), **others):
@@ -216,7 +226,7 @@ def test_grpo_guard_is_judged_by_its_own_ratio(small_config, std, share):
     generator = torch.Generator().manual_seed(0)
     gap = -kl + deviation * torch.randn(100_000, 2, generator=generator, dtype=torch.float64)
     loss = DiffusionLossConfig(loss_mode="grpo_guard", clip_ratio=0.5 * deviation * 0.5)
-    found = clipping(mode_of(loss), gap, torch.full_like(gap, kl), torch.full_like(gap, std))
+    found = left_out(loss, gap, torch.full_like(gap, kl), std)
     assert found.beyond.double().mean() == pytest.approx(share, abs=5e-3)
     assert torch.quantile(found.size.flatten(), 0.9) == pytest.approx(1.645 * deviation * std, rel=1e-2)
 
@@ -442,10 +452,9 @@ def out_of(images, steps, outside, width=1e-3):
     """``StepGap`` of ``images`` x ``steps`` samples of which the first ``outside`` leave the band."""
     gap = torch.full((images, steps), 0.1 * width, dtype=torch.float64)
     gap.view(-1)[torch.randperm(images * steps, generator=torch.Generator().manual_seed(0))[:outside]] = 3 * width
-    flat, keep = gap.flatten(), torch.ones(images * steps, dtype=torch.bool)
-    clip = clipping(mode_of(DiffusionLossConfig(clip_ratio=width)), flat, 0 * flat, torch.full_like(flat, 0.5))
-    numbers = torch.arange(images).repeat_interleave(steps)
-    return step_gap(flat, flat, 0 * flat, CorrectionEffect(keep, ~keep), clip, None, numbers), gap
+    found = left_out(DiffusionLossConfig(clip_ratio=width), gap, 0 * gap)
+    flat = replace(found, nats=gap).part(torch.ones_like(found.keep))
+    return step_gap(flat, None), gap
 
 
 @pytest.mark.parametrize(
@@ -575,10 +584,9 @@ def test_without_a_gap_few_images_are_enough(small_config):
 def test_images_that_come_later_are_new_ones(small_config):
     trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=1e-3"))
     first, second = sample_and_rescore(trainer.probed_run(), 3), sample_and_rescore(trainer.probed_run(), 3, 3)
-    together = first.rescored.followed_by(second.rescored)
-    assert together.images == 6
-    assert len(together.gap) == len(first.trajectories) + len(second.trajectories)
-    assert len(together.gap.unique()) == together.gap.numel()
+    together = GapSample.concatenate([first.sample, second.sample])
+    assert len(together.engine) == len(first.trajectories) + len(second.trajectories)
+    assert len(together.engine.unique()) == together.engine.numel()
     asked = []
     trainer.conditioning = lambda prompts, _: asked.append(prompts) or second.conditioning
     sample_and_rescore(trainer.probed_run(), 3, 3)
