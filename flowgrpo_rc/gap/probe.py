@@ -10,7 +10,7 @@ a run trains are ``flowgrpo_rc.gap.rescoring``'s.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import ADVANTAGES, CLIP_WIDTHS, ROLLOUT_LOG_PROBS, ROLLOUT_RS_BOUNDS, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.clipping import SampledSteps, what_is_left_out
@@ -211,16 +212,14 @@ def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
     batch = first.trajectories
     signs = torch.ones(len(batch))
     signs[::2] = -1
-    batch["advantages"] = signs
-    batch["old_log_probs"] = batch["rollout_log_probs"]
-    batch["old_transition_means"] = batch["rollout_means"]
-    batch["rollout_is_weights"] = torch.ones_like(batch["rollout_log_probs"])
-    batch["rollout_keep"] = torch.ones_like(batch["rollout_log_probs"], dtype=torch.bool)
+    batch[ADVANTAGES] = signs
+    ones = torch.ones_like(batch[ROLLOUT_LOG_PROBS])
+    old = replace(OldPolicy.of_rollout(batch), weights=ones, keep=ones.bool())
     if measured.clip_widths is not None:
-        batch["clip_widths"] = measured.clip_widths[: len(batch)]
+        batch[CLIP_WIDTHS] = measured.clip_widths[: len(batch)]
     if measured.rejection_bounds is not None:
-        batch["rollout_rs_bounds"] = measured.rejection_bounds[: len(batch)]
-    run.actor.update(batch, first.conditioning, [torch.arange(len(batch))], mode=run.mode)
+        batch[ROLLOUT_RS_BOUNDS] = measured.rejection_bounds[: len(batch)]
+    run.actor.update(batch, first.conditioning, [MiniBatch(torch.arange(len(batch)), old)], run.mode)
 
 
 def _setting(run: ProbedRun, measured: _Measured) -> dict[str, Any]:
