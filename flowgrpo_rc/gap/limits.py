@@ -3,19 +3,11 @@
 The probe, the guard and the run's health report judge the same figures, so they read their limits here. Importing this
 loads no torch.
 
-A figure has two limits. ``costs`` is where it begins to slow learning down, ``not_safe`` is where runs were lost or
-most of a batch is wasted. One of the two can be set in ``algorithm.rollout_correction``: it is where the guard raises
-an alarm, and its default is read from there, so that no number stands in two places. ``docs/gap.md`` has the table in
-words, and a test compares it with this one.
-
-=============== ========================= ==================== ==============================
-figure          probe: not safe           guard: alarm         report: watch / problem
-=============== ========================= ==================== ==============================
-``clip``        ``not_safe``              ``costs``, settable  ``costs`` / ``not_safe``
-``rejected``    ``not_safe``, settable    the same             ``costs`` / ``not_safe``
-``zeroed``      ``not_safe``, settable    the same             ``costs`` / ``not_safe``
-``engine_gap``  ``not_safe``, settable    the same             ``costs`` / ``not_safe``
-=============== ========================= ==================== ==============================
+A figure has two limits: ``costs``, from where learning is slower, and ``not_safe``, from where runs were lost or most
+of a batch is wasted. The probe calls a configuration not safe above the second; the report says to watch a run above
+the first, and calls it a problem above the second. One of the two can be set in ``algorithm.rollout_correction``: there
+the guard raises an alarm. Its default is read from that section, so that no number stands in two places.
+``docs/gap.md`` has the table in words.
 
 Limits of figures that the report alone judges (the growth of the gap, say) stand with their checks in
 ``flowgrpo_rc.report.checks_gap``.
@@ -32,7 +24,7 @@ REJECTED = "rejected"
 ZEROED = "zeroed"
 """Share of the importance weights in the loss that are 0."""
 ENGINE_GAP = "engine_gap"
-"""Mean |log ratio| of actor and engine with equal weights, in nats per latent dimension."""
+"""Mean ``|log ratio|`` of actor and engine with equal weights, in nats per latent dimension."""
 
 GAP_QUANTILE = 0.9
 """The size of a gap is told by this quantile of many samples, which single outliers do not move."""

@@ -173,7 +173,7 @@ CORRECTION_CHECKS = (
         of_densities=True,
         advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
         suited=lambda history: (
-            None if history.may_leave_bypass else "Raise the engine's precision, or refresh its weights more often."
+            None if history.setup.limits_the_gap else "Raise the engine's precision, or refresh its weights more often."
         ),
     ),
     Check(

@@ -219,11 +219,6 @@ class History:
         return not (self.bypasses and self.has_limit) or self.correction("rollout_is_mode") == "mask"
 
     @property
-    def may_leave_bypass(self) -> bool:
-        """Whether ``bypass_mode=false`` is a remedy: the run bypasses, or what it does is not known."""
-        return self.setup.limits_the_gap
-
-    @property
     def clip_sides(self) -> bool:
         """Whether the clip band has a width of its own on a side."""
         return any(self.setting(f"{LOSS}.clip_ratio_{side}") is not None for side in ("low", "high"))
