@@ -10,6 +10,7 @@ import warnings
 from jaxtyping import Float
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss import inputs
 from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
@@ -83,7 +84,7 @@ def diffusion_loss_sums(
 
 def _holds_tokens(data: TensorMapping) -> bool:
     """Whether this batch is one for ``token_loss``, with a warning that says so."""
-    if optional(data, "response_mask") is None:
+    if optional(data, Key.RESPONSE_MASK) is None:
         return False
     warnings.warn(
         "data has a response_mask, so diffusion_loss hands it to flowgrpo_rc.token_loss; call that for tokens",
@@ -99,11 +100,13 @@ def _read(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapp
     log_prob = inputs.present_log_probs(model_output)
     old_log_prob = inputs.old_log_probs(data, log_prob, bypass=rc.bypass_mode)
     advantages = inputs.advantages_like(data, log_prob).clamp(-options.adv_clip_max, options.adv_clip_max)
-    weights, keep, correction = inputs.correct(rc, data, log_prob, old_log_prob, timesteps=optional(data, "timesteps"))
+    weights, keep, correction = inputs.correct(
+        rc, data, log_prob, old_log_prob, timesteps=optional(data, Key.TIMESTEPS)
+    )
     shift = None
     if objective.needs_old_means:
         old_mean = inputs.require(
-            data, "rollout_means" if rc.bypass_mode else "old_transition_means", "data (this loss_mode)"
+            data, Key.ROLLOUT_MEANS if rc.bypass_mode else Key.OLD_TRANSITION_MEANS, "data (this loss_mode)"
         )
         kl, std = _kl(model_output, "the old transition means", old_mean, log_prob, keep, "this loss_mode")
         shift = TransitionShift(kl, std, _step_size(data, objective, keep))
@@ -140,8 +143,8 @@ def _step_size(data: TensorMapping, objective: Objective, keep: Tensor | None) -
     if not objective.needs_sigmas:
         return None
     where = f"data (loss_mode={objective.name})"
-    sigmas = inputs.require(data, "sigmas", where)
-    next_sigmas = inputs.require(data, "next_sigmas", where)
+    sigmas = inputs.require(data, Key.SIGMAS, where)
+    next_sigmas = inputs.require(data, Key.NEXT_SIGMAS, where)
     return kept(sigmas - next_sigmas, keep, 1.0)
 
 

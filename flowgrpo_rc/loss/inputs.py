@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.mapping import TensorMapping, optional
 from flowgrpo_rc.loss.aggregation import Aggregation
@@ -95,8 +96,8 @@ def correct(
     ``valid`` are never kept.
     """
     if not rc.bypass_mode:
-        weights = like_log_probs(data, "rollout_is_weights", log_prob)
-        keep = like_log_probs(data, "rollout_keep", log_prob)
+        weights = like_log_probs(data, Key.ROLLOUT_IS_WEIGHTS, log_prob)
+        keep = like_log_probs(data, Key.ROLLOUT_KEEP, log_prob)
         if valid is not None:
             return weights, valid if keep is None else valid & keep.bool(), None
         if keep is None and weights is not None:
@@ -104,7 +105,7 @@ def correct(
         return weights, None if keep is None else keep.bool(), None
     if valid is not None and not valid.any():
         return None, valid, None  # nothing to correct
-    bounds = optional(data, "rollout_rs_bounds")
+    bounds = optional(data, Key.ROLLOUT_RS_BOUNDS)
     correction = compute_rollout_correction(
         log_prob.detach(), old_log_prob, valid, config=rc, timesteps=timesteps, rs_bounds=bounds
     )
@@ -138,7 +139,7 @@ def warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, may
     """
     names = set(data.keys())
     asked = not rc.bypass_mode and ((may_reject and rc.plan().can_reject) or rc.rollout_is is not None)
-    if asked and "rollout_log_probs" in names and names.isdisjoint(("rollout_is_weights", "rollout_keep")):
+    if asked and Key.ROLLOUT_LOG_PROBS in names and names.isdisjoint((Key.ROLLOUT_IS_WEIGHTS, Key.ROLLOUT_KEEP)):
         warnings.warn(
             "rollout_correction asks for weights or rejection with bypass_mode=false, but data holds neither "
             "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
@@ -178,7 +179,7 @@ def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor |
 
 def clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
     """``clip_widths``, with NaN for what is none, so that the loss is not finite either: no wait for the device."""
-    widths = like_log_probs(data, "clip_widths", log_prob)
+    widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
     return None if widths is None else torch.where(_is_width(widths), widths, torch.nan)
 
 
@@ -188,7 +189,7 @@ def _is_width(values: Tensor) -> Tensor:
 
 def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
     """``old_log_probs``; in bypass mode the rollout's, under either name."""
-    names = ("rollout_log_probs", "old_log_probs") if bypass else ("old_log_probs",)
+    names = (Key.ROLLOUT_LOG_PROBS, Key.OLD_LOG_PROBS) if bypass else (Key.OLD_LOG_PROBS,)
     for name in names:
         value = like_log_probs(data, name, log_prob)
         if value is not None:
@@ -198,7 +199,7 @@ def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Ten
 
 def advantages_like(data: TensorMapping, log_prob: Tensor) -> Tensor:
     """The advantages as constants, broadcast from one an image (a sequence) to one a step (a token)."""
-    advantages = require(data, "advantages", "data")
+    advantages = require(data, Key.ADVANTAGES, "data")
     if advantages.shape != log_prob.shape:
         if advantages.shape != log_prob.shape[:1]:
             raise ValueError(
@@ -223,7 +224,7 @@ def not_finite(**mappings: TensorMapping) -> str:
             value = tensors[name]
             if not isinstance(value, Tensor):
                 continue
-            is_width = name == "clip_widths"
+            is_width = name == Key.CLIP_WIDTHS
             bad = int((~(_is_width(value) if is_width else torch.isfinite(value))).sum())
             if bad:
                 kind = " (or not above 0)" if is_width else ""

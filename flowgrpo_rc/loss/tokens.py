@@ -7,6 +7,7 @@ clips dually, the KL is the k3 estimate from ``ref_log_probs``, and advantages a
 from jaxtyping import Float
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, response_mask
 from flowgrpo_rc.loss import inputs
 from flowgrpo_rc.loss.aggregation import aggregation
@@ -69,7 +70,7 @@ def _read(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapp
     options = config.diffusion_loss
     rc = config.rollout_correction
     log_prob = inputs.present_log_probs(model_output)
-    inputs.require(data, "response_mask", "data")
+    inputs.require(data, Key.RESPONSE_MASK, "data")
     valid = response_mask(data, log_prob)
     if OBJECTIVES[options.loss_mode].needs_old_means:
         raise ValueError(
@@ -81,8 +82,8 @@ def _read(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapp
     weights, keep, correction = inputs.correct(rc, data, log_prob, old_log_prob, valid=valid)
     reference_kl = None
     if config.use_kl_loss:
-        inputs.like_log_probs(data, "ref_log_probs", log_prob)
-        reference = inputs.require(data, "ref_log_probs", "data (use_kl_loss=true)")
+        inputs.like_log_probs(data, Key.REF_LOG_PROBS, log_prob)
+        reference = inputs.require(data, Key.REF_LOG_PROBS, "data (use_kl_loss=true)")
         reference_kl = k3_kl(log_prob, reference, keep=keep)
     return LossInputs(
         policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep),
