@@ -17,7 +17,7 @@ from flowgrpo_rc.loss import inputs
 from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
 from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs
-from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, Objective
+from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
 from flowgrpo_rc.loss.policy import PolicyInputs, TransitionShift, gaussian_kl, kept
 from flowgrpo_rc.loss.tokens import token_loss, token_loss_sums
 
@@ -135,6 +135,3 @@ def _step_size(data: TensorMapping, objective: Objective, keep: Tensor | None) -
     sigmas = inputs.require(data, Key.SIGMAS, where)
     next_sigmas = inputs.require(data, Key.NEXT_SIGMAS, where)
     return kept(sigmas - next_sigmas, keep, 1.0)
-
-
-clip_band = CLIP_BAND.sides

@@ -11,10 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import NonFiniteUpdateError
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.gap.rescoring import Probe
+from flowgrpo_rc.gap.probe_images import ProbedRun
+from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
@@ -98,10 +100,20 @@ class FlowGRPOTrainer:
             )
         self.run.guard.say = self.logger.alert
         self._resume()
+        self.mode = self.run.guard.mode
+        """The mode in force: the configured one, or what the guard has put in its place."""
         rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
-        self.probe = Probe(config, actor, self.adapter, self.run.clip_bands, self.run.rejection_bands)
+        self.rescoring = Rescoring(
+            rollout,
+            ModeInForce.configured(config.actor_rollout_ref.actor),
+            config.data.train_batch_size,
+            actor,
+            self.adapter,
+            self.run.clip_bands,
+            self.run.rejection_bands,
+        )
 
     # ------------------------------------------------------------------ one step
 
@@ -111,7 +123,7 @@ class FlowGRPOTrainer:
         with self.timer("rollout"):
             batch, images, cond = self._rollout(prompts, rows)
         with self.timer("probe"), self._naming(batch, prompts):
-            sync_metrics = self.probe(batch, cond, self.step)
+            sync_metrics = self.rescoring(batch, cond, self.step)
         with self.timer("reward"):
             rewards, metrics = self._reward(images, prompts, batch)
         with self.timer("score"):
@@ -121,13 +133,15 @@ class FlowGRPOTrainer:
         with self.timer("advantage"):
             batch[Key.ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
-            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), gap=gap)
+            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), self.mode, gap=gap)
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
             self.adapter.push(self.step)
         metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
-        return metrics | self.run.guard(metrics, self.step)
+        outcome = self.run.guard(metrics, self.step)
+        self.mode = outcome.mode
+        return metrics | outcome.metrics
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -345,6 +359,23 @@ class FlowGRPOTrainer:
             pipeline.width,
         )
 
+    def probed_run(self) -> ProbedRun:
+        """What ``flowgrpo_rc.gap.probe`` measures on, before the first step."""
+        parts = self.config.actor_rollout_ref
+        return ProbedRun(
+            model=parts.model,
+            rollout=parts.rollout,
+            mode=ModeInForce.configured(parts.actor),
+            window=self.window,
+            actor=self.run.actor,
+            prompts=self.run.train_prompts,
+            condition=lambda prompts: self.conditioning(prompts, parts.rollout.pipeline),
+            generate=self.generate,
+            device=self.accelerator.device,
+            seed=self.config.trainer.seed,
+            scored_share=self.config.scored_share,
+        )
+
     def save(self, *, last: bool = False) -> None:
         """Write ``checkpoints/step_N``; on several processes the main one writes.
 
@@ -525,13 +556,12 @@ class FlowGRPOTrainer:
     @property
     def _record_means(self) -> bool:
         """In bypass mode the engine is the old policy, so objectives that compare means need its."""
-        loss = self.config.actor_rollout_ref.actor.diffusion_loss
-        return loss.objective.needs_old_means and self.correction.bypass_mode
+        return self.mode.objective.needs_old_means and self.mode.bypasses
 
     @property
     def correction(self) -> RolloutCorrectionConfig:
-        """In force: the configured one, or what the guard has put in its place."""
-        return self.run.actor.config.rollout_correction
+        """The rollout correction in force."""
+        return self.mode.rollout_correction
 
     @property
     def _main(self) -> bool:
