@@ -16,23 +16,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.batch import (
-    ADVANTAGES,
-    CLIP_WIDTHS,
-    LATENTS,
-    NEXT_LATENTS,
-    NEXT_SIGMAS,
-    OLD_TRANSITION_MEANS,
-    PROMPT_INDEX,
-    ROLLOUT_LOG_PROBS,
-    ROLLOUT_MEANS,
-    ROLLOUT_RS_BOUNDS,
-    SIGMAS,
-    TIMESTEPS,
-    MiniBatch,
-    OldPolicy,
-    correct_old_policy,
-)
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
@@ -43,8 +27,8 @@ from flowgrpo_rc.sde import Transition, log_prob, transition
 COMPILE_BACKEND = "inductor"
 """What ``torch.compile`` hands the transformer's blocks to."""
 
-_TRANSITION_KEYS = (LATENTS, NEXT_LATENTS, TIMESTEPS, SIGMAS, NEXT_SIGMAS)
-_LOSS_KEYS = (ROLLOUT_LOG_PROBS, ADVANTAGES, TIMESTEPS, SIGMAS, NEXT_SIGMAS, CLIP_WIDTHS)
+_TRANSITION_KEYS = (Key.LATENTS, Key.NEXT_LATENTS, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS)
+_LOSS_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.ADVANTAGES, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS)
 """What the loss reads of a batch on the device, besides the old policy."""
 
 
@@ -279,11 +263,11 @@ class DiffusionActor:
     def _forward(self, data: TensorDict, conditioning: Conditioning, *, means: bool = False) -> dict[str, Tensor]:
         """All steps of all images in one forward: log-probs ``(b, W)``, and where they are needed the transitions."""
         device = self._accelerator.device
-        b, w = data[LATENTS].shape[:2]
+        b, w = data[Key.LATENTS].shape[:2]
         flat = {name: data[name].flatten(0, 1).to(device) for name in _TRANSITION_KEYS}
-        cond = conditioning.rows(data[PROMPT_INDEX].repeat_interleave(w), device)
+        cond = conditioning.rows(data[Key.PROMPT_INDEX].repeat_interleave(w), device)
         step = self._transition(flat, cond)
-        output = {"log_probs": log_prob(step, flat[NEXT_LATENTS], sde_type=self._sde_type).view(b, w)}
+        output = {"log_probs": log_prob(step, flat[Key.NEXT_LATENTS], sde_type=self._sde_type).view(b, w)}
         if means or self.config.use_kl_loss or self._compares_means:
             output["transition_means"] = step.mean.unflatten(0, (b, w))
             output["transition_stds"] = step.step_std.view(b, w)
@@ -295,12 +279,12 @@ class DiffusionActor:
     def _loss_data(self, data: TensorDict, old: OldPolicy, mode: ModeInForce) -> dict[str, Tensor]:
         """The keys that the loss reads, on the actor's device; latents stay where they are."""
         read = {name: data[name] for name in _LOSS_KEYS if name in data.keys()} | old.batch_keys()  # noqa: SIM118
-        means = read.pop(OLD_TRANSITION_MEANS, None)
+        means = read.pop(Key.OLD_TRANSITION_MEANS, None)
         if self._compares_means and means is not None:
-            read[ROLLOUT_MEANS if mode.bypasses else OLD_TRANSITION_MEANS] = means
+            read[Key.ROLLOUT_MEANS if mode.bypasses else Key.OLD_TRANSITION_MEANS] = means
         found = {name: value.to(self._accelerator.device) for name, value in read.items()}
         if mode.rollout_correction.plan().calibrated:
-            found[ROLLOUT_RS_BOUNDS] = data[ROLLOUT_RS_BOUNDS]  # read on the host
+            found[Key.ROLLOUT_RS_BOUNDS] = data[Key.ROLLOUT_RS_BOUNDS]  # read on the host
         return found
 
     @property
@@ -314,12 +298,12 @@ class DiffusionActor:
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         with self._accelerator.autocast():
-            velocity = self._model.velocity(self.transformer, flat[LATENTS], flat[TIMESTEPS], cond)
+            velocity = self._model.velocity(self.transformer, flat[Key.LATENTS], flat[Key.TIMESTEPS], cond)
         return transition(
-            flat[LATENTS],
+            flat[Key.LATENTS],
             velocity,
-            flat[SIGMAS],
-            flat[NEXT_SIGMAS],
+            flat[Key.SIGMAS],
+            flat[Key.NEXT_SIGMAS],
             noise_level=self._noise_level,
             sde_type=self._sde_type,
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.batch import ADVANTAGES, CLIP_WIDTHS, ROLLOUT_LOG_PROBS, ROLLOUT_RS_BOUNDS, MiniBatch, OldPolicy
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.clipping import SampledSteps, what_is_left_out
@@ -212,13 +212,13 @@ def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
     batch = first.trajectories
     signs = torch.ones(len(batch))
     signs[::2] = -1
-    batch[ADVANTAGES] = signs
-    ones = torch.ones_like(batch[ROLLOUT_LOG_PROBS])
+    batch[Key.ADVANTAGES] = signs
+    ones = torch.ones_like(batch[Key.ROLLOUT_LOG_PROBS])
     old = replace(OldPolicy.of_rollout(batch), weights=ones, keep=ones.bool())
     if measured.clip_widths is not None:
-        batch[CLIP_WIDTHS] = measured.clip_widths[: len(batch)]
+        batch[Key.CLIP_WIDTHS] = measured.clip_widths[: len(batch)]
     if measured.rejection_bounds is not None:
-        batch[ROLLOUT_RS_BOUNDS] = measured.rejection_bounds[: len(batch)]
+        batch[Key.ROLLOUT_RS_BOUNDS] = measured.rejection_bounds[: len(batch)]
     run.actor.update(batch, first.conditioning, [MiniBatch(torch.arange(len(batch)), old)], run.mode)
 
 

@@ -12,17 +12,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.batch import (
-    ADVANTAGES,
-    CLIP_WIDTHS,
-    GROUP,
-    PROMPT_INDEX,
-    ROLLOUT_RS_BOUNDS,
-    TIMESTEPS,
-    MiniBatch,
-    OldPolicy,
-    correct_old_policy,
-)
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.probe_images import ProbedRun
@@ -141,7 +131,7 @@ class FlowGRPOTrainer:
         with self.timer("correct"):
             old, gap = self._correct(batch, old)
         with self.timer("advantage"):
-            batch[ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
+            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
             update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), self.mode, gap=gap)
         self.step += 1
@@ -185,7 +175,7 @@ class FlowGRPOTrainer:
             )
         )
         assert trajectories.batch is not None
-        trajectories.batch[GROUP] = group
+        trajectories.batch[Key.GROUP] = group
         return trajectories.batch, trajectories.images.numpy(), cond
 
     def generate(self, request: RolloutRequest) -> Trajectories:
@@ -210,7 +200,7 @@ class FlowGRPOTrainer:
         self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict
     ) -> tuple[Tensor, dict[str, float]]:
         """This process's rewards and, over all processes, their statistics."""
-        records = [prompts[i] for i in batch[PROMPT_INDEX].tolist()]
+        records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
         result = self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
         parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
         gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
@@ -229,7 +219,7 @@ class FlowGRPOTrainer:
             keep = self._gather(old.keep.any(1))
         result = group_advantages(
             self._gather(rewards),
-            self._gather(batch[GROUP]),
+            self._gather(batch[Key.GROUP]),
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             global_std=algorithm.global_std,
             keep=keep,
@@ -247,10 +237,10 @@ class FlowGRPOTrainer:
         forward supplies; ``None``: that is all of them.
         """
         if self.run.rejection_bands is not None:
-            batch[ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[TIMESTEPS])
+            batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
         if self.correction.bypass_mode:
             if self.run.clip_bands is not None:
-                batch[CLIP_WIDTHS] = self.run.clip_bands.widths(batch[TIMESTEPS])
+                batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
             return OldPolicy.of_rollout(batch)
         start = 0
         if self.config.first_mini_batch_is_free:
@@ -271,7 +261,7 @@ class FlowGRPOTrainer:
         try:
             yield
         except NonFiniteUpdateError as error:
-            texts = dict.fromkeys(prompts[int(batch[PROMPT_INDEX][i])].prompt for i in error.samples[:8])
+            texts = dict.fromkeys(prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8])
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
