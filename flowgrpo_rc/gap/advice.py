@@ -70,12 +70,13 @@ class Advice:
     """Each figure that has a limit, with its interval and its own verdict."""
     mode: str
     """The recommended mode, ``bypass`` or ``decoupled``."""
-    clip_ratio: float | str | None
-    """The recommended half width of the clip band: three times the 90 % quantile of what is clipped, at least the
-    narrower side of the configured band; ``auto`` where that is configured; None where the objective has no clip band.
-    It is for both sides: ``clip_ratio_low`` and ``_high`` are to be null."""
-    kl_mask_threshold: float | None
-    """The recommended KL threshold, found in the same way; None where the objective has none."""
+    limit_key: str | None
+    """Field of ``DiffusionLossConfig`` that sets the objective's limit, such as ``clip_ratio``; None where no limit
+    acts."""
+    limit: float | str | None
+    """The recommended value of that field: three times the 90 % quantile of what is held against the limit, at least
+    the configured one (of a clip band with two sides the narrower, and the recommended one is for both); ``auto`` where
+    that is configured."""
     rejection_band: str
     """For ``rollout_rs=seq_mean_k1``: holds 99 % of the images for the gap alone, within ``rollout_rs_auto_min`` and
     ``rollout_rs_auto_max``."""
@@ -121,7 +122,6 @@ def advise(
     wanted = max(configured, needed) if fits else configured
     may_calibrate = mode.diffusion_loss.clip_ratio == "auto" and fits
     calibrated = may_calibrate and overall.clipped <= LIMITS[CLIP].not_safe
-    recommended = "auto" if calibrated else wanted
     holding = f"{limit.key}={wanted:g}" if fits and wanted > configured and not calibrated else ""
     reasons = [
         *([failure] if failure else []),
@@ -137,8 +137,8 @@ def advise(
         because=failure or str(deciding),
         judged=tuple(judged.values()),
         mode="bypass" if fits else "decoupled",
-        clip_ratio=recommended if mode.has_limit and mode.objective.clips else None,
-        kl_mask_threshold=wanted if mode.has_limit and not mode.objective.clips else None,
+        limit_key=limit.key if mode.has_limit else None,
+        limit=("auto" if calibrated else wanted) if mode.has_limit else None,
         rejection_band=_rejection_band(mode.rollout_correction, gap),
         reasons=tuple(reasons),
     )

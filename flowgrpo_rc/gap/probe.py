@@ -28,6 +28,7 @@ from flowgrpo_rc.gap.limits import GAP_QUANTILE
 from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_rescore, timed
 from flowgrpo_rc.gap.units import GapSample
 from flowgrpo_rc.gap.verdict import NOT_SHOWN_SAFE, decisive
+from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,11 @@ class ProbeResult:
     failed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain, for JSON."""
+        """Plain, for JSON: also with the recommended limit under its own key, and null under those of other limits."""
         values = asdict(self)
         values["advice"]["safe"] = self.advice.safe
+        for key in {objective.limit.key for objective in OBJECTIVES.values()}:
+            values["advice"][key] = self.advice.limit if key == self.advice.limit_key else None
         return values
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor, NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.units import GapSample, gap_metrics
 from flowgrpo_rc.models.base import Conditioning
@@ -105,7 +106,7 @@ class Rescoring:
         Which images are rescored does not depend on the number of processes.
         """
         chosen = (torch.arange(self._images) * self._total // self._images + step) % self._total
-        number = batch["group"] * self._rollout.n + torch.arange(len(batch)) % self._rollout.n
+        number = batch[Key.GROUP] * self._rollout.n + torch.arange(len(batch)) % self._rollout.n
         return torch.isin(number, chosen).nonzero().flatten()
 
     def rescore(self, batch: TensorDict, rows: Tensor, conditioning: Conditioning) -> GapSample:
@@ -113,8 +114,8 @@ class Rescoring:
         part = batch[rows]
         if not len(rows):
             # This process has none of the images, but its empty columns take part in the gathering.
-            empty = part["rollout_log_probs"]
-            scored = {"log_probs": empty, "transition_stds": empty, "transition_means": part["latents"]}
+            empty = part[Key.ROLLOUT_LOG_PROBS]
+            scored = {"log_probs": empty, "transition_stds": empty, "transition_means": part[Key.LATENTS]}
             return GapSample.of(part, scored, scored, self._rollout.algo.sde_type)
         with self._adapter.actor_at_rollout_version():
             scored = self._actor.rescore(part, conditioning)
