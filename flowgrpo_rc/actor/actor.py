@@ -78,10 +78,12 @@ class DiffusionActor:
     ) -> None:
         from diffusers.optimization import get_scheduler
 
-        self._model, self._accelerator = model, accelerator
+        self._model = model
+        self._accelerator = accelerator
         self.config = config
         """As it was configured; ``update`` is told the mode in force."""
-        self._sde_type, self._noise_level = sde_type, noise_level
+        self._sde_type = sde_type
+        self._noise_level = noise_level
         self._lr = config.optim.lr
         self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
         self.transformer: Any = model.transformer

@@ -26,7 +26,9 @@ class AdapterSync:
     """
 
     def __init__(self, engine: RolloutEngine, actor: DiffusionActor, lag: int) -> None:
-        self._engine, self._actor, self._lag = engine, actor, lag
+        self._engine = engine
+        self._actor = actor
+        self._lag = lag
         self._newest = -1
         self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=lag + 1)
         self.held = HeldAdapter(-1, "")
