@@ -30,7 +30,7 @@ def weights_outside(history: History) -> Measurement | None:
 
 def weights_at_the_bound(history: History) -> Measurement | None:
     """The share of recent steps whose largest weight reached the upper bound."""
-    largest, bound = history.recent("rollout_corr/rollout_is_max"), is_bound(history)
+    largest, bound = history.recent("rollout_corr/rollout_is_max"), importance_weight_bound(history)
     if largest is None or bound is None:
         return None
     value = sum(v >= bound * (1 - 1e-6) for v in largest.values) / len(largest)
@@ -38,7 +38,7 @@ def weights_at_the_bound(history: History) -> Measurement | None:
     return Measurement(value, largest.metric, largest.span, f"{says} {span_words(largest.span)}")
 
 
-def is_bound(history: History) -> float | None:
+def importance_weight_bound(history: History) -> float | None:
     """The upper bound of the importance weights; None where it is not known."""
     threshold = history.correction("rollout_is_threshold")
     if threshold is None or history.correction("rollout_is") is None:
