@@ -1,6 +1,7 @@
 """The house: which package may import which. An arrow that runs up the floors fails here."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,8 +23,8 @@ ALLOWED = {
     "integrations": {"correction", "sde", "loss", "batch"},
 }
 ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
-ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["report"] = {"correction", "loss", "gap", "rewards", *BASE}
+ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
 TORCH_ONLY = {"torch", "numpy", "jaxtyping", "yaml", "typing_extensions"}
@@ -66,6 +67,16 @@ def test_first_floor_needs_torch_alone(floor):
     for path in files_of(floor):
         foreign = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"flowgrpo_rc"}
         assert foreign <= TORCH_ONLY, f"{path.name} imports {sorted(foreign - TORCH_ONLY)}"
+
+
+def test_the_report_needs_no_torch():
+    code = (
+        "import pkgutil, sys, flowgrpo_rc.report as room\n"
+        "for module in pkgutil.iter_modules(room.__path__): __import__(f'{room.__name__}.{module.name}')\n"
+        "found = {'torch', 'diffusers', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_nothing_imports_the_integrations():

@@ -4,16 +4,17 @@ from dataclasses import replace
 
 from flowgrpo_rc.gap.limits import LIMITS, REJECTED, ZEROED
 from flowgrpo_rc.gap.remedies import remedy
-from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
+from flowgrpo_rc.report.check import Check, Measure, Measurement, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.checks_gap import USUAL, healthy_range, remedied
 from flowgrpo_rc.report.finding import Band, number
-from flowgrpo_rc.report.history import History, Series
+from flowgrpo_rc.report.history import History
 
 
 def rejected(history: History) -> Measurement | None:
     """The share of steps or tokens that rejection removed."""
     found = recent_mean("rollout_corr/rollout_rs_masked_fraction")(history)
-    if found is not None or (kept := history.recent("actor/kept_fraction")) is None:
+    kept = history.recent("actor/kept_fraction")
+    if found is not None or kept is None:
         return found
     value = 1 - kept.mean
     says = f"rejection removed {number(value)} of the samples (1 - {kept.metric}) {span_words(kept.span)}"
@@ -33,7 +34,8 @@ def weights_outside(history: History) -> Measurement | None:
 
 def weights_at_the_bound(history: History) -> Measurement | None:
     """The share of recent steps whose largest weight reached the upper bound."""
-    largest, bound = history.recent("rollout_corr/rollout_is_max"), is_bound(history)
+    largest = history.recent("rollout_corr/rollout_is_max")
+    bound = importance_weight_bound(history)
     if largest is None or bound is None:
         return None
     value = sum(v >= bound * (1 - 1e-6) for v in largest.values) / len(largest)
@@ -41,7 +43,7 @@ def weights_at_the_bound(history: History) -> Measurement | None:
     return Measurement(value, largest.metric, largest.span, f"{says} {span_words(largest.span)}")
 
 
-def is_bound(history: History) -> float | None:
+def importance_weight_bound(history: History) -> float | None:
     """The upper bound of the importance weights; None where it is not known."""
     threshold = history.correction("rollout_is_threshold")
     if threshold is None or history.correction("rollout_is") is None:
@@ -52,11 +54,11 @@ def is_bound(history: History) -> float | None:
         return None
 
 
-def distance_from_one(name: str):
+def distance_from_one(name: str) -> Measure:
     """The recent mean's distance from 1."""
 
     def measure(history: History) -> Measurement | None:
-        series: Series | None = history.recent(name)
+        series = history.recent(name)
         if series is None:
             return None
         away = abs(series.mean - 1)
@@ -99,7 +101,6 @@ WEIGHT_CHECKS = (
         title="Weights beyond their bounds",
         measure=weights_outside,
         sde=Band(high=0.05, problem_high=0.3),
-        tokens=Band(high=0.05, problem_high=0.3),
         reason="Bounds are for the few; what they cut off is bias.",
         advice="Bring engine and actor closer, or widen rollout_is_threshold.",
     ),
@@ -133,7 +134,13 @@ WEIGHT_CHECKS = (
 )
 
 
-def _diagnoses(history: History) -> str | None:
+def weights_only_diagnose(history: History) -> bool:
+    """Whether the weights are measured without being in the loss."""
+    return not history.weights_act
+
+
+def advice_where_weights_only_diagnose(history: History) -> str | None:
+    """In place of the check's own, which would change what no update sees."""
     if history.weights_act:
         return None
     return "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
@@ -141,7 +148,7 @@ def _diagnoses(history: History) -> str | None:
 
 CORRECTION_CHECKS = (
     *(
-        replace(check, suited=_diagnoses, only_watched=lambda history: not history.weights_act)
+        replace(check, suited=advice_where_weights_only_diagnose, only_watched=weights_only_diagnose)
         for check in WEIGHT_CHECKS
     ),
     Check(
@@ -159,7 +166,6 @@ CORRECTION_CHECKS = (
         title="Rows vetoed",
         measure=recent_max("rollout_corr/rollout_is_veto_fraction"),
         sde=Band(high=0.0, problem_high=0.1),
-        tokens=Band(high=0.0, problem_high=0.1),
         reason="A vetoed ratio is 1e-4 or less: never rounding.",
         advice="Look at those samples: prompt, mask and log-probs; do not just relax rollout_token_veto_threshold.",
     ),

@@ -3,9 +3,11 @@
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.report.history import History
 from flowgrpo_rc.run_folder import RunFolder, read_rows
 
 
@@ -29,6 +31,11 @@ class Run:
     """``probe.json``, if ``flowgrpo-rc probe --out`` wrote it here."""
     notes: tuple[str, ...] = ()
     """What was left out, and why."""
+
+    @cached_property
+    def history(self) -> History:
+        """The rows as time series."""
+        return History(self.rows, self.config, self.broken_lines)
 
 
 def read_run(root: str | Path) -> Run:

@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
-from flowgrpo_rc.report.history import LOSS, REWARD, WINDOW, History, finite
+from flowgrpo_rc.report.history import LOSS, History, finite
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -94,28 +94,3 @@ def _correction(history: History) -> list[tuple[str, str]]:
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
         return [("Correction", f"{section} ({error})")]
     return [(name, value.strip()) for name, _, value in (line.partition(":") for line in text.splitlines())]
-
-
-def tiles(history: History) -> list[tuple[str, str]]:
-    """The few numbers that come first."""
-    entries = (
-        ("Training reward", REWARD, False),
-        ("Held-out reward", ("val/reward/mean",), False),
-        ("Gap now", ("rollout_sync/engine_gap_abs_mean", "rollout_corr/logprob_abs_diff_mean"), True),
-        ("Outside the clip", ("actor/pg_clipfrac_first",) if history.clips else (), True),
-        ("Rejected", ("rollout_corr/rollout_rs_masked_fraction",), True),
-        ("Seconds a step", ("timing_s/step",), True),
-    )
-    found = []
-    for name, metrics, recent in entries:
-        series = history.series(*metrics)
-        if series is None:
-            continue
-        if recent:
-            now = history.now(series)
-            found += [(name, number(now.mean))] if now is not None else []
-        else:
-            count = max(1, min(WINDOW, len(series) // 3)) if metrics is REWARD else 1
-            first, last = series.part(0, count).mean, series.part(-count, len(series)).mean
-            found.append((name, f"{number(first)} → {number(last)}"))
-    return found

@@ -22,6 +22,8 @@ from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
+from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.summary import stack_pictures, write_plots
 from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import check_rollout
@@ -36,9 +38,8 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
 from flowgrpo_rc.trainer.interrupt import StopRequest
 from flowgrpo_rc.trainer.logging import RunLogger
-from flowgrpo_rc.trainer.plots import write_plots
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
-from flowgrpo_rc.trainer.samples import save_grid, stack_pictures
+from flowgrpo_rc.trainer.samples import save_grid
 from flowgrpo_rc.trainer.setup import Run, build_run
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import Validation, validate
@@ -445,7 +446,7 @@ class FlowGRPOTrainer:
         if self._main and result.samples:
             grid = self.folder.samples / f"step_{self.step:05d}.png"
             with self._wanted_output(str(grid)):
-                save_grid(grid, [(f"step {self.step}", result.samples)])
+                save_grid(grid, f"step {self.step}", result.samples)
         return result
 
     # ------------------------------------------------------------------ begin and end
@@ -475,8 +476,9 @@ class FlowGRPOTrainer:
         adapters: list[Path] = []
         if self._main:
             adapters = self._write_adapters()
-            files = [*self._draw(), self.folder.metrics, *adapters]
-            self.logger.summary(self.folder.rows(), [str(path) for path in files])
+            history = History(self.folder.rows(), self.config.to_dict())
+            files = [*self._draw(history), self.folder.metrics, *adapters]
+            self.logger.summary(history, [str(path) for path in files])
         self.run.engine.close()
         self.accelerator.wait_for_everyone()
         if self._unwritten:
@@ -503,13 +505,12 @@ class FlowGRPOTrainer:
                 written.append(folder / ADAPTER_FILE)
         return written
 
-    def _draw(self) -> list[Path]:
+    def _draw(self, history: History) -> list[Path]:
         """Plots and pictures, as far as they can be drawn; returns what to look at."""
         pictures: list[Path] = []
-        clip_ratio = self.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
-        if any("reward/mean" in row for row in self.folder.rows()):
+        if history.trained:
             with self._wanted_output(f"{self.folder.plots}/"):
-                pictures.append(write_plots(self.folder, clip_ratio)[-1])
+                pictures += write_plots(history, self.folder.plots)[-1:]
         grids = list(self.folder.grids().values())
         if len(grids) > 1:
             both = self.folder.samples / "before_after.png"
