@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,8 +125,5 @@ def pad(rows: Sequence[EncodedPrompt]) -> Prompts:
     embeds = torch.nn.utils.rnn.pad_sequence([row.embeds for row in rows], batch_first=True)
     mask = torch.arange(embeds.shape[1])[None] < lengths[:, None]
     pooled = [row.pooled for row in rows if row.pooled is not None]
-    return Prompts(
-        embeds,
-        mask=None if bool(mask.all()) else mask,
-        pooled=torch.stack(pooled) if pooled else None,
-    )
+    prompts = Prompts(embeds, None if bool(mask.all()) else mask)
+    return replace(prompts, pooled=torch.stack(pooled)) if pooled else prompts
