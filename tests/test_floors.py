@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks", "threads"}
+BASE = {"lazy", "paths", "checks", "field_docs", "threads"}
 
 ALLOWED = {
-    "correction": set(),
+    "correction": BASE,
     "sde": set(),
     "loss": {"correction", "sde"},
     "batch": {"correction", "sde"},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.checks import fit_fields, plain
+from flowgrpo_rc.field_docs import documented_fields
 
 REWARD_NAMES = ("jpeg_compressibility", "ocr")
 """The built-in rewards, by the names used in `reward.functions`."""
@@ -24,6 +25,7 @@ one of these names."""
 OCR_MODES = ("recognition", "full")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class OCRConfig:
     """How the reward `ocr` reads an image."""
@@ -54,6 +56,7 @@ class OCRConfig:
             raise ValueError(f"reward.ocr.num_threads: got {self.num_threads}; give 0 (all cores) or more")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class CustomRewardConfig:
     """A reward function of the user's own, loaded from a Python file."""
@@ -99,6 +102,7 @@ class CustomRewardConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RewardConfig:
     """The rewards of a run: a weighted sum of built-in functions and at most one of the user's own."""

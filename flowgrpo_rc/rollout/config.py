@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
+from flowgrpo_rc.field_docs import documented_fields
 
 ENGINES = ("diffusers", "vllm_omni")
 SDE_TYPES = ("sde", "cps", "dance_sde")
@@ -14,6 +15,7 @@ SHORTEST_SILENCE = 3.0
 _HERE = "actor_rollout_ref.rollout"
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RolloutAlgoConfig:
     """The section ``rollout.algo``: the stochastic steps."""
@@ -58,6 +60,7 @@ class RolloutAlgoConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class PipelineConfig:
     """The section ``rollout.pipeline``: what a plain diffusers call would be given."""
@@ -88,6 +91,7 @@ class PipelineConfig:
         non_negative(f"{_HERE}.pipeline.guidance_scale", self.guidance_scale, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValPipelineConfig:
     """The section ``rollout.val_kwargs.pipeline``; null takes the training value."""
@@ -117,6 +121,7 @@ class ValPipelineConfig:
         non_negative(f"{_HERE}.val_kwargs.pipeline.guidance_scale", self.guidance_scale, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValAlgoConfig:
     """The section ``rollout.val_kwargs.algo``."""
@@ -128,6 +133,7 @@ class ValAlgoConfig:
         fit_fields(f"{_HERE}.val_kwargs.algo", self)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
     """The section ``rollout.val_kwargs``."""
@@ -152,6 +158,7 @@ class ValConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ProbeConfig:
     """The section ``rollout.probe``: stored steps that the actor rescores, to tell engine gap from staleness."""
@@ -168,6 +175,7 @@ class ProbeConfig:
         positive(f"{_HERE}.probe.warn_gap", self.warn_gap, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class VllmOmniConfig:
     """The section ``rollout.vllm_omni``: when ``name=vllm_omni`` gives its process up. A process that was given up is
@@ -199,6 +207,7 @@ class VllmOmniConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The section ``actor_rollout_ref.rollout``."""

@@ -25,6 +25,7 @@ from flowgrpo_rc.correction.plan import (
     plain_threshold,
     shown,
 )
+from flowgrpo_rc.field_docs import documented_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,6 +42,7 @@ SMALLEST_AUTO_SHARE = 1e-4
 REJECTION_NORMALIZATIONS = ("all", "kept")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RolloutCorrectionConfig(Presets):
     """Rollout correction, validated at construction. Ratios are train over rollout.
