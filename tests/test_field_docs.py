@@ -58,7 +58,7 @@ def test_all_sections_are_among_the_classes():
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_help_shows_every_field_with_its_text(cls):
     page = pydoc.render_doc(cls, renderer=pydoc.plaintext).replace(" |  ", " ")
-    shown = on_one_line(page.partition("Fields:")[2])
+    shown = " " + on_one_line(page.partition("Fields:")[2])
     written = literals(cls)
     texts = field_texts(cls)
     for field in dataclasses.fields(cls):
