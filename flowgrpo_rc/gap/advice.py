@@ -273,7 +273,7 @@ def _of_the_lag(config: FlowGRPOConfig, mode: str) -> list[str]:
 def _of_what_is_removed(config: FlowGRPOConfig, overall: StepGap, judged: Mapping[str, Judged]) -> list[str]:
     rc, found = config.rollout_correction, []
     for share, name, what, knob in (
-        (overall.rejected, REJECTED, "rejection removes", rc.rejection_knob),
+        (overall.rejected, REJECTED, "rejection removes", rc.rejection_limit_key),
         (overall.zeroed, ZEROED, "importance weights are 0 for", "rollout_is_threshold"),
     ):
         one = judged.get(name)

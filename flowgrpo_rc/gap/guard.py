@@ -128,7 +128,7 @@ class Guard:
         return "Widen diffusion_loss.clip_ratio beyond the gap" + (" or set it to auto" if calibrates else "")
 
     def _rejection_remedy(self) -> str:
-        knob, option = self._rc.rejection_knob, str(self._rc.rollout_rs)
+        knob, option = self._rc.rejection_limit_key, str(self._rc.rollout_rs)
         calibrates = knob == "rollout_rs_threshold" and option.startswith("seq_") and "," not in option
         return f"{'Raise' if knob.endswith('max') else 'Widen'} {knob}{' or set it to auto' if calibrates else ''}"
 
