@@ -6,43 +6,6 @@ from dataclasses import dataclass, fields
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.plan import SAFETY_BOUND, Criterion, ImportanceSampling
 
-
-@dataclass(frozen=True, slots=True)
-class _Mode:
-    """What a mode and its loss are called, and what each acts on."""
-
-    algorithm: str
-    policies: str
-    clipped: str
-    ratio: str
-    """Whose ratio weights and rejection look at."""
-    in_force: str
-
-
-_TWO_POLICIES = "two: pi_rollout (behaviour, and in place of pi_old) and pi_theta (trained)"
-_DECOUPLED = _Mode(
-    algorithm="decoupled PPO",
-    policies="three: pi_rollout (behaviour), pi_old (recomputed, centre of the clip) and pi_theta (trained)",
-    clipped="the PPO ratio pi_theta/pi_old, around 1",
-    ratio="pi_old/pi_rollout",
-    in_force="decoupled mode (pi_old recomputed)",
-)
-_BYPASS = {
-    "ppo_clip": _Mode(
-        algorithm="PPO in bypass mode",
-        policies=_TWO_POLICIES,
-        clipped="the PPO ratio pi_theta/pi_rollout, around 1",
-        ratio="pi_theta/pi_rollout",
-        in_force="bypass mode (pi_old = pi_rollout, ppo_clip)",
-    ),
-    "reinforce": _Mode(
-        algorithm="off-policy REINFORCE",
-        policies=_TWO_POLICIES,
-        clipped="nothing",
-        ratio="pi_theta/pi_rollout",
-        in_force="bypass mode (pi_old = pi_rollout, reinforce)",
-    ),
-}
 _WEIGHTS = {
     "truncate": ("truncated importance sampling", "at most {upper:g}"),
     "zero": ("IcePop", "0 outside [{lower:g}, {upper:g}]"),
@@ -75,11 +38,10 @@ class Explanation:
 
 def explain(config: RolloutCorrectionConfig) -> Explanation:
     """Says which policies a configuration uses, what it clips, weights and rejects, and what that costs."""
-    mode = _mode(config)
     lines = (
         f"Algorithm: {_algorithm(config)}",
-        f"Policies:  {mode.policies}",
-        f"Clipped:   {mode.clipped}",
+        f"Policies:  {_policies(config)}",
+        f"Clipped:   {_clipped(config)}",
         f"Weighted:  {_weighted(config)}",
         f"Rejected:  {_rejected(config)}",
         f"Cost:      {_cost(config)}",
@@ -104,11 +66,13 @@ def in_force(config: RolloutCorrectionConfig) -> str:
         parts.append(f"rejects {'; '.join(rejected)}")
     if config.weights_act and weights is None and not rejected:
         parts.append("no importance weights, no rejection: the gap to pi_rollout is measured, not corrected")
-    return f"{_mode(config).in_force}: {'; '.join(parts)}"
+    bypass = f"bypass mode (pi_old = pi_rollout, {config.loss_type})"
+    return f"{bypass if config.bypass_mode else 'decoupled mode (pi_old recomputed)'}: {'; '.join(parts)}"
 
 
-def _mode(config: RolloutCorrectionConfig) -> _Mode:
-    return _BYPASS[config.loss_type] if config.bypass_mode else _DECOUPLED
+def _ratio(config: RolloutCorrectionConfig) -> str:
+    """Whose ratio weights and rejection look at."""
+    return "pi_theta/pi_rollout" if config.bypass_mode else "pi_old/pi_rollout"
 
 
 def _algorithm(config: RolloutCorrectionConfig) -> str:
@@ -118,10 +82,22 @@ def _algorithm(config: RolloutCorrectionConfig) -> str:
         parts.append(_WEIGHTS[plan.importance.mode][0])
     if plan.can_reject:
         parts.append("rejection sampling")
-    if not parts and not config.bypass_mode:
-        return "PPO against pi_old; the rollout gap is measured, not corrected"
     extras = " with " + " and ".join(parts) if parts else ""
-    return _mode(config).algorithm + extras
+    if not config.bypass_mode:
+        return f"decoupled PPO{extras}" if extras else "PPO against pi_old; the rollout gap is measured, not corrected"
+    return f"off-policy REINFORCE{extras}" if config.loss_type == "reinforce" else f"PPO in bypass mode{extras}"
+
+
+def _policies(config: RolloutCorrectionConfig) -> str:
+    if config.bypass_mode:
+        return "two: pi_rollout (behaviour, and in place of pi_old) and pi_theta (trained)"
+    return "three: pi_rollout (behaviour), pi_old (recomputed, centre of the clip) and pi_theta (trained)"
+
+
+def _clipped(config: RolloutCorrectionConfig) -> str:
+    if config.loss_type == "reinforce":
+        return "nothing"
+    return f"the PPO ratio {'pi_theta/pi_rollout' if config.bypass_mode else 'pi_theta/pi_old'}, around 1"
 
 
 def _weighted(config: RolloutCorrectionConfig) -> str:
@@ -138,7 +114,7 @@ def _weighted(config: RolloutCorrectionConfig) -> str:
 
 def _weights(config: RolloutCorrectionConfig, weights: ImportanceSampling) -> str:
     bounds = _WEIGHTS[weights.mode][1].format(lower=weights.lower, upper=weights.upper)
-    return f"{_LEVELS[weights.level]} {_mode(config).ratio}, {bounds}"
+    return f"{_LEVELS[weights.level]} {_ratio(config)}, {bounds}"
 
 
 def _rejected(config: RolloutCorrectionConfig) -> str:
@@ -152,7 +128,7 @@ def _rejected(config: RolloutCorrectionConfig) -> str:
 def _rejections(config: RolloutCorrectionConfig) -> list[str]:
     """What each criterion rejects, the veto and ``rollout_is_mode=mask`` included."""
     plan = config.plan()
-    ratio = _mode(config).ratio
+    ratio = _ratio(config)
     parts = [_criterion(criterion, ratio) for criterion in plan.criteria]
     weights = plan.importance
     if weights is not None and weights.mode == "mask":
@@ -196,34 +172,27 @@ def _guard(config: RolloutCorrectionConfig) -> str:
 def _mistakes(config: RolloutCorrectionConfig) -> list[str]:
     plan = config.plan()
     corrects = plan.importance is not None or plan.can_reject
-    measures_only = not config.weights_act and plan.importance is not None and plan.importance.mode != "mask"
     by_row = [criterion.name for criterion in plan.criteria if criterion.aggregate != "token"]
-    every = (
-        (
-            not config.bypass_mode and not corrects,
+    found: list[str] = []
+    if not config.bypass_mode and not corrects:
+        found.append(
             "PPO against pi_old while the rollout policy is ignored: nothing corrects pi_old/pi_rollout. "
-            "Set rollout_is, or bypass_mode=true.",
-        ),
-        (
-            measures_only,
+            "Set rollout_is, or bypass_mode=true."
+        )
+    if not config.weights_act and plan.importance is not None and plan.importance.mode != "mask":
+        found.append(
             "rollout_is in bypass mode with ppo_clip: applied weights would count pi_theta/pi_rollout twice, so they "
-            "are diagnostics only. Set rollout_is=null, or loss_type=reinforce.",
-        ),
-        (
-            config.loss_type == "reinforce" and not corrects,
-            "REINFORCE on off-policy data without weights or rejection is biased. Set rollout_is.",
-        ),
-        (
-            config.guard == "fallback" and not config.bypass_mode,
-            "guard=fallback has nothing to fall back to: the run is in decoupled mode already.",
-        ),
-        (
-            config.bypass_mode and by_row,
+            "are diagnostics only. Set rollout_is=null, or loss_type=reinforce."
+        )
+    if config.loss_type == "reinforce" and not corrects:
+        found.append("REINFORCE on off-policy data without weights or rejection is biased. Set rollout_is.")
+    if config.guard == "fallback" and not config.bypass_mode:
+        found.append("guard=fallback has nothing to fall back to: the run is in decoupled mode already.")
+    if config.bypass_mode and by_row:
+        found.append(
             f"{', '.join(by_row)} in bypass mode: a loss that is fed one SDE step at a time, (B,) or (B, 1), can only "
-            "see that step, and every criterion then acts per step. Feed it (B, W).",
-        ),
-    )
-    found = [text for applies, text in every if applies]
+            "see that step, and every criterion then acts per step. Feed it (B, W)."
+        )
     found += _never_binding(config)
     if plan.can_reject and config.rejection_normalization == "all":
         found.append(
