@@ -12,7 +12,7 @@ BASE = {"lazy", "paths", "checks", "field_docs", "threads"}
 ALLOWED = {
     "correction": BASE,
     "sde": set(),
-    "loss": {"correction", "sde"},
+    "loss": {"correction", "sde", *BASE},
     "batch": {"correction", "sde"},
     "models": BASE,
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},

@@ -1,6 +1,9 @@
 """Loss metrics as sums on the device: added over micro-batches and ranks, sent to the host once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -86,6 +89,11 @@ class LossMetrics:
             torch.where(valid, ratio, -torch.inf).max(),
             dual_clip is not None,
         )
+
+    @classmethod
+    def merge(cls, parts: "Sequence[LossMetrics]") -> "LossMetrics":
+        """Those of all micro-batches together; there must be one."""
+        return reduce(add, parts)
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
         return LossMetrics(
