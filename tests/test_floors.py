@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks", "field_docs", "threads"}
+BASE = {"lazy", "paths", "checks", "dtypes", "field_docs", "threads"}
 
 ALLOWED = {
     "correction": BASE,
-    "sde": set(),
+    "sde": BASE,
     "loss": {"correction", "sde", *BASE},
     "batch": {"correction", "sde"},
     "models": BASE,

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.parts import (
     FIELD,
@@ -88,7 +89,7 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     with _quiet():
         for part in sorted(parts, key=lambda part: _size(folder / part.name)):
             if part.has_weights:
-                loaded[part.name] = _load_weights(path, folder, part, classes[part.name], getattr(torch, dtype))
+                loaded[part.name] = _load_weights(path, folder, part, classes[part.name], torch_dtype(dtype))
             elif part.is_tokenizer or part.is_scheduler:
                 loaded[part.name] = _load_small(path, folder, part, classes[part.name])
         with _explaining(path, INDEX):
