@@ -11,22 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo_rc.checks import fit, positive, show
-from flowgrpo_rc.cli.foreign_keys import (
-    DROP,
-    LAUNCHER_KEYS,
-    MAY_DIFFER,
-    OBJECTIVES,
-    OTHER_DEFAULTS,
-    SPELLINGS,
-    Deleted,
-    Ignored,
-    Moved,
-    Refused,
-    Renamed,
-    find,
-)
+from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, find
 from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
+from flowgrpo_rc.cli.spellings import ALGORITHMS, MAY_DIFFER, OTHER_DEFAULTS, SPELLINGS
+from flowgrpo_rc.cli.verdicts import DROP, Deleted, Ignored, Moved, Refused, Renamed
 
 _OPTIM = "actor_rollout_ref.actor.optim"
 CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_correction")
@@ -227,14 +216,14 @@ def _started() -> tuple[int, int] | None:
 def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals, layers: _Layers) -> None:
     """verl-omni names an algorithm; here it is made up of an objective and of how windows are placed."""
     name = leaves.get(_ALGORITHM, "flow_grpo")
-    if not _hashable(name) or name not in OBJECTIVES:
-        names = ", ".join(OBJECTIVES)
+    if not _hashable(name) or name not in ALGORITHMS:
+        names = ", ".join(ALGORITHMS)
         leaves.pop(_ALGORITHM)
         return refusals.cannot(override(_ALGORITHM, name), f"this algorithm is not implemented; there are {names}")
     if name == "flow_grpo":
         return None
     leaves[_ALGORITHM] = "flow_grpo"
-    for key, value in OBJECTIVES[name].items():
+    for key, value in ALGORITHMS[name].items():
         present = leaves.get(key, value)
         if present != value and layers.first_wins(_ALGORITHM, key):
             present = value
@@ -244,7 +233,7 @@ def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals, la
                 f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave one out"
             )
         leaves[key] = present
-    made_of = " ".join(f"{key}={show(leaves[key]).strip(chr(39))}" for key in OBJECTIVES[name])
+    made_of = " ".join(f"{key}={show(leaves[key]).strip(chr(39))}" for key in ALGORITHMS[name])
     done.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
     return None
 
