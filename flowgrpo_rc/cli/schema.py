@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.cli.foreign_keys import has_pattern_of_its_own
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
+from flowgrpo_rc.cli.yaml_files import child_values
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 _CORRECTION_KEYS = "its keys, e.g. {rollout_is: sequence}, or null"
@@ -129,8 +130,7 @@ def _own_value(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 def _check_depth(path: str, value: Any, depth: int) -> None:
     if depth > DEEPEST:
         raise ConfigError(f"{path}: nested more than {DEEPEST} levels deep")
-    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for child in children:
+    for child in child_values(value):
         _check_depth(path, child, depth + 1)
 
 

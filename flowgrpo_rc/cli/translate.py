@@ -281,7 +281,8 @@ class _Translator:
 
 def _started() -> tuple[int, int] | None:
     """Processes on this machine and machines, as torchrun and accelerate launch tell; None without them."""
-    world, local = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    world = os.environ.get("WORLD_SIZE", "")
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not world.isdigit() or int(world) < 1:
         return None
     per_node = int(local) if local.isdigit() and int(local) > 0 else int(world)
