@@ -16,8 +16,9 @@ if TYPE_CHECKING:
         compute_rollout_correction_weights,
         compute_rollout_rejection_mask,
     )
-    from flowgrpo_rc.correction.numerics.metrics import slime_metrics
-    from flowgrpo_rc.correction.numerics.moments import MetricAccumulator, Moments
+    from flowgrpo_rc.correction.numerics.slime import slime_metrics
+    from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator
+    from flowgrpo_rc.correction.numerics.moments import Moments
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
     from flowgrpo_rc.correction.options.explanation import Explanation, explain
     from flowgrpo_rc.correction.plan import SAFETY_BOUND
@@ -43,8 +44,8 @@ _HOME = {
     "RolloutCorrectionConfig": "options.config",
     "Explanation": "options.explanation",
     "explain": "options.explanation",
-    "slime_metrics": "numerics.metrics",
-    "MetricAccumulator": "numerics.moments",
+    "slime_metrics": "numerics.slime",
+    "MetricAccumulator": "numerics.accumulator",
     "Moments": "numerics.moments",
     "SAFETY_BOUND": "plan",
 }
