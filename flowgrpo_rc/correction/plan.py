@@ -19,7 +19,6 @@ SAFETY_BOUND = 20.0
 IS_LEVELS = ("token", "sequence", "geometric")
 
 
-
 @dataclass(frozen=True, slots=True)
 class WeightMode:
     """What a value of ``rollout_is_mode`` means beside its arithmetic, which is in ``numerics/weights.py``."""

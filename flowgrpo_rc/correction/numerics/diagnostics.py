@@ -6,45 +6,41 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.elements import Elements, extremes, row_sums, safe_exp
+from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, safe_exp
 from flowgrpo_rc.correction.numerics.moments import RowFigures
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
 
-def off_policy(x: Elements, rows: Shaped[Tensor, " B"] | None) -> RowFigures:
-    """Sums behind the diagnostics; ``rows`` are those that count in averages over rows (``None``: all).
+def add_off_policy_sums(x: Elements, sums: RowSums) -> None:
+    """Element sums behind the diagnostics."""
+    sums.add("log_prob", x.log_prob)
+    sums.add("log_ratio", x.log_ratio)
+    sums.add("log_ratio_abs", x.log_ratio.abs())
+    sums.add("excess", x.excess)
+    sums.add("excess_squared", x.excess.square())
+    sums.add("k3", x.excess - x.clamped)
 
-    A row's log perplexity is ``-mean(log_prob)``. chi-squared is ``mean(r^2) - 1``.
-    """
-    gap = x.log_ratio.abs()
-    sums = row_sums(x.log_prob, x.log_ratio, gap, x.excess, x.excess.square(), x.excess - x.clamped)
-    log_prob, log_ratio, gap_sum, excess, excess_squared, k3 = sums.unbind()
-    train, difference = x.row_mean(-sums[:2]).unbind()
-    log_ppl = torch.stack([train, train - difference, difference])
-    training_ppl, rollout_ppl, ppl_ratio = safe_exp(log_ppl).unbind()
-    figures = RowFigures(
-        {
-            "elements": x.count,
-            "rows": torch.ones_like(x.count),
-            "nonempty_rows": x.nonempty.double(),
-            "log_ratio": log_ratio,
-            "log_ratio_abs": gap_sum,
-            "excess": excess,
-            "excess_squared": excess_squared,
-            "k3": k3,
-            "training_ppl": training_ppl,
-            "training_log_ppl": train,
-            "rollout_ppl": rollout_ppl,
-            "rollout_log_ppl": log_ppl[1],
-            "log_ppl_diff": difference,
-            "log_ppl_abs_diff": difference.abs(),
-            "ppl_ratio": ppl_ratio,
-            "chi2_seq": torch.expm1(2.0 * log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)),
-        }
-    )
-    figures.add_extremes("log_ppl_diff", extremes(difference, rows))
-    figures.maxima["log_ratio_abs"] = gap.amax().double()
-    return figures
+
+def off_policy_figures(x: Elements, rows: Rows, figures: RowFigures) -> None:
+    """Figures of each row. Its log perplexity is ``-mean(log_prob)``; chi-squared is ``r^2 - 1`` of its product."""
+    difference = -rows.mean("log_ratio")
+    training = -rows.mean("log_prob")
+    rollout = training - difference
+    training_ppl, rollout_ppl, ppl_ratio = safe_exp(torch.stack([training, rollout, difference])).unbind()
+    figures.sums |= {
+        **rows.sums,
+        "rows": torch.ones_like(training),
+        "training_ppl": training_ppl,
+        "training_log_ppl": training,
+        "rollout_ppl": rollout_ppl,
+        "rollout_log_ppl": rollout,
+        "log_ppl_diff": difference,
+        "log_ppl_abs_diff": difference.abs(),
+        "ppl_ratio": ppl_ratio,
+        "chi2_seq": torch.expm1(2.0 * rows.sums["log_ratio"].clamp(-SAFETY_BOUND, SAFETY_BOUND)),
+    }
+    figures.add_range("log_ppl_diff", difference)
+    figures.add_range("log_ratio", *x.extremes(x.log_ratio))
 
 
 def timestep_table(

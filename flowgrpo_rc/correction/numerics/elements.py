@@ -1,4 +1,4 @@
-"""The elements of a block of rows: their log ratios, from which weights, rejection and diagnostics are computed.
+"""From the elements of a block of rows to sums along the rows: what weights, rejection and diagnostics have in common.
 
 Notation of this folder, for one element: ``l = log_prob - rollout_log_prob`` (train over rollout), ``r = exp(l)``. An
 element is one token or one SDE step; a row is one sequence, or one image's window of steps.
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
+SUMMED_TOGETHER = 1 << 14
+"""Elements of a block up to which everything is summed in one operation: few calls. Above, one by one: little memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Elements:
@@ -24,28 +27,33 @@ class Elements:
     clamped: Float[Tensor, "B T"]
     """``l`` within the safety bound."""
     excess: Float[Tensor, "B T"]
-    """``r - 1`` of the clamped ``l``. Near ``l = 0`` it keeps the digits that ``exp(l)`` rounds away."""
+    """``r - 1`` of the clamped ``l``: near ``l = 0`` it keeps the digits that ``exp(l)`` rounds away."""
     valid: Bool[Tensor, "B T"] | None
     """Which elements count; ``None`` when all do."""
     ones: Float[Tensor, "B T"] | None
-    """The same as 1 and 0."""
-    count: Float[Tensor, " B"]
-    """Valid elements of each row, float64."""
+    """The same as 1 and 0, to multiply with."""
 
-    @property
-    def nonempty(self) -> Bool[Tensor, " B"]:
-        """Rows with a valid element."""
-        return self.count > 0
+    def zero_invalid(self, values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Finite values, with 0 at invalid elements."""
+        return values if self.ones is None else values * self.ones
 
-    def zero_invalid(self, values: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "B T"]:
-        """Finite numbers or flags, with 0 (False) at invalid elements."""
-        if self.valid is None or self.ones is None:
-            return values
-        return values & self.valid if values.dtype == torch.bool else values * self.ones
+    def beyond(
+        self, values: Float[Tensor, "B T"], lower: float, upper: float
+    ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """Valid elements below and above the bounds, which are rounded to the compute dtype, of values that are 0 at
+        invalid ones."""
+        below = values < lower
+        above = values > upper
+        if self.valid is not None and not lower <= 0.0 <= upper:
+            below = below & self.valid
+            above = above & self.valid
+        return below, above
 
-    def row_mean(self, row_sum: Float[Tensor, "*K B"]) -> Float[Tensor, "*K B"]:
-        """Means over a row's valid elements; 0 for a row without one."""
-        return row_sum / self.count.clamp(min=1.0)
+    def extremes(self, values: Float[Tensor, "B T"]) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+        """Smallest and largest valid value of each row."""
+        if self.valid is None:
+            return values.amin(1), values.amax(1)
+        return values.masked_fill(~self.valid, torch.inf).amin(1), values.masked_fill(~self.valid, -torch.inf).amax(1)
 
 
 def make_elements(
@@ -61,40 +69,63 @@ def make_elements(
     log_prob = log_prob.to(dtype)
     log_ratio = log_prob - rollout_log_prob.to(dtype)
     valid = ones = None
-    if mask is None:
-        count = log_prob.new_full(log_prob.shape[:1], log_prob.shape[1], dtype=torch.float64)
-    else:
+    if mask is not None:
         valid = mask != 0
         ones = valid.to(dtype)
-        count = valid.sum(1).double()
-        log_prob = torch.where(valid, log_prob, 0.0)
-        log_ratio = torch.where(valid, log_ratio, 0.0)
+        zero = log_ratio.new_zeros(())
+        log_prob = torch.where(valid, log_prob, zero)
+        log_ratio = torch.where(valid, log_ratio, zero)
     clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    return Elements(log_prob, log_ratio, clamped, torch.expm1(clamped), valid, ones, count)
+    return Elements(log_prob, log_ratio, clamped, torch.expm1(clamped), valid, ones)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the rows of a block have in common, in float64."""
+
+    sums: dict[str, Float[Tensor, " B"]]
+    """Sums along each row, by name; ``elements`` counts its valid elements."""
+    divisor: Float[Tensor, " B"]
+    """The number of valid elements, at least 1."""
+    dtype: torch.dtype
+    """In which elements are computed, and decisions made."""
+
+    @property
+    def count(self) -> Float[Tensor, " B"]:
+        """Valid elements of each row."""
+        return self.sums["elements"]
+
+    def mean(self, name: str) -> Float[Tensor, " B"]:
+        """The mean over a row's valid elements; 0 for a row without one."""
+        return self.sums[name] / self.divisor
+
+
+class RowSums:
+    """Collects what is to be summed along the rows of a block."""
+
+    def __init__(self, x: Elements) -> None:
+        self._together = x.log_ratio.numel() <= SUMMED_TOGETHER
+        self._x = x
+        self._values: dict[str, Tensor] = {}
+
+    def add(self, name: str, values: Shaped[Tensor, "B T"]) -> None:
+        """Numbers or flags, 0 at invalid elements."""
+        self._values[name] = values if self._together else values.sum(1)
+
+    def rows(self) -> Rows:
+        """The sums of everything added."""
+        if self._x.ones is not None:
+            self.add("elements", self._x.ones)
+        table = torch.stack(list(self._values.values()))
+        if self._together:
+            table = table.sum(2)
+        sums = dict(zip(self._values, table.double().unbind(), strict=True))
+        if self._x.ones is None:
+            rows, columns = self._x.log_ratio.shape
+            sums["elements"] = table.new_full((rows,), columns, dtype=torch.float64)
+        return Rows(sums, sums["elements"].clamp(min=1.0), self._x.log_ratio.dtype)
 
 
 def safe_exp(log: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """``exp``, its argument clamped to the safety bound."""
     return log.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
-
-
-def row_sums(*values: Float[Tensor, "B T"]) -> Float[Tensor, "K B"]:
-    """Sums of each tensor along its rows, in float64."""
-    return torch.stack([each.sum(1) for each in values]).double()
-
-
-def row_counts(*flags: Bool[Tensor, "B T"]) -> Float[Tensor, "K B"]:
-    """How many flags each row has, in float64."""
-    return torch.stack([each.sum(1) for each in flags]).double()
-
-
-def extremes(
-    values: Float[Tensor, "*shape"], counts: Bool[Tensor, "*shape"] | None
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Smallest and largest of the values that count (``None``: all do), in float64."""
-    if counts is None:
-        smallest, largest = torch.aminmax(values)
-    else:
-        smallest = torch.where(counts, values, torch.inf).amin()
-        largest = torch.where(counts, values, -torch.inf).amax()
-    return smallest.double(), largest.double()

@@ -5,7 +5,7 @@ import math
 from flowgrpo_rc.correction.numerics.moments import Moments
 from flowgrpo_rc.correction.numerics.rejection import ELEMENT_SUMS, ROW_SUMS
 from flowgrpo_rc.correction.numerics.weights import batch_divisor, divisor_sums
-from flowgrpo_rc.correction.plan import WEIGHT_MODES, Criterion, ImportanceSampling
+from flowgrpo_rc.correction.plan import SAFETY_BOUND, WEIGHT_MODES, Criterion, ImportanceSampling
 
 PREFIX = "rollout_corr/"
 Metrics = dict[str, float]
@@ -23,7 +23,7 @@ def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
         out["rollout_rs_masked_fraction"] = total["rejected"] / total["elements"]
         out["rollout_rs_seq_masked_fraction"] = total["rows_rejected"] / total["rows"]
     if plan.log_veto is not None:
-        out["rollout_is_veto_fraction"] = total["veto_rows"] / total["nonempty_rows"]
+        out["rollout_is_veto_fraction"] = total["veto_rows"] / total["rows"]
         out["rollout_is_catastrophic_token_fraction"] = total["veto_elements"] / total["elements"]
     out |= _off_policy(moments)
     out |= _timestep_gaps(moments)
@@ -42,7 +42,7 @@ def _off_policy(moments: Moments) -> Metrics:
         "k3_kl": total["k3"] / n,
         "chi2_token": (total["excess_squared"] + 2.0 * total["excess"]) / n,  # r^2 - 1
         "logprob_abs_diff_mean": total["log_ratio_abs"] / n,
-        "logprob_abs_diff_max": moments.maxima["log_ratio_abs"],
+        "logprob_abs_diff_max": max(moments.maxima["log_ratio"], -moments.minima["log_ratio"]),
     }
 
 
@@ -61,26 +61,26 @@ def _importance(spec: ImportanceSampling, moments: Moments) -> Metrics:
     mean, second, variance = _weight_moments(moments, "is_", n)
     _, _, row_variance = _weight_moments(moments, "is_row_", rows)
     low, high = moments.minima, moments.maxima
-    ratios, ratio_count = ("elements", n) if spec.level == "token" else ("ratios", rows)
+    ratios, ratio_count = ("is", n) if spec.level == "token" else ("is_row", rows)
     out = {
         "rollout_is_mean": mean,
         "rollout_is_std": math.sqrt(variance) if n > 1 else 0.0,
         "rollout_is_min": low["is_weight"],
         "rollout_is_max": high["is_weight"],
         "rollout_is_eff_sample_size": mean * mean / second if second > 0.0 and mean > 0.0 else 0.0,
-        "rollout_is_ratio_fraction_high": total[f"is_{ratios}_high"] / ratio_count,
-        "rollout_is_ratio_fraction_low": total[f"is_{ratios}_low"] / ratio_count,
+        "rollout_is_ratio_fraction_high": total[f"{ratios}_high"] / ratio_count,
+        "rollout_is_ratio_fraction_low": total[f"{ratios}_low"] / ratio_count,
         "rollout_is_seq_mean": total["is_row_weight"] / rows,
         "rollout_is_seq_std": math.sqrt(row_variance * rows / (rows - 1.0)) if rows > 1 else 0.0,
         "rollout_is_seq_min": low["is_row_weight"],
         "rollout_is_seq_max": high["is_row_weight"],
         "rollout_is_seq_max_deviation": max(high["is_row_excess"], -low["is_row_excess"]),
-        "rollout_is_seq_fraction_high": total["is_rows_high"] / rows,
-        "rollout_is_seq_fraction_low": total["is_rows_low"] / rows,
+        "rollout_is_seq_fraction_high": total["is_row_high"] / rows,
+        "rollout_is_seq_fraction_low": total["is_row_low"] / rows,
     }
     outside = WEIGHT_MODES[spec.mode].outside_metric
     if outside is not None:
-        out[outside] = (total["is_elements_high"] + total["is_elements_low"]) / n
+        out[outside] = (total["is_low"] + total["is_high"]) / n
     if spec.batch_normalize:
         out["rollout_is_batch_norm_factor"] = moments.divisor or batch_divisor(*divisor_sums(spec, total))
     return out
@@ -98,12 +98,12 @@ def _weight_moments(moments: Moments, start: str, count: float) -> tuple[float, 
 
 def _criterion(c: Criterion, moments: Moments) -> Metrics:
     element = {name: moments.sums[f"{c.name}/{name}"] / moments.count for name in ELEMENT_SUMS}
-    count = moments.sums["nonempty_rows"]
+    count = moments.sums["rows"]
     row = {name: moments.sums[f"{c.name}/{name}"] / count for name in ROW_SUMS}
     row_low, row_high = moments.minima[f"{c.name}/row"], moments.maxima[f"{c.name}/row"]
     low, high, below, above = row_low, row_high, row["row_below"], row["row_above"]
     if c.aggregate == "token":
-        low, high = moments.minima[f"{c.name}/element"], moments.maxima[f"{c.name}/element"]
+        low, high = _element_extremes(c, moments)
         below, above = element["below"], element["above"]
     row_below, row_above = row["row_below"], row["row_above"]
     if c.statistic == "k1" and not c.mirrored:  # k1 = -l: below its bounds are the large ratios
@@ -130,3 +130,16 @@ def _criterion(c: Criterion, moments: Moments) -> Metrics:
     if c.statistic == "k1":
         out["seq_fraction_low"] = row_below
     return {f"rollout_rs_{c.name}_{name}": value for name, value in out.items()}
+
+
+def _element_extremes(c: Criterion, moments: Moments) -> tuple[float, float]:
+    """Smallest and largest element statistic. k2 and k3 are convex: the largest is that of an extreme ``l``."""
+    least = max(moments.minima["log_ratio"], -SAFETY_BOUND)
+    most = min(moments.maxima["log_ratio"], SAFETY_BOUND)
+    if c.statistic == "k1":
+        return -most, -least
+    if c.statistic == "k2":
+        largest = max(least * least, most * most) / 2
+    else:
+        largest = max(math.expm1(least) - least, math.expm1(most) - most)
+    return moments.minima[f"{c.name}/element"], largest

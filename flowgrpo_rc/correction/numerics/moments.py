@@ -19,40 +19,39 @@ from flowgrpo_rc.correction.plan import CorrectionPlan
 
 @dataclass(slots=True)
 class RowFigures:
-    """Named figures of a block of rows, on its device, in float64."""
+    """Named figures of each row of a block, on its device."""
 
     sums: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
-    """One value a row, to be summed over rows."""
-    minima: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
-    maxima: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
+    """Float64, to be summed over rows."""
+    minima: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
+    """Of which the smallest counts."""
+    maxima: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
+    """Of which the largest counts."""
 
-    def add_extremes(self, name: str, ends: tuple[Float[Tensor, ""], Float[Tensor, ""]]) -> None:
-        """Notes the smallest and the largest value of something."""
-        self.minima[name], self.maxima[name] = ends
-
-    def update(self, other: "RowFigures") -> None:
-        """Takes over the figures of ``other``, which have other names."""
-        self.sums |= other.sums
-        self.minima |= other.minima
-        self.maxima |= other.maxima
+    def add_range(self, name: str, smallest: Float[Tensor, " B"], largest: Float[Tensor, " B"] | None = None) -> None:
+        """Notes figures of which the smallest and the largest count."""
+        self.minima[name] = smallest
+        self.maxima[name] = smallest if largest is None else largest
 
 
 class Totals(NamedTuple):
-    """``RowFigures`` reduced over rows, as vectors in the order of their names; still on the device."""
+    """``RowFigures`` reduced over rows, as vectors in the order of their names; still on the device, in float64."""
 
     sums: Float[Tensor, " sums"]
     minima: Float[Tensor, " minima"]
     maxima: Float[Tensor, " maxima"]
 
 
-def reduce_rows(figures: RowFigures, counted: Bool[Tensor, " B"] | None) -> Totals:
-    """Sums over the rows that are counted (``None``: all)."""
-    table = torch.stack(list(figures.sums.values()))
-    if counted is not None:
-        table = table * counted
-    return Totals(
-        table.sum(1), torch.stack(list(figures.minima.values())), torch.stack(list(figures.maxima.values()))
-    )
+def reduce_rows(figures: RowFigures, nonempty: Bool[Tensor, " B"] | None) -> Totals:
+    """Totals over the rows with a valid element (``None``: all have one)."""
+    sums = torch.stack(list(figures.sums.values()))
+    minima = torch.stack(list(figures.minima.values())).double()
+    maxima = torch.stack(list(figures.maxima.values())).double()
+    if nonempty is not None:
+        sums = sums * nonempty
+        minima = minima.masked_fill(~nonempty, math.inf)
+        maxima = maxima.masked_fill(~nonempty, -math.inf)
+    return Totals(sums.sum(1), minima.amin(1), maxima.amax(1))
 
 
 def reduce_blocks(blocks: Sequence[Totals]) -> Totals:

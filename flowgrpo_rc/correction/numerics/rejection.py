@@ -1,28 +1,23 @@
-"""Rejection (SPEC section 3): criteria on k1, k2 and k3 of elements or whole rows, and the veto."""
+"""Rejection (SPEC section 3): criteria on k1, k2 and k3 of elements or of whole rows, and the veto.
+
+Element criteria decide before the sums along rows are taken, row criteria after; both report the same figures.
+"""
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.elements import Elements, extremes, row_counts, row_sums
+from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums
 from flowgrpo_rc.correction.numerics.moments import RowFigures
 from flowgrpo_rc.correction.plan import Criterion
 
-
 ELEMENT_SUMS = ("statistic", "inside", "inside_squared", "below", "above")
-"""The statistic, as it is and clamped to the bounds, and whether it is beyond them; of a row once for each element."""
+"""The statistic, as it is and clamped to its bounds, and whether it is beyond them; a row's once for each element."""
 ROW_SUMS = ("row", "row_squared", "row_below", "row_above", "row_rejected")
-"""The statistic of whole rows: of an element criterion the mean, which may be inside where an element is not."""
-
-
-class Rejection(NamedTuple):
-    """What one criterion rejects."""
-
-    rejected: Bool[Tensor, "B #T"]
-    figures: RowFigures
+"""The statistic of whole rows: for an element criterion the mean, which may be inside where an element is not."""
 
 
 def element_statistic(
@@ -36,79 +31,89 @@ def element_statistic(
     return excess - log_ratio
 
 
-def judge(criterion: Criterion, x: Elements, row_bounds: Float[Tensor, " B"] | None) -> Rejection:
-    """What a criterion rejects; ``row_bounds`` are the bounds of a calibrated one."""
-    statistic = element_statistic(criterion, x.clamped, x.excess)
-    if criterion.aggregate == "token":
-        return _judge_elements(criterion, x, statistic)
-    return _judge_rows(criterion, x, statistic, row_bounds)
-
-
-def _judge_elements(criterion: Criterion, x: Elements, statistic: Float[Tensor, "B T"]) -> Rejection:
+def judge_elements(criterion: Criterion, x: Elements, sums: RowSums, figures: RowFigures) -> Bool[Tensor, "B T"]:
+    """What a criterion rejects, element by element."""
     lower, upper = criterion.statistic_bounds
-    below = x.zero_invalid(statistic < lower)
-    above = x.zero_invalid(statistic > upper)
+    statistic = element_statistic(criterion, x.clamped, x.excess)
+    below, above = x.beyond(statistic, lower, upper)
     rejected = below | above
     inside = x.zero_invalid(statistic.clamp(lower, upper))
-    total, inside_sum, inside_squared = row_sums(statistic, inside, inside.square()).unbind()
-    below_count, above_count = row_counts(below, above).unbind()
-    mean = x.row_mean(total)
-    compared = mean.to(statistic.dtype)
-    elements = [total, inside_sum, inside_squared, below_count, above_count]
-    rows = [mean, mean.square(), (compared < lower) & x.nonempty, (compared > upper) & x.nonempty, rejected.any(1)]
-    figures = _figures(criterion, x, elements, rows)
-    figures.add_extremes(f"{criterion.name}/element", _element_extremes(criterion, x, statistic))
-    return Rejection(rejected, figures)
+    elements = (statistic, inside, inside.square(), below, above)
+    for name, values in _named(criterion, ELEMENT_SUMS, elements).items():
+        sums.add(name, values)
+    if criterion.statistic != "k1":  # its extremes, and the largest k2 and k3, are those of an extreme l
+        figures.minima[f"{criterion.name}/element"] = x.extremes(statistic)[0]
+    return rejected
 
 
-def _element_extremes(
-    criterion: Criterion, x: Elements, statistic: Float[Tensor, "B T"]
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Smallest and largest statistic of a valid element."""
-    if criterion.statistic == "k1":
-        return extremes(statistic, x.valid)
-    # k2 and k3 are convex with their minimum at 0, so the largest is that of an extreme l, exact in float64
-    ends = torch.stack(extremes(x.clamped, x.valid))
-    return extremes(statistic, x.valid)[0], element_statistic(criterion, ends, torch.expm1(ends)).amax()
+def element_criterion_figures(criterion: Criterion, rows: Rows, figures: RowFigures) -> None:
+    """Adds the figures of ``judge_elements`` that follow from its sums."""
+    lower, upper = criterion.statistic_bounds
+    mean = rows.mean(f"{criterion.name}/statistic")
+    compared = mean.to(rows.dtype)
+    rejected = rows.sums[f"{criterion.name}/below"] + rows.sums[f"{criterion.name}/above"] > 0
+    flags = torch.stack([compared < lower, compared > upper, rejected]).double()
+    _add_rows(criterion, figures, mean, *flags.unbind())
 
 
-def _judge_rows(
-    criterion: Criterion, x: Elements, statistic: Float[Tensor, "B T"], row_bounds: Float[Tensor, " B"] | None
-) -> Rejection:
-    if criterion.aggregate == "seq_max":
-        of_row = statistic.amax(1)  # k2 and k3 are 0, their minimum, at invalid elements
+def add_row_statistic(criterion: Criterion, x: Elements, sums: RowSums) -> None:
+    """Element sums that ``judge_rows`` needs."""
+    if criterion.aggregate != "seq_max":
+        sums.add(criterion.name, element_statistic(criterion, x.clamped, x.excess))
+
+
+def judge_rows(
+    criterion: Criterion, x: Elements, rows: Rows, row_bounds: Float[Tensor, " B"] | None, figures: RowFigures
+) -> Bool[Tensor, "B 1"]:
+    """Which rows a criterion rejects; ``row_bounds`` are the bounds of a calibrated one."""
+    if criterion.aggregate == "seq_max":  # k2 and k3 are 0, their minimum, at invalid elements
+        statistic = element_statistic(criterion, x.clamped, x.excess).amax(1)
+    elif criterion.aggregate == "seq_mean":
+        statistic = rows.mean(criterion.name).to(rows.dtype)
     else:
-        of_row = statistic.sum(1)
-    if criterion.aggregate == "seq_mean":
-        of_row = x.row_mean(of_row).to(of_row.dtype)
+        statistic = rows.sums[criterion.name].to(rows.dtype)
     lower, upper = criterion.statistic_bounds
     if criterion.calibrated and row_bounds is not None:
-        upper = row_bounds.to(of_row.dtype)
+        upper = row_bounds.to(rows.dtype)
         lower = -upper if criterion.statistic == "k1" else torch.full_like(upper, -math.inf)
-    below = (of_row < lower) & x.nonempty
-    above = (of_row > upper) & x.nonempty
+    below = statistic < lower
+    above = statistic > upper
     rejected = below | above
-    inside = of_row.clamp(lower, upper).double()  # pyright: ignore[reportCallIssue, reportArgumentType]
-    of_row = of_row.double()
-    elements = [x.count * each for each in (of_row, inside, inside.square(), below, above)]
-    rows = [of_row, of_row.square(), below, above, rejected]
-    return Rejection(rejected[:, None], _figures(criterion, x, elements, rows))
+    inside = statistic.clamp(lower, upper)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    statistic, inside, below, above = torch.stack([statistic, inside, below, above]).double().unbind()
+    elements = rows.count * torch.stack([statistic, inside, inside.square(), below, above])
+    figures.sums |= _named(criterion, ELEMENT_SUMS, elements.unbind())
+    _add_rows(criterion, figures, statistic, below, above, below + above)
+    return rejected[:, None]
 
 
-def _figures(criterion: Criterion, x: Elements, elements: list[Tensor], rows: list[Tensor]) -> RowFigures:
-    """What every criterion reports: sums over elements (``ELEMENT_SUMS``) and over rows (``ROW_SUMS``), row extremes."""
-    names = [f"{criterion.name}/{name}" for name in (*ELEMENT_SUMS, *ROW_SUMS)]
-    figures = RowFigures(dict(zip(names, [each.double() for each in (*elements, *rows)], strict=True)))
-    figures.add_extremes(f"{criterion.name}/row", extremes(rows[0], x.nonempty))
-    return figures
+def _add_rows(
+    criterion: Criterion,
+    figures: RowFigures,
+    statistic: Float[Tensor, " B"],
+    below: Float[Tensor, " B"],
+    above: Float[Tensor, " B"],
+    rejected: Float[Tensor, " B"],
+) -> None:
+    figures.sums |= _named(criterion, ROW_SUMS, (statistic, statistic.square(), below, above, rejected))
+    figures.add_range(f"{criterion.name}/row", statistic)
 
 
-def veto(log_threshold: float, x: Elements) -> Rejection:
-    """Rejects every row with a valid element of ``l < log_threshold``; here ``l`` is not clamped."""
-    low = x.zero_invalid(x.log_ratio < log_threshold)
-    rejected = low.any(1)
-    figures = RowFigures({"veto_elements": low.sum(1).double(), "veto_rows": rejected.double()})
-    return Rejection(rejected[:, None], figures)
+def _named(criterion: Criterion, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"{criterion.name}/{name}": each for name, each in zip(names, values, strict=True)}
+
+
+def veto_elements(log_threshold: float, x: Elements, sums: RowSums) -> None:
+    """Counts valid elements of ``l < log_threshold``; here ``l`` is not clamped."""
+    low, _ = x.beyond(x.log_ratio, log_threshold, math.inf)
+    sums.add("veto_elements", low)
+
+
+def veto_rows(rows: Rows, figures: RowFigures) -> Bool[Tensor, "B 1"]:
+    """Rejects every row with such an element."""
+    rejected = rows.sums["veto_elements"] > 0
+    figures.sums["veto_rows"] = rejected.double()
+    return rejected[:, None]
 
 
 def row_statistic(log_ratio: Float[Tensor, "B W"], criterion: Criterion) -> Float[Tensor, " B"]:

@@ -3,18 +3,37 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.diagnostics import gaps_by_timestep, off_policy, timestep_table
-from flowgrpo_rc.correction.numerics.elements import Elements, make_elements
+from flowgrpo_rc.correction.numerics.diagnostics import (
+    add_off_policy_sums,
+    gaps_by_timestep,
+    off_policy_figures,
+    timestep_table,
+)
+from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, make_elements
 from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
-from flowgrpo_rc.correction.numerics.moments import Moments, RowFigures, reduce_blocks, reduce_rows
-from flowgrpo_rc.correction.numerics.rejection import judge, veto
-from flowgrpo_rc.correction.numerics.weights import batch_divisor, divisor_sums, importance_weights
+from flowgrpo_rc.correction.numerics.moments import Moments, RowFigures, Totals, reduce_blocks, reduce_rows
+from flowgrpo_rc.correction.numerics.rejection import (
+    add_row_statistic,
+    element_criterion_figures,
+    judge_elements,
+    judge_rows,
+    veto_elements,
+    veto_rows,
+)
+from flowgrpo_rc.correction.numerics.weights import (
+    batch_divisor,
+    divisor_sums,
+    element_weight_figures,
+    element_weights,
+    row_weights,
+)
 from flowgrpo_rc.correction.plan import CorrectionPlan
 
 HOST_BLOCK = 1 << 17
@@ -69,7 +88,9 @@ class Block(NamedTuple):
 
     weights: Float[Tensor, "B T"] | None
     rejected: Bool[Tensor, "B #T"] | None
-    figures: RowFigures
+    totals: Totals
+    names: RowFigures
+    """Figures, in the order in which they are in the totals."""
 
 
 @torch.no_grad()
@@ -82,14 +103,12 @@ def run_plan(
     row_bounds: Float[Tensor, "..."] | None = None,
     timesteps: Shaped[Tensor, "..."] | None = None,
     dp_group: Any = None,
-    count_empty_rows: bool = False,
 ) -> RolloutCorrection:
     """Executes a plan.
 
     Args:
         row_bounds: ``(B,)``, for ``rollout_rs_threshold=auto`` alone: the rejection bound of every row, on the size of
             the aggregated log ratio for k1 and on the statistic for k2 and k3.
-        count_empty_rows: average rows without a valid element as zeros, as verl does.
 
     Raises:
         TypeError, ValueError: as ``compute_rollout_correction_and_rejection_mask``; row bounds that are missing, of
@@ -105,23 +124,21 @@ def run_plan(
     dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
     weights = None if plan.importance is None else p.new_empty(p.shape, dtype=dtype)
     kept = p.new_ones(p.shape, dtype=torch.bool) if m is None else m.clone(memory_format=torch.contiguous_format)
-    figures, totals = RowFigures(), []
+    blocks = []
     rows_at_once = max(1, (HOST_BLOCK if p.device.type == "cpu" else DEVICE_BLOCK) // p.shape[1])
     for start in range(0, len(p), rows_at_once):
         rows = slice(start, start + rows_at_once)
         x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
-        counted = None if m is None or count_empty_rows else x.nonempty
-        block = _correct_block(plan, x, counted, None if row_bounds is None else row_bounds[rows])
+        block = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows])
         if weights is not None and block.weights is not None:
             weights[rows] = block.weights
         if block.rejected is not None:
             kept[rows].masked_fill_(block.rejected, 0)
-        figures = block.figures
-        totals.append(reduce_rows(figures, counted))
-    total = reduce_blocks(totals)
+        blocks.append(block.totals)
+    total, names = reduce_blocks(blocks), block.names
     parts = {"sums": total.sums, "minima": total.minima, "maxima": total.maxima}
     if plan.importance is not None and plan.importance.batch_normalize:
-        sums = dict(zip(figures.sums, total.sums, strict=True))
+        sums = dict(zip(names.sums, total.sums, strict=True))
         parts["divisor"] = _sum_over_ranks(torch.stack(divisor_sums(plan.importance, sums)), dp_group)
     if plan.calibrated and row_bounds is not None:
         parts["row_bounds"] = row_bounds.detach()
@@ -131,9 +148,9 @@ def run_plan(
     _check_bound_values(host.get("row_bounds", []))
     moments = Moments(
         plan,
-        dict(zip(figures.sums, host["sums"], strict=True)),
-        dict(zip(figures.minima, host["minima"], strict=True)),
-        dict(zip(figures.maxima, host["maxima"], strict=True)),
+        dict(zip(names.sums, host["sums"], strict=True)),
+        dict(zip(names.minima, host["minima"], strict=True)),
+        dict(zip(names.maxima, host["maxima"], strict=True)),
         batch_divisor(*host["divisor"]) if "divisor" in host else None,
         gaps_by_timestep(host.get("timesteps", [])),
     )
@@ -148,35 +165,50 @@ def run_plan(
     return RolloutCorrection(weights, kept.view(log_prob.shape), metrics_from_moments(moments), moments)
 
 
-def _correct_block(
-    plan: CorrectionPlan,
-    x: Elements,
-    counted: Bool[Tensor, " B"] | None,
-    row_bounds: Float[Tensor, " B"] | None,
-) -> Block:
-    """Weights, rejection and figures of some rows; ``counted`` are the rows that enter averages over rows."""
-    figures = off_policy(x, counted)
+def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, " B"] | None) -> Block:
+    """Weights, rejection and figures of some rows: first what elements decide, then their sums, then what rows decide."""
+    importance, log_veto = plan.importance, plan.log_veto
+    of_elements = [c for c in plan.criteria if c.aggregate == "token"]
+    of_rows = [c for c in plan.criteria if c.aggregate != "token"]
+    figures, sums = RowFigures(), RowSums(x)
     weights = None
-    rejections = []
-    if plan.importance is not None:
-        weights, outside, found = importance_weights(plan.importance, x, counted)
-        figures.update(found)
-        if plan.importance.rejects:
-            rejections.append(outside)
-    judged = [judge(criterion, x, row_bounds) for criterion in plan.criteria]
-    if plan.log_veto is not None:
-        judged.append(veto(plan.log_veto, x))
-    for rejected, found in judged:
-        figures.update(found)
-        rejections.append(rejected)
-    if not rejections:
-        return Block(weights, None, figures)
-    rejected = rejections[0]
-    for other in rejections[1:]:
-        rejected = rejected | other
-    lost = x.zero_invalid(rejected.expand_as(x.log_ratio)).sum(1).double()
-    figures.sums |= {"rejected": lost, "rows_rejected": (lost > 0).double()}
-    return Block(weights, rejected, figures)
+
+    add_off_policy_sums(x, sums)
+    if importance is not None and importance.level == "token":
+        weights = element_weights(importance, x, sums)
+    rejections = [judge_elements(criterion, x, sums, figures) for criterion in of_elements]
+    for criterion in of_rows:
+        add_row_statistic(criterion, x, sums)
+    if log_veto is not None:
+        veto_elements(log_veto, x, sums)
+
+    rows = sums.rows()
+    off_policy_figures(x, rows, figures)
+    if importance is not None and weights is not None:
+        element_weight_figures(importance, x, rows, weights, figures)
+    elif importance is not None:
+        weights = row_weights(importance, x, rows, figures)
+    for criterion in of_elements:
+        element_criterion_figures(criterion, rows, figures)
+    rejections += [judge_rows(criterion, x, rows, row_bounds, figures) for criterion in of_rows]
+    if log_veto is not None:
+        rejections.append(veto_rows(rows, figures))
+    if importance is not None and weights is not None and importance.rejects:
+        rejections.append(weights.outside)
+    rejected = reduce(torch.logical_or, rejections) if rejections else None
+    if rejected is not None:
+        count = _count_rejected(rejected, x, rows)
+        figures.sums |= {"rejected": count, "rows_rejected": (count > 0).double()}
+    totals = reduce_rows(figures, None if x.valid is None else rows.count > 0)
+    return Block(None if weights is None else weights.values, rejected, totals, figures)
+
+
+def _count_rejected(rejected: Bool[Tensor, "B #T"], x: Elements, rows: Rows) -> Float[Tensor, " B"]:
+    """Valid elements of each row that are rejected."""
+    if rejected.shape[1] == 1 and x.log_ratio.shape[1] > 1:
+        return rows.count * rejected[:, 0]
+    found = rejected if x.valid is None else rejected & x.valid
+    return found.sum(1).double()
 
 
 def _sum_over_ranks(values: Float[Tensor, " sums"], dp_group: Any) -> Float[Tensor, " sums"]:
