@@ -21,26 +21,19 @@ def add_off_policy_sums(x: Elements, sums: RowSums) -> None:
     sums.add("k3", x.excess - x.clamped)
 
 
-def off_policy_figures(x: Elements, rows: Rows, figures: RowFigures) -> None:
-    """Figures of each row. Its log perplexity is ``-mean(log_prob)``; chi-squared is ``r^2 - 1`` of its product."""
-    difference = -rows.mean("log_ratio")
-    training = -rows.mean("log_prob")
-    rollout = training - difference
-    training_ppl, rollout_ppl, ppl_ratio = safe_exp(torch.stack([training, rollout, difference])).unbind()
-    figures.sums |= {
-        **rows.sums,
-        "rows": torch.ones_like(training),
-        "training_ppl": training_ppl,
-        "training_log_ppl": training,
-        "rollout_ppl": rollout_ppl,
-        "rollout_log_ppl": rollout,
-        "log_ppl_diff": difference,
-        "log_ppl_abs_diff": difference.abs(),
-        "ppl_ratio": ppl_ratio,
-        "chi2_seq": torch.expm1(2.0 * rows.sums["log_ratio"].clamp(-SAFETY_BOUND, SAFETY_BOUND)),
-    }
-    figures.add_range("log_ppl_diff", difference)
-    figures.add_range("log_ratio", *x.extremes(x.log_ratio))
+def add_off_policy_figures(x: Elements, rows: Rows, figures: RowFigures) -> None:
+    """Adds each row's figures. Its log perplexity is ``-mean(log_prob)``; chi-squared is ``r^2 - 1`` of its product."""
+    difference = -rows.means["log_ratio"]
+    training = -rows.means["log_prob"]
+    log_ppl = torch.stack([training, training - difference, difference])
+    figures.add(("training_log_ppl", "rollout_log_ppl", "log_ppl_diff"), log_ppl)
+    figures.add(("training_ppl", "rollout_ppl", "ppl_ratio"), safe_exp(log_ppl))
+    chi2 = torch.expm1(2.0 * rows.sums["log_ratio"].clamp(-SAFETY_BOUND, SAFETY_BOUND))
+    figures.add(("rows", "log_ppl_abs_diff", "chi2_seq"), torch.stack([torch.ones_like(chi2), difference.abs(), chi2]))
+    smallest, largest = x.extremes(x.log_ratio)
+    figures.add_ranges(
+        ("log_ppl_diff", "log_ratio"), torch.stack([difference, smallest]), torch.stack([difference, largest])
+    )
 
 
 def timestep_table(

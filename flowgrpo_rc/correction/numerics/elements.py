@@ -5,6 +5,7 @@ element is one token or one SDE step; a row is one sequence, or one image's wind
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -53,7 +54,8 @@ class Elements:
         """Smallest and largest valid value of each row."""
         if self.valid is None:
             return values.amin(1), values.amax(1)
-        return values.masked_fill(~self.valid, torch.inf).amin(1), values.masked_fill(~self.valid, -torch.inf).amax(1)
+        invalid = ~self.valid
+        return values.masked_fill(invalid, torch.inf).amin(1), values.masked_fill(invalid, -torch.inf).amax(1)
 
 
 def make_elements(
@@ -79,25 +81,16 @@ def make_elements(
     return Elements(log_prob, log_ratio, clamped, torch.expm1(clamped), valid, ones)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What the rows of a block have in common, in float64."""
+class Rows(NamedTuple):
+    """Sums of elements along each row of a block, in float64."""
 
+    names: tuple[str, ...]
+    table: Float[Tensor, "K B"]
+    """One sum of every row for each name."""
     sums: dict[str, Float[Tensor, " B"]]
-    """Sums along each row, by name; ``elements`` counts its valid elements."""
-    divisor: Float[Tensor, " B"]
-    """The number of valid elements, at least 1."""
-    dtype: torch.dtype
-    """In which elements are computed, and decisions made."""
-
-    @property
-    def count(self) -> Float[Tensor, " B"]:
-        """Valid elements of each row."""
-        return self.sums["elements"]
-
-    def mean(self, name: str) -> Float[Tensor, " B"]:
-        """The mean over a row's valid elements; 0 for a row without one."""
-        return self.sums[name] / self.divisor
+    """The same by name; ``elements`` counts the valid ones."""
+    means: dict[str, Float[Tensor, " B"]]
+    """Over the row's valid elements; 0 for a row without one."""
 
 
 class RowSums:
@@ -105,8 +98,8 @@ class RowSums:
 
     def __init__(self, x: Elements) -> None:
         self._together = x.log_ratio.numel() <= SUMMED_TOGETHER
-        self._x = x
         self._values: dict[str, Tensor] = {}
+        self.add("elements", torch.ones_like(x.log_ratio) if x.ones is None else x.ones)
 
     def add(self, name: str, values: Shaped[Tensor, "B T"]) -> None:
         """Numbers or flags, 0 at invalid elements."""
@@ -114,16 +107,15 @@ class RowSums:
 
     def rows(self) -> Rows:
         """The sums of everything added."""
-        if self._x.ones is not None:
-            self.add("elements", self._x.ones)
         table = torch.stack(list(self._values.values()))
         if self._together:
             table = table.sum(2)
-        sums = dict(zip(self._values, table.double().unbind(), strict=True))
-        if self._x.ones is None:
-            rows, columns = self._x.log_ratio.shape
-            sums["elements"] = table.new_full((rows,), columns, dtype=torch.float64)
-        return Rows(sums, sums["elements"].clamp(min=1.0), self._x.log_ratio.dtype)
+        table = table.double()
+        means = table / table[0].clamp(min=1.0)
+        names = tuple(self._values)
+        return Rows(
+            names, table, dict(zip(names, table.unbind(), strict=True)), dict(zip(names, means.unbind(), strict=True))
+        )
 
 
 def safe_exp(log: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

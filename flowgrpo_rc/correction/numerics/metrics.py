@@ -102,9 +102,11 @@ def _criterion(c: Criterion, moments: Moments) -> Metrics:
     row = {name: moments.sums[f"{c.name}/{name}"] / count for name in ROW_SUMS}
     row_low, row_high = moments.minima[f"{c.name}/row"], moments.maxima[f"{c.name}/row"]
     low, high, below, above = row_low, row_high, row["row_below"], row["row_above"]
+    rows_rejected = below + above
     if c.aggregate == "token":
         low, high = _element_extremes(c, moments)
         below, above = element["below"], element["above"]
+        rows_rejected = moments.sums[f"{c.name}/row_rejected"] / count
     row_below, row_above = row["row_below"], row["row_above"]
     if c.statistic == "k1" and not c.mirrored:  # k1 = -l: below its bounds are the large ratios
         below, above = above, below
@@ -124,7 +126,7 @@ def _criterion(c: Criterion, moments: Moments) -> Metrics:
         "seq_max": row_high,
         "seq_min": row_low,
         "seq_max_deviation": max(abs(row_high), abs(row_low)),
-        "seq_masked_fraction": row["row_rejected"],
+        "seq_masked_fraction": rows_rejected,
         "seq_fraction_high": row_above,
     }
     if c.statistic == "k1":

@@ -6,7 +6,7 @@ metric of the merged batch: means by their counts, standard deviations and effec
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,39 +19,50 @@ from flowgrpo_rc.correction.plan import CorrectionPlan
 
 @dataclass(slots=True)
 class RowFigures:
-    """Named figures of each row of a block, on its device."""
+    """Named figures of each row of a block, on its device: matrices with one line for each name."""
 
-    sums: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
-    """Float64, to be summed over rows."""
-    minima: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
-    """Of which the smallest counts."""
-    maxima: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
-    """Of which the largest counts."""
+    names: list[str] = field(default_factory=list)
+    sums: list[Float[Tensor, "_ B"]] = field(default_factory=list)
+    """To be summed over rows."""
+    range_names: list[str] = field(default_factory=list)
+    smallest: list[Float[Tensor, "_ B"]] = field(default_factory=list)
+    """Of which the smallest is wanted."""
+    largest: list[Float[Tensor, "_ B"]] = field(default_factory=list)
+    """Of which the largest is wanted, under the same names."""
 
-    def add_range(self, name: str, smallest: Float[Tensor, " B"], largest: Float[Tensor, " B"] | None = None) -> None:
-        """Notes figures of which the smallest and the largest count."""
-        self.minima[name] = smallest
-        self.maxima[name] = smallest if largest is None else largest
+    def add(self, names: Iterable[str], figures: Float[Tensor, "K B"]) -> None:
+        """Figures to be summed, float64."""
+        self.names += names
+        self.sums.append(figures)
+
+    def add_ranges(
+        self, names: Iterable[str], smallest: Float[Tensor, "K B"], largest: Float[Tensor, "K B"] | None = None
+    ) -> None:
+        """Figures of which the smallest and the largest are wanted."""
+        self.range_names += names
+        self.smallest.append(smallest)
+        self.largest.append(smallest if largest is None else largest)
 
 
 class Totals(NamedTuple):
-    """``RowFigures`` reduced over rows, as vectors in the order of their names; still on the device, in float64."""
+    """``RowFigures`` reduced over rows, in the order of their names; still on the device, in float64."""
 
     sums: Float[Tensor, " sums"]
-    minima: Float[Tensor, " minima"]
-    maxima: Float[Tensor, " maxima"]
+    minima: Float[Tensor, " ranges"]
+    maxima: Float[Tensor, " ranges"]
 
 
 def reduce_rows(figures: RowFigures, nonempty: Bool[Tensor, " B"] | None) -> Totals:
     """Totals over the rows with a valid element (``None``: all have one)."""
-    sums = torch.stack(list(figures.sums.values()))
-    minima = torch.stack(list(figures.minima.values())).double()
-    maxima = torch.stack(list(figures.maxima.values())).double()
+    sums = torch.cat(figures.sums)
+    smallest = torch.cat(figures.smallest)
+    largest = torch.cat(figures.largest)
     if nonempty is not None:
         sums = sums * nonempty
-        minima = minima.masked_fill(~nonempty, math.inf)
-        maxima = maxima.masked_fill(~nonempty, -math.inf)
-    return Totals(sums.sum(1), minima.amin(1), maxima.amax(1))
+        empty = ~nonempty
+        smallest = smallest.masked_fill(empty, math.inf)
+        largest = largest.masked_fill(empty, -math.inf)
+    return Totals(sums.sum(1), smallest.amin(1), largest.amax(1))
 
 
 def reduce_blocks(blocks: Sequence[Totals]) -> Totals:

@@ -5,6 +5,7 @@ Element criteria decide before the sums along rows are taken, row criteria after
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,7 +17,7 @@ from flowgrpo_rc.correction.plan import Criterion
 
 ELEMENT_SUMS = ("statistic", "inside", "inside_squared", "below", "above")
 """The statistic, as it is and clamped to its bounds, and whether it is beyond them; a row's once for each element."""
-ROW_SUMS = ("row", "row_squared", "row_below", "row_above", "row_rejected")
+ROW_SUMS = ("row", "row_squared", "row_below", "row_above")
 """The statistic of whole rows: for an element criterion the mean, which may be inside where an element is not."""
 
 
@@ -32,75 +33,89 @@ def element_statistic(
 
 
 def judge_elements(criterion: Criterion, x: Elements, sums: RowSums, figures: RowFigures) -> Bool[Tensor, "B T"]:
-    """What a criterion rejects, element by element."""
+    """What an element criterion rejects; adds the sums behind its figures."""
     lower, upper = criterion.statistic_bounds
     statistic = element_statistic(criterion, x.clamped, x.excess)
     below, above = x.beyond(statistic, lower, upper)
-    rejected = below | above
     inside = x.zero_invalid(statistic.clamp(lower, upper))
     elements = (statistic, inside, inside.square(), below, above)
-    for name, values in _named(criterion, ELEMENT_SUMS, elements).items():
-        sums.add(name, values)
+    for name, values in zip(ELEMENT_SUMS, elements, strict=True):
+        sums.add(f"{criterion.name}/{name}", values)
     if criterion.statistic != "k1":  # its extremes, and the largest k2 and k3, are those of an extreme l
-        figures.minima[f"{criterion.name}/element"] = x.extremes(statistic)[0]
-    return rejected
+        smallest, largest = x.extremes(statistic)
+        figures.add_ranges((f"{criterion.name}/element",), smallest[None], largest[None])
+    return below | above
 
 
-def element_criterion_figures(criterion: Criterion, rows: Rows, figures: RowFigures) -> None:
-    """Adds the figures of ``judge_elements`` that follow from its sums."""
-    lower, upper = criterion.statistic_bounds
-    mean = rows.mean(f"{criterion.name}/statistic")
-    compared = mean.to(rows.dtype)
-    rejected = rows.sums[f"{criterion.name}/below"] + rows.sums[f"{criterion.name}/above"] > 0
-    flags = torch.stack([compared < lower, compared > upper, rejected]).double()
-    _add_rows(criterion, figures, mean, *flags.unbind())
-
-
-def add_row_statistic(criterion: Criterion, x: Elements, sums: RowSums) -> None:
-    """Element sums that ``judge_rows`` needs."""
-    if criterion.aggregate != "seq_max":
-        sums.add(criterion.name, element_statistic(criterion, x.clamped, x.excess))
+def add_row_sums(criteria: Sequence[Criterion], x: Elements, sums: RowSums) -> None:
+    """Adds the sums behind row criteria; that of k3 is among the diagnostics."""
+    needed = {c.statistic for c in criteria if c.aggregate in ("seq_sum", "seq_mean")}
+    if "k1" in needed:
+        sums.add("k1", -x.clamped)
+    if "k2" in needed:
+        sums.add("k2", x.clamped.square() / 2)
 
 
 def judge_rows(
-    criterion: Criterion, x: Elements, rows: Rows, row_bounds: Float[Tensor, " B"] | None, figures: RowFigures
-) -> Bool[Tensor, "B 1"]:
-    """Which rows a criterion rejects; ``row_bounds`` are the bounds of a calibrated one."""
-    if criterion.aggregate == "seq_max":  # k2 and k3 are 0, their minimum, at invalid elements
-        statistic = element_statistic(criterion, x.clamped, x.excess).amax(1)
-    elif criterion.aggregate == "seq_mean":
-        statistic = rows.mean(criterion.name).to(rows.dtype)
-    else:
-        statistic = rows.sums[criterion.name].to(rows.dtype)
-    lower, upper = criterion.statistic_bounds
-    if criterion.calibrated and row_bounds is not None:
-        upper = row_bounds.to(rows.dtype)
-        lower = -upper if criterion.statistic == "k1" else torch.full_like(upper, -math.inf)
-    below = statistic < lower
-    above = statistic > upper
-    rejected = below | above
-    inside = statistic.clamp(lower, upper)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    statistic, inside, below, above = torch.stack([statistic, inside, below, above]).double().unbind()
-    elements = rows.count * torch.stack([statistic, inside, inside.square(), below, above])
-    figures.sums |= _named(criterion, ELEMENT_SUMS, elements.unbind())
-    _add_rows(criterion, figures, statistic, below, above, below + above)
-    return rejected[:, None]
-
-
-def _add_rows(
-    criterion: Criterion,
+    criteria: Sequence[Criterion],
+    x: Elements,
+    rows: Rows,
+    row_bounds: Float[Tensor, " B"] | None,
     figures: RowFigures,
-    statistic: Float[Tensor, " B"],
-    below: Float[Tensor, " B"],
-    above: Float[Tensor, " B"],
-    rejected: Float[Tensor, " B"],
-) -> None:
-    figures.sums |= _named(criterion, ROW_SUMS, (statistic, statistic.square(), below, above, rejected))
-    figures.add_range(f"{criterion.name}/row", statistic)
+) -> Bool[Tensor, "B 1"]:
+    """Which rows the row criteria reject; adds the figures of rows of all criteria, element criteria first.
+
+    ``row_bounds`` are the bounds of a calibrated criterion.
+    """
+    statistic = torch.stack([_of_row(criterion, x, rows) for criterion in criteria])
+    lower, upper = _bounds(criteria, x, row_bounds)
+    compared = statistic.to(lower.dtype)
+    below = compared < lower
+    above = compared > upper
+    inside = compared.clamp(lower, upper).double()
+    flags = torch.stack([below, above]).double()
+    figures.add(_names(criteria, ROW_SUMS), torch.cat([statistic, statistic.square(), *flags]))
+    figures.add_ranges(_names(criteria, ("row",)), statistic)
+    of_elements = [c for c in criteria if c.aggregate == "token"]
+    if of_elements:
+        beyond = torch.stack([rows.sums[f"{c.name}/below"] + rows.sums[f"{c.name}/above"] for c in of_elements])
+        figures.add(_names(of_elements, ("row_rejected",)), (beyond > 0).double())
+    first = len(of_elements)
+    each = torch.stack([statistic, inside, inside.square(), *flags])[:, first:]
+    figures.add(_names(criteria[first:], ELEMENT_SUMS), (rows.sums["elements"] * each).flatten(0, 1))
+    return (below | above)[first:].any(0)[:, None]
 
 
-def _named(criterion: Criterion, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {f"{criterion.name}/{name}": each for name, each in zip(names, values, strict=True)}
+def _of_row(criterion: Criterion, x: Elements, rows: Rows) -> Float[Tensor, " B"]:
+    """A criterion's statistic of whole rows; of an element criterion the mean."""
+    if criterion.aggregate == "token":
+        return rows.means[f"{criterion.name}/statistic"]
+    if criterion.aggregate == "seq_max":  # k2 and k3 are 0, their minimum, at invalid elements
+        return element_statistic(criterion, x.clamped, x.excess).amax(1).double()
+    return (rows.means if criterion.aggregate == "seq_mean" else rows.sums)[criterion.statistic]
+
+
+def _names(criteria: Sequence[Criterion], figures: Sequence[str]) -> list[str]:
+    return [f"{criterion.name}/{figure}" for figure in figures for criterion in criteria]
+
+
+def _bounds(
+    criteria: Sequence[Criterion], x: Elements, row_bounds: Float[Tensor, " B"] | None
+) -> tuple[Float[Tensor, "C #B"], Float[Tensor, "C #B"]]:
+    """Bounds of the row statistics, rounded to the compute dtype, so that a statistic equal to its bound is inside."""
+    if row_bounds is None:
+        return _constant_bounds(tuple(c.statistic_bounds for c in criteria), x.log_ratio.dtype, x.log_ratio.device)
+    upper = row_bounds[None].to(x.log_ratio.dtype)  # a calibrated criterion stands alone
+    return -upper if criteria[0].statistic == "k1" else torch.full_like(upper, -math.inf), upper
+
+
+@lru_cache(maxsize=64)
+def _constant_bounds(
+    bounds: tuple[tuple[float, float], ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Float[Tensor, "C 1"], Float[Tensor, "C 1"]]:
+    """Kept, so that later calls copy nothing to the device."""
+    lower, upper = torch.tensor(bounds, dtype=dtype, device=device).unsqueeze(-1).unbind(1)
+    return lower, upper
 
 
 def veto_elements(log_threshold: float, x: Elements, sums: RowSums) -> None:
@@ -111,9 +126,9 @@ def veto_elements(log_threshold: float, x: Elements, sums: RowSums) -> None:
 
 def veto_rows(rows: Rows, figures: RowFigures) -> Bool[Tensor, "B 1"]:
     """Rejects every row with such an element."""
-    rejected = rows.sums["veto_elements"] > 0
-    figures.sums["veto_rows"] = rejected.double()
-    return rejected[:, None]
+    rejected = (rows.sums["veto_elements"] > 0)[:, None]
+    figures.add(("veto_rows",), rejected.double().t())
+    return rejected
 
 
 def row_statistic(log_ratio: Float[Tensor, "B W"], criterion: Criterion) -> Float[Tensor, " B"]:

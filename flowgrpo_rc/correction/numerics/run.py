@@ -11,26 +11,25 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.numerics.diagnostics import (
+    add_off_policy_figures,
     add_off_policy_sums,
     gaps_by_timestep,
-    off_policy_figures,
     timestep_table,
 )
 from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, make_elements
 from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
 from flowgrpo_rc.correction.numerics.moments import Moments, RowFigures, Totals, reduce_blocks, reduce_rows
 from flowgrpo_rc.correction.numerics.rejection import (
-    add_row_statistic,
-    element_criterion_figures,
+    add_row_sums,
     judge_elements,
     judge_rows,
     veto_elements,
     veto_rows,
 )
 from flowgrpo_rc.correction.numerics.weights import (
+    add_element_weight_figures,
     batch_divisor,
     divisor_sums,
-    element_weight_figures,
     element_weights,
     row_weights,
 )
@@ -138,7 +137,7 @@ def run_plan(
     total, names = reduce_blocks(blocks), block.names
     parts = {"sums": total.sums, "minima": total.minima, "maxima": total.maxima}
     if plan.importance is not None and plan.importance.batch_normalize:
-        sums = dict(zip(names.sums, total.sums, strict=True))
+        sums = dict(zip(names.names, total.sums, strict=True))
         parts["divisor"] = _sum_over_ranks(torch.stack(divisor_sums(plan.importance, sums)), dp_group)
     if plan.calibrated and row_bounds is not None:
         parts["row_bounds"] = row_bounds.detach()
@@ -148,9 +147,9 @@ def run_plan(
     _check_bound_values(host.get("row_bounds", []))
     moments = Moments(
         plan,
-        dict(zip(names.sums, host["sums"], strict=True)),
-        dict(zip(names.minima, host["minima"], strict=True)),
-        dict(zip(names.maxima, host["maxima"], strict=True)),
+        dict(zip(names.names, host["sums"], strict=True)),
+        dict(zip(names.range_names, host["minima"], strict=True)),
+        dict(zip(names.range_names, host["maxima"], strict=True)),
         batch_divisor(*host["divisor"]) if "divisor" in host else None,
         gaps_by_timestep(host.get("timesteps", [])),
     )
@@ -177,20 +176,19 @@ def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, 
     if importance is not None and importance.level == "token":
         weights = element_weights(importance, x, sums)
     rejections = [judge_elements(criterion, x, sums, figures) for criterion in of_elements]
-    for criterion in of_rows:
-        add_row_statistic(criterion, x, sums)
+    add_row_sums(of_rows, x, sums)
     if log_veto is not None:
         veto_elements(log_veto, x, sums)
 
     rows = sums.rows()
-    off_policy_figures(x, rows, figures)
+    figures.add(rows.names, rows.table)
+    add_off_policy_figures(x, rows, figures)
     if importance is not None and weights is not None:
-        element_weight_figures(importance, x, rows, weights, figures)
+        add_element_weight_figures(importance, x, rows, weights, figures)
     elif importance is not None:
         weights = row_weights(importance, x, rows, figures)
-    for criterion in of_elements:
-        element_criterion_figures(criterion, rows, figures)
-    rejections += [judge_rows(criterion, x, rows, row_bounds, figures) for criterion in of_rows]
+    if plan.criteria:
+        rejections.append(judge_rows([*of_elements, *of_rows], x, rows, row_bounds, figures))
     if log_veto is not None:
         rejections.append(veto_rows(rows, figures))
     if importance is not None and weights is not None and importance.rejects:
@@ -198,15 +196,15 @@ def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, 
     rejected = reduce(torch.logical_or, rejections) if rejections else None
     if rejected is not None:
         count = _count_rejected(rejected, x, rows)
-        figures.sums |= {"rejected": count, "rows_rejected": (count > 0).double()}
-    totals = reduce_rows(figures, None if x.valid is None else rows.count > 0)
+        figures.add(("rejected", "rows_rejected"), torch.stack([count, (count > 0).double()]))
+    totals = reduce_rows(figures, None if x.valid is None else rows.sums["elements"] > 0)
     return Block(None if weights is None else weights.values, rejected, totals, figures)
 
 
 def _count_rejected(rejected: Bool[Tensor, "B #T"], x: Elements, rows: Rows) -> Float[Tensor, " B"]:
     """Valid elements of each row that are rejected."""
-    if rejected.shape[1] == 1 and x.log_ratio.shape[1] > 1:
-        return rows.count * rejected[:, 0]
+    if rejected.shape[1] != x.log_ratio.shape[1]:
+        return rows.sums["elements"] * rejected[:, 0]
     found = rejected if x.valid is None else rejected & x.valid
     return found.sum(1).double()
 

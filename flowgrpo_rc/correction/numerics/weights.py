@@ -58,26 +58,25 @@ def element_weights(spec: ImportanceSampling, x: Elements, sums: RowSums) -> Wei
     return Weights(weight, outside)
 
 
-def element_weight_figures(
+def add_element_weight_figures(
     spec: ImportanceSampling, x: Elements, rows: Rows, weights: Weights, figures: RowFigures
 ) -> None:
-    """Adds the figures of ``element_weights``: a row's weight is the mean of its elements'."""
-    mean, excess, raw_excess = rows.mean("is_weight"), rows.mean("is_excess"), rows.mean("excess")
-    small = mean < 0.5
-    _add_row_weight(figures, torch.where(small, mean, 1.0 + excess), torch.where(small, mean - 1.0, excess))
-    figures.sums |= {
-        "is_raw": rows.count + rows.sums["excess"],
-        "is_row_low": (raw_excess < spec.reported_lower - 1.0).double(),
-        "is_row_high": (raw_excess > spec.upper - 1.0).double(),
-    }
-    figures.add_range("is_weight", *x.extremes(weights.values))
+    """Figures of the rows of ``element_weights``: a row's weight is the mean of its elements'."""
+    mean, raw_excess = rows.means["is_weight"], rows.means["excess"]
+    weight = torch.where(mean < 0.5, mean, 1.0 + rows.means["is_excess"])
+    _add_row_weight(figures, weight, weight - 1.0)
+    low, high = raw_excess < spec.reported_lower - 1.0, raw_excess > spec.upper - 1.0
+    figures.add(("is_row_low", "is_row_high"), torch.stack([low, high]).double())
+    figures.add(("is_raw",), (rows.sums["elements"] + rows.sums["excess"])[None])
+    smallest, largest = x.extremes(weights.values)
+    figures.add_ranges(("is_weight",), smallest[None], largest[None])
 
 
 def row_weights(spec: ImportanceSampling, x: Elements, rows: Rows, figures: RowFigures) -> Weights:
     """``w = exp(sum of l)`` ("sequence") or ``exp(mean of l)`` ("geometric") at each element of a row; adds figures."""
-    log_ratio = rows.sums["log_ratio"] if spec.level == "sequence" else rows.mean("log_ratio")
-    # decided in the compute dtype, as the bounds are rounded to it
-    log_ratio = log_ratio.to(rows.dtype).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    of_rows = rows.sums if spec.level == "sequence" else rows.means
+    # decided in the compute dtype, to which the bounds are rounded
+    log_ratio = of_rows["log_ratio"].to(x.log_ratio.dtype).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     low = log_ratio < spec.log_lower
     high = log_ratio > spec.log_upper
     outside = low | high
@@ -85,31 +84,24 @@ def row_weights(spec: ImportanceSampling, x: Elements, rows: Rows, figures: RowF
     ratio = log_ratio.exp()
     weight, excess = bound_weights(spec, ratio, torch.expm1(log_ratio), outside)
     _add_row_weight(figures, weight, excess)
-    figures.sums |= {
-        "is_row_low": low.double(),
-        "is_row_high": high.double(),
-        "is_raw": rows.count * ratio,
-        "is_low": rows.count * low,
-        "is_high": rows.count * high,
-        "is_weight": rows.count * weight,
-        "is_weight_squared": rows.count * weight.square(),
-        "is_excess": rows.count * excess,
-        "is_excess_squared": rows.count * excess.square(),
-    }
-    figures.add_range("is_weight", ratio)
-    values = weight.to(rows.dtype)[:, None].expand_as(x.log_ratio)
+    flags = torch.stack([low, high]).double()
+    figures.add(("is_row_low", "is_row_high"), flags)
+    count = rows.sums["elements"]
+    figures.add(("is_low", "is_high"), count * flags)
+    figures.add(
+        ("is_raw", "is_weight", "is_weight_squared", "is_excess", "is_excess_squared"),
+        count * torch.stack([ratio, weight, weight.square(), excess, excess.square()]),
+    )
+    figures.add_ranges(("is_weight",), ratio[None])
+    values = weight.to(x.log_ratio.dtype)[:, None].expand_as(x.log_ratio)
     return Weights(x.zero_invalid(values), outside[:, None])
 
 
 def _add_row_weight(figures: RowFigures, weight: Float[Tensor, " B"], excess: Float[Tensor, " B"]) -> None:
-    figures.sums |= {
-        "is_row_weight": weight,
-        "is_row_weight_squared": weight.square(),
-        "is_row_excess": excess,
-        "is_row_excess_squared": excess.square(),
-    }
-    figures.add_range("is_row_weight", weight)
-    figures.add_range("is_row_excess", excess)
+    both = torch.stack([weight, excess])
+    figures.add(("is_row_weight", "is_row_excess"), both)
+    figures.add(("is_row_weight_squared", "is_row_excess_squared"), both.square())
+    figures.add_ranges(("is_row_weight", "is_row_excess"), both)
 
 
 def divisor_sums(spec: ImportanceSampling, sums: Mapping[str, Sum]) -> tuple[Sum, Sum, Sum]:
