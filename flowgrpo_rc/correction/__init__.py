@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator
     from flowgrpo_rc.correction.numerics.compute import (
         NonFiniteLogProbError,
         RolloutCorrection,
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
         compute_rollout_correction_weights,
         compute_rollout_rejection_mask,
     )
-    from flowgrpo_rc.correction.numerics.metrics import slime_metrics
-    from flowgrpo_rc.correction.numerics.moments import MetricAccumulator, Moments
+    from flowgrpo_rc.correction.numerics.moments import Moments
+    from flowgrpo_rc.correction.numerics.slime import slime_metrics
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
     from flowgrpo_rc.correction.options.explanation import Explanation, explain
     from flowgrpo_rc.correction.plan import SAFETY_BOUND
@@ -40,9 +41,15 @@ __all__ = [
     "slime_metrics",
 ]
 
-_HOMES = {"RolloutCorrectionConfig": "options.config", "SAFETY_BOUND": "plan", "slime_metrics": "numerics.metrics"}
-_HOMES |= dict.fromkeys(("Explanation", "explain"), "options.explanation")
-_HOMES |= dict.fromkeys(("MetricAccumulator", "Moments"), "numerics.moments")
+_HOMES = {
+    "Explanation": "options.explanation",
+    "MetricAccumulator": "numerics.accumulator",
+    "Moments": "numerics.moments",
+    "RolloutCorrectionConfig": "options.config",
+    "SAFETY_BOUND": "plan",
+    "explain": "options.explanation",
+    "slime_metrics": "numerics.slime",
+}
 __getattr__, __dir__ = lazy_names(
     __name__, {name: f"{__name__}.{_HOMES.get(name, 'numerics.compute')}" for name in __all__}
 )

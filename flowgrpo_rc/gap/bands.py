@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.correction.numerics.calibrated import row_statistic
+from flowgrpo_rc.correction.numerics.rejection import row_statistic
 
 FACTOR, QUANTILE = 3.0, 0.9
 MEMORY = 64
