@@ -1,7 +1,7 @@
 """The trajectory batch: its one vocabulary, the old policy beside it, and where rollout correction touches it.
 
 A batch is a ``TensorDict``, a dict of tensors, or any object with a ``.batch`` mapping (verl's ``DataProto``). Its keys
-are those of ``BATCH_KEYS``, with ``B`` images, ``W`` trained SDE steps and latent shape ``L``.
+are those of ``Key``, with ``B`` images, ``W`` trained SDE steps and latent shape ``L``.
 
 Inside the trainer the old policy is a value, ``OldPolicy``. Whoever calls the loss by himself has it written into the
 batch, by ``apply_bypass_mode_to_diffusion_batch`` or ``apply_rollout_correction_to_diffusion_batch``.
@@ -21,48 +21,48 @@ from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
 from flowgrpo_rc.correction.numerics.moments import merge_over_ranks
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 
-LATENTS = "latents"
-NEXT_LATENTS = "next_latents"
-TIMESTEPS = "timesteps"
-SIGMAS = "sigmas"
-NEXT_SIGMAS = "next_sigmas"
-PROMPT_INDEX = "prompt_index"
-GROUP = "group"
-ADVANTAGES = "advantages"
-ROLLOUT_LOG_PROBS = "rollout_log_probs"
-ROLLOUT_MEANS = "rollout_means"
-OLD_LOG_PROBS = "old_log_probs"
-OLD_TRANSITION_MEANS = "old_transition_means"
-ROLLOUT_IS_WEIGHTS = "rollout_is_weights"
-ROLLOUT_KEEP = "rollout_keep"
-ROLLOUT_RS_BOUNDS = "rollout_rs_bounds"
-CLIP_WIDTHS = "clip_widths"
-RESPONSE_MASK = "response_mask"
-REF_LOG_PROBS = "ref_log_probs"
-
-BATCH_KEYS: dict[str, str] = {
-    LATENTS: "(B, W, *L) float32: x before each trained step",
-    NEXT_LATENTS: "(B, W, *L) float32: x after it",
-    TIMESTEPS: "(B, W) float32: as the scheduler names them",
-    SIGMAS: "(B, W) float32: noise level before the step",
-    NEXT_SIGMAS: "(B, W) float32: noise level after it",
-    PROMPT_INDEX: "(B,) int64: row of the conditioning",
-    GROUP: "(B,) int64: images of one prompt share a number",
-    ADVANTAGES: "(B,) float32: one per image",
-    ROLLOUT_LOG_PROBS: "(B, W) float32: from the rollout engine",
-    ROLLOUT_MEANS: "(B, W, *L) float32, optional: the engine's transition mean",
-    OLD_LOG_PROBS: "(B, W) float32: from the actor, or the rollout's in bypass mode",
-    OLD_TRANSITION_MEANS: "(B, W, *L) float32, for objectives that need them: the old policy's transition mean",
-    ROLLOUT_IS_WEIGHTS: "(B, W) float32: weight times keep, 0 where rejected",
-    ROLLOUT_KEEP: "(B, W) bool: what rejection kept; the denominator of rejection_normalization=kept",
-    ROLLOUT_RS_BOUNDS: "(B,) float32, for rollout_rs_threshold=auto: the rejection bound of each image",
-    CLIP_WIDTHS: "(B, W) float32, for clip_ratio=auto: half width of the clip band of each step",
-    RESPONSE_MASK: "(B, T), any dtype, of tokens alone: non-zero where a token is valid",
-    REF_LOG_PROBS: "(B, T) float32, of tokens with use_kl_loss: from the reference policy",
-}
-"""Every key with its shape, dtype and meaning."""
-
 Batch = TypeVar("Batch")
+
+
+class Key:
+    """Every key of a batch; the tensor's shape, dtype and meaning stand under it."""
+
+    LATENTS = "latents"
+    """``(B, W, *L)`` float32: ``x`` before each trained step."""
+    NEXT_LATENTS = "next_latents"
+    """``(B, W, *L)`` float32: ``x`` after each trained step."""
+    TIMESTEPS = "timesteps"
+    """``(B, W)`` float32: as the scheduler names them."""
+    SIGMAS = "sigmas"
+    """``(B, W)`` float32: noise level before the step."""
+    NEXT_SIGMAS = "next_sigmas"
+    """``(B, W)`` float32: noise level after the step."""
+    PROMPT_INDEX = "prompt_index"
+    """``(B,)`` int64: row of the conditioning."""
+    GROUP = "group"
+    """``(B,)`` int64: images of one prompt share a number."""
+    ADVANTAGES = "advantages"
+    """``(B,)`` float32: one an image."""
+    ROLLOUT_LOG_PROBS = "rollout_log_probs"
+    """``(B, W)`` float32: from the rollout engine."""
+    ROLLOUT_MEANS = "rollout_means"
+    """``(B, W, *L)`` float32, where they were asked for: the engine's transition means."""
+    OLD_LOG_PROBS = "old_log_probs"
+    """``(B, W)`` float32: from the actor, or in bypass mode the rollout's."""
+    OLD_TRANSITION_MEANS = "old_transition_means"
+    """``(B, W, *L)`` float32, for objectives that need them: the old policy's transition means."""
+    ROLLOUT_IS_WEIGHTS = "rollout_is_weights"
+    """``(B, W)`` float32: importance weight times ``rollout_keep``, so 0 where rejected."""
+    ROLLOUT_KEEP = "rollout_keep"
+    """``(B, W)`` bool: what rejection kept; the denominator of ``rejection_normalization=kept``."""
+    ROLLOUT_RS_BOUNDS = "rollout_rs_bounds"
+    """``(B,)`` float32, for ``rollout_rs_threshold=auto``: the rejection bound of each image."""
+    CLIP_WIDTHS = "clip_widths"
+    """``(B, W)`` float32, for ``clip_ratio=auto``: half width of the clip band of each step."""
+    RESPONSE_MASK = "response_mask"
+    """``(B, T)`` of any dtype, for tokens alone: not zero where a token is valid."""
+    REF_LOG_PROBS = "ref_log_probs"
+    """``(B, T)`` float32, for tokens with ``use_kl_loss``: from the reference policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class OldPolicy:
     @classmethod
     def of_rollout(cls, batch: TensorMapping) -> "OldPolicy":
         """Bypass mode: the rollout engine's policy is the old one."""
-        return cls(log_probs=batch[ROLLOUT_LOG_PROBS], means=optional(batch, ROLLOUT_MEANS))
+        return cls(log_probs=batch[Key.ROLLOUT_LOG_PROBS], means=optional(batch, Key.ROLLOUT_MEANS))
 
     @classmethod
     def concatenate(cls, parts: "Sequence[OldPolicy]") -> "OldPolicy":
@@ -109,10 +109,10 @@ class OldPolicy:
     def batch_keys(self) -> dict[str, Tensor]:
         """What there is of it under the keys that the loss reads from a batch."""
         named = {
-            OLD_LOG_PROBS: self.log_probs,
-            ROLLOUT_IS_WEIGHTS: self.weights,
-            ROLLOUT_KEEP: self.keep,
-            OLD_TRANSITION_MEANS: self.means,
+            Key.OLD_LOG_PROBS: self.log_probs,
+            Key.ROLLOUT_IS_WEIGHTS: self.weights,
+            Key.ROLLOUT_KEEP: self.keep,
+            Key.OLD_TRANSITION_MEANS: self.means,
         }
         return {name: value for name, value in named.items() if value is not None}
 
@@ -141,8 +141,8 @@ def apply_bypass_mode_to_diffusion_batch(batch: Batch) -> Batch:
         ValueError: the batch has no ``rollout_log_probs``.
     """
     data = _mapping(batch)
-    _require(data, (ROLLOUT_LOG_PROBS,), "bypass mode")
-    data[OLD_LOG_PROBS] = data[ROLLOUT_LOG_PROBS]
+    _require(data, (Key.ROLLOUT_LOG_PROBS,), "bypass mode")
+    data[Key.OLD_LOG_PROBS] = data[Key.ROLLOUT_LOG_PROBS]
     return batch
 
 
@@ -162,8 +162,8 @@ def apply_rollout_correction_to_diffusion_batch(
             which none is valid (each rank needs one).
     """
     data = _mapping(batch)
-    _require(data, (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS), "rollout correction")
-    old, result = correct_old_policy(OldPolicy(log_probs=data[OLD_LOG_PROBS]), data, config, dp_group)
+    _require(data, (Key.OLD_LOG_PROBS, Key.ROLLOUT_LOG_PROBS), "rollout correction")
+    old, result = correct_old_policy(OldPolicy(log_probs=data[Key.OLD_LOG_PROBS]), data, config, dp_group)
     for name, values in old.batch_keys().items():
         data[name] = values
     moments = merge_over_ranks(result.moments, dp_group)
@@ -185,7 +185,7 @@ def correct_old_policy(
     """
     if not isinstance(config, RolloutCorrectionConfig):
         config = RolloutCorrectionConfig.from_dict(config)
-    rollout = batch[ROLLOUT_LOG_PROBS]
+    rollout = batch[Key.ROLLOUT_LOG_PROBS]
     _check_shapes(old.log_probs, rollout)
     valid = response_mask(batch, old.log_probs)
     timesteps = _timesteps(batch, old.log_probs) if valid is None else None
@@ -195,7 +195,7 @@ def correct_old_policy(
         valid,
         config=config,
         timesteps=timesteps,
-        rs_bounds=optional(batch, ROLLOUT_RS_BOUNDS),
+        rs_bounds=optional(batch, Key.ROLLOUT_RS_BOUNDS),
         dp_group=dp_group,
     )
     keep = result.mask
@@ -213,8 +213,8 @@ def _require(data: TensorMapping, keys: tuple[str, ...], purpose: str) -> None:
     if not missing:
         return
     remedy = {
-        ROLLOUT_LOG_PROBS: "the rollout engine must record them (calculate_log_probs=true)",
-        OLD_LOG_PROBS: "the actor must score the batch first (or use bypass_mode)",
+        Key.ROLLOUT_LOG_PROBS: "the rollout engine must record them (calculate_log_probs=true)",
+        Key.OLD_LOG_PROBS: "the actor must score the batch first (or use bypass_mode)",
     }
     hints = "; ".join(f"{key}: {remedy[key]}" for key in missing if key in remedy)
     raise ValueError(f"{purpose} needs {', '.join(missing)} in the batch, which has {sorted(present)}. {hints}.")
@@ -223,7 +223,7 @@ def _require(data: TensorMapping, keys: tuple[str, ...], purpose: str) -> None:
 def _check_shapes(old: Tensor, rollout: Tensor) -> None:
     if old.shape != rollout.shape:
         raise ValueError(
-            f"{OLD_LOG_PROBS} and {ROLLOUT_LOG_PROBS} must have identical shapes, got {tuple(old.shape)} and "
+            f"{Key.OLD_LOG_PROBS} and {Key.ROLLOUT_LOG_PROBS} must have identical shapes, got {tuple(old.shape)} and "
             f"{tuple(rollout.shape)}."
         )
     if old.dim() != 2:
@@ -232,7 +232,7 @@ def _check_shapes(old: Tensor, rollout: Tensor) -> None:
 
 def _timesteps(data: TensorMapping, like: Tensor) -> Tensor | None:
     """The batch's timesteps, if it has them."""
-    timesteps = optional(data, TIMESTEPS)
+    timesteps = optional(data, Key.TIMESTEPS)
     if timesteps is not None and timesteps.shape != like.shape:
-        raise ValueError(f"{TIMESTEPS} has shape {tuple(timesteps.shape)}, but log-probs have {tuple(like.shape)}.")
+        raise ValueError(f"{Key.TIMESTEPS} has shape {tuple(timesteps.shape)}, but log-probs have {tuple(like.shape)}.")
     return timesteps

@@ -12,7 +12,7 @@ BASE = {"lazy", "paths", "checks", "dtypes", "field_docs", "threads"}
 ALLOWED = {
     "correction": BASE,
     "sde": BASE,
-    "loss": {"correction", "sde", *BASE},
+    "loss": {"correction", "sde", "batch", *BASE},
     "batch": {"correction", "sde"},
     "models": BASE,
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},
@@ -21,9 +21,9 @@ ALLOWED = {
     "data": {"rewards", *BASE},
     "integrations": {"correction", "sde", "loss", "batch"},
 }
-ALLOWED["gap"] = {*ALLOWED, "trainer", *BASE} - {"integrations"}
+ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
-ALLOWED["report"] = {"correction", "gap", "rewards", "trainer", *BASE}
+ALLOWED["report"] = {"correction", "loss", "gap", "rewards", "trainer", *BASE}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
 TORCH_ONLY = {"torch", "numpy", "jaxtyping", "yaml", "typing_extensions"}
@@ -52,6 +52,13 @@ def test_imports_run_down_the_floors(floor):
     for path in files_of(floor):
         rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("flowgrpo_rc.")}
         assert rooms <= ALLOWED[floor] | own, f"{path.name} imports {sorted(rooms - ALLOWED[floor] - own)}"
+
+
+def test_the_report_takes_limits_and_remedies_alone_from_the_gap():
+    """Those need no torch; what measures does."""
+    for path in files_of("report"):
+        taken = {name for name in imports_of(path) if name.startswith("flowgrpo_rc.gap")}
+        assert taken <= {"flowgrpo_rc.gap.limits", "flowgrpo_rc.gap.remedies"}, f"{path.name} imports {taken}"
 
 
 @pytest.mark.parametrize("floor", ["correction", "sde"])

@@ -15,23 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
-from flowgrpo_rc.batch import (
-    ADVANTAGES,
-    CLIP_WIDTHS,
-    LATENTS,
-    NEXT_LATENTS,
-    NEXT_SIGMAS,
-    OLD_TRANSITION_MEANS,
-    PROMPT_INDEX,
-    ROLLOUT_LOG_PROBS,
-    ROLLOUT_MEANS,
-    ROLLOUT_RS_BOUNDS,
-    SIGMAS,
-    TIMESTEPS,
-    MiniBatch,
-    OldPolicy,
-    correct_old_policy,
-)
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
@@ -43,8 +28,8 @@ from flowgrpo_rc.sde import Transition, log_prob, transition
 COMPILE_BACKEND = "inductor"
 """What ``torch.compile`` hands the transformer's blocks to."""
 
-_TRANSITION_KEYS = (LATENTS, NEXT_LATENTS, TIMESTEPS, SIGMAS, NEXT_SIGMAS)
-_LOSS_KEYS = (ROLLOUT_LOG_PROBS, ADVANTAGES, TIMESTEPS, SIGMAS, NEXT_SIGMAS, CLIP_WIDTHS)
+_TRANSITION_KEYS = (Key.LATENTS, Key.NEXT_LATENTS, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS)
+_LOSS_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.ADVANTAGES, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS)
 """What the loss reads of a batch on the device, besides the old policy."""
 
 
@@ -95,7 +80,7 @@ class DiffusionActor:
 
         self._model, self._accelerator = model, accelerator
         self.config = config
-        """Objective and rollout correction may be replaced between updates; the optimizer's part is read once."""
+        """As it was configured; ``update`` is told the mode in force."""
         self._sde_type, self._noise_level = sde_type, noise_level
         self._lr = config.optim.lr
         self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
@@ -190,6 +175,7 @@ class DiffusionActor:
         batch: TensorDict,
         conditioning: Conditioning,
         mini_batches: Sequence[MiniBatch],
+        mode: ModeInForce | None = None,
         *,
         gap: MetricAccumulator | None = None,
     ) -> UpdateResult:
@@ -202,6 +188,7 @@ class DiffusionActor:
             mini_batches: the rows and the old policy of each optimizer step. In decoupled mode the first may come
                 without: before the first optimizer step the present policy is the old one, so that its own forward
                 supplies log-probs, weights and rejection, also for later epochs.
+            mode: by which correction and objective to learn; ``None``: those of the configuration.
             gap: what correction has measured of this batch so far; its metrics are reported with the update's.
 
         Raises:
@@ -211,29 +198,28 @@ class DiffusionActor:
         """
         if not mini_batches:
             raise ValueError("update() was given no mini-batches")
-        if not self.config.rollout_correction.bypass_mode and any(mini.old is None for mini in mini_batches[1:]):
+        mode = mode or ModeInForce.configured(self.config)
+        if not mode.bypasses and any(mini.old is None for mini in mini_batches[1:]):
             raise ValueError(
                 "update() was given a mini-batch after the first without an old policy; in decoupled mode score() its "
                 "rows, for an optimizer step comes before it"
             )
-        gap = gap or MetricAccumulator()
+        update = _Update(batch, conditioning, mode, gap or MetricAccumulator())
         mini_batches = list(mini_batches)
         steps: list[_OptimizerStep] = []
         for _ in range(self.config.ppo_epochs):
             for number, mini in enumerate(mini_batches):
-                step = self._optimizer_step(batch, conditioning, mini, gap)
+                step = self._optimizer_step(update, mini)
                 mini_batches[number] = step.mini
                 steps.append(step)
         norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
-        return UpdateResult(self._metrics([step.metrics for step in steps], norms, gap), len(norms))
+        return UpdateResult(self._metrics([step.metrics for step in steps], norms, update), len(norms))
 
-    def _optimizer_step(
-        self, batch: TensorDict, conditioning: Conditioning, mini: MiniBatch, gap: MetricAccumulator
-    ) -> "_OptimizerStep":
+    def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> "_OptimizerStep":
         """Accumulate one mini-batch, reduce over ranks, divide, clip, step."""
         self.optimizer.zero_grad(set_to_none=True)
         parts = torch.arange(len(mini.rows)).split(self.config.ppo_micro_batch_size_per_gpu)
-        micro = [self._backward(batch, conditioning, mini.part(part), gap) for part in parts]
+        micro = [self._backward(update, mini.part(part)) for part in parts]
         found = [old for _, old in micro if old is not None]
         if found:
             mini = mini._replace(old=OldPolicy.concatenate(found))
@@ -245,7 +231,7 @@ class DiffusionActor:
         self._reduce_gradients(denominator)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
         if not norm < float("inf"):
-            self._refuse(batch, conditioning, mini)
+            self._refuse(update, mini)
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
@@ -253,39 +239,36 @@ class DiffusionActor:
             self.average.step(self._parameters)
         return _OptimizerStep(total, mini, norm)
 
-    def _backward(
-        self, batch: TensorDict, conditioning: Conditioning, micro: MiniBatch, gap: MetricAccumulator | None
-    ) -> tuple[LossMetrics, OldPolicy | None]:
+    def _backward(self, update: "_Update", micro: MiniBatch) -> tuple[LossMetrics, OldPolicy | None]:
         """Add one micro-batch's gradients; returns its metrics, and its old policy where that was found here."""
-        data = batch[micro.rows]
-        output = self._forward(data, conditioning)
+        data = update.batch[micro.rows]
+        output = self._forward(data, update.conditioning)
         finite = torch.isfinite(output["log_probs"]).all(1)
         if not finite.all():
             self._raise_non_finite("log-prob", micro.rows[~finite.cpu()].tolist())
-        rc = self.config.rollout_correction
+        mode = update.mode
         old = micro.old
         found = None
-        if old is None and rc.bypass_mode:
+        if old is None and mode.bypasses:
             old = OldPolicy.of_rollout(data)
         elif old is None:
-            old, correction = correct_old_policy(self._as_old_policy(output), data, rc)
+            old, correction = correct_old_policy(self._as_old_policy(output), data, mode.rollout_correction)
             found = old
-            if gap is not None:
-                gap.add(correction)
-        sums = diffusion_loss_sums(self.config, output, self._loss_data(data, old))
+            update.gap.add(correction)
+        sums = diffusion_loss_sums(mode, output, self._loss_data(data, old, mode))
         self._accelerator.backward(sums.loss_sum)
-        if gap is not None and sums.correction is not None:
-            gap.add(sums.correction)
+        if sums.correction is not None:
+            update.gap.add(sums.correction)
         return sums.metrics, found
 
     def _forward(self, data: TensorDict, conditioning: Conditioning, *, means: bool = False) -> dict[str, Tensor]:
         """All steps of all images in one forward: log-probs ``(b, W)``, and where they are needed the transitions."""
         device = self._accelerator.device
-        b, w = data[LATENTS].shape[:2]
+        b, w = data[Key.LATENTS].shape[:2]
         flat = {name: data[name].flatten(0, 1).to(device) for name in _TRANSITION_KEYS}
-        cond = conditioning.rows(data[PROMPT_INDEX].repeat_interleave(w), device)
+        cond = conditioning.rows(data[Key.PROMPT_INDEX].repeat_interleave(w), device)
         step = self._transition(flat, cond)
-        output = {"log_probs": log_prob(step, flat[NEXT_LATENTS], sde_type=self._sde_type).view(b, w)}
+        output = {"log_probs": log_prob(step, flat[Key.NEXT_LATENTS], sde_type=self._sde_type).view(b, w)}
         if means or self.config.use_kl_loss or self._compares_means:
             output["transition_means"] = step.mean.unflatten(0, (b, w))
             output["transition_stds"] = step.step_std.view(b, w)
@@ -294,16 +277,15 @@ class DiffusionActor:
                 output["ref_transition_means"] = self._transition(flat, cond).mean.unflatten(0, (b, w))
         return output
 
-    def _loss_data(self, data: TensorDict, old: OldPolicy) -> dict[str, Tensor]:
+    def _loss_data(self, data: TensorDict, old: OldPolicy, mode: ModeInForce) -> dict[str, Tensor]:
         """The keys that the loss reads, on the actor's device; latents stay where they are."""
-        rc = self.config.rollout_correction
         read = {name: data[name] for name in _LOSS_KEYS if name in data.keys()} | old.batch_keys()  # noqa: SIM118
-        means = read.pop(OLD_TRANSITION_MEANS, None)
+        means = read.pop(Key.OLD_TRANSITION_MEANS, None)
         if self._compares_means and means is not None:
-            read[ROLLOUT_MEANS if rc.bypass_mode else OLD_TRANSITION_MEANS] = means
+            read[Key.ROLLOUT_MEANS if mode.bypasses else Key.OLD_TRANSITION_MEANS] = means
         found = {name: value.to(self._accelerator.device) for name, value in read.items()}
-        if rc.plan().calibrated:
-            found[ROLLOUT_RS_BOUNDS] = data[ROLLOUT_RS_BOUNDS]  # read on the host
+        if mode.rollout_correction.plan().calibrated:
+            found[Key.ROLLOUT_RS_BOUNDS] = data[Key.ROLLOUT_RS_BOUNDS]  # read on the host
         return found
 
     @property
@@ -317,12 +299,12 @@ class DiffusionActor:
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         with self._accelerator.autocast():
-            velocity = self._model.velocity(self.transformer, flat[LATENTS], flat[TIMESTEPS], cond)
+            velocity = self._model.velocity(self.transformer, flat[Key.LATENTS], flat[Key.TIMESTEPS], cond)
         return transition(
-            flat[LATENTS],
+            flat[Key.LATENTS],
             velocity,
-            flat[SIGMAS],
-            flat[NEXT_SIGMAS],
+            flat[Key.SIGMAS],
+            flat[Key.NEXT_SIGMAS],
             noise_level=self._noise_level,
             sde_type=self._sde_type,
         )
@@ -339,12 +321,12 @@ class DiffusionActor:
         for parameter, part in zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
 
-    def _refuse(self, batch: TensorDict, conditioning: Conditioning, mini: MiniBatch) -> None:
+    def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
         """The gradient is not finite: find the samples it comes from, one backward each, and raise."""
         bad = []
         for place in torch.arange(len(mini.rows)).split(1):
             self.optimizer.zero_grad(set_to_none=True)
-            self._backward(batch, conditioning, mini.part(place), None)
+            self._backward(update, mini.part(place))
             grads = [p.grad for p in self._parameters if p.grad is not None]
             if not all(bool(torch.isfinite(g).all()) for g in grads):
                 bad += mini.rows[place].tolist()
@@ -362,7 +344,7 @@ class DiffusionActor:
         )
 
     def _metrics(
-        self, mini_steps: Sequence[LossMetrics], norms: Sequence[float], gap: MetricAccumulator
+        self, mini_steps: Sequence[LossMetrics], norms: Sequence[float], update: "_Update"
     ) -> dict[str, float]:
         """The update's metrics: means over all mini-steps, and ``..._first`` of the first."""
         first = mini_steps[0].compute()
@@ -377,8 +359,19 @@ class DiffusionActor:
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self._lr
-        prefix = "actor/" if self.config.rollout_correction.bypass_mode else ""
-        return metrics | {f"{prefix}{name}": value for name, value in gap.compute().items()}
+        prefix = "actor/" if update.mode.bypasses else ""
+        return metrics | {f"{prefix}{name}": value for name, value in update.gap.compute().items()}
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What all optimizer steps of an update share."""
+
+    batch: TensorDict
+    conditioning: Conditioning
+    mode: ModeInForce
+    gap: MetricAccumulator
+    """Collects what correction measures."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
 
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 """Learning-rate schedules, by their names in ``diffusers.optimization``."""
-MEAN_MODES = tuple(name for name, objective in OBJECTIVES.items() if objective.needs_old_means)
 _HERE = "actor_rollout_ref.actor"
 
 
@@ -97,11 +96,6 @@ class DiffusionLossConfig:
     def objective(self) -> Objective:
         """The record of ``loss_mode``: what the objective needs, what it limits and how."""
         return OBJECTIVES[self.loss_mode]
-
-    @property
-    def needs_old_means(self) -> bool:
-        """Whether the objective compares transition means."""
-        return self.objective.needs_old_means
 
     @property
     def has_sides(self) -> bool:

@@ -11,20 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import NonFiniteUpdateError
-from flowgrpo_rc.batch import (
-    ADVANTAGES,
-    CLIP_WIDTHS,
-    GROUP,
-    PROMPT_INDEX,
-    ROLLOUT_RS_BOUNDS,
-    TIMESTEPS,
-    MiniBatch,
-    OldPolicy,
-    correct_old_policy,
-)
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.gap.rescoring import Probe
+from flowgrpo_rc.gap.probe_images import ProbedRun
+from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
@@ -108,10 +100,20 @@ class FlowGRPOTrainer:
             )
         self.run.guard.say = self.logger.alert
         self._resume()
+        self.mode = self.run.guard.mode
+        """The mode in force: the configured one, or what the guard has put in its place."""
         rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
-        self.probe = Probe(config, actor, self.adapter, self.run.clip_bands, self.run.rejection_bands)
+        self.rescoring = Rescoring(
+            rollout,
+            ModeInForce.configured(config.actor_rollout_ref.actor),
+            config.data.train_batch_size,
+            actor,
+            self.adapter,
+            self.run.clip_bands,
+            self.run.rejection_bands,
+        )
 
     # ------------------------------------------------------------------ one step
 
@@ -121,7 +123,7 @@ class FlowGRPOTrainer:
         with self.timer("rollout"):
             batch, images, cond = self._rollout(prompts, rows)
         with self.timer("probe"), self._naming(batch, prompts):
-            sync_metrics = self.probe(batch, cond, self.step)
+            sync_metrics = self.rescoring(batch, cond, self.step)
         with self.timer("reward"):
             rewards, metrics = self._reward(images, prompts, batch)
         with self.timer("score"):
@@ -129,15 +131,17 @@ class FlowGRPOTrainer:
         with self.timer("correct"):
             old, gap = self._correct(batch, old)
         with self.timer("advantage"):
-            batch[ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
+            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
-            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), gap=gap)
+            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), self.mode, gap=gap)
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
             self.adapter.push(self.step)
         metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
-        return metrics | self.run.guard(metrics, self.step)
+        outcome = self.run.guard(metrics, self.step)
+        self.mode = outcome.mode
+        return metrics | outcome.metrics
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -171,7 +175,7 @@ class FlowGRPOTrainer:
             )
         )
         assert trajectories.batch is not None
-        trajectories.batch[GROUP] = group
+        trajectories.batch[Key.GROUP] = group
         return trajectories.batch, trajectories.images.numpy(), cond
 
     def generate(self, request: RolloutRequest) -> Trajectories:
@@ -196,7 +200,7 @@ class FlowGRPOTrainer:
         self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict
     ) -> tuple[Tensor, dict[str, float]]:
         """This process's rewards and, over all processes, their statistics."""
-        records = [prompts[i] for i in batch[PROMPT_INDEX].tolist()]
+        records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
         result = self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
         parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
         gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
@@ -215,7 +219,7 @@ class FlowGRPOTrainer:
             keep = self._gather(old.keep.any(1))
         result = group_advantages(
             self._gather(rewards),
-            self._gather(batch[GROUP]),
+            self._gather(batch[Key.GROUP]),
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             global_std=algorithm.global_std,
             keep=keep,
@@ -233,10 +237,10 @@ class FlowGRPOTrainer:
         forward supplies; ``None``: that is all of them.
         """
         if self.run.rejection_bands is not None:
-            batch[ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[TIMESTEPS])
+            batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
         if self.correction.bypass_mode:
             if self.run.clip_bands is not None:
-                batch[CLIP_WIDTHS] = self.run.clip_bands.widths(batch[TIMESTEPS])
+                batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
             return OldPolicy.of_rollout(batch)
         start = 0
         if self.config.first_mini_batch_is_free:
@@ -257,7 +261,7 @@ class FlowGRPOTrainer:
         try:
             yield
         except NonFiniteUpdateError as error:
-            texts = dict.fromkeys(prompts[int(batch[PROMPT_INDEX][i])].prompt for i in error.samples[:8])
+            texts = dict.fromkeys(prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8])
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
@@ -353,6 +357,23 @@ class FlowGRPOTrainer:
             pipeline.guidance_scale,
             pipeline.height,
             pipeline.width,
+        )
+
+    def probed_run(self) -> ProbedRun:
+        """What ``flowgrpo_rc.gap.probe`` measures on, before the first step."""
+        parts = self.config.actor_rollout_ref
+        return ProbedRun(
+            model=parts.model,
+            rollout=parts.rollout,
+            mode=ModeInForce.configured(parts.actor),
+            window=self.window,
+            actor=self.run.actor,
+            prompts=self.run.train_prompts,
+            condition=lambda prompts: self.conditioning(prompts, parts.rollout.pipeline),
+            generate=self.generate,
+            device=self.accelerator.device,
+            seed=self.config.trainer.seed,
+            scored_share=self.config.scored_share,
         )
 
     def save(self, *, last: bool = False) -> None:
@@ -535,13 +556,12 @@ class FlowGRPOTrainer:
     @property
     def _record_means(self) -> bool:
         """In bypass mode the engine is the old policy, so objectives that compare means need its."""
-        loss = self.config.actor_rollout_ref.actor.diffusion_loss
-        return loss.objective.needs_old_means and self.correction.bypass_mode
+        return self.mode.objective.needs_old_means and self.mode.bypasses
 
     @property
     def correction(self) -> RolloutCorrectionConfig:
-        """In force: the configured one, or what the guard has put in its place."""
-        return self.run.actor.config.rollout_correction
+        """The rollout correction in force."""
+        return self.mode.rollout_correction
 
     @property
     def _main(self) -> bool:

@@ -1,7 +1,10 @@
 """The actor: exact first ratios, splits that do not matter, NaN that stops, and no pass too many."""
 
+import ast
 import copy
 import dataclasses
+import inspect
+import re
 import shutil
 
 import pytest
@@ -11,7 +14,9 @@ from tolerances import LOG_PROB, RATIO, adam
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
-from flowgrpo_rc.batch import MiniBatch, OldPolicy, correct_old_policy
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
+from flowgrpo_rc.loss import OBJECTIVES, Objective
+from flowgrpo_rc.loss.policy import flow_grpo
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
@@ -23,7 +28,7 @@ LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 class Setup:
     """A tiny model, an engine and an actor with the same random adapter, and a rollout of 8 images."""
 
-    def __init__(self, model, dtype=torch.float32, sde_type="sde", cfg=1.0, lora=LORA, **config):
+    def __init__(self, model, dtype=torch.float32, sde_type="sde", cfg=1.0, lora=LORA, record_means=False, **config):
         self.engine = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=8, device="cpu")
         settings = {
             "ppo_micro_batch_size_per_gpu": 8,
@@ -58,6 +63,7 @@ class Setup:
             window_size=2,
             noise_level=0.7,
             sde_type=sde_type,
+            record_means=record_means,
         )
         self.batch = self.engine.generate(request).batch
         self.batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1])
@@ -313,3 +319,80 @@ def test_a_skipped_step_leaves_the_average(tiny_model):
     with pytest.warns(UserWarning, match="its optimizer step is skipped"):
         setup.update()
     assert setup.actor.average.optimization_step == 0
+
+
+def test_a_later_mini_batch_needs_its_old_policy(tiny_model):
+    """An optimizer step has moved the policy by then; only the first may find its own."""
+    setup = Setup(tiny_model, rollout_correction={"bypass_mode": False})
+    first, second = torch.arange(8).split(4)
+    with pytest.raises(ValueError, match="a mini-batch after the first without an old policy"):
+        setup.actor.update(setup.batch, setup.cond, [MiniBatch(first), MiniBatch(second)])
+    with pytest.raises(ValueError, match="no mini-batches"):
+        setup.actor.update(setup.batch, setup.cond, [])
+
+
+@pytest.mark.portable
+def test_the_first_mini_batch_finds_its_old_policy_for_all_epochs(tiny_model):
+    """The same two epochs, by a policy that has been scored before and by one that the update scores itself."""
+    from flowgrpo_rc.models import load_model
+
+    correction = {"bypass_mode": False, "rollout_is": "token", "rollout_is_threshold": 1.0001}
+    settings = {"dtype": torch.bfloat16, "ppo_epochs": 2, "rollout_correction": correction}
+    scored = Setup(tiny_model, **settings)
+    expected = scored.update()
+    own = Setup(load_model("asset:tiny_qwen_image"), **settings)
+    result = own.actor.update(own.batch, own.cond, [MiniBatch(torch.arange(8))])
+    assert result.optimizer_steps == expected.optimizer_steps == 2
+    for name, value in expected.metrics.items():
+        assert result.metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert "rollout_corr/rollout_is_mean" in result.metrics
+    after = adapter_state(own.actor.transformer)
+    for name, value in adapter_state(scored.actor.transformer).items():
+        assert_close(after[name], value, atol=1e-6, rtol=1e-4)
+
+
+def doubled(inputs, limits):
+    """Flow-GRPO's loss twice; before the first step the policy is the old one."""
+    assert inputs.shift.kl.max() < 1e-9
+    terms = flow_grpo(inputs, limits)
+    return terms._replace(loss=2 * terms.loss)
+
+
+def test_an_objective_that_is_added_at_run_time_trains(tiny_model, monkeypatch):
+    correction = {"bypass_mode": False, "rollout_is": None}
+    record = Objective(name="doubled", function=f"{__name__}:doubled", needs_old_means=True)
+    monkeypatch.setitem(OBJECTIVES, record.name, record)
+    setup = Setup(tiny_model, rollout_correction=correction, diffusion_loss=DiffusionLossConfig(loss_mode="doubled"))
+    assert setup.old.means.shape == setup.batch["latents"].shape
+    twice, _ = setup.gradient()
+    setup.config.diffusion_loss.loss_mode = "flow_grpo"
+    once, _ = setup.gradient()
+    assert max(value.abs().max() for value in once.values()) > 1e-6
+    for name in once:
+        assert_close(twice[name], 2 * once[name], atol=1e-9, rtol=1e-5)
+
+
+def documented_keys():
+    """Of every batch key: its value and what its documentation says first, ``(B, W) float32``."""
+    tree = ast.parse(inspect.getsource(Key)).body[0].body[1:]
+    texts = [node.value.value for node in tree if isinstance(node, ast.Expr)]
+    names = [node.value.value for node in tree if isinstance(node, ast.Assign)]
+    return {
+        name: re.match(r"``(\(.*?\))`` (?:of )?(\w+)", text).groups() for name, text in zip(names, texts, strict=True)
+    }
+
+
+def test_batches_hold_what_the_vocabulary_says(tiny_model):
+    """What the engine records and what the actor adds: every key is documented, with its shape and dtype."""
+    keys = documented_keys()
+    setup = Setup(tiny_model, rollout_correction={"bypass_mode": False}, record_means=True)
+    setup.batch["group"] = torch.arange(8)
+    latents = tuple(setup.batch["latents"].shape[2:])
+    shapes = {"(B,)": (8,), "(B, W)": (8, 2), "(B, W, *L)": (8, 2, *latents)}
+    made = {**dict(setup.batch.items()), **setup.old.batch_keys()}
+    for name, value in made.items():
+        shape, dtype = keys[name]
+        assert tuple(value.shape) == shapes[shape], name
+        assert str(value.dtype) == f"torch.{dtype}", name
+    of_trajectories = {"latents", "next_latents", "timesteps", "sigmas", "next_sigmas", "rollout_log_probs"}
+    assert of_trajectories | {"rollout_means", "prompt_index", "advantages"} <= set(made)
