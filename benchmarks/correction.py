@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from machine import describe
 
-from flowgrpo_rc.correction import compute_rollout_correction_and_rejection_mask, native
+from flowgrpo_rc.correction import compute_rollout_correction_and_rejection_mask
 
 SHAPES = ((16, 1), (512, 2), (512, 10), (64, 4096), (256, 8192))
 GROWTH = {10: (1000, 10_000, 100_000, 1_000_000), 1000: (10, 100, 1000, 10_000)}
@@ -166,10 +166,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--without-extension", action="store_true", help="torch's pass, as where no compiler was")
     arguments = parser.parse_args()
-    if arguments.without_extension:
-        native._native = None
     torch.set_num_threads(arguments.threads)
     verl = load_verl()
     memory = extra_memory(arguments.device)
@@ -194,7 +191,6 @@ def main() -> None:
             "machine": describe(),
             "device": arguments.device,
             "threads": arguments.threads,
-            "extension": native.is_built(),
             "shapes": shapes,
             "copy_floor_s": floor,
             "times_copy_floor": largest / floor,

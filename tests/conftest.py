@@ -41,17 +41,6 @@ def _few_threads():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["extension", "torch"])
-def both_passes(request, monkeypatch):
-    """The test once with the correction's C extension, and once as where it is not built."""
-    from flowgrpo_rc.correction.numerics import native
-
-    if request.param == "torch":
-        monkeypatch.setattr(native, "_native", None)
-    elif not native.is_built():
-        pytest.skip("the C extension is not built: there was no C compiler when the package was installed")
-
-
 @pytest.fixture
 def tiny_model():
     """The shipped tiny Qwen-Image model, freshly loaded in float32."""

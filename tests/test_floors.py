@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks", "dtypes", "messages", "threads", "run_folder", "run_lock"}
+BASE = {"lazy", "paths", "checks", "dtypes", "field_docs", "messages", "threads", "run_folder", "run_lock"}
 
 ALLOWED = {
-    "correction": set(),
+    "correction": BASE,
     "sde": BASE,
     "loss": {"correction", "sde", "batch", *BASE},
     "batch": {"correction", "sde"},

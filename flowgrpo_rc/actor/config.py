@@ -8,6 +8,7 @@ from typing import Any
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
+from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective, Threshold
 
@@ -16,6 +17,7 @@ LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 _HERE = "actor_rollout_ref.actor"
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class DiffusionLossConfig:
     """The section ``actor.diffusion_loss``."""
@@ -112,6 +114,7 @@ class DiffusionLossConfig:
         return self.objective.takes_auto and not self.has_sides
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """The section ``actor.optim``: AdamW on the LoRA weights."""
@@ -163,6 +166,7 @@ class OptimizerConfig:
         return self.lr_warmup_steps or int(self.lr_warmup_steps_ratio * total_steps)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class DiffusionActorConfig:
     """The section ``actor_rollout_ref.actor``."""

@@ -3,10 +3,12 @@
 Names resolve on first use, so that reading a configuration does not import torch.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
+from flowgrpo_rc.lazy import lazy_names
+
 if TYPE_CHECKING:
+    from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator
     from flowgrpo_rc.correction.numerics.compute import (
         NonFiniteLogProbError,
         RolloutCorrection,
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
         compute_rollout_correction_weights,
         compute_rollout_rejection_mask,
     )
-    from flowgrpo_rc.correction.numerics.metrics import slime_metrics
-    from flowgrpo_rc.correction.numerics.moments import MetricAccumulator, Moments
+    from flowgrpo_rc.correction.numerics.moments import Moments
+    from flowgrpo_rc.correction.numerics.slime import slime_metrics
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
     from flowgrpo_rc.correction.options.explanation import Explanation, explain
     from flowgrpo_rc.correction.plan import SAFETY_BOUND
@@ -39,25 +41,15 @@ __all__ = [
     "slime_metrics",
 ]
 
-_HOME = {
-    "RolloutCorrectionConfig": "options.config",
+_HOMES = {
     "Explanation": "options.explanation",
-    "explain": "options.explanation",
-    "slime_metrics": "numerics.metrics",
-    "MetricAccumulator": "numerics.moments",
+    "MetricAccumulator": "numerics.accumulator",
     "Moments": "numerics.moments",
+    "RolloutCorrectionConfig": "options.config",
     "SAFETY_BOUND": "plan",
+    "explain": "options.explanation",
+    "slime_metrics": "numerics.slime",
 }
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'numerics.compute')}")
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: f"{__name__}.{_HOMES.get(name, 'numerics.compute')}" for name in __all__}
+)

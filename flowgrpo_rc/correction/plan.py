@@ -6,7 +6,8 @@ threshold string. Ratios are train over rollout, `r = exp(log_prob - rollout_log
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import lru_cache
 from numbers import Real
@@ -16,7 +17,39 @@ SAFETY_BOUND = 20.0
 """Every exponent is clamped to [-SAFETY_BOUND, SAFETY_BOUND] before `exp`."""
 
 IS_LEVELS = ("token", "sequence", "geometric")
-IS_MODES = ("truncate", "zero", "clip", "mask")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMode:
+    """What a value of ``rollout_is_mode`` means beside its arithmetic, which is in ``numerics/weights.py``."""
+
+    one_bound: bool = False
+    """Whether there is an upper bound alone."""
+    lower_may_be_zero: bool = False
+    """Whether the lower bound may be 0, for none."""
+    rejects: bool = False
+    """Whether elements beyond the bounds leave the mask."""
+    outside_metric: str | None = None
+    """The metric that counts them."""
+    slime_fractions: Mapping[str, str] = field(default_factory=dict)
+    """slime's names of the share above ("high") and below ("low") the bounds."""
+
+
+_MASKED = {"mis_mask_fraction_low": "low", "mis_mask_fraction_high": "high"}
+WEIGHT_MODES = {
+    "truncate": WeightMode(one_bound=True, slime_fractions={"mis_truncate_fraction": "high"}),
+    "zero": WeightMode(outside_metric="rollout_is_oob_ratio", slime_fractions=_MASKED),
+    "clip": WeightMode(
+        lower_may_be_zero=True, slime_fractions={"mis_clip_fraction_low": "low", "mis_clip_fraction_high": "high"}
+    ),
+    "mask": WeightMode(
+        lower_may_be_zero=True,
+        rejects=True,
+        outside_metric="rollout_is_masked_fraction",
+        slime_fractions=_MASKED,
+    ),
+}
+IS_MODES = tuple(WEIGHT_MODES)
 RS_OPTIONS = (
     *("token_k1", "token_k2", "token_k3"),
     *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -50,6 +83,11 @@ class ImportanceSampling:
     batch_normalize: bool = False
 
     @property
+    def rejects(self) -> bool:
+        """Whether elements beyond the bounds leave the mask."""
+        return WEIGHT_MODES[self.mode].rejects
+
+    @property
     def log_upper(self) -> float:
         """The log ratio above which `..._fraction_high` counts."""
         return math.log(self.upper)
@@ -76,6 +114,11 @@ class Criterion:
     calibrated: bool = False
     """The bounds come with every batch (`rollout_rs_threshold=auto`); `upper` and `lower` are infinite here."""
 
+    @property
+    def statistic_bounds(self) -> tuple[float, float]:
+        """Bounds of the statistic; for k1, which is `-l`, the negated bounds of `l`."""
+        return (-self.upper, -self.lower) if self.statistic == "k1" else (-math.inf, self.upper)
+
 
 @dataclass(frozen=True, slots=True)
 class CorrectionPlan:
@@ -88,8 +131,8 @@ class CorrectionPlan:
     @property
     def can_reject(self) -> bool:
         """Whether any element can leave the mask."""
-        masks = self.importance is not None and self.importance.mode == "mask"
-        return bool(self.criteria) or self.log_veto is not None or masks
+        weights_reject = self.importance is not None and self.importance.rejects
+        return bool(self.criteria) or self.log_veto is not None or weights_reject
 
     @property
     def calibrated(self) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo_rc.checks import fit_fields, plain
+from flowgrpo_rc.field_docs import documented_fields
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Where the prompts come from and how many make a step."""

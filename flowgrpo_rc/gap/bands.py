@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor.config import DiffusionLossConfig
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.correction.numerics.calibrated import row_statistic
+from flowgrpo_rc.correction.numerics.rejection import row_statistic
 from flowgrpo_rc.gap.limits import CLIP_FACTOR, GAP_QUANTILE
 
 MEMORY = 64

@@ -7,6 +7,7 @@ from typing import Any
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
 from flowgrpo_rc.dtypes import DTYPES
+from flowgrpo_rc.field_docs import documented_fields
 
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
@@ -16,6 +17,7 @@ CHECKPOINTING_FROM = 1_000_000_000
 the LoRA's own memory."""
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """The section ``actor_rollout_ref.model``."""

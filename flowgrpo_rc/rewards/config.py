@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo_rc.checks import choice, fit_fields, plain
+from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 
 REWARD_NAMES = REWARDS.keys()
@@ -23,6 +24,7 @@ one of these names."""
 OCR_MODES = ("recognition", "full")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class OCRConfig:
     """How the reward ``ocr`` reads an image."""
@@ -55,6 +57,7 @@ class OCRConfig:
             raise ValueError(f"reward.ocr.num_threads: got {self.num_threads}; give 0 (all cores) or more")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class CustomRewardConfig:
     """A reward function of the user's own, loaded from a Python file."""
@@ -102,6 +105,7 @@ class CustomRewardConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RewardConfig:
     """The rewards of a run: a weighted sum of built-in functions and at most one of the user's own."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
 from flowgrpo_rc.dtypes import DTYPES
+from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.sde.types import SDE_TYPES
 from flowgrpo_rc.sde.window import SDEWindow
@@ -17,6 +18,7 @@ SHORTEST_SILENCE = 3.0
 _HERE = "actor_rollout_ref.rollout"
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RolloutAlgoConfig:
     """The section ``rollout.algo``: the stochastic steps."""
@@ -63,6 +65,7 @@ class RolloutAlgoConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class PipelineConfig:
     """The section ``rollout.pipeline``: what a plain diffusers call would be given."""
@@ -93,6 +96,7 @@ class PipelineConfig:
         non_negative(f"{_HERE}.pipeline.guidance_scale", self.guidance_scale, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValPipelineConfig:
     """The section ``rollout.val_kwargs.pipeline``: where validation samples otherwise than training does."""
@@ -122,6 +126,7 @@ class ValPipelineConfig:
         non_negative(f"{_HERE}.val_kwargs.pipeline.guidance_scale", self.guidance_scale, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValAlgoConfig:
     """The section ``rollout.val_kwargs.algo``: the noise of validation, of which there is none."""
@@ -133,6 +138,7 @@ class ValAlgoConfig:
         fit_fields(f"{_HERE}.val_kwargs.algo", self)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
     """The section ``rollout.val_kwargs``: how validation samples."""
@@ -157,6 +163,7 @@ class ValConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ProbeConfig:
     """The section ``rollout.probe``: recorded steps that the actor rescores, to tell engine gap from staleness."""
@@ -173,6 +180,7 @@ class ProbeConfig:
         positive(f"{_HERE}.probe.warn_gap", self.warn_gap, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class VllmOmniConfig:
     """The section ``rollout.vllm_omni``: when the engine's process is given up, ended and started anew, once a call."""
@@ -203,6 +211,7 @@ class VllmOmniConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The section ``actor_rollout_ref.rollout``: which engine samples, and how."""

@@ -9,6 +9,7 @@ from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.config import DataConfig
+from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.objectives import DEFAULT, Objective
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
@@ -27,6 +28,7 @@ else:
     ResolvedCorrection = Any
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
     """The section ``algorithm``."""
@@ -53,6 +55,7 @@ class AlgorithmConfig:
         choice("algorithm.adv_estimator", self.adv_estimator, ("flow_grpo", "grpo"))
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ActorRolloutRefConfig:
     """The section ``actor_rollout_ref``."""
@@ -67,6 +70,7 @@ class ActorRolloutRefConfig:
         fit_fields("actor_rollout_ref", self)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """The section ``trainer``."""
@@ -141,6 +145,7 @@ class TrainerConfig:
             raise ValueError("trainer.resume_from_path: is empty; resume_mode=resume_path needs a checkpoint folder")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class FlowGRPOConfig:
     """Everything a training run is configured by."""

@@ -12,7 +12,6 @@ from flowgrpo_rc.correction import (
     compute_rollout_correction_and_rejection_mask,
 )
 
-pytestmark = pytest.mark.usefixtures("both_passes")
 
 LEVELS = ("token", "sequence", "geometric")
 FACTOR = "rollout_corr/rollout_is_batch_norm_factor"

@@ -12,7 +12,7 @@ from flowgrpo_rc.correction import (
     compute_rollout_correction_and_rejection_mask,
     explain,
 )
-from flowgrpo_rc.correction.numerics.calibrated import row_statistic
+from flowgrpo_rc.correction.numerics.rejection import row_statistic
 from flowgrpo_rc.correction.plan import RS_OPTIONS
 
 ROW_OPTIONS = [option for option in RS_OPTIONS if option.startswith("seq_")]

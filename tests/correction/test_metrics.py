@@ -16,7 +16,6 @@ from flowgrpo_rc.correction import (
     slime_metrics,
 )
 
-pytestmark = pytest.mark.usefixtures("both_passes")
 
 FORMS = (
     ("truncate", 1.3, 0.0, 1.3),

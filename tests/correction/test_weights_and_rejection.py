@@ -16,7 +16,6 @@ from flowgrpo_rc.correction import (
     compute_rollout_rejection_mask,
 )
 
-pytestmark = pytest.mark.usefixtures("both_passes")
 
 LEVELS = ("token", "sequence", "geometric")
 RS_OPTIONS = (

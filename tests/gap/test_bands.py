@@ -5,7 +5,7 @@ import torch
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.correction.numerics.calibrated import row_statistic
+from flowgrpo_rc.correction.numerics.rejection import row_statistic
 from flowgrpo_rc.gap.bands import ENOUGH, IMAGE_MEMORY, MEMORY, ClipBands, RejectionBands
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 

@@ -1,48 +1,100 @@
-"""From per-row figures to moments: sums, minima and maxima that merge exactly over micro-batches and ranks.
+"""Moments: named sums, minima and maxima from which every metric follows, and which merge exactly.
 
-Everything here runs on the host in float64, after the one transfer. Metrics are functions of the moments
-(`metrics.metrics_from_moments`), so a merged metric equals the metric of the merged batch: means by their counts,
-standard deviations and effective sample sizes from their sums of squares.
+Weights, rejection and diagnostics describe a block of rows by ``RowFigures``; reduced over rows, blocks, micro-batches
+and ranks they are ``Moments``. A metric is a function of the moments (``metrics``), so that a merged metric equals the
+metric of the merged batch: means by their counts, standard deviations and effective sample sizes from sums of squares.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.layout import Layout
-from flowgrpo_rc.correction.numerics.reduction import reduce_table
 from flowgrpo_rc.correction.plan import CorrectionPlan
+
+
+@dataclass(slots=True)
+class RowFigures:
+    """Named figures of each row of a block, on its device: matrices with one line for each name."""
+
+    names: list[str] = field(default_factory=list)
+    sums: list[Float[Tensor, "_ B"]] = field(default_factory=list)
+    """To be summed over rows."""
+    range_names: list[str] = field(default_factory=list)
+    smallest: list[Float[Tensor, "_ B"]] = field(default_factory=list)
+    """Of which the smallest is wanted."""
+    largest: list[Float[Tensor, "_ B"]] = field(default_factory=list)
+    """Of which the largest is wanted, under the same names."""
+
+    def add(self, names: Iterable[str], figures: Float[Tensor, "K B"]) -> None:
+        """Figures to be summed, float64."""
+        self.names += names
+        self.sums.append(figures)
+
+    def add_ranges(
+        self, names: Iterable[str], smallest: Float[Tensor, "K B"], largest: Float[Tensor, "K B"] | None = None
+    ) -> None:
+        """Figures of which the smallest and the largest are wanted."""
+        self.range_names += names
+        self.smallest.append(smallest)
+        self.largest.append(smallest if largest is None else largest)
+
+
+class Totals(NamedTuple):
+    """``RowFigures`` reduced over rows, in the order of their names; still on the device, in float64."""
+
+    sums: Float[Tensor, " sums"]
+    minima: Float[Tensor, " ranges"]
+    maxima: Float[Tensor, " ranges"]
+
+
+def reduce_rows(figures: RowFigures, nonempty: Bool[Tensor, " B"] | None) -> Totals:
+    """Totals over the rows with a valid element (``None``: all have one)."""
+    sums = torch.cat(figures.sums)
+    smallest = torch.cat(figures.smallest)
+    largest = torch.cat(figures.largest)
+    if nonempty is not None:
+        sums = sums * nonempty
+        empty = ~nonempty
+        smallest = smallest.masked_fill(empty, math.inf)
+        largest = largest.masked_fill(empty, -math.inf)
+    return Totals(sums.sum(1), smallest.amin(1), largest.amax(1))
+
+
+def reduce_blocks(blocks: Sequence[Totals]) -> Totals:
+    """Totals of all blocks of one batch together."""
+    if len(blocks) == 1:
+        return blocks[0]
+    sums, minima, maxima = (torch.stack(parts) for parts in zip(*blocks, strict=True))
+    return Totals(sums.sum(0), minima.amin(0), maxima.amax(0))
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Named sums, minima and maxima over rows of per-row figures; sums of element counts are totals."""
+    """Sums, minima and maxima of a batch, by name, as Python floats."""
 
     plan: CorrectionPlan
-    names: tuple[str, ...]
-    sums: tuple[float, ...]
-    ranged: tuple[str, ...]
-    minima: tuple[float, ...]
-    maxima: tuple[float, ...]
+    sums: dict[str, float]
+    minima: dict[str, float]
+    maxima: dict[str, float]
     divisor: float | None = None
     """What batch normalisation divided by; None when unknown (after a merge) or without normalisation."""
     timesteps: dict[float, tuple[float, float]] = field(default_factory=dict)
-    """Sum of `|l|` and number of valid elements per timestep value."""
+    """Sum of ``|l|`` and number of valid elements per timestep value."""
 
     @property
     def finite(self) -> bool:
-        """False when a valid log-prob is NaN or infinite: it then is in the sum of `l`."""
-        return math.isfinite(self.sums[self.names.index("l")])
+        """False when a valid log-prob is NaN or infinite: it then is in the sum of ``l``."""
+        return math.isfinite(self.sums["log_ratio"])
 
     @property
     def count(self) -> float:
         """Valid elements."""
-        return self.sums[self.names.index("n")]
+        return self.sums["elements"]
 
     def merge(self, other: "Moments") -> "Moments":
         """Moments of both batches together.
@@ -50,7 +102,7 @@ class Moments:
         Raises:
             ValueError: they were computed with different options.
         """
-        if self.plan != other.plan or self.names != other.names:
+        if self.plan != other.plan:
             raise ValueError("Only results computed with the same options can be merged.")
         timesteps = dict(self.timesteps)
         for t, (total, count) in other.timesteps.items():
@@ -58,46 +110,11 @@ class Moments:
             timesteps[t] = (before[0] + total, before[1] + count)
         return Moments(
             self.plan,
-            self.names,
-            tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)),
-            self.ranged,
-            tuple(map(min, self.minima, other.minima)),
-            tuple(map(max, self.maxima, other.maxima)),
+            {name: value + other.sums[name] for name, value in self.sums.items()},
+            {name: min(value, other.minima[name]) for name, value in self.minima.items()},
+            {name: max(value, other.maxima[name]) for name, value in self.maxima.items()},
             timesteps=timesteps,
         )
-
-
-class MetricAccumulator:
-    """Metrics of several micro-batches, and of all ranks, as if they had been one batch.
-
-    `add` takes results computed with the same options. `compute` leaves the accumulator as it is; `reset` empties it.
-    """
-
-    def __init__(self) -> None:
-        self._moments: Moments | None = None
-
-    def add(self, result: Any) -> None:
-        """Adds a `RolloutCorrection` or its `Moments`."""
-        moments = result if isinstance(result, Moments) else result.moments
-        self._moments = moments if self._moments is None else self._moments.merge(moments)
-
-    def reset(self) -> None:
-        """Forgets what was added."""
-        self._moments = None
-
-    def compute(self, dp_group: Any = None, *, prefix: str = "rollout_corr/", slime: bool = False) -> dict[str, float]:
-        """Metrics of everything added, on all ranks; empty when nothing was added anywhere.
-
-        With `torch.distributed` initialised this is a collective over `dp_group` (None: all ranks), so every rank
-        of it must call. `slime=True` adds the figures under slime's names.
-        """
-        from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments, slime_metrics
-
-        moments = merge_over_ranks(self._moments, dp_group)
-        if moments is None:
-            return {}
-        metrics = metrics_from_moments(moments, prefix)
-        return {**metrics, **slime_metrics(moments)} if slime else metrics
 
 
 def merge_over_ranks(moments: Moments | None, dp_group: Any = None) -> Moments | None:
@@ -106,53 +123,8 @@ def merge_over_ranks(moments: Moments | None, dp_group: Any = None) -> Moments |
         return moments
     gathered: list[Moments | None] = [None] * torch.distributed.get_world_size(dp_group)
     torch.distributed.all_gather_object(gathered, moments, group=dp_group)
-    present = [m for m in gathered if m is not None]
-    return merge_all(present) if present else None
-
-
-def merge_all(moments: Iterable[Moments]) -> Moments:
-    """Merges at least one."""
-    first, *rest = moments
-    for other in rest:
-        first = first.merge(other)
-    return first
-
-
-def moments_of_table(
-    layout: Layout,
-    flat: Float[Tensor, " figures"],
-    *,
-    rows: int,
-    masked: bool,
-    count_empty_rows: bool = False,
-) -> Moments:
-    """Moments of what was transferred to the host: the table, then the divisor, then three figures per element."""
-    size = layout.height * rows
-    table, tail = flat[:size].view(-1, rows), flat[size:].tolist()
-    sums, minima, maxima = reduce_table(layout, table, masked=masked, count_empty_rows=count_empty_rows)
-    importance = layout.plan.importance
-    divisor = tail.pop(0) if importance is not None and importance.batch_normalize else None
-    return Moments(
-        layout.plan,
-        layout.reduced,
-        sums,
-        layout.ranged,
-        minima,
-        maxima,
-        divisor,
-        _group_by_timestep(tail) if tail else {},
-    )
-
-
-def _group_by_timestep(tail: list[float]) -> dict[float, tuple[float, float]]:
-    """`{t: (sum of |l|, count)}` of `|l|`, validity and timestep, laid end to end."""
-    n = len(tail) // 3
-    groups: dict[float, tuple[float, float]] = {}
-    for gap, valid, t in zip(tail[:n], tail[n : 2 * n], tail[2 * n :], strict=True):
-        if valid:
-            total, count = groups.get(t, (0.0, 0.0))
-            groups[t] = (total + gap, count + 1.0)
-    wrong = [t for t in groups if not math.isfinite(t)]
-    if wrong:
-        raise ValueError(f"timesteps: got {wrong[0]} for a valid element; give finite numbers, or leave timesteps out.")
-    return dict(sorted(groups.items()))
+    merged = None
+    for each in gathered:
+        if each is not None:
+            merged = each if merged is None else merged.merge(each)
+    return merged

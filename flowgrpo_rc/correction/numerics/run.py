@@ -1,0 +1,266 @@
+"""One pass over a batch: a plan's weights and rejection in blocks of rows, and one transfer of all figures."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from flowgrpo_rc.correction.numerics.diagnostics import (
+    add_off_policy_figures,
+    add_off_policy_sums,
+    gaps_by_timestep,
+    timestep_table,
+)
+from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, make_elements
+from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
+from flowgrpo_rc.correction.numerics.moments import Moments, RowFigures, Totals, reduce_blocks, reduce_rows
+from flowgrpo_rc.correction.numerics.rejection import (
+    add_row_sums,
+    judge_elements,
+    judge_rows,
+    veto_elements,
+    veto_rows,
+)
+from flowgrpo_rc.correction.numerics.weights import (
+    add_element_weight_figures,
+    batch_divisor,
+    divisor_sums,
+    element_weights,
+    row_weights,
+)
+from flowgrpo_rc.correction.plan import CorrectionPlan
+
+HOST_BLOCK = 1 << 17
+"""Elements of a block in host memory, where its tensors should stay in a core's cache."""
+DEVICE_BLOCK = 1 << 19
+"""Elements of a block on an accelerator, which larger blocks keep busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCorrection:
+    """Result of one call; unpacks as ``weights, mask, metrics = result``. Nothing in it carries a gradient."""
+
+    weights: Tensor | None
+    """Importance weights, float32 (float64 for float64 input), 0 at invalid elements; None without ``rollout_is``."""
+    mask: Tensor
+    """``mask * keep`` in the mask's dtype (bool when no mask was given)."""
+    metrics: dict[str, float]
+    """Named figures, prefixed ``rollout_corr/``."""
+    moments: Moments
+    """What ``metrics`` derive from; ``MetricAccumulator`` merges it exactly over micro-batches and ranks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.weights, self.mask, self.metrics))
+
+
+class NonFiniteLogProbError(ValueError):
+    """Some valid log-prob is NaN or infinite; says how many are, and where the first is.
+
+    Args:
+        p, q: log-probs ``(B, T)`` of the policy being trained and of the rollout.
+        m: the mask; None: all are valid.
+    """
+
+    def __init__(self, p: Tensor, q: Tensor, m: Tensor | None) -> None:
+        bad = ~(torch.isfinite(p) & torch.isfinite(q) & torch.isfinite(p.double() - q.double()))
+        if m is not None:
+            bad &= m != 0
+        positions = bad.nonzero()
+        if len(positions) == 0:
+            super().__init__("Log-probs are too large: the sum of their differences overflows.")
+            return
+        row, column = positions[0].tolist()
+        super().__init__(
+            f"{len(positions)} of {p.numel()} positions have a NaN or infinite log-prob where the mask is valid; "
+            f"the first is ({row}, {column}): log_prob={p[row, column].item()}, "
+            f"rollout_log_prob={q[row, column].item()}."
+        )
+
+
+class Block(NamedTuple):
+    """What a plan makes of some rows."""
+
+    weights: Float[Tensor, "B T"] | None
+    rejected: Bool[Tensor, "B #T"] | None
+    totals: Totals
+    names: RowFigures
+    """Figures, in the order in which they are in the totals."""
+
+
+@torch.no_grad()
+def run_plan(
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
+    *,
+    plan: CorrectionPlan,
+    row_bounds: Float[Tensor, "..."] | None = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
+    dp_group: Any = None,
+) -> RolloutCorrection:
+    """Executes a plan.
+
+    Args:
+        row_bounds: ``(B,)``, for ``rollout_rs_threshold=auto`` alone: the rejection bound of every row, on the size of
+            the aggregated log ratio for k1 and on the statistic for k2 and k3.
+
+    Raises:
+        TypeError, ValueError: as ``compute_rollout_correction_and_rejection_mask``; row bounds that are missing, of
+            another shape, or not positive and finite.
+    """
+    _check(log_prob, rollout_log_prob, mask, timesteps)
+    if plan.calibrated:
+        _check_row_bounds(row_bounds, log_prob)
+    grid = (log_prob.shape[0], -1)  # (B,) counts as (B, 1)
+    p = log_prob.detach().reshape(grid)
+    q = rollout_log_prob.detach().reshape(grid)
+    m = None if mask is None else mask.detach().reshape(grid)
+    dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
+    weights = None if plan.importance is None else p.new_empty(p.shape, dtype=dtype)
+    kept = p.new_ones(p.shape, dtype=torch.bool) if m is None else m.clone(memory_format=torch.contiguous_format)
+    blocks = []
+    rows_at_once = max(1, (HOST_BLOCK if p.device.type == "cpu" else DEVICE_BLOCK) // p.shape[1])
+    for start in range(0, len(p), rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
+        block = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows])
+        if weights is not None and block.weights is not None:
+            weights[rows] = block.weights
+        if block.rejected is not None:
+            kept[rows].masked_fill_(block.rejected, 0)
+        blocks.append(block.totals)
+    total, names = reduce_blocks(blocks), block.names
+    parts = {"sums": total.sums, "minima": total.minima, "maxima": total.maxima}
+    if plan.importance is not None and plan.importance.batch_normalize:
+        sums = dict(zip(names.names, total.sums, strict=True))
+        parts["divisor"] = _sum_over_ranks(torch.stack(divisor_sums(plan.importance, sums)), dp_group)
+    if plan.calibrated and row_bounds is not None:
+        parts["row_bounds"] = row_bounds.detach()
+    if timesteps is not None:
+        parts["timesteps"] = timestep_table(p, q, m, timesteps.detach().reshape(grid))
+    host = _to_host(parts)
+    _check_bound_values(host.get("row_bounds", []))
+    moments = Moments(
+        plan,
+        dict(zip(names.names, host["sums"], strict=True)),
+        dict(zip(names.range_names, host["minima"], strict=True)),
+        dict(zip(names.range_names, host["maxima"], strict=True)),
+        batch_divisor(*host["divisor"]) if "divisor" in host else None,
+        gaps_by_timestep(host.get("timesteps", [])),
+    )
+    if not moments.finite:
+        raise NonFiniteLogProbError(p, q, m)
+    if moments.count == 0:
+        raise ValueError("The mask has no valid element: there is nothing to correct.")
+    if weights is not None:
+        if moments.divisor is not None:
+            weights.div_(moments.divisor)
+        weights = weights.view(log_prob.shape)
+    return RolloutCorrection(weights, kept.view(log_prob.shape), metrics_from_moments(moments), moments)
+
+
+def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, " B"] | None) -> Block:
+    """Weights, rejection and figures of some rows: first what elements decide, then their sums, then what rows decide."""
+    importance, log_veto = plan.importance, plan.log_veto
+    of_elements = [c for c in plan.criteria if c.aggregate == "token"]
+    of_rows = [c for c in plan.criteria if c.aggregate != "token"]
+    figures, sums = RowFigures(), RowSums(x)
+    weights = None
+
+    add_off_policy_sums(x, sums)
+    if importance is not None and importance.level == "token":
+        weights = element_weights(importance, x, sums)
+    rejections = [judge_elements(criterion, x, sums, figures) for criterion in of_elements]
+    add_row_sums(of_rows, x, sums)
+    if log_veto is not None:
+        veto_elements(log_veto, x, sums)
+
+    rows = sums.rows()
+    figures.add(rows.names, rows.table)
+    add_off_policy_figures(x, rows, figures)
+    if importance is not None and weights is not None:
+        add_element_weight_figures(importance, x, rows, weights, figures)
+    elif importance is not None:
+        weights = row_weights(importance, x, rows, figures)
+    if plan.criteria:
+        rejections.append(judge_rows([*of_elements, *of_rows], x, rows, row_bounds, figures))
+    if log_veto is not None:
+        rejections.append(veto_rows(rows, figures))
+    if importance is not None and weights is not None and importance.rejects:
+        rejections.append(weights.outside)
+    rejected = reduce(torch.logical_or, rejections) if rejections else None
+    if rejected is not None:
+        count = _count_rejected(rejected, x, rows)
+        figures.add(("rejected", "rows_rejected"), torch.stack([count, (count > 0).double()]))
+    totals = reduce_rows(figures, None if x.valid is None else rows.sums["elements"] > 0)
+    return Block(None if weights is None else weights.values, rejected, totals, figures)
+
+
+def _count_rejected(rejected: Bool[Tensor, "B #T"], x: Elements, rows: Rows) -> Float[Tensor, " B"]:
+    """Valid elements of each row that are rejected."""
+    if rejected.shape[1] != x.log_ratio.shape[1]:
+        return rows.sums["elements"] * rejected[:, 0]
+    found = rejected if x.valid is None else rejected & x.valid
+    return found.sum(1).double()
+
+
+def _sum_over_ranks(values: Float[Tensor, " sums"], dp_group: Any) -> Float[Tensor, " sums"]:
+    """Sums of every rank's values, where there are several."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(values, group=dp_group)
+    return values
+
+
+def _to_host(parts: dict[str, Tensor]) -> dict[str, list[float]]:
+    """The one transfer: every part flat, as Python floats."""
+    flat = [part.double().flatten() for part in parts.values()]
+    host = torch.cat(flat).to("cpu").split([len(part) for part in flat])
+    return {name: part.tolist() for name, part in zip(parts, host, strict=True)}
+
+
+def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, timesteps: Tensor | None) -> None:
+    if not (log_prob.is_floating_point() and rollout_log_prob.is_floating_point()):
+        raise TypeError(
+            f"log-probs must be floating point, got log_prob {log_prob.dtype} and "
+            f"rollout_log_prob {rollout_log_prob.dtype}."
+        )
+    shape = log_prob.shape
+    if len(shape) not in (1, 2):
+        raise ValueError(f"log_prob must be (B,) or (B, T), got shape {tuple(shape)}.")
+    for name, other in (
+        ("log_prob", log_prob),
+        ("rollout_log_prob", rollout_log_prob),
+        ("mask", mask),
+        ("timesteps", timesteps),
+    ):
+        if other is None:
+            continue
+        if other.shape != shape:
+            raise ValueError(f"log_prob has shape {tuple(shape)}, but {name} has shape {tuple(other.shape)}.")
+        if other.device != log_prob.device:
+            raise ValueError(f"log_prob is on {log_prob.device}, but {name} is on {other.device}; move one.")
+        if other.untyped_storage().device.type == "meta":
+            raise ValueError(f"{name} is a tensor without memory (fake or meta); give one with data.")
+    if log_prob.numel() == 0:
+        raise ValueError(f"The batch is empty: log_prob has shape {tuple(shape)}.")
+
+
+def _check_row_bounds(bounds: Tensor | None, log_prob: Tensor) -> None:
+    if bounds is None:
+        raise ValueError(
+            "rollout_rs_threshold='auto' needs the rejection bound of every row (rollout_rs_bounds in the batch, which "
+            "the trainer measures). Outside of it, give numbers."
+        )
+    if bounds.shape != log_prob.shape[:1]:
+        raise ValueError(f"rollout_rs_bounds has shape {tuple(bounds.shape)}, expected {tuple(log_prob.shape[:1])}.")
+
+
+def _check_bound_values(bounds: list[float]) -> None:
+    for row, bound in enumerate(bounds):
+        if not 0 < bound < math.inf:
+            raise ValueError(f"rollout_rs_bounds: row {row} has {bound}; give positive, finite numbers.")

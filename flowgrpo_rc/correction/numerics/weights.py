@@ -1,0 +1,119 @@
+"""Importance-sampling weights (SPEC section 2): ``w = r``, of each element or of a whole row, within bounds.
+
+Every weight is carried twice, as ``w`` and as its excess ``w - 1``: near 1 the second is the more exact in float32,
+near 0 the first. A new ``rollout_is_mode`` is a case of ``bound_weights``, with its entry in ``plan.WEIGHT_MODES``.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums
+from flowgrpo_rc.correction.numerics.moments import RowFigures
+from flowgrpo_rc.correction.plan import SAFETY_BOUND, ImportanceSampling
+
+Sum = TypeVar("Sum", float, Tensor)
+
+
+class Weights(NamedTuple):
+    """Importance weights of a block of rows, before batch normalisation."""
+
+    values: Float[Tensor, "B T"]
+    """0 at invalid elements."""
+    outside: Bool[Tensor, "B #T"]
+    """Where the ratio is beyond the bounds; mode ``mask`` rejects that."""
+
+
+def bound_weights(
+    spec: ImportanceSampling,
+    ratio: Float[Tensor, "*shape"],
+    excess: Float[Tensor, "*shape"],
+    outside: Bool[Tensor, "*shape"],
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """``w`` and ``w - 1`` of ratios ``r``, given ``r``, ``r - 1`` and whether ``r`` is beyond the bounds."""
+    if spec.mode == "zero":
+        return ratio.masked_fill(outside, 0.0), excess.masked_fill(outside, -1.0)
+    if spec.mode == "mask":
+        return ratio, excess
+    # truncate and clip; truncation has a lower bound of 0
+    return ratio.clamp(spec.lower, spec.upper), excess.clamp(spec.lower - 1.0, spec.upper - 1.0)
+
+
+def element_weights(spec: ImportanceSampling, x: Elements, sums: RowSums) -> Weights:
+    """``w = exp(l)`` of each element (``rollout_is=token``), and the sums behind its metrics."""
+    low, high = x.beyond(x.clamped, spec.log_lower, spec.log_upper)
+    outside = low | high
+    weight, excess = bound_weights(spec, x.clamped.exp(), x.excess, outside)
+    weight = x.zero_invalid(weight)
+    excess = x.zero_invalid(excess)
+    sums.add("is_low", low)
+    sums.add("is_high", high)
+    sums.add("is_weight", weight)
+    sums.add("is_weight_squared", weight.square())
+    sums.add("is_excess", excess)
+    sums.add("is_excess_squared", excess.square())
+    return Weights(weight, outside)
+
+
+def add_element_weight_figures(
+    spec: ImportanceSampling, x: Elements, rows: Rows, weights: Weights, figures: RowFigures
+) -> None:
+    """Figures of the rows of ``element_weights``: a row's weight is the mean of its elements'."""
+    mean, raw_excess = rows.means["is_weight"], rows.means["excess"]
+    weight = torch.where(mean < 0.5, mean, 1.0 + rows.means["is_excess"])
+    _add_row_weight(figures, weight, weight - 1.0)
+    low, high = raw_excess < spec.reported_lower - 1.0, raw_excess > spec.upper - 1.0
+    figures.add(("is_row_low", "is_row_high"), torch.stack([low, high]).double())
+    figures.add(("is_raw",), (rows.sums["elements"] + rows.sums["excess"])[None])
+    smallest, largest = x.extremes(weights.values)
+    figures.add_ranges(("is_weight",), smallest[None], largest[None])
+
+
+def row_weights(spec: ImportanceSampling, x: Elements, rows: Rows, figures: RowFigures) -> Weights:
+    """``w = exp(sum of l)`` ("sequence") or ``exp(mean of l)`` ("geometric") at each element of a row; adds figures."""
+    of_rows = rows.sums if spec.level == "sequence" else rows.means
+    # decided in the compute dtype, to which the bounds are rounded
+    log_ratio = of_rows["log_ratio"].to(x.log_ratio.dtype).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    low = log_ratio < spec.log_lower
+    high = log_ratio > spec.log_upper
+    outside = low | high
+    log_ratio = log_ratio.double()
+    ratio = log_ratio.exp()
+    weight, excess = bound_weights(spec, ratio, torch.expm1(log_ratio), outside)
+    _add_row_weight(figures, weight, excess)
+    flags = torch.stack([low, high]).double()
+    figures.add(("is_row_low", "is_row_high"), flags)
+    count = rows.sums["elements"]
+    figures.add(("is_low", "is_high"), count * flags)
+    figures.add(
+        ("is_raw", "is_weight", "is_weight_squared", "is_excess", "is_excess_squared"),
+        count * torch.stack([ratio, weight, weight.square(), excess, excess.square()]),
+    )
+    figures.add_ranges(("is_weight",), ratio[None])
+    values = weight.to(x.log_ratio.dtype)[:, None].expand_as(x.log_ratio)
+    return Weights(x.zero_invalid(values), outside[:, None])
+
+
+def _add_row_weight(figures: RowFigures, weight: Float[Tensor, " B"], excess: Float[Tensor, " B"]) -> None:
+    both = torch.stack([weight, excess])
+    figures.add(("is_row_weight", "is_row_excess"), both)
+    figures.add(("is_row_weight_squared", "is_row_excess_squared"), both.square())
+    figures.add_ranges(("is_row_weight", "is_row_excess"), both)
+
+
+def divisor_sums(spec: ImportanceSampling, sums: Mapping[str, Sum]) -> tuple[Sum, Sum, Sum]:
+    """Sums of ``w``, of ``w - 1`` and of 1: over elements ("token"), else over rows."""
+    if spec.level == "token":
+        return sums["is_weight"], sums["is_excess"], sums["elements"]
+    return sums["is_row_weight"], sums["is_row_excess"], sums["rows"]
+
+
+def batch_divisor(weight: float, excess: float, count: float) -> float:
+    """What batch normalisation divides by: the mean weight, from sums of ``w``, ``w - 1`` and 1; 1 where it is tiny."""
+    mean = weight / max(count, 1.0)
+    if mean >= 0.5:
+        mean = 1.0 + excess / count
+    return mean if mean > 1e-8 else 1.0
