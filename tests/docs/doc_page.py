@@ -41,13 +41,13 @@ def blocks(page):
     return [Block(m["language"], m["title"], m["text"], source.count("\n", 0, m.start("text")) + 1) for m in found]
 
 
-def run_page(page, folder, monkeypatch):
-    """Run ``docs/PAGE`` in ``folder``; returns the scope of its Python blocks."""
+def run_page(page, folder, monkeypatch, only=slice(None)):
+    """Run ``docs/PAGE``, or ``only`` some of its blocks, in ``folder``; returns the scope of its Python blocks."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     scope = {"__name__": "page"}
     printed = ""
-    for block in blocks(page):
+    for block in blocks(page)[only]:
         where = f"docs/{page}:{block.line}"
         if block.title is not None:
             (Path(folder) / block.title).write_text(block.text)
