@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     )
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
     from flowgrpo_rc.loss.advantages import group_advantages
-    from flowgrpo_rc.loss.diffusion_loss import diffusion_loss
+    from flowgrpo_rc.loss.diffusion import diffusion_loss
+    from flowgrpo_rc.loss.tokens import token_loss
     from flowgrpo_rc.models.load import load_model
     from flowgrpo_rc.report.health import check_health
     from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -45,6 +46,7 @@ __all__ = [
     "diffusion_loss",
     "group_advantages",
     "load_model",
+    "token_loss",
 ]
 
 _HOMES = {
@@ -57,8 +59,9 @@ _HOMES = {
     "apply_rollout_correction_to_diffusion_batch": "batch",
     "check_health": "report",
     "compose": "cli.compose",
-    "diffusion_loss": "loss.diffusion_loss",
-    "group_advantages": "loss.advantages",
+    "diffusion_loss": "loss",
+    "group_advantages": "loss",
     "load_model": "models",
+    "token_loss": "loss",
 }
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'correction')}" for name in __all__})

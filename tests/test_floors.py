@@ -12,7 +12,7 @@ BASE = {"lazy", "paths", "checks", "threads"}
 ALLOWED = {
     "correction": set(),
     "sde": set(),
-    "loss": {"correction", "sde"},
+    "loss": {"correction", "sde", *BASE},
     "batch": {"correction", "sde"},
     "models": BASE,
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowgrpo_rc.actor.config import DiffusionLossConfig
-from flowgrpo_rc.loss.diffusion_loss import clip_band
+from flowgrpo_rc.loss.diffusion import clip_band
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from flowgrpo_rc.gap.clipping import Clipping, clipping
 from flowgrpo_rc.gap.intervals import CONFIDENCE, MOST_IMAGES, looks, mean_interval, share_interval
 from flowgrpo_rc.gap.rescored import Batch, Rescored, sample_and_rescore, timed
 from flowgrpo_rc.gap.verdict import NOT_SHOWN_SAFE, decisive
-from flowgrpo_rc.loss.diffusion_loss import clip_band
+from flowgrpo_rc.loss.diffusion import clip_band
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.setup import clip_bands, rejection_bands
 from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
