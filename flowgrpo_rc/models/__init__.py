@@ -9,7 +9,14 @@ from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
     from flowgrpo_rc.models.adapter_file import check_adapter_file
-    from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts, Schedule
+    from flowgrpo_rc.models.base import (
+        Conditioning,
+        DiffusionModel,
+        EncodedPrompt,
+        NonFiniteImageError,
+        Prompts,
+        Schedule,
+    )
     from flowgrpo_rc.models.config import ModelConfig
     from flowgrpo_rc.models.load import (
         SUPPORTED_PIPELINES,
@@ -28,6 +35,7 @@ __all__ = [
     "DiffusionModel",
     "EncodedPrompt",
     "ModelConfig",
+    "NonFiniteImageError",
     "PromptEncoder",
     "Prompts",
     "Schedule",
@@ -40,5 +48,6 @@ __all__ = [
 
 _HOMES = {"ModelConfig": "config", "AdapterMismatchError": "lora", "PromptEncoder": "prompts"}
 _HOMES["check_adapter_file"] = "adapter_file"
-_HOMES |= dict.fromkeys(("Conditioning", "DiffusionModel", "EncodedPrompt", "Prompts", "Schedule"), "base")
+_BASE = ("Conditioning", "DiffusionModel", "EncodedPrompt", "NonFiniteImageError", "Prompts", "Schedule")
+_HOMES |= dict.fromkeys(_BASE, "base")
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'load')}" for name in __all__})

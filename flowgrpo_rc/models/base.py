@@ -9,6 +9,10 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor, nn
 
 
+class NonFiniteImageError(RuntimeError):
+    """A VAE decoded finite latents to pixels that are NaN or infinite; most often its precision is too low."""
+
+
 @dataclass(frozen=True)
 class EncodedPrompt:
     """One prompt out of a model family's text encoders, before prompts of several lengths are padded to one."""
@@ -131,5 +135,9 @@ class DiffusionModel(Protocol):
         ...
 
     def decode(self, latents: Float[Tensor, " B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
-        """Images of clean latents, on the host."""
+        """Images of clean latents, on the host.
+
+        Raises:
+            NonFiniteImageError: a pixel is NaN or infinite; names the images and the remedy.
+        """
         ...

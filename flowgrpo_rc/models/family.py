@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_rc.models.base import Conditioning, Prompts, Schedule
+from flowgrpo_rc.models.base import Conditioning, NonFiniteImageError, Prompts, Schedule
 
 
 class Family(ABC):
@@ -64,7 +64,9 @@ class Family(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        image = (self._decode(latents, height, width).float() / 2 + 0.5).clamp(0, 1) * 255
+        decoded = self._decode(latents, height, width)
+        _check_pixels(decoded, latents)
+        image = (decoded.float() / 2 + 0.5).clamp(0, 1) * 255
         return image.round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
     @property
@@ -125,6 +127,27 @@ class Family(ABC):
     @abstractmethod
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Images ``(B, 3, H, W)``, -1 to 1."""
+
+
+def _check_pixels(decoded: Tensor, latents: Tensor) -> None:
+    """Refuse pixels that are not finite: converted to whole numbers they would become an ordinary grey or white."""
+    finite = torch.isfinite(decoded.flatten(1)).all(1).tolist()
+    bad = [index for index, fine in enumerate(finite) if not fine]
+    if not bad:
+        return
+    if decoded.dtype == torch.float32:
+        remedy = (
+            f"the latents reach {float(latents.abs().max()):.3g}: go back to a checkpoint from before it diverged, "
+            "or repair the model if its vae is damaged"
+        )
+    else:
+        remedy = "that precision is too low for it, so set actor_rollout_ref.model.dtype=float32"
+        if decoded.dtype == torch.float16:
+            remedy += " or bfloat16 (float16 ends at 65504)"
+    raise NonFiniteImageError(
+        f"the vae decoded {len(bad)} of {len(finite)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
+        f"{str(decoded.dtype).removeprefix('torch.')}; {remedy}"
+    )
 
 
 def dynamic_shift(config: Any, tokens: int, default_max_shift: float) -> float:

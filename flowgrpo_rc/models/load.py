@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from flowgrpo_rc.models.base import DiffusionModel
+from flowgrpo_rc.models.base import DiffusionModel, NonFiniteImageError
 from flowgrpo_rc.models.parts import (
     FIELD,
     INDEX,
@@ -24,15 +25,11 @@ from flowgrpo_rc.models.parts import (
     weight_files,
 )
 from flowgrpo_rc.models.quiet import only_errors
+from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.models.vocabulary import check_tokenizer
 from flowgrpo_rc.paths import resolve_asset
 
-_ADAPTERS = {
-    "QwenImagePipeline": ("qwen_image", "QwenImage"),
-    "StableDiffusion3Pipeline": ("stable_diffusion_3", "StableDiffusion3"),
-}
-"""Module and class of each pipeline's adapter."""
-SUPPORTED_PIPELINES = tuple(_ADAPTERS)
+SUPPORTED_PIPELINES = FAMILIES.keys()
 """Pipeline classes with an adapter in this package."""
 _QUIET = ("transformers.modeling_utils", "diffusers.models.modeling_utils")
 """What logs tables of missing weights that here are an error's one line."""
@@ -103,9 +100,8 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module):
             _check_finite(path, name, part, dtype)
-    module, adapter = _ADAPTERS[class_name]
     with _explaining(path, "its parts do not fit together"):
-        model = getattr(import_module(f"flowgrpo_rc.models.{module}"), adapter)(pipe)
+        model = resolve_name(FAMILIES[class_name].adapter)(pipe)
         try:
             model.check_parts()
         except ValueError as error:
@@ -309,6 +305,8 @@ def _explaining(path: str, what: str) -> Iterator[None]:
         yield
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
+    except NonFiniteImageError as error:
+        raise UnsupportedModelError(f"{FIELD}: {path}: {error}") from error
     except ImportError as error:
         raise UnsupportedModelError(
             f"{FIELD}: {path} needs a package that is not installed ({one_line(what)}: {one_line(error)}); install it"

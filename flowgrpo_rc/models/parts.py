@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import LFS_POINTER
 
 FIELD = "actor_rollout_ref.model.path"
 INDEX = "model_index.json"
-DISPENSABLE = ("text_encoder_3", "tokenizer_3")
-"""What Stable Diffusion 3 draws without where its index says so: its T5, by far its largest part."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
@@ -113,8 +112,10 @@ def left_out(index: dict[str, Any]) -> list[str]:
 
     A tokenizer goes with its encoder: an encoder without one would have nothing to read.
     """
-    absent = [name for name in DISPENSABLE if index.get(name) in ([None, None], [])]
-    return absent if "text_encoder_3" in absent else []
+    family = FAMILIES.get(index.get("_class_name", ""))
+    optional = () if family is None else family.optional_parts
+    absent = [name for name in optional if index.get(name) in ([None, None], [])]
+    return [name for name in absent if name.replace("tokenizer", "text_encoder") in absent]
 
 
 def check_files(path: str, folder: Path, parts: list[Part]) -> None:

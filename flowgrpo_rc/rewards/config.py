@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.checks import fit_fields, plain
+from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 
-REWARD_NAMES = ("jpeg_compressibility", "ocr")
-"""The built-in rewards, by the names used in `reward.functions`."""
-
-DEFAULT_REWARD = "ocr"
-"""The reward of a run that names none, with weight 1."""
+REWARD_NAMES = REWARDS.keys()
+"""The names of the built-in rewards, as ``reward.functions`` takes them."""
 
 STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
 """What a run logs as `reward/...` about the total, beside `reward/<name>` of every function: no function may have

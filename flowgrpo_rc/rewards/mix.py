@@ -15,8 +15,8 @@ from flowgrpo_rc.rewards.answer import read_answer
 from flowgrpo_rc.rewards.config import RewardConfig, check_name
 from flowgrpo_rc.rewards.custom import REFUSED, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, shown
-from flowgrpo_rc.rewards.jpeg import jpeg_compressibility
 from flowgrpo_rc.rewards.per_image import PerImageReward
+from flowgrpo_rc.rewards.registry import REWARDS, load_builtin
 from flowgrpo_rc.rewards.signature import adapt
 from flowgrpo_rc.rewards.user_code import UserCode
 
@@ -173,12 +173,8 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
 
 
 def _build(name: str, config: RewardConfig) -> RewardFunction:
-    if name == "ocr":
-        from flowgrpo_rc.rewards.ocr import OCRReward
-
-        return OCRReward(config.ocr)
-    if name == "jpeg_compressibility":
-        return jpeg_compressibility
+    if name in REWARDS:
+        return load_builtin(name, getattr(config, name, None))
     return load_reward(config.custom_reward_function, config.timeout_s)
 
 
