@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks", "threads"}
+BASE = {"lazy", "paths", "checks", "dtypes", "threads", "run_folder", "run_lock"}
 
 ALLOWED = {
     "correction": set(),
-    "sde": set(),
+    "sde": BASE,
     "loss": {"correction", "sde", *BASE},
     "batch": {"correction", "sde"},
     "models": BASE,
@@ -23,7 +23,7 @@ ALLOWED = {
 }
 ALLOWED["gap"] = {*ALLOWED, "trainer", *BASE} - {"integrations"}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
-ALLOWED["report"] = {"correction", "gap", "rewards", "trainer", *BASE}
+ALLOWED["report"] = {"correction", "loss", "gap", "rewards", *BASE}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
 TORCH_ONLY = {"torch", "numpy", "jaxtyping", "yaml", "typing_extensions"}

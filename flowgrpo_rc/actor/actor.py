@@ -18,6 +18,7 @@ from torch import Tensor
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.batch import correct_diffusion_batch
 from flowgrpo_rc.correction import MetricAccumulator
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
@@ -81,7 +82,7 @@ class DiffusionActor:
         self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
         self.transformer: Any = model.transformer
         frozen = sum(parameter.numel() for parameter in self.transformer.parameters())
-        attach_lora(self.transformer, model, lora, dtype=getattr(torch, lora.lora_dtype))
+        attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype))
         self.recomputes = lora.checkpoints_gradients(frozen)
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
         if self.recomputes:

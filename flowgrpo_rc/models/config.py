@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
+from flowgrpo_rc.dtypes import DTYPES
 
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
 """What stands for every linear layer among the target modules."""
-DTYPES = ("float32", "bfloat16", "float16")
-LORA_DTYPES = ("float32", "bfloat16")
-"""float16 is too coarse for AdamW's small steps."""
 CHECKPOINTING_FROM = 1_000_000_000
 """Parameters above which ``enable_gradient_checkpointing=null`` is on: activations of such a transformer are many times
 the LoRA's own memory."""
@@ -32,7 +30,7 @@ class ModelConfig:
     """Precision of the frozen weights in the actor."""
 
     lora_dtype: str = "float32"
-    """Precision of the LoRA weights, their gradients and their optimizer's moments; one of ``LORA_DTYPES``."""
+    """Precision of the LoRA weights, their gradients and their optimizer's moments."""
 
     lora_rank: int = 16
     """Rank of the LoRA matrices."""
@@ -66,8 +64,8 @@ class ModelConfig:
         choice(f"{here}.algorithm", self.algorithm, ALGORITHMS)
         path(f"{here}.path", self.path or None, optional=True)
         path(f"{here}.lora_adapter_path", self.lora_adapter_path, optional=True)
-        choice(f"{here}.dtype", self.dtype, DTYPES)
-        choice(f"{here}.lora_dtype", self.lora_dtype, LORA_DTYPES)
+        choice(f"{here}.dtype", self.dtype, list(DTYPES))
+        choice(f"{here}.lora_dtype", self.lora_dtype, [name for name in DTYPES if DTYPES[name].fit_for_training])
         choice(f"{here}.lora_init_weights", self.lora_init_weights, ("gaussian", "default"))
         if self.lora_rank == 0:
             raise ValueError(f"{here}.lora_rank: got 0; a LoRA is what is trained here, so give its rank, e.g. 64")

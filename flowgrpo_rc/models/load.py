@@ -8,6 +8,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel, NonFiniteImageError
 from flowgrpo_rc.models.parts import (
     FIELD,
@@ -85,7 +86,7 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     with _quiet():
         for part in sorted(parts, key=lambda part: _size(folder / part.name)):
             if part.has_weights:
-                loaded[part.name] = _load_weights(path, folder, part, classes[part.name], getattr(torch, dtype))
+                loaded[part.name] = _load_weights(path, folder, part, classes[part.name], torch_dtype(dtype))
             elif part.is_tokenizer or part.is_scheduler:
                 loaded[part.name] = _load_small(path, folder, part, classes[part.name])
         with _explaining(path, INDEX):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.trainer.run_folder import RunFolder, read_rows
+from flowgrpo_rc.run_folder import RunFolder, read_rows
 
 
 class NotARunError(ValueError):

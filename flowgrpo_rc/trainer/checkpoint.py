@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from flowgrpo_rc.models.lora import give_umask_mode
-from flowgrpo_rc.trainer.run_folder import WRITING, next_number, sync_path
+from flowgrpo_rc.run_folder import WRITING, next_number, sync_path
 
 STATE_FILE, TENSOR_FILE = "trainer_state.json", "optimizer.pt"
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")

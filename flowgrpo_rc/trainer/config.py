@@ -13,7 +13,9 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
 
-LOGGERS = ("console", "tensorboard", "wandb")
+LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+"""Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
+others are trackers of accelerate."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
 RESUME_MODES = ("auto", "disable", "resume_path")
 
@@ -123,7 +125,7 @@ class TrainerConfig:
         non_negative("trainer.seed", self.seed)
         non_negative("trainer.log_val_generations", self.log_val_generations)
         for name in self.logger:
-            choice("trainer.logger", name, LOGGERS)
+            choice("trainer.logger", name, list(LOGGERS))
         for name in ("save_freq", "test_freq"):
             if getattr(self, name) < -1:
                 raise ValueError(f"trainer.{name}: got {getattr(self, name)}; give -1 (at the end only) or more")

@@ -4,9 +4,9 @@ import math
 import warnings
 from typing import Any
 
+from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.plots import GAP, GAP_MAX
-from flowgrpo_rc.trainer.run_folder import RunFolder
 
 
 class NonFiniteMetricError(RuntimeError):

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.trainer.run_folder import RunFolder
-from flowgrpo_rc.trainer.samples import write_picture
+from flowgrpo_rc.run_folder import RunFolder, write_whole
 
 Row = dict[str, Any]
 GAP = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
@@ -52,7 +51,7 @@ def _save(figure: Any, path: Path) -> Path:
     from matplotlib import pyplot as plt
 
     try:
-        write_picture(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+        write_whole(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     finally:
         plt.close(figure)
     return path

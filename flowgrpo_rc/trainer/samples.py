@@ -1,14 +1,12 @@
 """Sample grids: validation images with their prompt, reward and (from OCR) what was read."""
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from flowgrpo_rc.trainer.run_folder import WRITING
+from flowgrpo_rc.run_folder import write_whole
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def save_grid(path: Path, rows: Sequence[tuple[str, Sequence[Sample]]], columns:
             pen.text((x, y + cell + 16), f"{sample.reward:.2f}{read}"[:20], fill=colour, font=font)
         top += title + count * (cell + caption + gap)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_picture(path, lambda temporary: canvas.save(temporary, format="PNG"))
+    write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))
 
 
 def stack_pictures(path: Path, pictures: Sequence[Path]) -> None:
@@ -63,19 +61,7 @@ def stack_pictures(path: Path, pictures: Sequence[Path]) -> None:
     for image in images:
         canvas.paste(image, ((canvas.width - image.width) // 2, top))
         top += image.height
-    write_picture(path, lambda temporary: canvas.save(temporary, format="PNG"))
-
-
-def write_picture(path: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` write a picture that is at ``path`` whole or not at all; what was there stays until then."""
-    temporary = path.with_name(path.name + WRITING)
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))
 
 
 def _short(prompt: str, limit: int = 17) -> str:

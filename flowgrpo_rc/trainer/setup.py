@@ -22,8 +22,9 @@ from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import RolloutEngine, build_engine
 from flowgrpo_rc.rollout.config import PipelineConfig
+from flowgrpo_rc.rollout.engines import check_engine
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
-from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.fingerprint import fingerprint
 
 
@@ -59,10 +60,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
     """
     rollout, data = config.actor_rollout_ref.rollout, config.data
     _check_trackers(config.trainer.logger)
-    if rollout.name == "vllm_omni":
-        from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
-
-        check_versions()
+    check_engine(rollout.name)
     lora = config.actor_rollout_ref.model
     _check_guidance(config, check_pipeline(lora.path))
     if lora.lora_adapter_path:
@@ -179,7 +177,7 @@ def rejection_bands(config: FlowGRPOConfig) -> RejectionBands | None:
 def _accelerator(config: FlowGRPOConfig, project_dir: str) -> Any:
     from accelerate import Accelerator
 
-    trackers: list[Any] = [t for t in config.trainer.logger if t != "console"]
+    trackers: list[Any] = [name for name in config.trainer.logger if LOGGERS[name] is not None]
     return Accelerator(
         cpu=config.trainer.device == "cpu",
         mixed_precision=config.trainer.mixed_precision,
@@ -194,7 +192,8 @@ def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) 
 
 
 def _check_trackers(names: list[str]) -> None:
-    missing = [n for n in names if n != "console" and importlib.util.find_spec(n) is None]
+    packages = [package for name in names if (package := LOGGERS[name]) is not None]
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(
             f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "

@@ -22,6 +22,8 @@ from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
+from flowgrpo_rc.run_folder import RunFolder, RunFolderError
+from flowgrpo_rc.run_lock import starts_as_main
 from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.announce import announcement
@@ -32,8 +34,6 @@ from flowgrpo_rc.trainer.interrupt import StopRequest
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.plots import write_plots
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
-from flowgrpo_rc.trainer.run_folder import RunFolder, RunFolderError
-from flowgrpo_rc.trainer.run_lock import starts_as_main
 from flowgrpo_rc.trainer.samples import save_grid, stack_pictures
 from flowgrpo_rc.trainer.setup import Run, build_run
 from flowgrpo_rc.trainer.timer import StageTimer

@@ -12,9 +12,9 @@ from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import RolloutConfig
 from flowgrpo_rc.rollout.config import ProbeConfig
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.sde import log_prob, transition
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
 
 PROBE = "actor_rollout_ref.rollout.probe"
 LAG = "actor_rollout_ref.rollout.adapter_lag"

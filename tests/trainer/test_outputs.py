@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.logging import NonFiniteMetricError, RunLogger
 from flowgrpo_rc.trainer.plots import series, write_plots
-from flowgrpo_rc.trainer.run_folder import RunFolder
 from flowgrpo_rc.trainer.samples import Sample, save_grid, stack_pictures
 
 ROW = {

@@ -17,12 +17,13 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.family import Family
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
-from flowgrpo_rc.rollout.sampling import Used, sample
+from flowgrpo_rc.rollout.sampling import RequestSampler
 from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import check_plain_torch
 
@@ -83,7 +84,7 @@ class Rollout:
     def prepare(self, vae_dtype: str, lora_manager: Any) -> None:
         """Once, after loading: decode in the trainer's precision; know who switches adapters."""
         check_plain_torch(self.transformer)
-        dtype = getattr(torch, vae_dtype)
+        dtype = torch_dtype(vae_dtype)
         if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
             exact = type(self.vae).from_pretrained(self.od_config.model, subfolder="vae", torch_dtype=dtype)
             self.vae.to(dtype).load_state_dict(exact.state_dict())
@@ -98,17 +99,10 @@ class Rollout:
         if req.is_dummy_run():
             return [DiffusionOutput(output=torch.zeros(1, 3, 16, 16)) for _ in range(req.num_reqs)]
         request, own = _rollout_request(req, self.device)
-        cond = request.conditioning
-        used, rows = Used(), torch.arange(req.num_reqs)
-        schedule = self.model.schedule(request.num_inference_steps, cond.height, cond.width)
-        latents, record = sample(self.model, self.transformer, request, schedule, rows, used, self.device)
-        images = self.model.decode(latents, cond.height, cond.width)
-        echo = used.echo(
-            request_id=request.request_id,
-            dtype=str(_dtype(self.transformer)).removeprefix("torch."),
-            adapter_version=-1,
-            adapter_digest="",
-        )
+        sampler = RequestSampler(self.model, self.transformer, request, self.device)
+        images, record = sampler.sample(torch.arange(req.num_reqs))
+        # The server, which knows what was pushed, fills in version and digest.
+        echo = sampler.echo(adapter_version=-1, adapter_digest="")
         adapter = self.lora_manager._active_adapter_id
         return [
             DiffusionOutput(

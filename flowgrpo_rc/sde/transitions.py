@@ -18,17 +18,19 @@ Sources: ``sde`` Flow-GRPO (arXiv 2505.05470), ``dance_sde`` DanceGRPO (arXiv 25
 """
 
 import math
+from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-SDE_TYPES = ("sde", "cps", "dance_sde")
+from flowgrpo_rc.sde.types import SDE_TYPES
 
 
 class Transition(NamedTuple):
-    """The law of the next latents: a Gaussian with a mean per element and one std per sample."""
+    """The distribution of the next latents: a Gaussian with a mean per element and one std per sample."""
 
     mean: Float[Tensor, " B *L"]
     step_std: Float[Tensor, " B"]
@@ -66,23 +68,39 @@ def transition(
         raise ValueError(f"sde_type={sde_type!r} is unknown; choose one of {', '.join(SDE_TYPES)}")
     x = _promote(latents)
     v = _promote(velocity).to(x.dtype)
-    s, s_next = _per_sample(sigma, x), _per_sample(next_sigma, x)
+    s = _per_sample(sigma, x)
+    s_next = _per_sample(next_sigma, x)
     eta = _per_sample(torch.as_tensor(noise_level, dtype=x.dtype, device=x.device).expand(x.shape[0]), x)
-    dt = s_next - s
-    if sde_type == "sde":
-        denominator = 1 - torch.where(s == 1, s_next, s)
-        g2 = eta**2 * s / denominator
-        step_std = torch.sqrt(g2 * -dt)
-        mean = x * (1 + g2 * dt / (2 * s)) + v * (1 + g2 * (1 - s) / (2 * s)) * dt
-    elif sde_type == "cps":
-        step_std = s_next * torch.sin(eta * (math.pi / 2))
-        noise_coefficient = torch.sqrt(torch.clamp(s_next**2 - step_std**2, min=0))
-        mean = (1 - s_next) * (x - s * v) + noise_coefficient * (x + (1 - s) * v)
-    else:
-        step_std = eta * torch.sqrt(-dt)
-        score = -(x - (1 - s) * (x - s * v)) / s**2
-        mean = x + v * dt + eta**2 / 2 * -dt * score
+    step: Callable[..., Transition] = resolve_name(SDE_TYPES[sde_type].step)
+    mean, step_std = step(x, v, s, s_next, eta)
     return Transition(mean, step_std.flatten())
+
+
+def flow_sde_step(x: Tensor, v: Tensor, s: Tensor, s_next: Tensor, eta: Tensor) -> Transition:
+    """Flow-GRPO's step; ``s``, ``s_next`` and ``eta`` broadcast over ``x``, and so does the std that is returned."""
+    dt = s_next - s
+    # At pure noise 1 - s would divide by 0.
+    denominator = 1 - torch.where(s == 1, s_next, s)
+    g2 = eta**2 * s / denominator
+    mean = x * (1 + g2 * dt / (2 * s)) + v * (1 + g2 * (1 - s) / (2 * s)) * dt
+    return Transition(mean, torch.sqrt(g2 * -dt))
+
+
+def coefficients_preserving_step(x: Tensor, v: Tensor, s: Tensor, s_next: Tensor, eta: Tensor) -> Transition:
+    """The ``cps`` step: the share of noise that it takes out is drawn anew, so that the noise level stays right."""
+    step_std = s_next * torch.sin(eta * (math.pi / 2))
+    # Rounding may leave a difference of squares just below 0.
+    noise_coefficient = torch.sqrt(torch.clamp(s_next**2 - step_std**2, min=0))
+    mean = (1 - s_next) * (x - s * v) + noise_coefficient * (x + (1 - s) * v)
+    return Transition(mean, step_std)
+
+
+def dance_sde_step(x: Tensor, v: Tensor, s: Tensor, s_next: Tensor, eta: Tensor) -> Transition:
+    """DanceGRPO's step: the Euler step, and a drift along the score that balances the noise."""
+    dt = s_next - s
+    score = -(x - (1 - s) * (x - s * v)) / s**2
+    mean = x + v * dt + eta**2 / 2 * -dt * score
+    return Transition(mean, eta * torch.sqrt(-dt))
 
 
 def draw(step: Transition, noise: Float[Tensor, " B *L"]) -> Float[Tensor, " B *L"]:
@@ -96,10 +114,10 @@ def log_prob(step: Transition, next_latents: Float[Tensor, " B *L"], *, sde_type
     ``sde`` and ``dance_sde``: the Gaussian log-density. ``cps``: ``-(x' - mean)^2``, without ``1/(2 std^2)``
     and without the normaliser, as its authors define it; log ratios of ``cps`` therefore have another scale.
     """
-    if sde_type == "cps":
-        squared = (_promote(next_latents) - step.mean) ** 2
-        return -squared.flatten(1).mean(1)
-    return gaussian_log_prob(next_latents, step)
+    if SDE_TYPES[sde_type].log_prob_is_density:
+        return gaussian_log_prob(next_latents, step)
+    squared = (_promote(next_latents) - step.mean) ** 2
+    return -squared.flatten(1).mean(1)
 
 
 def gaussian_log_prob(next_latents: Float[Tensor, " B *L"], step: Transition) -> Float[Tensor, " B"]:

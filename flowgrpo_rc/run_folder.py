@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.checks import path as check_path
-from flowgrpo_rc.trainer.run_lock import RunLock
+from flowgrpo_rc.run_lock import RunLock
 
 TIMING_PREFIXES = ("timing_s/", "perf/")
 """Metrics that depend on the machine's speed; all others repeat exactly with the same seed and machine."""
@@ -300,6 +300,19 @@ def sync_path(path: Path) -> None:
         sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have ``write`` write a file that is at ``path`` whole or not at all; what was there stays until then."""
+    temporary = path.with_name(path.name + WRITING)
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        # Without this, a full disk would also keep the half that did fit.
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _path_of(root: str) -> Path:
