@@ -4,12 +4,18 @@ import dataclasses
 import importlib
 import re
 from pathlib import Path
+from unittest.mock import patch
 
+import diffusers
 import pytest
 import torch
 from doc_page import DOCS, assert_shown, blocks, run_page
 
 from flowgrpo_rc import FlowGRPOConfig, diffusion_loss
+from flowgrpo_rc.loss import OBJECTIVES
+from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.rewards.registry import REWARDS
+from flowgrpo_rc.rollout.engines import ENGINES
 
 
 def test_quickstart(tmp_path, monkeypatch):
@@ -91,3 +97,24 @@ def test_functions_named_as_their_module_are_in_the_reference():
         for name in getattr(package, "__all__", ()):
             if (Path(package.__file__).parent / f"{name}.py").is_file():
                 assert f"::: flowgrpo_rc.{room}.{name}.{name}" in pages, (room, name)
+
+
+def test_adding_a_reward(tmp_path, monkeypatch):
+    with patch.dict(REWARDS):
+        run_page("howto/reward.md", tmp_path, monkeypatch)
+
+
+def test_adding_a_model_family(tmp_path, monkeypatch):
+    monkeypatch.setattr(diffusers, "NegativeImagePipeline", None, raising=False)
+    with patch.dict(FAMILIES):
+        run_page("howto/model_family.md", tmp_path, monkeypatch)
+
+
+def test_adding_an_objective(tmp_path, monkeypatch):
+    with patch.dict(OBJECTIVES):
+        run_page("howto/objective.md", tmp_path, monkeypatch)
+
+
+def test_adding_an_engine(tmp_path, monkeypatch):
+    with patch.dict(ENGINES):
+        run_page("howto/engine.md", tmp_path, monkeypatch)
