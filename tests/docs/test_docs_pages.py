@@ -14,6 +14,7 @@ from doc_page import DOCS, assert_shown, blocks, run_page
 from flowgrpo_rc import FlowGRPOConfig, diffusion_loss
 from flowgrpo_rc.loss import OBJECTIVES
 from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.report import health
 from flowgrpo_rc.rewards.registry import REWARDS
 from flowgrpo_rc.rollout.engines import ENGINES
 
@@ -118,3 +119,10 @@ def test_adding_an_objective(tmp_path, monkeypatch):
 def test_adding_an_engine(tmp_path, monkeypatch):
     with patch.dict(ENGINES):
         run_page("howto/engine.md", tmp_path, monkeypatch)
+
+
+def test_adding_a_metric_with_its_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "CHECKS", health.CHECKS)
+    scope = run_page("howto/metric.md", tmp_path, monkeypatch)
+    scope["trainer"].run.engine.close()
+    scope["trainer"].folder.close()
