@@ -1,7 +1,8 @@
 """The pages of the documentation do what they say: their blocks run, and print what they show."""
 
+import contextlib
 import dataclasses
-import importlib
+import importlib.util
 import re
 from pathlib import Path
 from unittest.mock import patch
@@ -126,3 +127,28 @@ def test_adding_a_metric_with_its_check(tmp_path, monkeypatch):
     scope = run_page("howto/metric.md", tmp_path, monkeypatch)
     scope["trainer"].run.engine.close()
     scope["trainer"].folder.close()
+
+
+def test_every_name_and_file_that_a_page_mentions_exists():
+    """Dotted names and paths of this package, in the text outside of code blocks."""
+    root = DOCS.parent
+    names, paths = set(), set()
+    for page in [*root.glob("*.md"), *DOCS.rglob("*.md")]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+        names |= set(re.findall(r"`(flowgrpo_rc(?:\.\w+)+)`", text))
+        paths |= set(
+            re.findall(r"`((?:flowgrpo_rc|benchmarks|configs|examples|scripts|tests|assets)/[\w./]*\w/?)`", text)
+        )
+    assert len(names) > 10
+    assert len(paths) > 15
+    assert sorted(path for path in paths if not (root / path).exists()) == []
+    assert sorted(name for name in names if not _resolves(name)) == []
+
+
+def _resolves(name):
+    """Whether it is a module, imported or not (the drop-ins need what they stand in for), or a name in one."""
+    with contextlib.suppress(ModuleNotFoundError):  # where the parent is no package
+        if importlib.util.find_spec(name) is not None:
+            return True
+    parent, _, last = name.rpartition(".")
+    return _resolves(parent) and hasattr(importlib.import_module(parent), last)
