@@ -55,7 +55,7 @@ CALIBRATED = (
     "algorithm.rollout_correction.guard=fallback",
 )
 
-_CORRECT = ((actor_module, "correct_diffusion_batch"), (trainer_module, "correct_diffusion_batch"))
+_CORRECT = ((actor_module, "correct_old_policy"), (trainer_module, "correct_old_policy"))
 
 
 class ModelClock:

@@ -12,7 +12,7 @@ BASE = {"lazy", "paths", "checks", "dtypes", "threads", "run_folder", "run_lock"
 ALLOWED = {
     "correction": set(),
     "sde": BASE,
-    "loss": {"correction", "sde", *BASE},
+    "loss": {"correction", "sde", "batch", *BASE},
     "batch": {"correction", "sde"},
     "models": BASE,
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},

@@ -7,7 +7,7 @@ chosen by the engine's error instead of the reward.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.config import DiffusionLossConfig
+from flowgrpo_rc.batch import MiniBatch, OldPolicy
 from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
 from flowgrpo_rc.gap.clipping import Clipping, clipping
@@ -262,15 +263,13 @@ def _update(trainer: FlowGRPOTrainer, first: Batch, measured: _Measured) -> None
     signs = torch.ones(len(batch))
     signs[::2] = -1
     batch["advantages"] = signs
-    batch["old_log_probs"] = batch["rollout_log_probs"]
-    batch["old_transition_means"] = batch["rollout_means"]
-    batch["rollout_is_weights"] = torch.ones_like(batch["rollout_log_probs"])
-    batch["rollout_keep"] = torch.ones_like(batch["rollout_log_probs"], dtype=torch.bool)
+    ones = torch.ones_like(batch["rollout_log_probs"])
+    old = replace(OldPolicy.of_rollout(batch), weights=ones, keep=ones.bool())
     if measured.widths is not None:
         batch["clip_widths"] = measured.widths[: len(batch)]
     if measured.bounds is not None:
         batch["rollout_rs_bounds"] = measured.bounds[: len(batch)]
-    trainer.run.actor.update(batch, first.conditioning, [torch.arange(len(batch))])
+    trainer.run.actor.update(batch, first.conditioning, [MiniBatch(torch.arange(len(batch)), old)])
 
 
 def _setting(config: FlowGRPOConfig, rescored: Rescored, widths: Tensor | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Objectives of the actor: group advantages, policy-gradient terms, KL, and their composition to a loss.
 
-Floor 2: imports floor 1 (``correction/``, ``sde/``) only. Names load on first use: the tables that configurations are
-validated against (``objectives``, ``aggregation``) need no torch.
+Floor 2: imports ``batch`` and floor 1 (``correction/``, ``sde/``) only. Names load on first use: the tables that
+configurations are validated against (``objectives``, ``aggregation``) need no torch.
 """
 
 from typing import TYPE_CHECKING

@@ -12,7 +12,6 @@ from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrection
 from flowgrpo_rc.correction.mapping import TensorMapping
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, not_finite
 from flowgrpo_rc.loss.metrics import LossMetrics
-from flowgrpo_rc.loss.policy import kept
 
 
 class LossSums(NamedTuple):
@@ -41,16 +40,11 @@ def loss_sums(inputs: LossInputs) -> LossSums:
         kl_sum = inputs.aggregation.loss_sum(inputs.reference_kl, keep, inputs.scale_factor)
         total = policy_sum + inputs.kl_coefficient * kl_sum
     metrics = LossMetrics.of(
+        policy,
+        terms,
+        inputs.limits,
         loss_sum=policy_sum,
         denominator=denominator,
-        keep=keep,
-        log_ratio=kept(policy.log_prob.detach() - policy.old_log_prob, keep),
-        objective_log_ratio=terms.log_ratio,
-        masked=terms.left_out,
-        advantages=policy.advantages,
-        clip_low=inputs.limits.clip_low,
-        clip_high=inputs.limits.clip_high,
-        dual_clip=inputs.limits.dual_clip if terms.left_out is None else None,
         kl_sum=kl_sum,
         valid=inputs.valid,
     )

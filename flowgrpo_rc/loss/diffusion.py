@@ -6,10 +6,12 @@ reference is in closed form, from transition means. For tokens there is ``token_
 """
 
 import warnings
+from dataclasses import replace
 
 from jaxtyping import Float
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss import inputs
 from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
@@ -83,7 +85,7 @@ def diffusion_loss_sums(
 
 def _holds_tokens(data: TensorMapping) -> bool:
     """Whether this batch is one for ``token_loss``, with a warning that says so."""
-    if optional(data, "response_mask") is None:
+    if optional(data, Key.RESPONSE_MASK) is None:
         return False
     warnings.warn(
         "data has a response_mask, so diffusion_loss hands it to flowgrpo_rc.token_loss; call that for tokens",
@@ -93,55 +95,45 @@ def _holds_tokens(data: TensorMapping) -> bool:
 
 
 def _read(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
-    options = config.diffusion_loss
     rc = config.rollout_correction
-    objective = OBJECTIVES[options.loss_mode]
-    log_prob = inputs.present_log_probs(model_output)
-    old_log_prob = inputs.old_log_probs(data, log_prob, bypass=rc.bypass_mode)
-    advantages = inputs.advantages_like(data, log_prob).clamp(-options.adv_clip_max, options.adv_clip_max)
-    weights, keep, correction = inputs.correct(rc, data, log_prob, old_log_prob, timesteps=optional(data, "timesteps"))
-    shift = None
+    objective = OBJECTIVES[config.diffusion_loss.loss_mode]
+    shared = inputs.read_inputs(
+        config, model_output, data, KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
+    )
+    largest = config.diffusion_loss.adv_clip_max
+    policy = shared.policy._replace(advantages=shared.policy.advantages.clamp(-largest, largest))
     if objective.needs_old_means:
-        old_mean = inputs.require(
-            data, "rollout_means" if rc.bypass_mode else "old_transition_means", "data (this loss_mode)"
-        )
-        kl, std = _kl(model_output, "the old transition means", old_mean, log_prob, keep, "this loss_mode")
-        shift = TransitionShift(kl, std, _step_size(data, objective, keep))
+        name = Key.ROLLOUT_MEANS if rc.bypass_mode else Key.OLD_TRANSITION_MEANS
+        old_mean = inputs.require(data, name, "data (this loss_mode)")
+        kl, std = _kl(model_output, "the old transition means", old_mean, policy, "this loss_mode")
+        policy = policy._replace(shift=TransitionShift(kl, std, _step_size(data, objective, policy.keep)))
     reference_kl = None
     if config.use_kl_loss:
         reference = inputs.require(model_output, "ref_transition_means", "model_output (use_kl_loss=true)")
-        reference_kl, _ = _kl(model_output, "ref_transition_means", reference, log_prob, keep, "use_kl_loss=true")
-    return LossInputs(
-        policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep, shift),
-        objective=inputs.objective_function(config),
-        limits=inputs.policy_limits(options, data, log_prob),
-        aggregation=KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS,
-        reference_kl=reference_kl,
-        kl_coefficient=config.kl_loss_coef,
-        correction=correction,
-    )
+        reference_kl, _ = _kl(model_output, "ref_transition_means", reference, policy, "use_kl_loss=true")
+    return replace(shared, policy=policy, reference_kl=reference_kl)
 
 
 def _kl(
-    model_output: TensorMapping, name: str, other_mean: Tensor, log_prob: Tensor, keep: Tensor | None, why: str
+    model_output: TensorMapping, name: str, other_mean: Tensor, policy: PolicyInputs, why: str
 ) -> tuple[Tensor, Tensor]:
     """KL of each step to the transition with ``other_mean``, and its standard deviation: 0 and 1 where not kept."""
     mean = inputs.require(model_output, "transition_means", f"model_output ({why})")
     std = inputs.require(model_output, "transition_stds", f"model_output ({why})")
-    steps = log_prob.shape
+    steps = policy.log_prob.shape
     inputs.check_shape("transition_stds", std, steps)
     inputs.check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
     inputs.check_shape(name, other_mean, mean.shape)
-    std = kept(std, keep, 1.0)
-    return gaussian_kl(kept(mean, keep), kept(other_mean, keep), std), std
+    std = kept(std, policy.keep, 1.0)
+    return gaussian_kl(kept(mean, policy.keep), kept(other_mean, policy.keep), std), std
 
 
 def _step_size(data: TensorMapping, objective: Objective, keep: Tensor | None) -> Tensor | None:
     if not objective.needs_sigmas:
         return None
     where = f"data (loss_mode={objective.name})"
-    sigmas = inputs.require(data, "sigmas", where)
-    next_sigmas = inputs.require(data, "next_sigmas", where)
+    sigmas = inputs.require(data, Key.SIGMAS, where)
+    next_sigmas = inputs.require(data, Key.NEXT_SIGMAS, where)
     return kept(sigmas - next_sigmas, keep, 1.0)
 
 

@@ -15,6 +15,7 @@ In bypass mode weights and rejection are computed here, afresh for every call; i
 the batch (on the diffusion path from ``apply_rollout_correction_to_diffusion_batch``).
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,22 +25,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.mapping import TensorMapping, optional
 from flowgrpo_rc.loss.aggregation import Aggregation
-from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LimitOptions, Threshold
+from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Threshold
 from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, reinforce_objective
-
-
-@runtime_checkable
-class LossOptions(LimitOptions, Protocol):
-    """What a loss reads of ``DiffusionLossConfig``."""
-
-    loss_mode: str
-    clip_ratio_c: float | None
-    adv_clip_max: float
-    loss_agg_mode: str
-    loss_scale_factor: float | None
 
 
 @runtime_checkable
@@ -80,54 +71,74 @@ class LossInputs:
     """What bypass mode has found out about the off-policy gap."""
 
 
-def correct(
-    rc: RolloutCorrectionConfig,
+def read_inputs(
+    config: ActorLossConfig,
+    model_output: TensorMapping,
     data: TensorMapping,
-    log_prob: Tensor,
-    old_log_prob: Tensor,
+    aggregation: Aggregation,
     *,
     valid: Bool[Tensor, "B T"] | None = None,
-    timesteps: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, RolloutCorrection | None]:
-    """Weights in the loss, what rejection keeps, and in bypass mode the correction that both come from.
+) -> LossInputs:
+    """What the losses of SDE steps and of tokens read alike; each adds what only it knows.
 
-    ``None`` for the weights means that there are none, and for ``keep`` that everything is kept. Tokens that are not
-    ``valid`` are never kept.
+    Args:
+        valid: the ``response_mask`` of tokens, of which what is masked is never kept; ``None``: SDE steps.
     """
-    if not rc.bypass_mode:
-        weights = like_log_probs(data, "rollout_is_weights", log_prob)
-        keep = like_log_probs(data, "rollout_keep", log_prob)
-        if valid is not None:
-            return weights, valid if keep is None else valid & keep.bool(), None
-        if keep is None and weights is not None:
-            keep = weights != 0  # a diffusion batch may carry its mask in the weights alone
-        return weights, None if keep is None else keep.bool(), None
-    if valid is not None and not valid.any():
-        return None, valid, None  # nothing to correct
-    bounds = optional(data, "rollout_rs_bounds")
-    correction = compute_rollout_correction(
-        log_prob.detach(), old_log_prob, valid, config=rc, timesteps=timesteps, rs_bounds=bounds
-    )
-    weights = correction.weights if rc.loss_type == "reinforce" else None
-    return weights, correction.mask.bool(), correction
-
-
-def objective_function(config: ActorLossConfig) -> Callable[[PolicyInputs, PolicyLimits], PolicyTerms]:
-    """The function in force: ``reinforce`` where bypass mode asks for it, else that of ``loss_mode``."""
     rc = config.rollout_correction
-    if rc.bypass_mode and rc.loss_type == "reinforce":
-        return reinforce_objective
-    return OBJECTIVES[config.diffusion_loss.loss_mode].load()
+    log_prob = require(model_output, "log_probs", "model_output")
+    log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
+    old_log_prob = _old_log_probs(data, log_prob, bypass=rc.bypass_mode)
+    advantages = _advantages(data, log_prob)
+    correction = None
+    if rc.bypass_mode:
+        correction = _bypass_correction(rc, data, log_prob, old_log_prob, valid)
+        weights = correction.weights if correction is not None and rc.loss_type == "reinforce" else None
+        keep = valid if correction is None else correction.mask.bool()
+    else:
+        weights, keep = _decoupled_correction(data, log_prob, valid)
+    low, high = CLIP_BAND.sides(config.diffusion_loss, _clip_widths(data, log_prob))
+    objective = OBJECTIVES[config.diffusion_loss.loss_mode]
+    threshold = objective.limit.value(config.diffusion_loss) if isinstance(objective.limit, Threshold) else math.inf
+    reinforces = rc.bypass_mode and rc.loss_type == "reinforce"
+    return LossInputs(
+        policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep),
+        objective=reinforce_objective if reinforces else objective.load(),
+        limits=PolicyLimits(low, high, threshold=threshold),
+        aggregation=aggregation,
+        valid=valid,
+        kl_coefficient=config.kl_loss_coef,
+        correction=correction,
+    )
 
 
-def policy_limits(
-    options: LossOptions, data: TensorMapping, log_prob: Tensor, dual_clip: float | None = None
-) -> PolicyLimits:
-    """The clip band, and the objective's threshold if it has one."""
-    low, high = CLIP_BAND.sides(options, clip_widths(data, log_prob))
-    limits = PolicyLimits(low, high, dual_clip)
-    limit = OBJECTIVES[options.loss_mode].limit
-    return limits._replace(threshold=limit.value(options)) if isinstance(limit, Threshold) else limits
+def _bypass_correction(
+    rc: RolloutCorrectionConfig, data: TensorMapping, log_prob: Tensor, old_log_prob: Tensor, valid: Tensor | None
+) -> RolloutCorrection | None:
+    """``pi_theta`` over ``pi_rollout``; ``None`` where no token is valid, so that there is nothing to correct."""
+    if valid is not None and not valid.any():
+        return None
+    return compute_rollout_correction(
+        log_prob.detach(),
+        old_log_prob,
+        valid,
+        config=rc,
+        timesteps=optional(data, Key.TIMESTEPS) if valid is None else None,
+        rs_bounds=optional(data, Key.ROLLOUT_RS_BOUNDS),
+    )
+
+
+def _decoupled_correction(
+    data: TensorMapping, log_prob: Tensor, valid: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The batch's weights (``None``: 1) and what rejection kept (``None``: everything)."""
+    weights = like_log_probs(data, Key.ROLLOUT_IS_WEIGHTS, log_prob)
+    keep = like_log_probs(data, Key.ROLLOUT_KEEP, log_prob)
+    if keep is None and weights is not None and valid is None:
+        keep = weights != 0  # a diffusion batch may carry its mask in the weights alone
+    keep = None if keep is None else keep.bool()
+    if valid is None:
+        return weights, keep
+    return weights, valid if keep is None else valid & keep
 
 
 def warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, may_reject: bool) -> None:
@@ -138,7 +149,7 @@ def warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, may
     """
     names = set(data.keys())
     asked = not rc.bypass_mode and ((may_reject and rc.plan().can_reject) or rc.rollout_is is not None)
-    if asked and "rollout_log_probs" in names and names.isdisjoint(("rollout_is_weights", "rollout_keep")):
+    if asked and Key.ROLLOUT_LOG_PROBS in names and names.isdisjoint((Key.ROLLOUT_IS_WEIGHTS, Key.ROLLOUT_KEEP)):
         warnings.warn(
             "rollout_correction asks for weights or rejection with bypass_mode=false, but data holds neither "
             "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
@@ -160,12 +171,6 @@ def require(mapping: TensorMapping, name: str, where: str) -> Tensor:
     return value
 
 
-def present_log_probs(model_output: TensorMapping) -> Tensor:
-    """``log_probs`` of ``pi_theta`` with gradient, in float32 or wider."""
-    log_prob = require(model_output, "log_probs", "model_output")
-    return log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
-
-
 def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor | None:
     """An optional tensor that must have the shape of the log-probs."""
     value = optional(data, name)
@@ -176,9 +181,9 @@ def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor |
     return value
 
 
-def clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
+def _clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
     """``clip_widths``, with NaN for what is none, so that the loss is not finite either: no wait for the device."""
-    widths = like_log_probs(data, "clip_widths", log_prob)
+    widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
     return None if widths is None else torch.where(_is_width(widths), widths, torch.nan)
 
 
@@ -186,9 +191,9 @@ def _is_width(values: Tensor) -> Tensor:
     return (values > 0) & torch.isfinite(values)
 
 
-def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
+def _old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
     """``old_log_probs``; in bypass mode the rollout's, under either name."""
-    names = ("rollout_log_probs", "old_log_probs") if bypass else ("old_log_probs",)
+    names = (Key.ROLLOUT_LOG_PROBS, Key.OLD_LOG_PROBS) if bypass else (Key.OLD_LOG_PROBS,)
     for name in names:
         value = like_log_probs(data, name, log_prob)
         if value is not None:
@@ -196,9 +201,9 @@ def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Ten
     raise ValueError(f"data lacks {' or '.join(names)}; it holds: {', '.join(sorted(map(str, data.keys())))}")
 
 
-def advantages_like(data: TensorMapping, log_prob: Tensor) -> Tensor:
+def _advantages(data: TensorMapping, log_prob: Tensor) -> Tensor:
     """The advantages as constants, broadcast from one an image (a sequence) to one a step (a token)."""
-    advantages = require(data, "advantages", "data")
+    advantages = require(data, Key.ADVANTAGES, "data")
     if advantages.shape != log_prob.shape:
         if advantages.shape != log_prob.shape[:1]:
             raise ValueError(
@@ -223,7 +228,7 @@ def not_finite(**mappings: TensorMapping) -> str:
             value = tensors[name]
             if not isinstance(value, Tensor):
                 continue
-            is_width = name == "clip_widths"
+            is_width = name == Key.CLIP_WIDTHS
             bad = int((~(_is_width(value) if is_width else torch.isfinite(value))).sum())
             if bad:
                 kind = " (or not above 0)" if is_width else ""

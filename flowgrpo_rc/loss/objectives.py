@@ -23,14 +23,19 @@ Measure: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 @runtime_checkable
-class LimitOptions(Protocol):
-    """The fields of ``DiffusionLossConfig`` that a limit reads, besides its own ``key``."""
+class LossOptions(Protocol):
+    """What a limit and a loss read of ``DiffusionLossConfig``, besides a threshold's own ``key``."""
 
+    loss_mode: str
     clip_ratio: float | str
     clip_ratio_low: float | None
     clip_ratio_high: float | None
     auto_clip_min: float
     auto_clip_max: float
+    clip_ratio_c: float | None
+    adv_clip_max: float
+    loss_agg_mode: str
+    loss_scale_factor: float | None
 
 
 def log_ratio(log_ratio: Any, kl: Any, step_std: Any) -> Any:
@@ -85,7 +90,7 @@ class Limit:
 class ClipBand(Limit):
     """A band around a ratio of 1, which may be calibrated (``auto``) or have two widths."""
 
-    def sides(self, options: LimitOptions, widths: Any = None) -> tuple[Any, Any]:
+    def sides(self, options: LossOptions, widths: Any = None) -> tuple[Any, Any]:
         """Half widths below and above a ratio of 1: numbers, or with ``clip_ratio=auto`` the batch's ``widths``.
 
         Raises:
@@ -102,24 +107,24 @@ class ClipBand(Limit):
         high = width if options.clip_ratio_high is None else options.clip_ratio_high
         return low, high
 
-    def exceeded(self, measured: Any, options: LimitOptions, widths: Any = None) -> Any:
+    def exceeded(self, measured: Any, options: LossOptions, widths: Any = None) -> Any:
         """Which log ratios lie outside, as a tensor of the shape of ``measured``."""
         low, high = self.sides(options, widths)
         ratio = measured.exp()
         return (ratio < 1 - low) | (ratio > 1 + high)
 
-    def ends(self, options: LimitOptions, widths: Any = None) -> list[float]:
+    def ends(self, options: LossOptions, widths: Any = None) -> list[float]:
         """Half widths below and above 1; of calibrated ``widths`` the narrowest and the widest."""
         if widths is None:
             return list(self.sides(options))
         return [float(widths.min()), float(widths.max())]
 
-    def narrowest(self, options: LimitOptions) -> float:
+    def narrowest(self, options: LossOptions) -> float:
         """The narrower configured half width; of ``auto`` the least that it can be."""
         width = float(options.auto_clip_min if options.clip_ratio == "auto" else options.clip_ratio)
         return min(width if side is None else float(side) for side in (options.clip_ratio_low, options.clip_ratio_high))
 
-    def setting(self, options: LimitOptions) -> str:
+    def setting(self, options: LossOptions) -> str:
         """The limit as the configuration writes it."""
         if options.clip_ratio == "auto":
             return f"{self.key}=auto ({options.auto_clip_min:g} to {options.auto_clip_max:g})"
@@ -135,19 +140,19 @@ class Threshold(Limit):
         """The configured number."""
         return float(getattr(options, self.key))
 
-    def exceeded(self, measured: Any, options: LimitOptions, widths: Any = None) -> Any:
+    def exceeded(self, measured: Any, options: LossOptions, widths: Any = None) -> Any:
         """Which samples have reached the threshold, as a tensor of the shape of ``measured``."""
         return measured >= self.value(options)
 
-    def ends(self, options: LimitOptions, widths: Any = None) -> list[float]:
+    def ends(self, options: LossOptions, widths: Any = None) -> list[float]:
         """The threshold alone."""
         return [self.value(options)]
 
-    def narrowest(self, options: LimitOptions) -> float:
+    def narrowest(self, options: LossOptions) -> float:
         """The threshold."""
         return self.value(options)
 
-    def setting(self, options: LimitOptions) -> str:
+    def setting(self, options: LossOptions) -> str:
         """The limit as the configuration writes it."""
         return f"{self.key}={self.value(options):g}"
 

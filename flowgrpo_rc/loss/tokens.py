@@ -4,16 +4,19 @@ It differs from the loss of SDE steps in four things: the mean is one of ``aggre
 clips dually, the KL is the k3 estimate from ``ref_log_probs``, and advantages are not clamped.
 """
 
+from dataclasses import replace
+
 from jaxtyping import Float
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, response_mask
 from flowgrpo_rc.loss import inputs
 from flowgrpo_rc.loss.aggregation import aggregation
 from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES
-from flowgrpo_rc.loss.policy import PolicyInputs, k3_kl
+from flowgrpo_rc.loss.policy import k3_kl
 
 
 def token_loss(
@@ -67,31 +70,19 @@ def token_loss_sums(
 
 def _read(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
     options = config.diffusion_loss
-    rc = config.rollout_correction
-    log_prob = inputs.present_log_probs(model_output)
-    inputs.require(data, "response_mask", "data")
-    valid = response_mask(data, log_prob)
+    inputs.require(data, Key.RESPONSE_MASK, "data")
+    valid = response_mask(data, inputs.require(model_output, "log_probs", "model_output"))
     if OBJECTIVES[options.loss_mode].needs_old_means:
         raise ValueError(
             f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens have no "
             f"transition means; set loss_mode={DEFAULT}, or leave response_mask out for SDE steps"
         )
-    old_log_prob = inputs.old_log_probs(data, log_prob, bypass=rc.bypass_mode)
-    advantages = inputs.advantages_like(data, log_prob)
-    weights, keep, correction = inputs.correct(rc, data, log_prob, old_log_prob, valid=valid)
+    shared = inputs.read_inputs(config, model_output, data, aggregation(options.loss_agg_mode), valid=valid)
+    policy = shared.policy
     reference_kl = None
     if config.use_kl_loss:
-        inputs.like_log_probs(data, "ref_log_probs", log_prob)
-        reference = inputs.require(data, "ref_log_probs", "data (use_kl_loss=true)")
-        reference_kl = k3_kl(log_prob, reference, keep=keep)
-    return LossInputs(
-        policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep),
-        objective=inputs.objective_function(config),
-        limits=inputs.policy_limits(options, data, log_prob, dual_clip=options.clip_ratio_c),
-        aggregation=aggregation(options.loss_agg_mode),
-        scale_factor=options.loss_scale_factor,
-        valid=valid,
-        reference_kl=reference_kl,
-        kl_coefficient=config.kl_loss_coef,
-        correction=correction,
-    )
+        inputs.like_log_probs(data, Key.REF_LOG_PROBS, policy.log_prob)
+        reference = inputs.require(data, Key.REF_LOG_PROBS, "data (use_kl_loss=true)")
+        reference_kl = k3_kl(policy.log_prob, reference, keep=policy.keep)
+    limits = shared.limits._replace(dual_clip=options.clip_ratio_c)
+    return replace(shared, limits=limits, scale_factor=options.loss_scale_factor, reference_kl=reference_kl)

@@ -11,10 +11,7 @@ from tolerances import LOG_PROB, RATIO, adam
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
-from flowgrpo_rc.batch import (
-    apply_bypass_mode_to_diffusion_batch,
-    apply_rollout_correction_to_diffusion_batch,
-)
+from flowgrpo_rc.batch import MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
@@ -64,11 +61,15 @@ class Setup:
         )
         self.batch = self.engine.generate(request).batch
         self.batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1])
-        if self.config.rollout_correction.bypass_mode:
-            apply_bypass_mode_to_diffusion_batch(self.batch)
-        else:
-            self.batch.update(self.actor.score(self.batch, self.cond))
-            apply_rollout_correction_to_diffusion_batch(self.batch, self.config.rollout_correction)
+        self.old = OldPolicy.of_rollout(self.batch)
+        if not self.config.rollout_correction.bypass_mode:
+            scored = self.actor.score(self.batch, self.cond)
+            self.old, _ = correct_old_policy(scored, self.batch, self.config.rollout_correction)
+
+    def update(self, size=8):
+        """An update by all images, in mini-batches of `size`."""
+        parts = torch.arange(8).split(size)
+        return self.actor.update(self.batch, self.cond, [MiniBatch(rows, self.old.rows(rows)) for rows in parts])
 
     def gradient(self, rows=None, micro=None):
         """Gradient of one mini-batch, without stepping."""
@@ -84,7 +85,8 @@ class Setup:
         self.actor.optimizer.step, step = capture, self.actor.optimizer.step
         try:
             rows = torch.arange(8) if rows is None else rows
-            metrics = self.actor.update(self.batch, self.cond, [rows]).metrics
+            mini = MiniBatch(rows, self.old.rows(rows))
+            metrics = self.actor.update(self.batch, self.cond, [mini]).metrics
         finally:
             self.actor.optimizer.step = step
         return taken, metrics
@@ -94,7 +96,7 @@ class Setup:
 @pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
 def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cfg):
     setup = Setup(tiny_model, sde_type=sde_type, cfg=cfg)
-    scored = setup.actor.score(setup.batch, setup.cond)["old_log_probs"]
+    scored = setup.actor.score(setup.batch, setup.cond).log_probs
     assert_close(scored, setup.batch["rollout_log_probs"], atol=LOG_PROB, rtol=0)
     _, metrics = setup.gradient()
     assert metrics["actor/ratio_deviation_first"] <= RATIO
@@ -103,7 +105,7 @@ def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cf
 
 def test_bfloat16_rollouts_leave_a_gap(tiny_model):
     setup = Setup(tiny_model, dtype=torch.bfloat16)
-    gap = (setup.actor.score(setup.batch, setup.cond)["old_log_probs"] - setup.batch["rollout_log_probs"]).abs()
+    gap = (setup.actor.score(setup.batch, setup.cond).log_probs - setup.batch["rollout_log_probs"]).abs()
     assert 1e-5 < gap.mean() < 5e-3
     _, metrics = setup.gradient()
     assert_close(metrics["actor/log_ratio_abs_mean_first"], gap.mean().item(), atol=1e-7, rtol=1e-3)
@@ -148,15 +150,13 @@ def test_rejected_samples_leave_the_gradient(tiny_model):
     rc = {"bypass_mode": False, "rollout_is": None}
     kept = Setup(tiny_model, rollout_correction=rc | {"rejection_normalization": "kept"})
     keep = torch.tensor([True, False, True, True, False, True, True, True])[:, None].expand(8, 2)
-    kept.batch["rollout_keep"] = keep.clone()
-    kept.batch["rollout_is_weights"] = keep.float()
+    kept.old = dataclasses.replace(kept.old, keep=keep, weights=keep.float())
     rejected, metrics = kept.gradient()
     assert metrics["actor/kept_fraction"] == 0.75
-    kept.batch["rollout_keep"] = torch.ones(8, 2, dtype=torch.bool)
-    kept.batch["rollout_is_weights"] = torch.ones(8, 2)
+    kept.old = dataclasses.replace(kept.old, keep=torch.ones(8, 2, dtype=torch.bool), weights=torch.ones(8, 2))
     without, _ = kept.gradient(rows=torch.tensor([0, 2, 3, 5, 6, 7]))
     kept.config.rollout_correction.rejection_normalization = "all"
-    kept.batch["rollout_keep"], kept.batch["rollout_is_weights"] = keep.clone(), keep.float()
+    kept.old = dataclasses.replace(kept.old, keep=keep, weights=keep.float())
     diluted, _ = kept.gradient()
     for name in without:
         assert_close(rejected[name], without[name], atol=1e-7, rtol=1e-4)
@@ -169,7 +169,7 @@ def test_the_share_clipped_at_first_is_of_what_rejection_keeps(tiny_model):
     setup = Setup(tiny_model, diffusion_loss=DiffusionLossConfig(clip_ratio=1e-3), rollout_correction=rc)
     shift = torch.tensor([[0.0, 2e-3], [0.5, 0.5], [0.0, 0.5], [-2e-3, 0.0]]).repeat(2, 1)
     setup.batch["rollout_log_probs"] = setup.batch["rollout_log_probs"] - shift
-    apply_bypass_mode_to_diffusion_batch(setup.batch)
+    setup.old = OldPolicy.of_rollout(setup.batch)
     _, metrics = setup.gradient()
     assert metrics["actor/kept_fraction"] == pytest.approx(5 / 8)
     assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 8)
@@ -186,7 +186,7 @@ def test_everything_rejected_skips_the_step(tiny_model):
     setup = Setup(tiny_model, rollout_correction=rc, optim={"lr": 1e-3, "weight_decay": 0.5})
     before = adapter_state(setup.actor.transformer)
     with pytest.warns(UserWarning, match="rejected a whole mini-batch: its optimizer step is skipped"):
-        result = setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        result = setup.update()
     after = adapter_state(setup.actor.transformer)
     assert result.optimizer_steps == 0
     assert result.metrics["actor/kept_fraction"] == 0.0
@@ -199,15 +199,15 @@ def test_update_moves_log_probs_with_the_advantages(tiny_model):
         optim={"lr": 1e-4},
         diffusion_loss=type(DiffusionActorConfig().diffusion_loss)(clip_ratio=1.0),
     )
-    result = setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
-    change = (setup.actor.score(setup.batch, setup.cond)["old_log_probs"] - setup.batch["rollout_log_probs"]).mean(1)
+    result = setup.update()
+    change = (setup.actor.score(setup.batch, setup.cond).log_probs - setup.batch["rollout_log_probs"]).mean(1)
     assert result.optimizer_steps == 1
     assert (change * setup.batch["advantages"]).sum() > 0
 
 
 def test_epochs_and_mini_batches_make_their_steps(tiny_model):
     setup = Setup(tiny_model, ppo_epochs=3)
-    result = setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(4)))
+    result = setup.update(4)
     assert result.optimizer_steps == 6
     assert setup.actor.averaged_state() is None
     assert result.metrics["actor/ratio_deviation_first"] <= RATIO
@@ -236,7 +236,7 @@ def test_non_finite_log_prob_names_the_samples(tiny_model, bypass):
     with pytest.raises(
         NonFiniteUpdateError, match=r"non-finite log-prob for 1 samples of the batch \(rows \[5\]\)"
     ) as error:
-        setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(8)))
+        setup.update()
     assert error.value.samples == [5]
     after = adapter_state(setup.actor.transformer)
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -248,7 +248,7 @@ def test_non_finite_gradient_names_the_samples(tiny_model):
     setup.batch["advantages"][2] = torch.nan
     before = adapter_state(setup.actor.transformer)
     with pytest.raises(NonFiniteUpdateError, match=r"non-finite gradient for 1 samples of the batch \(rows \[2\]\)"):
-        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        setup.update()
     assert not setup.actor.optimizer.state
     after = adapter_state(setup.actor.transformer)
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -282,7 +282,7 @@ def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend
         assert {block._compiled_call_impl is not None for block in blocks} == {compiled}
         assert all(block._compiled_call_impl is None for block in setup.engine.transformer.transformer_blocks)
         before = adapter_state(setup.actor.transformer)
-        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        setup.update()
         states.append(adapter_state(setup.actor.transformer))
     plain, traced = states
     assert plain.keys() == traced.keys()
@@ -298,7 +298,7 @@ def test_the_average_follows_its_definition(tiny_model):
     setup.actor.load_average(None)
     expected = adapter_state(setup.actor.transformer)
     for decay in (0.0, 2 / 11, 0.19, 0.19):  # (1 + 2) / (10 + 2) = 0.25 is above 0.19
-        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        setup.update()
         weights = adapter_state(setup.actor.transformer)
         expected = {n: decay * expected[n].double() + (1 - decay) * weights[n].double() for n in weights}
         averaged = setup.actor.averaged_state()
@@ -311,5 +311,5 @@ def test_a_skipped_step_leaves_the_average(tiny_model):
     rejecting = {"bypass_mode": True, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "2.0_3.0"}
     setup = Setup(tiny_model, rollout_correction=rejecting, ema_decay=0.5)
     with pytest.warns(UserWarning, match="its optimizer step is skipped"):
-        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        setup.update()
     assert setup.actor.average.optimization_step == 0
