@@ -1,7 +1,7 @@
 """What a model family must offer to rollout engines and to the actor."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,8 +34,8 @@ class Prompts:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         """The same prompts with every tensor changed."""
-        mask, pooled = (None if tensor is None else change(tensor) for tensor in (self.mask, self.pooled))
-        return Prompts(change(self.embeds), mask, pooled)
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
     def rows(self, index: Tensor, device: torch.device) -> "Prompts":
         """The prompts of some images, on ``device``."""
@@ -57,14 +57,7 @@ class Conditioning:
     def rows(self, index: Tensor, device: torch.device) -> "Conditioning":
         """The conditioning of some images, on ``device``."""
         negative = None if self.negative is None else self.negative.rows(index, device)
-        return Conditioning(
-            self.prompts.rows(index, device),
-            negative,
-            self.true_cfg_scale,
-            self.guidance_scale,
-            self.height,
-            self.width,
-        )
+        return replace(self, prompts=self.prompts.rows(index, device), negative=negative)
 
 
 @dataclass(frozen=True)

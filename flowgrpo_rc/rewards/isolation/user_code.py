@@ -1,4 +1,4 @@
-"""Calls a user's own code so that nothing it does ends, hangs or changes the run without a word."""
+"""Calls a user's own code and reports its faults: whatever it raises, how long it takes and what it changes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from flowgrpo_rc.rewards import awaiting
-from flowgrpo_rc.rewards.errors import RewardError, text_of, told
-from flowgrpo_rc.rewards.process_state import ProcessState
-from flowgrpo_rc.rewards.watch import Watch, leave_threads_behind
+from flowgrpo_rc.rewards.errors import RewardError, describe_exception, exception_text
+from flowgrpo_rc.rewards.isolation import coroutines
+from flowgrpo_rc.rewards.isolation.process_state import ProcessState
+from flowgrpo_rc.rewards.isolation.watch import Watch, end_despite_threads
 
 TIMEOUT_FIELD = "reward.timeout_s"
 
@@ -21,43 +21,44 @@ TIMEOUT_FIELD = "reward.timeout_s"
 class UserCode:
     """One piece of a user's own code, and how its faults are reported.
 
-    `run` calls a function of it. Whatever the call raises becomes `error` with file and line: also `SystemExit`, which
-    would end the command with exit code 0, and a `KeyboardInterrupt` that it raises itself. A real Ctrl-C goes through,
-    even where the code swallows it. What it changes in the process (`process_state.py`) is set back, with a warning
-    the first time. A call that outlasts `timeout_s` is interrupted, or ends the process (`watch.py`).
+    ``run`` calls a function of it. Whatever the call raises becomes ``error`` with file and line: also ``SystemExit``,
+    which would end the command with exit code 0, and a ``KeyboardInterrupt`` that it raises itself. A real Ctrl-C goes
+    through, even where the code swallows it. What it changes in the process is set back, with a warning the first
+    time. A call that outlasts ``timeout_s`` is interrupted, or ends the process.
     """
 
     what: str
-    """Starts every message: `reward function 'x'`."""
+    """Begins every message: ``reward function 'x'``."""
 
     file: str | None = None
     """The user's file, whose lines the messages point at."""
 
     timeout_s: float | None = None
-    """Longest time a call may take; None for no limit."""
+    """Longest time in seconds that a call may take; None for no limit."""
 
     error: type[Exception] = RewardError
-    """What the code's faults are raised as."""
+    """The exception that the code's faults are raised as."""
 
     exit_code: int = 1
-    """Of the process, where a call that never returns cannot be interrupted."""
+    """The exit code of the process where a call that never returns cannot be interrupted."""
 
     _warned: set[str] = field(default_factory=set)
 
     def run(self, function: Callable[..., Any], *args: Any, passing: type[Exception] | None = None) -> Any:
-        """`function(*args)`.
+        """``function(*args)``.
 
         Args:
-            function: what to call, with the positional arguments `args`.
+            function: what to call, with the positional arguments ``args``.
             passing: an exception of our own checks that is raised on as it is.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
-            Exception: of the class `error`: the code raised, did not return in time, or left something changed that
+            Exception: of the class ``error``: the code raised, did not return in time, or left something changed that
                 cannot be set back.
         """
-        result, raised = None, None
-        with Watch(self.timeout_s, self._late, self.exit_code) as watch:
+        result = None
+        raised = None
+        with Watch(self.timeout_s, self._describe_overrun, self.exit_code) as watch:
             before = ProcessState.read()
             try:
                 # The deadline may pass between any two instructions in here, but it raises only once.
@@ -72,21 +73,22 @@ class UserCode:
         if watch.stopped is not None:
             raise watch.stopped
         if watch.expired is not None:
-            leave_threads_behind(watch.expired, self.exit_code)
+            end_despite_threads(watch.expired, self.exit_code)
             raise self.error(watch.expired) from raised
         if raised is not None and passing is not None and isinstance(raised, passing):
             raise raised
         if raised is not None:
-            raise self.error(f"{self.what} raised {told(raised, self.file)}{_remedy(raised)}") from raised
+            told = describe_exception(raised, self.file)
+            raise self.error(f"{self.what} raised {told}{_remedy(raised)}") from raised
         if stuck:
             raise self.error(
                 f"{self.what} changed {', '.join(stuck)}, which cannot be set back and which training rests on; "
                 "leave it as it is"
             )
-        self._warn(changed)
+        self._warn_once(changed)
         return result
 
-    def _warn(self, changed: list[str]) -> None:
+    def _warn_once(self, changed: list[str]) -> None:
         new = [name for name in changed if name not in self._warned]
         if not new:
             return
@@ -97,40 +99,41 @@ class UserCode:
             stacklevel=3,
         )
 
-    def _late(self, frame: FrameType | None) -> str:
-        """What a call that is still in `frame` gets told at its deadline."""
-        awaiting.wake()
+    def _describe_overrun(self, frame: FrameType | None) -> str:
+        """The message for a call that is still in ``frame`` at its deadline."""
+        coroutines.wake()
         return (
             f"{self.what} did not return within {TIMEOUT_FIELD}={self.timeout_s:g} s; it was"
-            f"{_where(frame, self.file)}. Mend it, or for a slow one raise {TIMEOUT_FIELD} (null for no limit)"
+            f"{_describe_position(frame, self.file)}. Mend it, or for a slow one raise {TIMEOUT_FIELD} (null for no "
+            "limit)"
         )
 
 
-def _where(frame: FrameType | None, file: str | None) -> str:
-    """` at FILE:LINE, in FUNCTION (the line)`: the innermost line of the user's file, or else of all."""
+def _describe_position(frame: FrameType | None, file: str | None) -> str:
+    """`` at FILE:LINE, in FUNCTION (the line)``: the innermost line of the user's file, or else of all."""
     stack = []
     while frame is not None:
         stack.append(frame)
         frame = frame.f_back
     # A coroutine that waits is on no thread's stack; one that runs is on both, exactly on the stack alone.
-    stack += reversed(awaiting.frames())
-    own = [f for f in stack if f.f_code.co_filename == file]
+    stack += reversed(coroutines.frames())
+    own = [level for level in stack if level.f_code.co_filename == file]
     if not stack:
         return " at an unknown place"
     innermost = (own or stack)[0]
-    path, number = innermost.f_code.co_filename, innermost.f_lineno
-    line = linecache.getline(path, number).strip()
-    return f" at {path}:{number}, in {innermost.f_code.co_name}" + (f" ({line})" if line else "")
+    path = innermost.f_code.co_filename
+    line = linecache.getline(path, innermost.f_lineno).strip()
+    return f" at {path}:{innermost.f_lineno}, in {innermost.f_code.co_name}" + (f" ({line})" if line else "")
 
 
 def _remedy(error: BaseException) -> str:
     """What to do about exceptions whose cause is not obvious from their text."""
-    text = text_of(error)
     if isinstance(error, SystemExit):
         return (
             "; remove the call that ends the program, and put what only a script should do under "
             "if __name__ == '__main__'"
         )
+    text = exception_text(error)
     if "read-only" in text or "readonly" in text:
         return "; images are handed over read-only: work on a copy, images.copy()"
     return ""

@@ -4,9 +4,9 @@ The call stays in the thread that makes it, since reward functions use signals, 
 waits for the deadline. When it passes, that thread notes what the call is doing and interrupts it: in the main thread
 with a signal whose handler raises, so that a blocking system call returns too; in another thread, or where threads
 cannot be signalled (Windows), with an exception that Python raises at the next line of Python. A call that has not
-come back `GRACE_S` later is stuck in compiled code, or keeps swallowing exceptions: then the watching thread writes
+come back ``GRACE_S`` later is stuck in compiled code, or keeps swallowing exceptions: then the watching thread writes
 the message itself and ends the process. Compiled code that never gives up the interpreter's lock stops that thread
-too; after another `GRACE_S` Python's fault handler, which needs no lock, prints where every thread is and ends the
+too; after another ``GRACE_S`` Python's fault handler, which needs no lock, prints where every thread is and ends the
 process with exit code 1.
 """
 
@@ -30,18 +30,19 @@ WAKE = getattr(signal, "SIGURG", None)
 """The signal that interrupts the main thread. Whoever has no handler ignores it, so that a late one does no harm."""
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals whose handlers may raise `KeyboardInterrupt` to end a run."""
+"""Signals whose handlers may raise ``KeyboardInterrupt`` to end a run."""
 
 _exit_process = os._exit
-_left_behind: list[str] = []
+_end_is_arranged = threading.Event()
 
 
-class DeadlinePassed(BaseException):
-    """Raised inside a call at its deadline; no `except Exception` stops it."""
+class DeadlinePassed(KeyboardInterrupt):
+    """Raised inside a call at its deadline. No ``except Exception`` stops it, and an event loop passes it on at once,
+    which of all exceptions it does only with this kind and ``SystemExit``."""
 
 
 class Watch:
-    """`with Watch(...) as watch:` around a call; `watch.begin()` right before it and `watch.over()` right after it.
+    """``with Watch(...) as watch:`` around a call; ``watch.begin()`` right before it and ``watch.over()`` right after.
 
     Args:
         timeout_s: seconds until the deadline; None for no deadline.
@@ -58,7 +59,7 @@ class Watch:
         self._process = os.getpid()
         self._calling = False
         self._ended = threading.Event()
-        self._previous: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
         self._message: str | None = None
         self.expired: str | None = None
@@ -70,7 +71,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._in_main:
             for number in STOPPING:
-                self._handle(number, self._on_interrupt, only_after_python=True)
+                if callable(signal.getsignal(number)):  # one of Python, which may raise
+                    self._handle(number, self._on_interrupt)
             if WAKE is not None and self._timeout_s is not None:
                 self._handle(WAKE, self._on_wake)
         os._exit = self._refuse_exit  # type: ignore[assignment]
@@ -80,7 +82,8 @@ class Watch:
         """The call begins, and its time."""
         self._calling = True
         if self._timeout_s is not None:
-            self._watcher = threading.Thread(target=self._wait, name="reward deadline", daemon=True)
+            self._watcher = threading.Thread(target=self._wait, args=[self._timeout_s], name="reward deadline")
+            self._watcher.daemon = True
             self._watcher.start()
             self._set_last_resort(self._timeout_s + 2 * GRACE_S)
 
@@ -99,14 +102,13 @@ class Watch:
             if not self._in_main:
                 _raise_in(self._thread, None)
         os._exit = _exit_process
-        for number, handler in self._previous.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     # ------------------------------------------------------------------ the deadline
 
-    def _wait(self) -> None:
-        assert self._timeout_s is not None
-        if self._ended.wait(min(self._timeout_s, threading.TIMEOUT_MAX)):
+    def _wait(self, timeout_s: float) -> None:
+        if self._ended.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             return
         self._message = self._describe(sys._current_frames().get(self._thread))
         self._interrupt()
@@ -130,7 +132,7 @@ class Watch:
         if self._message is not None and self._calling and self.expired is None:
             self.expired = self._message
             raise DeadlinePassed
-        previous = self._previous.get(number)
+        previous = self._previous_handlers.get(number)
         if callable(previous):  # the deadline of a call around this one
             previous(number, frame)
 
@@ -138,60 +140,59 @@ class Watch:
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         try:
-            self._previous[number](number, frame)
+            self._previous_handlers[number](number, frame)
         except BaseException as error:
             self.stopped = error
             raise
 
     def _refuse_exit(self, status: int) -> None:
-        """`os._exit` of the call itself becomes an exception; that of a child process or another thread is obeyed."""
+        """``os._exit`` of the call itself becomes an exception; that of a child process or another thread is obeyed."""
         if self._calling and os.getpid() == self._process and threading.get_ident() == self._thread:
             raise SystemExit(f"os._exit({status})")
         _exit_process(status)
 
-    def _handle(self, number: int, handler: Callable[..., None], *, only_after_python: bool = False) -> None:
+    def _handle(self, number: int, handler: Callable[..., None]) -> None:
         previous = signal.getsignal(number)
-        if previous is None or (only_after_python and not callable(previous)):
-            return
-        self._previous[number] = previous
-        signal.signal(number, handler)
+        if previous is not None:  # None: not installed by Python, which could not put it back
+            self._previous_handlers[number] = previous
+            signal.signal(number, handler)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Have `error` raised in a thread at its next line of Python; None takes back one that was not raised yet."""
+    """Have ``error`` raised in a thread at its next line of Python; None takes back one that was not raised yet."""
     pending = ctypes.c_void_p(None) if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), pending)
 
 
 def end_process(message: str, exit_code: int) -> None:
-    """Write `message` to the standard error stream and end the process, whatever its other threads do."""
+    """Write ``message`` to the standard error stream and end the process, whatever its other threads do."""
 
-    def say() -> None:
+    def write() -> None:
         os.write(2, f"error: {message}\n".encode(errors="backslashreplace"))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
 
-    writer = threading.Thread(target=say, daemon=True)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     writer.join(2)  # a full pipe, or a lock that the stuck thread holds, must not keep the process
     _exit_process(exit_code)
 
 
-def leave_threads_behind(message: str, exit_code: int) -> None:
+def end_despite_threads(message: str, exit_code: int) -> None:
     """Have the process end even where a thread that the interrupted call started never does.
 
-    The interpreter waits for such threads at its end. From then on it gets `GRACE_S`. Once a process will do.
+    The interpreter waits for such threads at its end. From then on it gets ``GRACE_S``. Once a process will do.
     """
     register = getattr(threading, "_register_atexit", None)
-    if register is None or _left_behind:
+    if register is None or _end_is_arranged.is_set():
         return
-    _left_behind.append(message)
+    _end_is_arranged.set()
     ending = threading.Event()
 
     def wait() -> None:
         ending.wait()
         time.sleep(GRACE_S)
-        if _waits_for_threads():
+        if _main_thread_waits_for_others():
             end_process(f"{message} (a thread that it started still runs)", exit_code)
 
     try:
@@ -201,7 +202,7 @@ def leave_threads_behind(message: str, exit_code: int) -> None:
         return
 
 
-def _waits_for_threads() -> bool:
+def _main_thread_waits_for_others() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_name == "_shutdown" and frame.f_globals.get("__name__") == "threading":

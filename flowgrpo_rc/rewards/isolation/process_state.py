@@ -1,19 +1,11 @@
 """What a reward function may leave changed in the process that also trains, and setting it back.
 
-Rewards run in the trainer's process. A function that turns gradients off, changes the default dtype or moves to
-another folder would change training, or lose its files, without a word. `ProcessState.read()` before the call and
-`.restore()` after it put back:
-
-* torch: gradient and inference mode, default dtype and device, deterministic algorithms, anomaly detection, float32
-  matrix product precision, cuDNN's and the attention kernels' switches, flushing of denormal numbers, number of
-  threads, autocast, current CUDA device;
-* numpy's error state;
-* the working folder, the mode mask of new files, the recursion limit, the garbage collector, signal handlers, blocked
-  signals, timers left pending, `sys.stdin`, `sys.stdout` and `sys.stderr` (replaced or closed), and warning filters
-  that turn warnings into errors.
+A function that turns gradients off, changes the default dtype or moves to another folder would change training, or
+lose its files, without a word. ``ProcessState.read()`` before the call and ``.restore()`` after it put back what
+``_settings`` names.
 
 The global random generators are the rewards' own: training draws from generators of its own alone, and checkpoints
-hold the global ones' states for rewards that use them. Environment variables, `sys.path` and patched modules are not
+hold the global ones' states for rewards that use them. Environment variables, ``sys.path`` and patched modules are not
 looked after.
 """
 
@@ -27,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,11 +30,19 @@ _LEFT_INFERENCE_MODES: list[Any] = []
 
 @dataclass(frozen=True)
 class _Setting:
-    """One thing that is set back. `write` gets what `read` returned."""
+    """One thing that is set back. ``write`` gets what ``read`` returned."""
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], object]
+
+    def has(self, value: Any) -> bool:
+        """Whether it has this value now; no where it cannot be read, as of a working folder that is gone."""
+        try:
+            present = self.read()
+        except Exception:
+            return False
+        return present is value or bool(present == value)
 
 
 @dataclass
@@ -52,36 +53,29 @@ class ProcessState:
 
     @classmethod
     def read(cls) -> ProcessState:
-        """As they are now; torch's only where torch is loaded."""
-        return cls([(setting, value) for setting in _settings() for value in _readings(setting)])
+        """The settings as they are now; torch's only where torch is loaded."""
+        before = []
+        for setting in _settings():
+            try:
+                before.append((setting, setting.read()))
+            except Exception:  # this version of a library does not tell it
+                continue
+        return cls(before)
 
     def restore(self) -> tuple[list[str], list[str]]:
         """Set back what differs; the names of what was set back, and of what could not be."""
-        changed, stuck = [], []
+        changed = []
+        stuck = []
         for setting, value in self.before:
-            now = _readings(setting)  # nothing where a folder to work in is gone
-            if now and _same(now[0], value):
+            if setting.has(value):
                 continue
             try:
                 setting.write(value)
             except Exception:
                 stuck.append(setting.name)
                 continue
-            now = _readings(setting)
-            (changed if now and _same(now[0], value) else stuck).append(setting.name)
+            (changed if setting.has(value) else stuck).append(setting.name)
         return changed, stuck
-
-
-def _readings(setting: _Setting) -> list[Any]:
-    """The present value, or nothing where this version of a library does not tell it."""
-    try:
-        return [setting.read()]
-    except Exception:
-        return []
-
-
-def _same(now: Any, before: Any) -> bool:
-    return now is before or bool(now == before)
 
 
 def _settings() -> Iterator[_Setting]:
@@ -117,12 +111,13 @@ def _raising_filters() -> list[Any]:
 def _remove_raising_filters(before: list[Any]) -> None:
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     filters[:] = [entry for entry in filters if entry[0] != "error" or entry in before]
+    # Entering and leaving makes the interpreter forget which filter applied where.
     with warnings.catch_warnings():
-        """Entering and leaving makes the interpreter forget which filter applied where."""
+        pass
 
 
 def _stream(name: str) -> _Setting:
-    """`sys.stdout` and its like: the same object, and open."""
+    """``sys.stdout`` and its like: the same object, and open."""
     original = getattr(sys, name)
     was_open = not getattr(original, "closed", True)
     number = _file_number(original)
@@ -158,39 +153,29 @@ def _file_number(stream: Any) -> int | None:
 
 def _signals() -> Iterator[_Setting]:
     for number in signal.valid_signals():
-        handler = signal.getsignal(number)
         # None: installed by something other than Python, which Python cannot put back.
-        if handler is not None:
-            yield _handler(number)
+        if signal.getsignal(number) is not None:
+            name = f"the handler of {_signal_name(number)}"
+            yield _Setting(name, partial(signal.getsignal, number), partial(signal.signal, number))
     if hasattr(signal, "pthread_sigmask"):
-        yield _Setting(
-            "the blocked signals",
-            lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
-            lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
-        )
+        read = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [])
+        yield _Setting("the blocked signals", read, partial(signal.pthread_sigmask, signal.SIG_SETMASK))
     for timer in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
         number = getattr(signal, timer, None)
         # One that was running before the call has run on meanwhile.
-        if number is not None and signal.getitimer(number)[0] == 0:
-            yield _timer(timer, number)
+        if number is not None and not _is_pending(number):
+            yield _Setting(f"the timer {timer}", partial(_is_pending, number), partial(signal.setitimer, number))
 
 
-def _timer(name: str, number: int) -> _Setting:
-    return _Setting(
-        f"the timer {name}",
-        lambda: signal.getitimer(number)[0] > 0,
-        lambda pending: signal.setitimer(number, 0),
-    )
-
-
-def _handler(number: int) -> _Setting:
+def _signal_name(number: int) -> str:
     try:
-        name = signal.Signals(number).name
+        return signal.Signals(number).name
     except ValueError:
-        name = f"signal {number}"
-    return _Setting(
-        f"the handler of {name}", lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler)
-    )
+        return f"signal {number}"
+
+
+def _is_pending(timer: int) -> bool:
+    return signal.getitimer(timer)[0] > 0
 
 
 # ---------------------------------------------------------------------- torch
@@ -198,7 +183,7 @@ def _handler(number: int) -> _Setting:
 
 def _torch_settings(torch: Any) -> Iterator[_Setting]:
     # Before the gradient mode: entering and leaving inference mode sets that too.
-    yield _Setting("torch's inference mode", torch.is_inference_mode_enabled, lambda on: _set_inference_mode(torch, on))
+    yield _Setting("torch's inference mode", torch.is_inference_mode_enabled, partial(_set_inference_mode, torch))
     yield _Setting("torch's gradient mode", torch.is_grad_enabled, torch.set_grad_enabled)
     yield _Setting("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Setting(
@@ -219,13 +204,9 @@ def _torch_settings(torch: Any) -> Iterator[_Setting]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield _Setting("torch's current CUDA device", torch.cuda.current_device, torch.cuda.set_device)
     yield _Setting("torch's number of threads", torch.get_num_threads, torch.set_num_threads)
-    for section, field in (
-        ("cudnn", "enabled"),
-        ("cudnn", "benchmark"),
-        ("cudnn", "deterministic"),
-        ("cudnn", "allow_tf32"),
-    ):
-        yield _flag(f"torch.backends.{section}.{field}", getattr(torch.backends, section), field)
+    cudnn = torch.backends.cudnn
+    for flag in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+        yield _Setting(f"torch.backends.cudnn.{flag}", partial(getattr, cudnn, flag), partial(setattr, cudnn, flag))
     for kernel in ("flash", "mem_efficient", "math", "cudnn"):
         read = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled", None)
         write = getattr(torch.backends.cuda, f"enable_{kernel}_sdp", None)
@@ -245,10 +226,6 @@ def _set_inference_mode(torch: Any, on: bool) -> None:
     guard = torch.inference_mode(on)
     guard.__enter__()
     _LEFT_INFERENCE_MODES.append(guard)
-
-
-def _flag(name: str, holder: Any, field: str) -> _Setting:
-    return _Setting(name, lambda: getattr(holder, field), lambda value: setattr(holder, field, value))
 
 
 def _autocast(torch: Any, device: str) -> _Setting:
