@@ -9,26 +9,29 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.checks import path as check_path
-from flowgrpo_rc.run_lock import RunLock
+from flowgrpo_rc.messages import reason
+from flowgrpo_rc.run_lock import RunFolderInUseError, RunLock
 
 TIMING_PREFIXES = ("timing_s/", "perf/")
 """Metrics that depend on the machine's speed; all others repeat exactly with the same seed and machine."""
-RECORDS = ("metrics.jsonl", "samples", "checkpoints", "lora", "lora_ema", "plots")
+MADE_AT_THE_END = ("lora", "lora_ema", "plots")
+"""What a run makes of its last step, besides what is drawn from its records."""
+RECORDS = ("metrics.jsonl", "samples", "checkpoints", *MADE_AT_THE_END)
 """What makes a folder one that a run has used."""
 DRAWN_FROM_RECORDS = ("config.yaml", "summary.png", "report.html")
-"""What goes aside with them, and alone makes no earlier run."""
-_ASIDE = re.compile(
-    rf"({'|'.join(Path(name).stem for name in (*RECORDS, *DRAWN_FROM_RECORDS))})\.([0-9]{{1,9}})(\.\w+)?"
-)
-_GRID = re.compile(r"step_([0-9]{1,18})\.png")
+"""What is moved aside together with the records, and does not alone make a folder a used one."""
 WRITING = ".writing"
 """Ending of a temporary name: what is not complete yet, and what a kill leaves behind."""
+_STEMS = "|".join(Path(name).stem for name in (*RECORDS, *DRAWN_FROM_RECORDS))
+_ASIDE = re.compile(rf"({_STEMS})\.([0-9]{{1,9}})(\.\w+)?")
+_GRID = re.compile(r"step_([0-9]{1,18})\.png")
 
 
 class RunFolderError(RuntimeError):
@@ -69,33 +72,31 @@ class RunFolder:
         if not lock:
             return cls(path)
         named = path.resolve() if path.name in ("", "..") else path
-        number = 1
-        while True:
-            folder = cls(path if number == 1 else Path(f"{named}-{number}"))
-            number += 1
-            try:
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    folder.root.lstat()  # a name that is too long, or out of reach, would count as used for ever
-                if fresh and folder.is_used():
-                    continue
-                folder.lock = RunLock(folder.root)
-            except OSError as error:
-                raise ValueError(
-                    f"trainer.default_local_dir: {folder.root} cannot be a run folder ({_reason(error)}: "
-                    f"{error.filename or folder.root}); give a folder that can be written"
-                ) from error
-            except ValueError:  # in use
-                if fresh:
-                    continue
-                raise
-            if fresh and folder.is_used():  # by a run that began and ended in between
-                folder.lock.release()
-                continue
-            return folder
+        folders = (cls(path if number == 1 else Path(f"{named}-{number}")) for number in count(1))
+        return next(folder for folder in folders if folder._lock(fresh=fresh))
 
-    def create(self) -> None:
-        """Make the folder, if it is not there."""
-        self.root.mkdir(parents=True, exist_ok=True)
+    def _lock(self, *, fresh: bool) -> bool:
+        """Lock the folder; false where a fresh one is wanted and this one is in use or has been."""
+        try:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self.root.lstat()  # a name that is too long, or out of reach, would count as used for ever
+            # Asked before it is locked too: a lock, however short, would refuse a run that wants to continue there.
+            if fresh and self.is_used():
+                return False
+            self.lock = RunLock(self.root)
+        except OSError as error:
+            raise ValueError(
+                f"trainer.default_local_dir: {self.root} cannot be a run folder ({reason(error)}: "
+                f"{error.filename or self.root}); give a folder that can be written"
+            ) from error
+        except RunFolderInUseError:
+            if fresh:
+                return False
+            raise
+        if fresh and self.is_used():  # by a run that began and ended in between
+            self.lock.release()
+            return False
+        return True
 
     def close(self) -> None:
         """Let other runs write it."""
@@ -122,21 +123,24 @@ class RunFolder:
         from omegaconf import OmegaConf
 
         text = OmegaConf.to_yaml(OmegaConf.create(config)).encode("utf-8", "backslashreplace")
-        temporary = self.config.with_name(self.config.name + WRITING)
-        moved = []
-        try:
+        moved: list[str] = []
+
+        def write(temporary: Path) -> None:
             temporary.write_bytes(text)
+            # Only now that there is a new one does the old one go aside.
             if _holds_something(self.config) and self.config.read_bytes() != text:
-                moved = self.set_aside((self.config.name,), self.next_number())
-            os.replace(temporary, self.config)
+                moved.extend(self.set_aside((self.config.name,), self.next_number()))
+
+        try:
+            write_whole(self.config, write)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise RunFolderError(f"{self.config} cannot be written: {_reason(error)}") from error
+            raise RunFolderError(f"{self.config} cannot be written: {reason(error)}") from error
         return moved
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one line to ``metrics.jsonl``, on the disk when this returns; one that was left without its end is ended.
+        """Add one line to ``metrics.jsonl``, on the disk when this returns.
+
+        A line that a kill left without its end is ended first, so that no row shares a line with it.
 
         Raises:
             RunFolderError: it cannot be written; the file is as it was, without a part of the line.
@@ -159,7 +163,7 @@ class RunFolder:
                     raise
         except OSError as error:
             raise RunFolderError(
-                f"{self.metrics}: the row of step {row.get('step')} cannot be written: {_reason(error)}"
+                f"{self.metrics}: the row of step {row.get('step')} cannot be written: {reason(error)}"
             ) from error
 
     def replace_folder(
@@ -169,21 +173,15 @@ class RunFolder:
 
         Returns what was moved aside: what lay there, unless ``same`` says that it holds nothing else.
         """
-        temporary = target.with_name(f".{target.name}{WRITING}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
+        with temporary_folder(target) as temporary:
             write(temporary)
             for file in temporary.iterdir():
                 sync_path(file)
             if target.is_dir() and same(temporary, target):
-                shutil.rmtree(temporary)
                 return []
             moved = self.set_aside((target.name,), self.next_number())
             os.replace(temporary, target)
-            return moved
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        return moved
 
     # ------------------------------------------------------------------ reading
 
@@ -199,8 +197,9 @@ class RunFolder:
     # ------------------------------------------------------------------ moving aside
 
     def next_number(self) -> int:
-        """The number under which the next records are moved aside."""
-        return next_number(self.root)
+        """The number under which the next records are moved aside: one more than the largest that was used."""
+        names = [entry.name for entry in self.root.iterdir()] if self.root.is_dir() else []
+        return 1 + max((int(match[2]) for name in names if (match := _ASIDE.fullmatch(name))), default=0)
 
     def set_aside(self, names: tuple[str, ...], number: int) -> list[str]:
         """Rename those of ``names`` that are there: ``metrics.jsonl`` to ``metrics.1.jsonl``; says which."""
@@ -245,18 +244,15 @@ class RunFolder:
         removed = [line for line in lines if not _is_row_until(line, step)]
         if not removed:
             return []
-        temporary = self.metrics.with_name(self.metrics.name + WRITING)
-        for path, content in ((aside, removed), (temporary, kept)):
-            path.write_bytes(b"".join(line + b"\n" for line in content))
-            sync_path(path)
-        os.replace(temporary, self.metrics)
-        sync_path(self.root)
+        for path, content in ((aside, removed), (self.metrics, kept)):
+            write_durably(path, b"".join(line + b"\n" for line in content))
         return [f"{len(removed)} line(s) of {self.metrics.name} to {aside.name}"]
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a ``metrics.jsonl``, and how many lines were none."""
-    rows, broken = [], 0
+    rows = []
+    broken = 0
     for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines():
         try:
             row = json.loads(line) if line.strip() else {}
@@ -267,12 +263,6 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
         elif row:
             rows.append(row)
     return rows, broken
-
-
-def next_number(root: Path) -> int:
-    """One more than the largest number of what was moved aside in ``root``."""
-    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    return 1 + max((int(match[2]) for name in names if (match := _ASIDE.fullmatch(name))), default=0)
 
 
 def sync(descriptor: int) -> None:
@@ -315,6 +305,29 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         raise
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file that is on the disk, name and content, when this returns; it is there whole or not at all."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+        sync_path(temporary)
+
+    write_whole(path, write)
+    sync_path(path.parent)
+
+
+@contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target``, to be filled and renamed inside ``with``; removed where it was not renamed."""
+    temporary = target.with_name(f".{target.name}{WRITING}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _path_of(root: str) -> Path:
     text = os.fspath(root)
     check_path("trainer.default_local_dir", text)
@@ -341,7 +354,3 @@ def _is_row_until(line: bytes, step: int) -> bool:
         return False
     number = row.get("step") if isinstance(row, dict) else None
     return isinstance(number, int) and not isinstance(number, bool) and number <= step
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

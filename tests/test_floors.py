@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks", "dtypes", "threads", "run_folder", "run_lock"}
+BASE = {"lazy", "paths", "checks", "dtypes", "messages", "threads", "run_folder", "run_lock"}
 
 ALLOWED = {
     "correction": set(),

@@ -8,8 +8,11 @@ engine in another process.
 import numpy as np
 import torch
 
-IMAGE, WINDOW, VALIDATION, PROBE = 0, 1, 2, 3
-"""Purposes of a stream."""
+# What a stream is for; part of its address, so that no two purposes share numbers.
+IMAGE = 0
+WINDOW = 1
+VALIDATION = 2
+PROBE = 3
 
 
 def seed_for(seed: int, purpose: int, step: int, index: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.rescoring import Probe
 from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
 from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
-from flowgrpo_rc.run_folder import RunFolder, RunFolderError
+from flowgrpo_rc.run_folder import MADE_AT_THE_END, RunFolder, RunFolderError
 from flowgrpo_rc.run_lock import starts_as_main
-from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
+from flowgrpo_rc.sde import draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.announce import announcement
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
@@ -78,20 +80,15 @@ class FlowGRPOTrainer:
         trainer = config.trainer
         self.config = config
         self.accelerator = self.run.accelerator
-        algo = config.actor_rollout_ref.rollout.algo
-        self.window = SDEWindow.for_schedule(
-            config.actor_rollout_ref.rollout.pipeline.num_inference_steps,
-            algo.sde_window_size,
-            None if algo.sde_window_range is None else (algo.sde_window_range[0], algo.sde_window_range[1]),
-            sde_type=algo.sde_type,
-        )
+        self.window = config.actor_rollout_ref.rollout.window
         self.step = 0
         self.timer = StageTimer(self.accelerator.device)
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
         self._fitted = False
-        self._failures: list[tuple[str, Exception]] = []
+        self._unwritten: list[tuple[str, Exception]] = []
+        """Outputs that could not be written, and why; the run went on without them."""
         if self.folder.lock is not None and self.folder.lock.problem is not None:
             self.logger.alert(
                 f"{self.folder.root}: not locked ({self.folder.lock.problem}); start no second run in this folder"
@@ -283,10 +280,10 @@ class FlowGRPOTrainer:
         with surviving_console():
             try:
                 if self._main:
-                    self._tell_moved(self.folder.write_config(self.config.to_dict()))
+                    self._alert_moved_aside(self.folder.write_config(self.config.to_dict()))
                 self._announce()
                 self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
-                with StopRequest(self._say_stopping) as stop:
+                with StopRequest(self._tell_stopping) as stop:
                     self._loop(stop)
                     self._finish()
             finally:
@@ -298,7 +295,7 @@ class FlowGRPOTrainer:
         trainer = self.config.trainer
         if self._validates_first:
             self._log({**self._validate().metrics, **self.timer.take()})
-        while self.step < self.run.total_steps and not self._agreed(stop.requested):
+        while self.step < self.run.total_steps and not self._any_process_says(stop.requested):
             metrics = self.train_step()
             last = self.step == self.run.total_steps
             if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
@@ -361,45 +358,49 @@ class FlowGRPOTrainer:
             except CheckpointError as error:
                 if not last:
                     raise
-                self._failures.append(("the last checkpoint", error))
+                self._unwritten.append(("the last checkpoint", error))
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
         """Read the checkpoint to resume from whole, and only then move aside what this run would overwrite."""
-        source = self._as_main_says(
+        source = self._decided_by_main(
             lambda: checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.alert)
         )
         if source is not None:
-            self.step = self._saved_step = load_run(self.run, self.checkpoints, source)
+            self.step = load_run(self.run, self.checkpoints, source)
+            self._saved_step = self.step
             self.logger.say(f"Resumed from {source} at step {self.step}")
         self.accelerator.wait_for_everyone()
         if self._main:
             own = source is not None and source.resolve().parent == self.checkpoints.root.resolve()
-            self._tell_moved(self._set_later_aside() if own else self.folder.set_all_aside())
+            self._alert_moved_aside(self._set_later_aside() if own else self.folder.set_all_aside())
         self.accelerator.wait_for_everyone()
 
     def _set_later_aside(self) -> list[str]:
+        """Move aside what the run left of steps after the one it resumes at; says what."""
         number = self.folder.next_number()
-        moved = self.checkpoints.set_aside_after(self.step, number)  # first: a kill after it finds the right ``latest``
+        # Checkpoints first: a start after a kill in between finds the right ``latest``.
+        moved = self.checkpoints.set_aside_after(self.step, number)
         moved += self.folder.set_aside_after(-1 if self._validates_first else self.step, number)
-        if moved:  # what was made of later steps
-            moved += self.folder.set_aside(("lora", "lora_ema", "plots"), number)
+        if moved:
+            moved += self.folder.set_aside(MADE_AT_THE_END, number)
         return moved
 
-    def _tell_moved(self, moved: list[str]) -> None:
+    def _alert_moved_aside(self, moved: list[str]) -> None:
         if moved:
             self.logger.alert(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
 
-    def _as_main_says(self, ask: Callable[[], Path | None]) -> Path | None:
-        """The main process's answer, or its ``CheckpointError``, on every process."""
+    def _decided_by_main(self, decide: Callable[[], Path | None]) -> Path | None:
+        """What the main process decides, or its ``CheckpointError``, on every process: a folder may look otherwise to
+        another process, and all must load the same checkpoint."""
         if self.accelerator.num_processes == 1:
-            return ask()
+            return decide()
         from accelerate.utils import broadcast_object_list
 
         answer: list[Any] = [None]
         if self._main:
             try:
-                answer = [ask()]
+                answer = [decide()]
             except CheckpointError as error:
                 answer = [error]
         broadcast_object_list(answer)
@@ -412,7 +413,7 @@ class FlowGRPOTrainer:
             result = validate(self.run, self.conditioning, self.generate)
         if self._main and result.samples:
             grid = self.folder.samples / f"step_{self.step:05d}.png"
-            with self._output(str(grid)):
+            with self._wanted_output(str(grid)):
                 save_grid(grid, [(f"step {self.step}", result.samples)])
         return result
 
@@ -447,29 +448,28 @@ class FlowGRPOTrainer:
             self.logger.summary(self.folder.rows(), [str(path) for path in files])
         self.run.engine.close()
         self.accelerator.wait_for_everyone()
-        if self._failures:
-            lost = "; ".join(f"{what} ({_in_a_line(error)})" for what, error in self._failures)
+        if self._unwritten:
+            lost = "; ".join(f"{what} ({one_line(error)})" for what, error in self._unwritten)
             there = (self.folder.metrics, *adapters, self.checkpoints.newest_complete())
             kept = ", ".join(str(path) for path in there if path is not None)
             raise RunFolderError(
                 f"trained to step {self.step}, but could not write {lost}. Kept: {kept}"
-            ) from self._failures[0][1]
+            ) from self._unwritten[0][1]
 
     def _write_adapters(self) -> list[Path]:
-        """The final adapter, and its average; returns the files written."""
+        """Write the final adapter, and its average if there is one; returns the files written."""
+        model = self.run.model
+        actor = self.run.actor
+        states: dict[Path, dict[str, Tensor] | None] = {self.folder.lora: None}
+        average = actor.averaged_state()
+        if average is not None:
+            states[self.folder.lora_ema] = average
         written: list[Path] = []
-        model, actor = self.run.model, self.run.actor
-        states = {self.folder.lora: None, self.folder.lora_ema: actor.averaged_state()}
         for folder, state in states.items():
-            if folder == self.folder.lora or state is not None:
-                with self._output(f"{folder}/"):
-                    moved = self.folder.replace_folder(
-                        folder,
-                        lambda into, state=state: save_lora(model, actor.transformer, into, state),
-                        same_lora,
-                    )
-                    self._tell_moved(moved)
-                    written.append(folder / ADAPTER_FILE)
+            write = partial(save_lora, model, actor.transformer, state=state)
+            with self._wanted_output(f"{folder}/"):
+                self._alert_moved_aside(self.folder.replace_folder(folder, write, same_lora))
+                written.append(folder / ADAPTER_FILE)
         return written
 
     def _draw(self) -> list[Path]:
@@ -477,39 +477,38 @@ class FlowGRPOTrainer:
         pictures: list[Path] = []
         clip_ratio = self.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
         if any("reward/mean" in row for row in self.folder.rows()):
-            with self._output(f"{self.folder.plots}/"):
+            with self._wanted_output(f"{self.folder.plots}/"):
                 pictures.append(write_plots(self.folder, clip_ratio)[-1])
         grids = list(self.folder.grids().values())
         if len(grids) > 1:
             both = self.folder.samples / "before_after.png"
-            with self._output(str(both)):
+            with self._wanted_output(str(both)):
                 stack_pictures(both, [grids[0], grids[-1]])
                 pictures.append(both)
         if pictures:
-            with self._output(str(self.folder.summary)):
+            with self._wanted_output(str(self.folder.summary)):
                 stack_pictures(self.folder.summary, pictures)
                 pictures.insert(0, self.folder.summary)
         return pictures
 
     @contextmanager
-    def _output(self, what: str) -> Iterator[None]:
-        """What is written inside is wanted, but the run and its other outputs go on without it; ``_finish`` tells."""
+    def _wanted_output(self, what: str) -> Iterator[None]:
+        """What is written inside is wanted, but where it fails the run and its other outputs go on without it; the
+        error that ends the run names it."""
         try:
             yield
         except Exception as error:  # drawing libraries raise errors of every kind
-            self._failures.append((what, error))
-            self.logger.alert(f"error: {what} could not be written: {_in_a_line(error)}; the run goes on")
+            self._unwritten.append((what, error))
+            self.logger.alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
 
-    def _say_stopping(self) -> None:
+    def _tell_stopping(self) -> None:
         """Called in a signal's handler."""
         if self._main:
             write_at_once("\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
-    def _agreed(self, stop: bool) -> bool:
-        """Whether any process was asked to stop; all processes agree."""
-        if self.accelerator.num_processes == 1:
-            return stop
-        return bool(self._gather(torch.tensor([stop])).any())
+    def _any_process_says(self, answer: bool) -> bool:
+        """Whether the answer is yes on any process; the same on all of them, so that they stop at the same step."""
+        return bool(self._gather(torch.tensor([answer])).any())
 
     @property
     def interrupted(self) -> bool:
@@ -540,7 +539,3 @@ class FlowGRPOTrainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _in_a_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -14,9 +14,8 @@ from flowgrpo_rc.trainer.checkpoint import (
     CheckpointStore,
     DamagedCheckpointError,
     Fingerprint,
-    random_states,
-    restore_random_states,
 )
+from flowgrpo_rc.trainer.random_states import random_states, restore_random_states
 
 FINGERPRINT = Fingerprint("QwenImagePipeline", {"num_layers": 4, "axes": [8, 12]}, {"rank": 8})
 

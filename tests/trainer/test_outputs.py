@@ -39,7 +39,6 @@ class OneProcess:
 
 def test_lines_after_a_resume_point_move_aside(tmp_path):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
-    folder.create()
     for step in range(4):
         folder.append({"step": step, "x": step / 2})
     with folder.metrics.open("a") as handle:
@@ -118,14 +117,12 @@ def test_grids_are_in_the_order_of_their_steps(tmp_path):
 def test_fresh_folders_number_on(tmp_path):
     for expected in ("run", "run-2", "run-3"):
         folder = RunFolder.open(str(tmp_path / "run"), fresh=True)
-        folder.create()
         folder.append({"step": 0})
         assert folder.root.name == expected
 
 
 def test_non_finite_metrics_stop_the_run_and_are_not_written(tmp_path):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
-    folder.create()
     logger = RunLogger(folder, OneProcess(), [], total_steps=2)
     with pytest.raises(NonFiniteMetricError, match="step 1: non-finite metrics: actor/loss, reward/mean"):
         logger.log(1, {"reward/mean": float("nan"), "actor/loss": float("inf"), "x": 1.0})
@@ -134,7 +131,6 @@ def test_non_finite_metrics_stop_the_run_and_are_not_written(tmp_path):
 
 def test_terminal_shows_reward_kl_and_gap(tmp_path, capsys):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
-    folder.create()
     logger = RunLogger(folder, OneProcess(), ["console"], total_steps=2)
     logger.log(1, {**ROW, "val/reward/mean": 0.625})
     logger.log(2, ROW)
@@ -167,7 +163,6 @@ def test_series_takes_the_first_name_a_row_has():
 @pytest.mark.parametrize("rows", [1, 30])
 def test_plots_are_pictures_with_something_in_them(tmp_path, rows):
     folder = RunFolder.open(str(tmp_path), fresh=False)
-    folder.create()
     for step in range(1, rows + 1):
         folder.append({"step": step, **ROW, "reward/mean": step / 30})
     written = write_plots(folder, clip_ratio=1e-3)

@@ -29,6 +29,8 @@ from flowgrpo_rc.rollout.vllm_omni.plain_torch import check_plain_torch
 
 EXTRA = "flowgrpo"
 """Where a request's ``extra_args`` hold what vllm-omni has no field for, and a result's metadata what came of it."""
+SHARED = ("request_id", "window_size", "noise_level", "sde_type", "record_means")
+"""What all images of one ``RolloutRequest`` have in common and vllm-omni has no field for."""
 PROMPT_FIELDS = ("embeds", "mask", "pooled")
 """What an image's prompt carries of ``Prompts``, each after ``prompt_`` or ``negative_``."""
 
@@ -82,7 +84,7 @@ class Rollout:
         self.model: Any = None
 
     def prepare(self, vae_dtype: str, lora_manager: Any) -> None:
-        """Once, after loading: decode in the trainer's precision; know who switches adapters."""
+        """Called once after loading: decode in the trainer's precision, and keep who switches adapters."""
         check_plain_torch(self.transformer)
         dtype = torch_dtype(vae_dtype)
         if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
@@ -117,13 +119,13 @@ class Rollout:
 
 
 class QwenImageRollout(Rollout, QwenImagePipeline):
-    """Of ``QwenImagePipeline``."""
+    """Sampling for ``QwenImagePipeline``."""
 
     family = VllmQwenImage
 
 
 class StableDiffusion3Rollout(Rollout, StableDiffusion3Pipeline):
-    """Of ``StableDiffusion3Pipeline``."""
+    """Sampling for ``StableDiffusion3Pipeline``."""
 
     family = VllmStableDiffusion3
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -138,13 +140,14 @@ def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[
     """The batch as one request, from what arrived with each image; and each image's own settings."""
     params = req.sampling_params_list
     own = [p.extra_args[EXTRA] for p in params]
-    shared = ("request_id", "window_size", "noise_level", "sde_type", "record_means")
-    if any(o[name] != own[0][name] for o in own for name in shared):
+    if any(o[name] != own[0][name] for o in own for name in SHARED):
         raise RolloutError("vllm-omni put images of different rollouts into one batch")
-    first, start = params[0], own[0]["window_start"]
+    first = params[0]
+    start = own[0]["window_start"]
+    negative = _prompts(req, "negative", device) if "negative_embeds" in req.prompts[0] else None
     conditioning = Conditioning(
         prompts=_prompts(req, "prompt", device),
-        negative=_prompts(req, "negative", device) if "negative_embeds" in req.prompts[0] else None,
+        negative=negative,
         true_cfg_scale=first.true_cfg_scale,
         guidance_scale=first.guidance_scale if first.guidance_scale_provided else None,
         height=first.height,
@@ -156,7 +159,7 @@ def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[
         num_inference_steps=first.num_inference_steps,
         seeds=[p.generator.initial_seed() for p in params],
         window_starts=None if start is None else torch.tensor([o["window_start"] for o in own]),
-        **{name: own[0][name] for name in shared},
+        **{name: own[0][name] for name in SHARED},
     )
     return request, own
 
@@ -170,6 +173,7 @@ def _prompts(req: DiffusionRequestBatch, name: str, device: torch.device) -> Pro
 
 
 def _row(echo: Echo, i: int) -> Echo:
+    """The echo of one image, with tensors of its own: each travels in a result of its own."""
     starts = None if echo.window_starts is None else echo.window_starts[i : i + 1].clone()
     return replace(
         echo,

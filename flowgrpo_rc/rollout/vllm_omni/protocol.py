@@ -20,13 +20,17 @@ class Settings:
     model: str
     """Folder or hub name of the diffusers pipeline."""
     pipeline: str
-    """Its class, a key of ``PIPELINES``."""
+    """Class of the pipeline, a key of ``PIPELINES``."""
     dtype: str
+    """Compute dtype of the transformer and of the adapter."""
     vae_dtype: str
+    """Precision in which images are decoded, which is the trainer's."""
     max_batch: int
     """Images per forward."""
     batch_wait_ms: float
+    """Milliseconds that the scheduler waits for more images before it draws a batch that is not full."""
     init_timeout: float
+    """Seconds until vllm-omni gives the loading of the model up."""
     parent: int
     """Process id of the trainer; the engine ends when it does."""
     die_with_thread: bool
@@ -38,8 +42,11 @@ class Call:
     """A request to the engine's process."""
 
     id: int
+    """Counts the calls."""
     method: str
+    """``generate``, ``sync`` or ``close``."""
     argument: Any
+    """What the method takes."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +54,13 @@ class Reply:
     """The answer to the call of the same id."""
 
     id: int
+    """The call that is answered."""
     value: Any = None
+    """What the method returned."""
     error: str | None = None
-    """One line: what went wrong."""
+    """What went wrong, in a line; ``None`` where nothing did."""
     error_type: str = ""
+    """Class of the error."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +73,11 @@ class Ready:
     """The model is loaded."""
 
     pid: int
+    """Id of the engine's process."""
     seconds: float
-    """From the start of the process."""
+    """Seconds from the start of the process."""
     versions: dict[str, str]
+    """Packages that the process runs, with their versions."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,11 @@ class Sampled:
     """Images of one rollout, in the order of its rows, all tensors on the host."""
 
     images: Tensor
+    """``(B, H, W, 3)`` uint8."""
     record: dict[str, Tensor]
+    """The recorded steps by their key in the batch; empty for a deterministic request."""
     echo: Echo
+    """What was used for all of them."""
 
 
 def send(connection: Connection, message: Any) -> None:
