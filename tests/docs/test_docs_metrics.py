@@ -7,7 +7,7 @@ import torch
 from conftest import SMALL_RUN
 from doc_page import DOCS
 
-from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, diffusion_loss
+from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.plan import RS_OPTIONS
 
@@ -53,7 +53,6 @@ def _names_of_a_run_with_other_options(folder):
         "algorithm.rollout_correction.rollout_rs_threshold=auto",
         "actor_rollout_ref.rollout.adapter_lag=1",
         "actor_rollout_ref.actor.use_kl_loss=true",
-        "trainer.total_training_steps=1",
         "trainer.val_before_train=false",
         f"trainer.default_local_dir={folder / 'run'}",
     )
@@ -69,7 +68,7 @@ def _names_of_the_loss_of_tokens():
     config = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(clip_ratio=0.2), rollout_correction=None)
     old = -torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
     data = {"old_log_probs": old, "response_mask": torch.ones(4, 3), "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5])}
-    return set(diffusion_loss(config, {"log_probs": old + 0.01}, data)[1])
+    return set(token_loss(config, {"log_probs": old + 0.01}, data)[1])
 
 
 def _names_of_the_correction():
