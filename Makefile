@@ -58,7 +58,7 @@ gpu: $(VERL)/.installed
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard flowgrpo_rc/correction/numerics/native/*.[ch])
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "Python 3.10 to 3.13 is needed; choose one with: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

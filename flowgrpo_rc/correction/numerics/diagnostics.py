@@ -8,7 +8,6 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, safe_exp
 from flowgrpo_rc.correction.numerics.moments import RowFigures
-from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
 
 def add_off_policy_sums(x: Elements, sums: RowSums) -> None:
@@ -18,18 +17,22 @@ def add_off_policy_sums(x: Elements, sums: RowSums) -> None:
     sums.add("log_ratio_abs", x.log_ratio.abs())
     sums.add("excess", x.excess)
     sums.add("excess_squared", x.excess.square())
-    sums.add("k3", x.excess - x.clamped)
+    sums.add("k3", x.k3)
 
 
 def add_off_policy_figures(x: Elements, rows: Rows, figures: RowFigures) -> None:
-    """Adds each row's figures. Its log perplexity is ``-mean(log_prob)``; chi-squared is ``r^2 - 1`` of its product."""
+    """Adds each row's figures; its log perplexity is ``-mean(log_prob)``, its ratio the product of its elements'."""
     difference = -rows.means["log_ratio"]
     training = -rows.means["log_prob"]
-    log_ppl = torch.stack([training, training - difference, difference])
-    figures.add(("training_log_ppl", "rollout_log_ppl", "log_ppl_diff"), log_ppl)
-    figures.add(("training_ppl", "rollout_ppl", "ppl_ratio"), safe_exp(log_ppl))
-    chi2 = torch.expm1(2.0 * rows.sums["log_ratio"].clamp(-SAFETY_BOUND, SAFETY_BOUND))
-    figures.add(("rows", "log_ppl_abs_diff", "chi2_seq"), torch.stack([torch.ones_like(chi2), difference.abs(), chi2]))
+    logs = torch.stack([training, training - difference, difference, rows.sums["log_ratio"]])
+    figures.add(("training_log_ppl", "rollout_log_ppl", "log_ppl_diff"), logs[:3])
+    exponentials = safe_exp(logs)
+    figures.add(("training_ppl", "rollout_ppl", "ppl_ratio"), exponentials[:3])
+    ratio = exponentials[3]
+    figures.add(
+        ("rows", "log_ppl_abs_diff", "row_ratio_squared"),
+        torch.stack([torch.ones_like(ratio), difference.abs(), ratio.square()]),
+    )
     smallest, largest = x.extremes(x.log_ratio)
     figures.add_ranges(
         ("log_ppl_diff", "log_ratio"), torch.stack([difference, smallest]), torch.stack([difference, largest])

@@ -2,6 +2,9 @@
 
 Notation of this folder, for one element: ``l = log_prob - rollout_log_prob`` (train over rollout), ``r = exp(l)``. An
 element is one token or one SDE step; a row is one sequence, or one image's window of steps.
+
+Blocks are held transposed, as ``(T, B)``: a figure ``(B,)`` of rows broadcasts to its elements as it is, and the sums of
+many short rows run over contiguous memory.
 """
 
 from dataclasses import dataclass
@@ -13,36 +16,42 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
+SHORT_ROW = 64
+"""Length up to which rows are laid out anew, steps first in memory; longer ones stay as they lie."""
 SUMMED_TOGETHER = 1 << 14
-"""Elements of a block up to which everything is summed in one operation: few calls. Above, one by one: little memory."""
+"""Elements up to which a block of short rows is summed in one operation for all figures, which takes more memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Log ratios of ``(B, T)`` elements, in the compute dtype. Invalid elements hold 0 in every tensor."""
+    """Log ratios of a block, in the compute dtype. Invalid elements hold 0 in every tensor."""
 
-    log_prob: Float[Tensor, "B T"]
+    log_prob: Float[Tensor, "T B"]
     """Log-probs of the policy being trained."""
-    log_ratio: Float[Tensor, "B T"]
+    log_ratio: Float[Tensor, "T B"]
     """``l``, not clamped."""
-    clamped: Float[Tensor, "B T"]
+    clamped: Float[Tensor, "T B"]
     """``l`` within the safety bound."""
-    excess: Float[Tensor, "B T"]
+    excess: Float[Tensor, "T B"]
     """``r - 1`` of the clamped ``l``: near ``l = 0`` it keeps the digits that ``exp(l)`` rounds away."""
-    valid: Bool[Tensor, "B T"] | None
+    k3: Float[Tensor, "T B"]
+    """``r - 1 - l`` of the clamped ``l``."""
+    valid: Bool[Tensor, "T B"] | None
     """Which elements count; ``None`` when all do."""
-    ones: Float[Tensor, "B T"] | None
-    """The same as 1 and 0, to multiply with."""
+    ones: Float[Tensor, "T B"]
+    """The same as 1 and 0."""
 
-    def zero_invalid(self, values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    def zero_invalid(self, values: Float[Tensor, "T B"]) -> Float[Tensor, "T B"]:
         """Finite values, with 0 at invalid elements."""
-        return values if self.ones is None else values * self.ones
+        return values if self.valid is None else values * self.ones
 
     def beyond(
-        self, values: Float[Tensor, "B T"], lower: float, upper: float
-    ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """Valid elements below and above the bounds, which are rounded to the compute dtype, of values that are 0 at
-        invalid ones."""
+        self, values: Float[Tensor, "T B"], lower: float, upper: float
+    ) -> tuple[Bool[Tensor, "T B"], Bool[Tensor, "T B"]]:
+        """Which valid elements lie below and above bounds, which are rounded to the compute dtype.
+
+        The values are 0 at invalid elements.
+        """
         below = values < lower
         above = values > upper
         if self.valid is not None and not lower <= 0.0 <= upper:
@@ -50,12 +59,12 @@ class Elements:
             above = above & self.valid
         return below, above
 
-    def extremes(self, values: Float[Tensor, "B T"]) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    def extremes(self, values: Float[Tensor, "T B"]) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
         """Smallest and largest valid value of each row."""
         if self.valid is None:
-            return values.amin(1), values.amax(1)
+            return values.amin(0), values.amax(0)
         invalid = ~self.valid
-        return values.masked_fill(invalid, torch.inf).amin(1), values.masked_fill(invalid, -torch.inf).amax(1)
+        return values.masked_fill(invalid, torch.inf).amin(0), values.masked_fill(invalid, -torch.inf).amax(0)
 
 
 def make_elements(
@@ -68,17 +77,24 @@ def make_elements(
 
     Invalid elements are selected away before any arithmetic, so that a NaN there reaches nothing.
     """
-    log_prob = log_prob.to(dtype)
-    log_ratio = log_prob - rollout_log_prob.to(dtype)
-    valid = ones = None
-    if mask is not None:
-        valid = mask != 0
+    valid = None if mask is None else (mask != 0).t()
+    log_prob = log_prob.t().to(dtype)
+    if len(log_prob) <= SHORT_ROW:
+        log_prob = log_prob.contiguous()
+        valid = None if valid is None else valid.contiguous()
+    log_ratio = log_prob - rollout_log_prob.t().to(dtype)
+    if valid is None:
+        ones = torch.ones_like(log_ratio)
+    else:
         ones = valid.to(dtype)
         zero = log_ratio.new_zeros(())
         log_prob = torch.where(valid, log_prob, zero)
         log_ratio = torch.where(valid, log_ratio, zero)
     clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    return Elements(log_prob, log_ratio, clamped, torch.expm1(clamped), valid, ones)
+    # in float64, as k3 is a small difference: at |l| near 1e-4 it has three digits left in float32
+    exact = clamped.double()
+    excess = torch.expm1(exact)
+    return Elements(log_prob, log_ratio, clamped, excess.to(dtype), (excess - exact).to(dtype), valid, ones)
 
 
 class Rows(NamedTuple):
@@ -97,25 +113,30 @@ class RowSums:
     """Collects what is to be summed along the rows of a block."""
 
     def __init__(self, x: Elements) -> None:
-        self._together = x.log_ratio.numel() <= SUMMED_TOGETHER
+        steps, rows = x.log_ratio.shape
+        self._together = steps <= SHORT_ROW and steps * rows <= SUMMED_TOGETHER
+        self._dtype = x.log_ratio.dtype
         self._values: dict[str, Tensor] = {}
-        self.add("elements", torch.ones_like(x.log_ratio) if x.ones is None else x.ones)
+        self.add("elements", x.ones)
 
-    def add(self, name: str, values: Shaped[Tensor, "B T"]) -> None:
+    def add(self, name: str, values: Shaped[Tensor, "T B"]) -> None:
         """Numbers or flags, 0 at invalid elements."""
-        self._values[name] = values if self._together else values.sum(1)
+        if not self._together:
+            values = values.sum(0)
+        elif values.dtype == torch.bool:
+            values = values.to(self._dtype)
+        self._values[name] = values
 
     def rows(self) -> Rows:
         """The sums of everything added."""
+        names = tuple(self._values)
         table = torch.stack(list(self._values.values()))
         if self._together:
-            table = table.sum(2)
+            table = table.sum(1)
         table = table.double()
         means = table / table[0].clamp(min=1.0)
-        names = tuple(self._values)
-        return Rows(
-            names, table, dict(zip(names, table.unbind(), strict=True)), dict(zip(names, means.unbind(), strict=True))
-        )
+        by_name = (dict(zip(names, lines.unbind(), strict=True)) for lines in (table, means))
+        return Rows(names, table, *by_name)
 
 
 def safe_exp(log: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -33,9 +33,10 @@ def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
 def _off_policy(moments: Moments) -> Metrics:
     total, n = moments.sums, moments.count
     of_rows = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl")
-    of_rows += ("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_seq")
+    of_rows += ("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")
     return {
         **{name: total[name] / total["rows"] for name in of_rows},
+        "chi2_seq": total["row_ratio_squared"] / total["rows"] - 1.0,
         "log_ppl_diff_max": moments.maxima["log_ppl_diff"],
         "log_ppl_diff_min": moments.minima["log_ppl_diff"],
         "kl": -total["log_ratio"] / n,

@@ -32,7 +32,7 @@ def element_statistic(
     return excess - log_ratio
 
 
-def judge_elements(criterion: Criterion, x: Elements, sums: RowSums, figures: RowFigures) -> Bool[Tensor, "B T"]:
+def judge_elements(criterion: Criterion, x: Elements, sums: RowSums, figures: RowFigures) -> Bool[Tensor, "T B"]:
     """What an element criterion rejects; adds the sums behind its figures."""
     lower, upper = criterion.statistic_bounds
     statistic = element_statistic(criterion, x.clamped, x.excess)
@@ -62,7 +62,7 @@ def judge_rows(
     rows: Rows,
     row_bounds: Float[Tensor, " B"] | None,
     figures: RowFigures,
-) -> Bool[Tensor, "B 1"]:
+) -> Bool[Tensor, " B"]:
     """Which rows the row criteria reject; adds the figures of rows of all criteria, element criteria first.
 
     ``row_bounds`` are the bounds of a calibrated criterion.
@@ -74,16 +74,17 @@ def judge_rows(
     above = compared > upper
     inside = compared.clamp(lower, upper).double()
     flags = torch.stack([below, above]).double()
-    figures.add(_names(criteria, ROW_SUMS), torch.cat([statistic, statistic.square(), *flags]))
+    figures.add(_names(criteria, ("row",)), statistic)
+    figures.add(_names(criteria, ("row_squared",)), statistic.square())
+    figures.add(_names(criteria, ("row_below", "row_above")), flags.flatten(0, 1))
     figures.add_ranges(_names(criteria, ("row",)), statistic)
-    of_elements = [c for c in criteria if c.aggregate == "token"]
-    if of_elements:
-        beyond = torch.stack([rows.sums[f"{c.name}/below"] + rows.sums[f"{c.name}/above"] for c in of_elements])
-        figures.add(_names(of_elements, ("row_rejected",)), (beyond > 0).double())
-    first = len(of_elements)
-    each = torch.stack([statistic, inside, inside.square(), *flags])[:, first:]
+    first = sum(c.aggregate == "token" for c in criteria)
+    for c in criteria[:first]:
+        beyond = rows.sums[f"{c.name}/below"] + rows.sums[f"{c.name}/above"]
+        figures.add((f"{c.name}/row_rejected",), (beyond > 0).double()[None])
+    each = torch.cat([torch.stack([statistic, inside, inside.square()]), flags])[:, first:]
     figures.add(_names(criteria[first:], ELEMENT_SUMS), (rows.sums["elements"] * each).flatten(0, 1))
-    return (below | above)[first:].any(0)[:, None]
+    return (below | above)[first:].any(0)
 
 
 def _of_row(criterion: Criterion, x: Elements, rows: Rows) -> Float[Tensor, " B"]:
@@ -91,7 +92,7 @@ def _of_row(criterion: Criterion, x: Elements, rows: Rows) -> Float[Tensor, " B"
     if criterion.aggregate == "token":
         return rows.means[f"{criterion.name}/statistic"]
     if criterion.aggregate == "seq_max":  # k2 and k3 are 0, their minimum, at invalid elements
-        return element_statistic(criterion, x.clamped, x.excess).amax(1).double()
+        return element_statistic(criterion, x.clamped, x.excess).amax(0).double()
     return (rows.means if criterion.aggregate == "seq_mean" else rows.sums)[criterion.statistic]
 
 
@@ -124,10 +125,10 @@ def veto_elements(log_threshold: float, x: Elements, sums: RowSums) -> None:
     sums.add("veto_elements", low)
 
 
-def veto_rows(rows: Rows, figures: RowFigures) -> Bool[Tensor, "B 1"]:
+def veto_rows(rows: Rows, figures: RowFigures) -> Bool[Tensor, " B"]:
     """Rejects every row with such an element."""
-    rejected = (rows.sums["veto_elements"] > 0)[:, None]
-    figures.add(("veto_rows",), rejected.double().t())
+    rejected = rows.sums["veto_elements"] > 0
+    figures.add(("veto_rows",), rejected.double()[None])
     return rejected
 
 

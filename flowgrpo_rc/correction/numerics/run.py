@@ -85,8 +85,8 @@ class NonFiniteLogProbError(ValueError):
 class Block(NamedTuple):
     """What a plan makes of some rows."""
 
-    weights: Float[Tensor, "B T"] | None
-    rejected: Bool[Tensor, "B #T"] | None
+    weights: Float[Tensor, "T B"] | None
+    rejected: Bool[Tensor, "*T B"] | None
     totals: Totals
     names: RowFigures
     """Figures, in the order in which they are in the totals."""
@@ -130,9 +130,9 @@ def run_plan(
         x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
         block = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows])
         if weights is not None and block.weights is not None:
-            weights[rows] = block.weights
+            weights[rows] = block.weights.t()
         if block.rejected is not None:
-            kept[rows].masked_fill_(block.rejected, 0)
+            kept[rows].t().masked_fill_(block.rejected, 0)
         blocks.append(block.totals)
     total, names = reduce_blocks(blocks), block.names
     parts = {"sums": total.sums, "minima": total.minima, "maxima": total.maxima}
@@ -201,12 +201,12 @@ def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, 
     return Block(None if weights is None else weights.values, rejected, totals, figures)
 
 
-def _count_rejected(rejected: Bool[Tensor, "B #T"], x: Elements, rows: Rows) -> Float[Tensor, " B"]:
+def _count_rejected(rejected: Bool[Tensor, "*T B"], x: Elements, rows: Rows) -> Float[Tensor, " B"]:
     """Valid elements of each row that are rejected."""
-    if rejected.shape[1] != x.log_ratio.shape[1]:
-        return rows.sums["elements"] * rejected[:, 0]
+    if rejected.dim() == 1:
+        return rows.sums["elements"] * rejected
     found = rejected if x.valid is None else rejected & x.valid
-    return found.sum(1).double()
+    return found.sum(0).double()
 
 
 def _sum_over_ranks(values: Float[Tensor, " sums"], dp_group: Any) -> Float[Tensor, " sums"]:

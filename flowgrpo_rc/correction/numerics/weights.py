@@ -21,9 +21,9 @@ Sum = TypeVar("Sum", float, Tensor)
 class Weights(NamedTuple):
     """Importance weights of a block of rows, before batch normalisation."""
 
-    values: Float[Tensor, "B T"]
+    values: Float[Tensor, "T B"]
     """0 at invalid elements."""
-    outside: Bool[Tensor, "B #T"]
+    outside: Bool[Tensor, "*T B"]
     """Where the ratio is beyond the bounds; mode ``mask`` rejects that."""
 
 
@@ -93,8 +93,8 @@ def row_weights(spec: ImportanceSampling, x: Elements, rows: Rows, figures: RowF
         count * torch.stack([ratio, weight, weight.square(), excess, excess.square()]),
     )
     figures.add_ranges(("is_weight",), ratio[None])
-    values = weight.to(x.log_ratio.dtype)[:, None].expand_as(x.log_ratio)
-    return Weights(x.zero_invalid(values), outside[:, None])
+    values = weight.to(x.log_ratio.dtype).expand_as(x.log_ratio)
+    return Weights(x.zero_invalid(values), outside)
 
 
 def _add_row_weight(figures: RowFigures, weight: Float[Tensor, " B"], excess: Float[Tensor, " B"]) -> None:

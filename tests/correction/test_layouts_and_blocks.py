@@ -1,0 +1,139 @@
+"""However the memory lies, whatever the types, in one block or many: the same results; and exact to the last digits."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+
+from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
+from flowgrpo_rc.correction.numerics import elements, run
+
+CONFIG = RolloutCorrectionConfig(
+    rollout_is="token",
+    rollout_is_threshold=1.3,
+    rollout_rs="token_k1,token_k2,token_k3,seq_sum_k1,seq_mean_k3,seq_max_k2,seq_max_k3",
+    rollout_rs_threshold="0.6_1.9,0.3,0.2,0.3_3.0,0.2,0.4,0.4",
+    rollout_token_veto_threshold=0.4,
+)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("columns", [1, 3, 64, 65])
+def test_a_batch_of_many_blocks_is_as_one(columns, level, masked, monkeypatch):
+    """Blocks of rows that are short and long, summed together and one by one; one block has no valid element."""
+    p, q, mask = reference.random_case(columns, 40, columns, spread=0.4)
+    mask[8:16] = False
+    given = mask if masked else None
+    config = replace(CONFIG, rollout_is=level)
+    whole = compute_rollout_correction(p, q, given, config=config)
+    monkeypatch.setattr(run, "HOST_BLOCK", 8 * columns)
+    monkeypatch.setattr(elements, "SUMMED_TOGETHER", 0)
+    parts = compute_rollout_correction(p, q, given, config=config)
+    torch.testing.assert_close(parts.weights, whole.weights, rtol=1e-12, atol=0)
+    assert torch.equal(parts.mask, whole.mask)
+    assert parts.metrics == pytest.approx(whole.metrics, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("lay", ["bfloat16", "transposed"])
+def test_what_is_converted_block_by_block_is_as_if_it_were_plain(lay, threads):
+    """More rows than one block has, in shares of several threads."""
+    p, q, mask = reference.random_case(6, 700, 600, dtype=torch.bfloat16)
+    assert 3 * run.HOST_BLOCK < 700 * 600
+    expected = compute_rollout_correction(p.float(), q.float(), mask, config=CONFIG)
+    if lay == "transposed":
+        p, q, mask = (x.t().contiguous().t() for x in (p.float(), q.float(), mask))
+    torch.set_num_threads(threads)
+    found = compute_rollout_correction(p, q, mask, config=CONFIG)
+    assert torch.equal(found.weights, expected.weights)
+    assert torch.equal(found.mask, expected.mask)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-9)  # sums in another order
+
+
+@pytest.mark.parametrize("shape", [(24, 3), (6, 200)])
+def test_however_the_memory_lies(shape):
+    p, q, mask = reference.random_case(12, *shape, dtype=torch.float32)
+    expected = compute_rollout_correction(p, q, mask, config=CONFIG)
+
+    def transposed(x):
+        return x.t().contiguous().t()
+
+    def strided(x):
+        wide = torch.zeros(x.shape[0] * 2, x.shape[1] * 3, dtype=x.dtype)
+        wide[::2, 1::3] = x
+        return wide[::2, 1::3]
+
+    def unaligned(x):
+        return torch.cat([torch.zeros(1, dtype=x.dtype), x.flatten()])[1:].view(x.shape)
+
+    def negated(x):  # a view that the negative bit belongs to
+        return x if x.dtype == torch.bool else torch.complex(torch.zeros_like(x), -x).conj().imag
+
+    def with_gradient(x):
+        return x if x.dtype == torch.bool else x.clone().requires_grad_() * 1.0
+
+    assert negated(p).is_neg()
+    for lay in (transposed, strided, unaligned, negated, with_gradient):
+        found = compute_rollout_correction(lay(p), lay(q), lay(mask), config=CONFIG)
+        assert torch.equal(found.weights, expected.weights), lay.__name__
+        assert torch.equal(found.mask, expected.mask), lay.__name__
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-9), lay.__name__
+        assert not found.weights.requires_grad
+    broadcast = p[:1].expand(shape)
+    found = compute_rollout_correction(broadcast, q, mask, config=CONFIG)
+    assert torch.equal(found.weights, compute_rollout_correction(broadcast.clone(), q, mask, config=CONFIG).weights)
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize(("dtype", "ulps"), [(torch.float32, 2.0), (torch.float64, 2.0)])
+def test_exponentials_are_exact_to_their_last_digits(dtype, ulps):
+    """Against ``math``, in double: weights, and the mean k3 of one element, which is ``expm1(l) - l``."""
+    tiny = torch.tensor([1e-7, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.34657, 0.34658, 0.5, 1.0, 2.0], dtype=torch.float64)
+    l = torch.cat([torch.linspace(-20, 20, 4001, dtype=torch.float64), tiny, -tiny]).to(dtype)  # noqa: E741
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1e30)
+    weights = compute_rollout_correction(l, torch.zeros_like(l), config=config).weights
+    eps = torch.finfo(dtype).eps
+    for x, w in zip(l.tolist(), weights.tolist(), strict=True):
+        assert w == pytest.approx(math.exp(x), rel=ulps * eps, abs=0)
+    for x in tiny.to(dtype).tolist():
+        one = torch.tensor([x], dtype=dtype)
+        k3 = compute_rollout_correction(one, torch.zeros_like(one), config=config).metrics["rollout_corr/k3_kl"]
+        series = sum(x**n / math.factorial(n) for n in range(2, 30))  # of small x more exact than expm1(x) - x
+        assert k3 == pytest.approx(series, rel=20 * eps + 1e-15 / abs(x), abs=0)
+
+
+def test_a_long_row_s_sums_are_exact():
+    """Lanes are summed apart and put together in double: 1e5 elements lose nothing to float32."""
+    generator = torch.Generator().manual_seed(0)
+    p = -5.0 - torch.rand(2, 100_003, generator=generator)
+    q = p - 1e-3 * torch.rand(2, 100_003, generator=generator)
+    metrics = compute_rollout_correction(p, q, config=CONFIG).metrics
+    assert metrics["rollout_corr/kl"] == pytest.approx(-(p - q).double().mean().item(), rel=2e-7)
+    assert metrics["rollout_corr/training_log_ppl"] == pytest.approx(-p.double().mean().item(), rel=2e-7)
+    assert metrics["rollout_corr/logprob_abs_diff_max"] == (p - q).abs().max().item()
+
+
+def test_tensors_on_two_devices_are_refused():
+    p, q, mask = reference.random_case(2, 4, 3)
+    with pytest.raises(ValueError, match="log_prob is on cpu, but rollout_log_prob is on meta"):
+        compute_rollout_correction(p, q.to("meta"), mask, config=CONFIG)
+    with pytest.raises(ValueError, match="but mask is on meta"):
+        compute_rollout_correction(p, q, mask.to("meta"), config=CONFIG)
+
+
+def test_a_tensor_without_memory_is_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), pytest.raises((ValueError, RuntimeError), match="without memory|data pointer"):
+        compute_rollout_correction(torch.zeros(4, 3), torch.zeros(4, 3), config=CONFIG)
+
+
+def test_an_infinite_mask_value_leaves_with_its_element():
+    p, q, _ = reference.random_case(3, 6, 2, dtype=torch.float32)
+    mask = torch.full(p.shape, math.inf)
+    q[0] = p[0] - 5.0
+    config = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.1_10")
+    assert compute_rollout_correction(p, q, mask, config=config).mask[0].tolist() == [0.0, 0.0]
