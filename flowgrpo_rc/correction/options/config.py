@@ -148,13 +148,6 @@ class RolloutCorrectionConfig(Presets):
         return asdict(self)
 
     @property
-    def rejection_limit_key(self) -> str:
-        """The key that rejects less when it is widened; without a criterion it is the weights' mask mode."""
-        if self.rollout_rs is None:
-            return "rollout_is_threshold"
-        return "rollout_rs_auto_max" if self.rollout_rs_threshold == "auto" else "rollout_rs_threshold"
-
-    @property
     def weights_act(self) -> bool:
         """Whether importance weights enter the loss; in bypass mode with PPO its ratio is one itself."""
         return not (self.bypass_mode and self.loss_type == "ppo_clip")
