@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     )
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
     from flowgrpo_rc.loss.advantages import group_advantages
-    from flowgrpo_rc.loss.diffusion_loss import diffusion_loss
+    from flowgrpo_rc.loss.diffusion import diffusion_loss
+    from flowgrpo_rc.loss.tokens import token_loss
     from flowgrpo_rc.trainer.config import FlowGRPOConfig
     from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
 
@@ -39,6 +40,7 @@ __all__ = [
     "compute_rollout_correction_and_rejection_mask",
     "diffusion_loss",
     "group_advantages",
+    "token_loss",
 ]
 
 _HOMES = {
@@ -49,7 +51,8 @@ _HOMES = {
     "FlowGRPOTrainer": "trainer",
     "apply_bypass_mode_to_diffusion_batch": "batch",
     "apply_rollout_correction_to_diffusion_batch": "batch",
-    "diffusion_loss": "loss.diffusion_loss",
-    "group_advantages": "loss.advantages",
+    "diffusion_loss": "loss",
+    "group_advantages": "loss",
+    "token_loss": "loss",
 }
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'correction')}" for name in __all__})

@@ -13,7 +13,7 @@ BASE = {"lazy", "paths", "checks", "threads", "run_folder", "run_lock"}
 ALLOWED = {
     "correction": set(),
     "sde": set(),
-    "loss": {"correction", "sde"},
+    "loss": {"correction", "sde", "batch", *BASE},
     "batch": {"correction", "sde"},
     "models": BASE,
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},
@@ -22,7 +22,7 @@ ALLOWED = {
     "data": {"rewards", *BASE},
     "integrations": {"correction", "sde", "loss", "batch"},
 }
-ALLOWED["gap"] = {*ALLOWED, "trainer", *BASE} - {"integrations"}
+ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["report"] = {"correction", "loss", "gap", "rewards", *BASE}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
@@ -53,6 +53,13 @@ def test_imports_run_down_the_floors(floor):
     for path in files_of(floor):
         rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("flowgrpo_rc.")}
         assert rooms <= ALLOWED[floor] | own, f"{path.name} imports {sorted(rooms - ALLOWED[floor] - own)}"
+
+
+def test_the_report_takes_limits_and_remedies_alone_from_the_gap():
+    """Those need no torch; what measures does."""
+    for path in files_of("report"):
+        taken = {name for name in imports_of(path) if name.startswith("flowgrpo_rc.gap")}
+        assert taken <= {"flowgrpo_rc.gap.limits", "flowgrpo_rc.gap.remedies"}, f"{path.name} imports {taken}"
 
 
 @pytest.mark.parametrize("floor", ["correction", "sde"])

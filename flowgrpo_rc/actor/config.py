@@ -8,12 +8,11 @@ from typing import Any
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
+from flowgrpo_rc.loss.aggregation import AGGREGATIONS
+from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
 
-LOSS_MODES = ("flow_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
-MEAN_MODES = ("grpo_guard", "flow_dppo")
-"""Objectives that compare transition means: the old policy's, or in bypass mode the rollout engine's."""
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
+"""Learning-rate schedules, by their names in ``diffusers.optimization``."""
 _HERE = "actor_rollout_ref.actor"
 
 
@@ -21,7 +20,7 @@ _HERE = "actor_rollout_ref.actor"
 class DiffusionLossConfig:
     """The section ``actor.diffusion_loss``."""
 
-    loss_mode: str = "flow_grpo"
+    loss_mode: str = DEFAULT
     """``flow_grpo``; ``dance_grpo`` is the same objective for rollouts with ``sde_type=dance_sde``; ``grpo_guard``
     takes the timestep's bias and scale out of the ratio; ``flow_dppo`` clips by a KL trust region instead."""
 
@@ -63,7 +62,7 @@ class DiffusionLossConfig:
     def __post_init__(self) -> None:
         here = f"{_HERE}.diffusion_loss"
         fit_fields(here, self)
-        choice(f"{here}.loss_mode", self.loss_mode, LOSS_MODES)
+        choice(f"{here}.loss_mode", self.loss_mode, tuple(OBJECTIVES))
         if self.clip_ratio != "auto":
             if isinstance(self.clip_ratio, str):
                 raise ValueError(f"{here}.clip_ratio: got {self.clip_ratio!r}; give a number or auto")
@@ -72,7 +71,7 @@ class DiffusionLossConfig:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with clip_ratio_low or clip_ratio_high; give numbers, or only auto"
             )
-        elif self.loss_mode in MEAN_MODES:
+        elif not self.objective.takes_auto:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with loss_mode={self.loss_mode}, whose ratio has another scale; give a "
                 "number"
@@ -88,13 +87,13 @@ class DiffusionLossConfig:
         positive(f"{here}.kl_mask_threshold", self.kl_mask_threshold)
         if self.clip_ratio_c is not None and not 1 < self.clip_ratio_c < math.inf:
             raise ValueError(f"{here}.clip_ratio_c: got {self.clip_ratio_c!r}; give a number above 1 or null")
-        choice(f"{here}.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        choice(f"{here}.loss_agg_mode", self.loss_agg_mode, tuple(AGGREGATIONS))
         positive(f"{here}.loss_scale_factor", self.loss_scale_factor, optional=True)
 
     @property
-    def needs_old_means(self) -> bool:
-        """Whether the objective compares transition means."""
-        return self.loss_mode in MEAN_MODES
+    def objective(self) -> Objective:
+        """The record of ``loss_mode``: what the objective needs, what it limits and how."""
+        return OBJECTIVES[self.loss_mode]
 
     @property
     def has_sides(self) -> bool:
@@ -104,7 +103,7 @@ class DiffusionLossConfig:
     @property
     def takes_auto(self) -> bool:
         """Whether the objective and its sides allow ``clip_ratio=auto``."""
-        return not self.needs_old_means and not self.has_sides
+        return self.objective.takes_auto and not self.has_sides
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,7 +210,7 @@ class DiffusionActorConfig:
             return  # a reference into a configuration tree; whoever resolves it constructs this class again
         correction: Any = self.rollout_correction
         rc = self.rollout_correction = RolloutCorrectionConfig.from_dict(correction)
-        if rc.bypass_mode and rc.loss_type == "reinforce" and self.diffusion_loss.needs_old_means:
+        if rc.bypass_mode and rc.loss_type == "reinforce" and self.diffusion_loss.objective.needs_old_means:
             raise ValueError(
                 f"{_HERE}.diffusion_loss.loss_mode: got {self.diffusion_loss.loss_mode} with loss_type=reinforce, "
                 "which has no ratio to guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"

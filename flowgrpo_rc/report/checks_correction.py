@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+from flowgrpo_rc.gap.limits import LIMITS, REJECTED, ZEROED
+from flowgrpo_rc.gap.remedies import remedy
 from flowgrpo_rc.report.check import Check, Measure, Measurement, recent_max, recent_mean, span_words
+from flowgrpo_rc.report.checks_gap import USUAL, healthy_range, remedied
 from flowgrpo_rc.report.finding import Band, number
 from flowgrpo_rc.report.history import History
 
@@ -114,10 +117,9 @@ WEIGHT_CHECKS = (
         name="is_dropped",
         title="Weights set to zero or masked",
         measure=recent_mean("rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_is_masked_fraction"),
-        sde=Band(high=0.05, problem_high=0.5),
-        tokens=Band(high=0.05, problem_high=0.5),
-        reason="What is dropped trains nothing.",
-        advice="Widen the band of rollout_is_threshold, or bring engine and actor closer.",
+        sde=healthy_range(ZEROED),
+        reason=f"{LIMITS[ZEROED].source}.",
+        advice=f"{remedy(ZEROED, USUAL)}.",
     ),
     Check(
         name="is_norm_factor",
@@ -143,18 +145,6 @@ def advice_where_weights_only_diagnose(history: History) -> str | None:
     return "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
 
 
-def _of_the_rejection(history: History) -> str | None:
-    """``auto`` is for one criterion of whole rows; without one it is the weights' mask mode that rejects."""
-    threshold, option = history.correction("rollout_rs_threshold"), history.correction("rollout_rs")
-    precision = "or bring the engine's precision closer to the actor's."
-    if threshold == "auto":
-        return f"Raise rollout_rs_auto_max, {precision}"
-    if option is None and history.correction("rollout_is_mode") == "mask":
-        return f"Widen rollout_is_threshold, {precision}"
-    one = option is None or (str(option).startswith("seq_") and "," not in str(option))
-    return None if one else f"Widen rollout_rs_threshold, {precision}"
-
-
 CORRECTION_CHECKS = (
     *(
         replace(check, suited=advice_where_weights_only_diagnose, only_watched=weights_only_diagnose)
@@ -164,11 +154,10 @@ CORRECTION_CHECKS = (
         name="rejected",
         title="Rejected samples",
         measure=rejected,
-        sde=Band(high=0.1, problem_high=0.5),
-        tokens=Band(high=0.1, problem_high=0.5),
-        reason="A fifth rejected did not hurt; half is half of the rollouts for nothing (the guard's limit).",
-        advice="Widen rollout_rs_threshold or set it to auto, or bring the engine's precision closer to the actor's.",
-        suited=_of_the_rejection,
+        sde=healthy_range(REJECTED),
+        reason=f"{LIMITS[REJECTED].source} (the guard's limit).",
+        advice=f"{remedy(REJECTED, USUAL)}.",
+        suited=remedied(REJECTED),
     ),
     Check(
         name="veto",
@@ -188,7 +177,7 @@ CORRECTION_CHECKS = (
         of_densities=True,
         advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
         suited=lambda history: (
-            None if history.may_leave_bypass else "Raise the engine's precision, or refresh its weights more often."
+            None if history.setup.limits_the_gap else "Raise the engine's precision, or refresh its weights more often."
         ),
     ),
     Check(

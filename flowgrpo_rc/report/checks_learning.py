@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 from statistics import fmean, median, pstdev
 from typing import Any
 
+from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, REJECTED, ZEROED
+from flowgrpo_rc.gap.remedies import remedy
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
-from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
-from flowgrpo_rc.report.checks_gap import GAP_CHECKS
 from flowgrpo_rc.report.finding import Band, number
 from flowgrpo_rc.report.history import LOSS, REWARD, History, Series, finite
 
@@ -123,12 +124,12 @@ def policy_shift(history: History) -> Measurement | None:
 
 
 GUARDED = {
-    "clip": ("samples outside the clip band before anything was learned", "clip_first"),
-    "rejected": ("samples rejected", "rejected"),
-    "zeroed": ("importance weights of 0", "is_dropped"),
-    "engine_gap": ("engine and actor with equal weights", "engine_gap"),
+    CLIP: "samples outside the clip band before anything was learned",
+    REJECTED: "samples rejected",
+    ZEROED: "importance weights of 0",
+    ENGINE_GAP: "engine and actor with equal weights",
 }
-"""What the guard watches, by the end of ``guard/alarm_...``: in words, and the check whose advice is for it."""
+"""The figures that the guard watches, by the end of ``guard/alarm_...``, in words."""
 
 
 def guard_alarms(history: History) -> Measurement | None:
@@ -137,8 +138,9 @@ def guard_alarms(history: History) -> Measurement | None:
     if alarms is None:
         return None
     causes = [name for name in GUARDED if _is_raised(history.recent(f"guard/alarm_{name}"))]
-    over = f": {', '.join(GUARDED[name][0] for name in causes)}" if causes else ""
-    advice = " ".join(dict.fromkeys(_remedy(history, name) for name in causes)) or None
+    over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
+    setup = replace(history.setup, fallen_back=False)  # of the mode where it was caused
+    advice = " ".join(dict.fromkeys(f"{remedy(name, setup)}." for name in causes)) or None
     if history.fallen_back:
         says = f"the guard has the run in decoupled mode at step {alarms.steps[-1]}{over}"
         return Measurement(1.0, "guard/fallback", alarms.span, says, advice)
@@ -149,14 +151,6 @@ def guard_alarms(history: History) -> Measurement | None:
 
 def _is_raised(alarm: Series | None) -> bool:
     return alarm is not None and alarm.values[-1] > 0
-
-
-def _remedy(history: History, cause: str) -> str:
-    """Of bypass mode, where it was caused, also where the guard has left it since."""
-    if cause == "clip" and history.setting(f"{LOSS}.clip_ratio") == "auto":
-        return "Raise diffusion_loss.auto_clip_max."
-    check = next(c for c in (*GAP_CHECKS, *CORRECTION_CHECKS) if c.name == GUARDED[cause][1])
-    return check.suited(history) or check.advice
 
 
 def not_finite(history: History) -> Measurement | None:

@@ -46,28 +46,34 @@ def settings(history: History) -> list[tuple[str, str]]:
     if history.config is None:
         return []
     quantized = history.setting(f"{ROLLOUT}.quantization")
-    lag, mode = history.setting(f"{ROLLOUT}.adapter_lag", 0), history.setting(f"{LOSS}.loss_mode", "")
+    lag = history.setting(f"{ROLLOUT}.adapter_lag", 0)
+    mode = history.setting(f"{LOSS}.loss_mode", "")
     engine = f"{history.setting(f'{ROLLOUT}.name')} in {history.setting(f'{ROLLOUT}.dtype')}"
     engine += f", {quantized}-rounded weights" if quantized else ""
     engine += f", adapter {lag} batches old" if lag else ""
     pairs = [
         ("Model", f"{history.setting('actor_rollout_ref.model.path')}"),
         ("Engine", engine),
-        ("Actor", f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_clip(history)}"),
+        ("Actor", f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_limit(history)}"),
         ("Batch", _batch(history)),
     ]
     return [*pairs, *_correction(history)]
 
 
-def _clip(history: History) -> str:
-    ratio, width = history.setting(f"{LOSS}.clip_ratio"), history.clip_width
-    if ratio == "auto":
+def _limit(history: History) -> str:
+    """What the objective limits, with its number."""
+    limit = history.objective.limit
+    if not history.objective.clips:
+        return f"{limit.key} {history.setting(f'{LOSS}.{limit.key}')}"
+    width = history.clip_width
+    if history.setting(f"{LOSS}.clip_ratio") == "auto":
         return f"clip_ratio auto, now {number(width)}" if width else "clip_ratio auto"
     return f"clip_ratio {number(width)}" if width else "no clip_ratio"
 
 
 def _batch(history: History) -> str:
-    prompts, images = history.setting("data.train_batch_size"), history.setting(f"{ROLLOUT}.n")
+    prompts = history.setting("data.train_batch_size")
+    images = history.setting(f"{ROLLOUT}.n")
     mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
     window = history.setting(f"{ROLLOUT}.algo.sde_window_size")
     steps = history.setting(f"{ROLLOUT}.pipeline.num_inference_steps")

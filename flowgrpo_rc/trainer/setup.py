@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.actor import DiffusionActor
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
@@ -45,9 +46,9 @@ class Run:
     fingerprint: Fingerprint
     guard: Guard
     clip_bands: ClipBands | None = None
-    """With ``clip_ratio=auto``."""
+    """Calibrated clip bands, with ``clip_ratio=auto``."""
     rejection_bands: RejectionBands | None = None
-    """With ``rollout_rs_threshold=auto``."""
+    """Calibrated rejection bands, with ``rollout_rs_threshold=auto``."""
 
 
 def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
@@ -88,6 +89,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         _check_compiler(accelerator.device.type)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
     model, encoder, engine, actor = _load(config, accelerator, total_steps, train, val)
+    mode = ModeInForce.configured(config.actor_rollout_ref.actor)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -101,9 +103,9 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         actor=actor,
         total_steps=total_steps,
         fingerprint=fingerprint(config, model),
-        guard=Guard(config, actor),
-        clip_bands=clip_bands(config),
-        rejection_bands=rejection_bands(config),
+        guard=Guard(mode),
+        clip_bands=ClipBands.configured(mode.diffusion_loss),
+        rejection_bands=RejectionBands.configured(mode.rollout_correction),
     )
 
 
@@ -162,18 +164,6 @@ def _check_validation_size(model: DiffusionModel, pipeline: PipelineConfig) -> N
     except ValueError as error:
         where = "actor_rollout_ref.rollout.val_kwargs.pipeline."
         raise ValueError(str(error).replace("actor_rollout_ref.rollout.pipeline.", where)) from error
-
-
-def clip_bands(config: FlowGRPOConfig) -> ClipBands | None:
-    """New ones, for ``clip_ratio=auto``."""
-    loss = config.actor_rollout_ref.actor.diffusion_loss
-    return ClipBands(loss.auto_clip_min, loss.auto_clip_max) if loss.clip_ratio == "auto" else None
-
-
-def rejection_bands(config: FlowGRPOConfig) -> RejectionBands | None:
-    """New ones, for ``rollout_rs_threshold=auto``."""
-    rc = config.rollout_correction
-    return RejectionBands(rc) if rc.plan().calibrated else None
 
 
 def _accelerator(config: FlowGRPOConfig, project_dir: str) -> Any:

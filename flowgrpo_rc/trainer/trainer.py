@@ -11,10 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import NonFiniteUpdateError
-from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, correct_diffusion_batch
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.gap.rescoring import Probe
+from flowgrpo_rc.gap.probe_images import ProbedRun
+from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
@@ -99,10 +101,20 @@ class FlowGRPOTrainer:
             )
         self.run.guard.say = self.logger.alert
         self._resume()
+        self.mode = self.run.guard.mode
+        """The mode in force: the configured one, or what the guard has put in its place."""
         rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
-        self.probe = Probe(config, actor, self.adapter, self.run.clip_bands, self.run.rejection_bands)
+        self.rescoring = Rescoring(
+            rollout,
+            ModeInForce.configured(config.actor_rollout_ref.actor),
+            config.data.train_batch_size,
+            actor,
+            self.adapter,
+            self.run.clip_bands,
+            self.run.rejection_bands,
+        )
 
     # ------------------------------------------------------------------ one step
 
@@ -112,24 +124,25 @@ class FlowGRPOTrainer:
         with self.timer("rollout"):
             batch, images, cond = self._rollout(prompts, rows)
         with self.timer("probe"), self._naming(batch, prompts):
-            sync_metrics = self.probe(batch, cond, self.step)
+            sync_metrics = self.rescoring(batch, cond, self.step)
         with self.timer("reward"):
             rewards, metrics = self._reward(images, prompts, batch)
         with self.timer("score"):
-            first_scored = self._score(batch, cond)
+            old = self._score(batch, cond)
         with self.timer("correct"):
-            gap = self._correct(batch, first_scored)
+            old, gap = self._correct(batch, old)
         with self.timer("advantage"):
-            batch["advantages"], adv_metrics = self._advantages(rewards, batch)
+            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
-            mini_batches, actor = self._mini_batches(len(batch)), self.run.actor
-            update = actor.update(batch, cond, mini_batches, gap=gap, first_is_old=first_scored > 0)
+            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), self.mode, gap=gap)
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
             self.adapter.push(self.step)
-        metrics |= {**adv_metrics, **update.metrics, **sync_metrics}
-        return metrics | self.run.guard(metrics, self.step)
+        metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
+        outcome = self.run.guard(metrics, self.step)
+        self.mode = outcome.mode
+        return metrics | outcome.metrics
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -163,7 +176,7 @@ class FlowGRPOTrainer:
             )
         )
         assert trajectories.batch is not None
-        trajectories.batch["group"] = group
+        trajectories.batch[Key.GROUP] = group
         return trajectories.batch, trajectories.images.numpy(), cond
 
     def generate(self, request: RolloutRequest) -> Trajectories:
@@ -188,7 +201,7 @@ class FlowGRPOTrainer:
         self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict
     ) -> tuple[Tensor, dict[str, float]]:
         """This process's rewards and, over all processes, their statistics."""
-        records = [prompts[i] for i in batch["prompt_index"].tolist()]
+        records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
         result = self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
         parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
         gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
@@ -197,15 +210,20 @@ class FlowGRPOTrainer:
         metrics |= {"reward/std": float(total.std(correction=0)), "reward/max": float(total.max())}
         return torch.from_numpy(result.total), metrics | {"reward/min": float(total.min())}
 
-    def _advantages(self, rewards: Tensor, batch: TensorDict) -> tuple[Tensor, dict[str, float]]:
+    def _advantages(self, rewards: Tensor, batch: TensorDict, old: OldPolicy | None) -> tuple[Tensor, dict[str, float]]:
         """This process's advantages, from the rewards of all; a rejected image is one without a kept step."""
         algorithm = self.config.algorithm
+        keep = None
+        if algorithm.rejection_aware_baseline:
+            assert old is not None
+            assert old.keep is not None
+            keep = self._gather(old.keep.any(1))
         result = group_advantages(
             self._gather(rewards),
-            self._gather(batch["group"]),
+            self._gather(batch[Key.GROUP]),
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             global_std=algorithm.global_std,
-            keep=self._gather(batch["rollout_keep"].any(1)) if algorithm.rejection_aware_baseline else None,
+            keep=keep,
         )
         own = slice(self.accelerator.process_index * len(rewards), (self.accelerator.process_index + 1) * len(rewards))
         return result.advantages[own].float(), {
@@ -213,40 +231,30 @@ class FlowGRPOTrainer:
             "reward/zero_std_fraction": result.zero_std_fraction,
         }
 
-    def _score(self, batch: TensorDict, cond: Conditioning) -> int:
-        """The old policy's log-probs: the rollout's in bypass mode, else a pass of the actor.
+    def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
+        """The old policy: the rollout's in bypass mode, else the actor's.
 
-        Returns the first row that was scored. The rows before it are the first mini-batch, whose old policy the
-        update's own forward supplies.
+        It has the last rows of the batch. Those before it are the first mini-batch, whose old policy the update's own
+        forward supplies; ``None``: that is all of them.
         """
         if self.run.rejection_bands is not None:
-            batch["rollout_rs_bounds"] = self.run.rejection_bands.bounds(batch["timesteps"])
+            batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
         if self.correction.bypass_mode:
-            apply_bypass_mode_to_diffusion_batch(batch)
             if self.run.clip_bands is not None:
-                batch["clip_widths"] = self.run.clip_bands.widths(batch["timesteps"])
-            return 0
-        start = len(self._mini_batches(len(batch))[0]) if self.config.first_mini_batch_is_free else 0
-        shapes = {"old_log_probs": batch["rollout_log_probs"], "rollout_is_weights": batch["rollout_log_probs"]}
-        if self.config.actor_rollout_ref.actor.diffusion_loss.needs_old_means:
-            shapes["old_transition_means"] = batch["latents"]
-        for name, like in shapes.items():
-            batch[name] = torch.full_like(like, torch.nan)
-        batch["rollout_keep"] = torch.zeros_like(batch["rollout_log_probs"], dtype=torch.bool)
-        if start < len(batch):
-            for name, values in self.run.actor.score(batch[start:], cond).items():
-                batch[name][start:] = values
-        return start
+                batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
+            return OldPolicy.of_rollout(batch)
+        start = 0
+        if self.config.first_mini_batch_is_free:
+            start = len(batch) // self._mini_batch_count
+        return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
 
-    def _correct(self, batch: TensorDict, start: int) -> MetricAccumulator:
+    def _correct(self, batch: TensorDict, old: OldPolicy | None) -> tuple[OldPolicy | None, MetricAccumulator]:
         """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss makes its own."""
         gap = MetricAccumulator()
-        if not self.correction.bypass_mode and start < len(batch):
-            part = batch[start:].clone(recurse=False)
-            gap.add(correct_diffusion_batch(part, self.correction))
-            for name in ("rollout_is_weights", "rollout_keep"):
-                batch[name][start:] = part[name]
-        return gap
+        if old is not None and not self.correction.bypass_mode:
+            old, correction = correct_old_policy(old, batch[len(batch) - len(old) :], self.correction)
+            gap.add(correction)
+        return old, gap
 
     @contextmanager
     def _naming(self, batch: TensorDict, prompts: list[PromptRecord]) -> Iterator[None]:
@@ -254,13 +262,19 @@ class FlowGRPOTrainer:
         try:
             yield
         except NonFiniteUpdateError as error:
-            texts = dict.fromkeys(prompts[int(batch["prompt_index"][i])].prompt for i in error.samples[:8])
+            texts = dict.fromkeys(prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8])
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
-    def _mini_batches(self, size: int) -> list[Tensor]:
-        count = self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        return list(torch.arange(size).chunk(count))
+    @property
+    def _mini_batch_count(self) -> int:
+        return self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    def _mini_batches(self, size: int, old: OldPolicy | None) -> list[MiniBatch]:
+        """The rows of each optimizer step, with their old policy where they have been scored."""
+        start = size - (0 if old is None else len(old))
+        parts = torch.arange(size).chunk(self._mini_batch_count)
+        return [MiniBatch(rows, None if old is None or rows[0] < start else old.rows(rows - start)) for rows in parts]
 
     # ------------------------------------------------------------------ the run
 
@@ -344,6 +358,23 @@ class FlowGRPOTrainer:
             pipeline.guidance_scale,
             pipeline.height,
             pipeline.width,
+        )
+
+    def probed_run(self) -> ProbedRun:
+        """What ``flowgrpo_rc.gap.probe`` measures on, before the first step."""
+        parts = self.config.actor_rollout_ref
+        return ProbedRun(
+            model=parts.model,
+            rollout=parts.rollout,
+            mode=ModeInForce.configured(parts.actor),
+            window=self.window,
+            actor=self.run.actor,
+            prompts=self.run.train_prompts,
+            condition=lambda prompts: self.conditioning(prompts, parts.rollout.pipeline),
+            generate=self.generate,
+            device=self.accelerator.device,
+            seed=self.config.trainer.seed,
+            scored_share=self.config.scored_share,
         )
 
     def save(self, *, last: bool = False) -> None:
@@ -526,13 +557,12 @@ class FlowGRPOTrainer:
     @property
     def _record_means(self) -> bool:
         """In bypass mode the engine is the old policy, so objectives that compare means need its."""
-        loss = self.config.actor_rollout_ref.actor.diffusion_loss
-        return loss.needs_old_means and self.correction.bypass_mode
+        return self.mode.objective.needs_old_means and self.mode.bypasses
 
     @property
     def correction(self) -> RolloutCorrectionConfig:
-        """In force: the configured one, or what the guard has put in its place."""
-        return self.run.actor.config.rollout_correction
+        """The rollout correction in force."""
+        return self.mode.rollout_correction
 
     @property
     def _main(self) -> bool:

@@ -428,13 +428,13 @@ def test_a_rejected_image_does_not_move_its_group(small_config):
     actor, reward = trainer.run.actor, trainer.run.reward
     score, update = actor.score, actor.update
     actor.score = lambda batch, cond: (images.append(len(batch)), score(batch, cond))[1]
-    actor.update = lambda batch, *args, **kw: (updates.append((batch.clone(), kw)), update(batch, *args, **kw))[1]
+    actor.update = lambda batch, *args, **kw: (updates.append((batch.clone(), args)), update(batch, *args, **kw))[1]
     trainer.run.reward = lambda *args: (rewards.append(reward(*args)), rewards[-1])[1]
     trainer.train_step()
-    (batch, settings), totals = updates[0], torch.from_numpy(rewards[0].total)
-    keep = batch["rollout_keep"].any(1)
+    (batch, (_, mini_batches)), totals = updates[0], torch.from_numpy(rewards[0].total)
+    assert torch.equal(torch.cat([mini.rows for mini in mini_batches]), torch.arange(16))
+    keep = torch.cat([mini.old.keep for mini in mini_batches]).any(1)
     assert images == [16]
-    assert settings["first_is_old"] is False
     assert 0 < keep.sum() < 16
     assert batch["advantages"][~keep].tolist() == [0.0] * int((~keep).sum())
     for group in batch["group"].unique():
