@@ -118,9 +118,12 @@ def advise(
     needed = _round_up(CLIP_FACTOR * overall.clip_q90)
     configured = limit.narrowest(mode.diffusion_loss)
     broken = judged[ENGINE_GAP].value > judged[ENGINE_GAP].limit
+    # No limit repairs an engine that computes something else, and REINFORCE has none that the gap could exceed.
     fits = not broken and (needed <= WIDEST_CLIP or (mode.bypasses and not mode.has_limit))
+    # A limit wider than the gap needs was chosen for the policy's own movement, so it is not narrowed.
     wanted = max(configured, needed) if fits else configured
     may_calibrate = mode.diffusion_loss.clip_ratio == "auto" and fits
+    # Where auto_clip_max cuts the gap off, a fixed clip band that holds it is recommended instead.
     calibrated = may_calibrate and overall.clipped <= LIMITS[CLIP].not_safe
     holding = f"{limit.key}={wanted:g}" if fits and wanted > configured and not calibrated else ""
     reasons = [
@@ -153,6 +156,7 @@ def judge_all(mode: ModeInForce, overall: StepGap, dimensions: int) -> dict[str,
     correction = mode.rollout_correction
     plan = correction.plan()
     nats = overall.nats_interval
+    # The limit holds for every latent size, so it is per dimension.
     scaled = Interval(nats.low / dimensions, nats.high / dimensions, nats.effective)
     figures = {ENGINE_GAP: ("mean |log ratio| per latent dimension", overall.nats / dimensions, scaled)}
     if mode.limits_the_gap:
@@ -184,7 +188,7 @@ def _engine_reasons(mode: ModeInForce, engine: JudgedFigure) -> list[str]:
     if engine.verdict == NOT_SAFE:
         return [
             f"{measured}: the engine computes something else than the actor (schedule, guidance, adapter or latents), "
-            f"which no correction repairs: {_as_clause(remedy(ENGINE_GAP, RunSetup.of(mode)))}"
+            f"which no correction repairs: {_remedy_clause(ENGINE_GAP, mode)}"
         ]
     return [
         f"{measured}, and the limit of {engine.limit:g}, above which an engine computes something else than the actor, "
@@ -227,7 +231,7 @@ def _timestep_reason(mode: ModeInForce, step: StepGap) -> str:
     if ends.low <= LIMITS[CLIP].not_safe:
         follows = "which may be too much there"
     says = f"at timestep {step.timestep:g} it is {step.clipped:.0%} ({interval_words(ends.low, ends.high)}), {follows}"
-    return f"{says}: {_as_clause(remedy(CLIP_AT_TIMESTEP, RunSetup.of(mode)))}"
+    return f"{says}: {_remedy_clause(CLIP_AT_TIMESTEP, mode)}"
 
 
 def _lag_reasons(mode: ModeInForce, adapter_lag: int) -> list[str]:
@@ -257,7 +261,7 @@ def _removal_reasons(mode: ModeInForce, overall: StepGap, judged: dict[str, Judg
             interval += f"; limit {one.limit:.0%}"
         reason = f"{what} {share:.0%} of the samples for the gap alone ({interval})"
         if share and one.verdict != SAFE:
-            reason += f": {_as_clause(remedy(name, RunSetup.of(mode)))}"
+            reason += f": {_remedy_clause(name, mode)}"
         found.append(reason)
     return found
 
@@ -297,8 +301,9 @@ def _remedies_of_the_clip(mode: ModeInForce, clip: JudgedFigure | None, holding:
     return [remedy(CLIP, RunSetup.of(mode), holding=holding)]
 
 
-def _as_clause(sentence: str) -> str:
-    """A remedy after a colon."""
+def _remedy_clause(finding: str, mode: ModeInForce) -> str:
+    """The remedy as it stands after a colon."""
+    sentence = remedy(finding, RunSetup.of(mode))
     return sentence[0].lower() + sentence[1:]
 
 

@@ -181,6 +181,7 @@ class _Measured:
 def _measure_until_settled(run: ProbedRun, sample: GapSample, first: int, most: int) -> _Measured:
     """What the images say at the look at which they say enough, or are ``most``; ``sample`` holds the ``first``."""
     images = first
+    # Bands, quantiles and intervals are of all images so far, so every look measures anew.
     for count, confidence in looks(first, most):
         while images < count:
             missing = min(first, count - images)
@@ -213,6 +214,7 @@ def _measure(mode: ModeInForce, sample: GapSample, images: int, confidence: floa
 def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
     """One optimizer step on the first images with made-up advantages, for its time."""
     batch = first.trajectories
+    # Even signs, so that what the objective leaves out on one side only shows as in training.
     signs = torch.ones(len(batch))
     signs[::2] = -1
     batch[Key.ADVANTAGES] = signs

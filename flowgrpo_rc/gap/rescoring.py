@@ -93,6 +93,7 @@ class Rescoring:
         metrics[f"{PREFIX}version_lag"] = float(self._adapter.behind)
         metrics[f"{PREFIX}probe_forwards"] = float(sample.engine.numel() * (2 if self._adapter.behind else 1))
         self._warn(metrics, step)
+        # With staleness: in training the old policy is compared with the present one, not with the engine's version.
         for bands in filter(None, (self._clip_bands, self._rejection_bands)):
             bands.observe(sample.timesteps, sample.total)
             metrics |= bands.metrics()
@@ -105,6 +106,7 @@ class Rescoring:
 
         Which images are rescored does not depend on the number of processes.
         """
+        # The number of an image counts over all processes; it is found from its prompt group and its place in that.
         chosen = (torch.arange(self._images) * self._total // self._images + step) % self._total
         number = batch[Key.GROUP] * self._rollout.n + torch.arange(len(batch)) % self._rollout.n
         return torch.isin(number, chosen).nonzero().flatten()
@@ -133,7 +135,7 @@ class Rescoring:
         gap = metrics[f"{PREFIX}engine_gap_per_dimension"]
         if limit is None or gap <= limit or self._warned or not PartialState().is_main_process:
             return
-        self._warned = True
+        self._warned = True  # once a run, since the engine's precision does not change
         warnings.warn(
             f"step {step + 1}: {PREFIX}engine_gap_per_dimension is {gap:.3g}, above "
             f"actor_rollout_ref.rollout.probe.warn_gap={limit:g}: "

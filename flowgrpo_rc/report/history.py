@@ -65,7 +65,8 @@ class History:
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, broken_lines: int = 0
     ) -> None:
-        self.config, self.broken_lines = config, broken_lines
+        self.config = config
+        self.broken_lines = broken_lines
         self._known: dict[str, Series | None] = {}
         steps = _steps(rows)
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]

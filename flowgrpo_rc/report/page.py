@@ -94,7 +94,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         probe=_probe(run.probe) if run.probe else None,
         notes=run.notes,
         metrics=_metrics(history),
-        config=_config(run),
+        config=run.config_text,
     )
 
 
@@ -154,13 +154,3 @@ def _metrics(history: History) -> list[list[str]]:
             values = (series.values[0], series.values[-1], min(series.values), max(series.values))
             rows.append([name, *map(number, values)])
     return rows
-
-
-def _config(run: Run) -> str | None:
-    """The text of ``config.yaml``; None without one."""
-    if run.config is None:
-        return None
-    try:
-        return (run.root / "config.yaml").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # removed since it was read
-        return None
