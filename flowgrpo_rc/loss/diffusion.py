@@ -101,6 +101,7 @@ def _read(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapp
         config, model_output, data, KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
     )
     largest = config.diffusion_loss.adv_clip_max
+    # Rewards may have outliers, and one image must not make up a whole step.
     policy = shared.policy._replace(advantages=shared.policy.advantages.clamp(-largest, largest))
     if objective.needs_old_means:
         name = Key.ROLLOUT_MEANS if rc.bypass_mode else Key.OLD_TRANSITION_MEANS
@@ -124,6 +125,7 @@ def _kl(
     inputs.check_shape("transition_stds", std, steps)
     inputs.check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
     inputs.check_shape(name, other_mean, mean.shape)
+    # Selected before the arithmetic: what a rejected step holds would reach the gradient through a later mask.
     std = kept(std, policy.keep, 1.0)
     return gaussian_kl(kept(mean, policy.keep), kept(other_mean, policy.keep), std), std
 
