@@ -95,12 +95,11 @@ def report(result: Any) -> str:
     advice = result.advice
     objective = OBJECTIVES[setting["loss_mode"]]
     mode = f"bypass, {setting['loss_type']}" if setting["bypass_mode"] else "decoupled"
-    clip = ""
-    if advice.kl_mask_threshold is not None:
-        clip = f", kl_mask_threshold={advice.kl_mask_threshold:g}"
-    elif advice.clip_ratio is not None:
-        clip = f", clip_ratio={advice.clip_ratio if advice.clip_ratio == 'auto' else format(advice.clip_ratio, 'g')}"
-        clip += " with clip_ratio_low=null clip_ratio_high=null" if setting["clip_sides"] else ""
+    limit = ""
+    if advice.limit_key is not None:
+        limit = f", {advice.limit_key}={advice.limit if advice.limit == 'auto' else format(advice.limit, 'g')}"
+        if setting["clip_sides"] and objective.clips:
+            limit += " with clip_ratio_low=null clip_ratio_high=null"
     quantized = f", {setting['quantization']} weights" if setting["quantization"] else ""
     lines = [
         f"Engine {setting['engine']} in {setting['rollout_dtype']}{quantized}; actor in {setting['actor_dtype']}; "
@@ -123,7 +122,7 @@ def report(result: Any) -> str:
         "where that share lies with 95 % confidence, images being independent",
         f"Verdict: {advice.verdict.upper()} ({advice.because})",
         *(f"  - {reason}" for reason in advice.reasons),
-        f"Recommended: {advice.mode} mode{clip}; a rejection band that only outliers leave: "
+        f"Recommended: {advice.mode} mode{limit}; a rejection band that only outliers leave: "
         f"rollout_rs=seq_mean_k1 rollout_rs_threshold={advice.rejection_band}",
     ]
     if result.saved is not None:

@@ -70,12 +70,13 @@ class Advice:
     """Each figure that has a limit, with its interval and its own verdict."""
     mode: str
     """The recommended mode, ``bypass`` or ``decoupled``."""
-    clip_ratio: float | str | None
-    """The recommended half width of the clip band: three times the 90 % quantile of what is clipped, at least the
-    narrower side of the configured band; ``auto`` where that is configured; None where the objective has no clip band.
-    It is for both sides: ``clip_ratio_low`` and ``_high`` are to be null."""
-    kl_mask_threshold: float | None
-    """The recommended KL threshold, found in the same way; None where the objective has none."""
+    limit_key: str | None
+    """Field of ``DiffusionLossConfig`` that sets the objective's limit, such as ``clip_ratio``; None where no limit
+    acts."""
+    limit: float | str | None
+    """The recommended value of that field: three times the 90 % quantile of what is held against the limit, at least
+    the configured one (of a clip band with two sides the narrower, and the recommended one is for both); ``auto`` where
+    that is configured."""
     rejection_band: str
     """For ``rollout_rs=seq_mean_k1``: holds 99 % of the images for the gap alone, within ``rollout_rs_auto_min`` and
     ``rollout_rs_auto_max``."""
@@ -117,11 +118,13 @@ def advise(
     needed = _round_up(CLIP_FACTOR * overall.clip_q90)
     configured = limit.narrowest(mode.diffusion_loss)
     broken = judged[ENGINE_GAP].value > judged[ENGINE_GAP].limit
+    # No limit repairs an engine that computes something else, and REINFORCE has none that the gap could exceed.
     fits = not broken and (needed <= WIDEST_CLIP or (mode.bypasses and not mode.has_limit))
+    # A limit wider than the gap needs was chosen for the policy's own movement, so it is not narrowed.
     wanted = max(configured, needed) if fits else configured
     may_calibrate = mode.diffusion_loss.clip_ratio == "auto" and fits
+    # Where auto_clip_max cuts the gap off, a fixed clip band that holds it is recommended instead.
     calibrated = may_calibrate and overall.clipped <= LIMITS[CLIP].not_safe
-    recommended = "auto" if calibrated else wanted
     holding = f"{limit.key}={wanted:g}" if fits and wanted > configured and not calibrated else ""
     reasons = [
         *([failure] if failure else []),
@@ -137,8 +140,8 @@ def advise(
         because=failure or str(deciding),
         judged=tuple(judged.values()),
         mode="bypass" if fits else "decoupled",
-        clip_ratio=recommended if mode.has_limit and mode.objective.clips else None,
-        kl_mask_threshold=wanted if mode.has_limit and not mode.objective.clips else None,
+        limit_key=limit.key if mode.has_limit else None,
+        limit=("auto" if calibrated else wanted) if mode.has_limit else None,
         rejection_band=_rejection_band(mode.rollout_correction, gap),
         reasons=tuple(reasons),
     )
@@ -153,6 +156,7 @@ def judge_all(mode: ModeInForce, overall: StepGap, dimensions: int) -> dict[str,
     correction = mode.rollout_correction
     plan = correction.plan()
     nats = overall.nats_interval
+    # The limit holds for every latent size, so it is per dimension.
     scaled = Interval(nats.low / dimensions, nats.high / dimensions, nats.effective)
     figures = {ENGINE_GAP: ("mean |log ratio| per latent dimension", overall.nats / dimensions, scaled)}
     if mode.limits_the_gap:
@@ -184,7 +188,7 @@ def _engine_reasons(mode: ModeInForce, engine: JudgedFigure) -> list[str]:
     if engine.verdict == NOT_SAFE:
         return [
             f"{measured}: the engine computes something else than the actor (schedule, guidance, adapter or latents), "
-            f"which no correction repairs: {_as_clause(remedy(ENGINE_GAP, RunSetup.of(mode)))}"
+            f"which no correction repairs: {_remedy_clause(ENGINE_GAP, mode)}"
         ]
     return [
         f"{measured}, and the limit of {engine.limit:g}, above which an engine computes something else than the actor, "
@@ -227,7 +231,7 @@ def _timestep_reason(mode: ModeInForce, step: StepGap) -> str:
     if ends.low <= LIMITS[CLIP].not_safe:
         follows = "which may be too much there"
     says = f"at timestep {step.timestep:g} it is {step.clipped:.0%} ({interval_words(ends.low, ends.high)}), {follows}"
-    return f"{says}: {_as_clause(remedy(CLIP_AT_TIMESTEP, RunSetup.of(mode)))}"
+    return f"{says}: {_remedy_clause(CLIP_AT_TIMESTEP, mode)}"
 
 
 def _lag_reasons(mode: ModeInForce, adapter_lag: int) -> list[str]:
@@ -257,7 +261,7 @@ def _removal_reasons(mode: ModeInForce, overall: StepGap, judged: dict[str, Judg
             interval += f"; limit {one.limit:.0%}"
         reason = f"{what} {share:.0%} of the samples for the gap alone ({interval})"
         if share and one.verdict != SAFE:
-            reason += f": {_as_clause(remedy(name, RunSetup.of(mode)))}"
+            reason += f": {_remedy_clause(name, mode)}"
         found.append(reason)
     return found
 
@@ -297,8 +301,9 @@ def _remedies_of_the_clip(mode: ModeInForce, clip: JudgedFigure | None, holding:
     return [remedy(CLIP, RunSetup.of(mode), holding=holding)]
 
 
-def _as_clause(sentence: str) -> str:
-    """A remedy after a colon."""
+def _remedy_clause(finding: str, mode: ModeInForce) -> str:
+    """The remedy as it stands after a colon."""
+    sentence = remedy(finding, RunSetup.of(mode))
     return sentence[0].lower() + sentence[1:]
 
 

@@ -53,6 +53,7 @@ class NewestValues:
             RuntimeError: nothing has been observed yet.
         """
         own = self._values.get(timestep, ())
+        # A quantile of a few values would follow each of them; all timesteps together are at least of the right size.
         if len(own) < ENOUGH:
             own = [value for values in self._values.values() for value in values]
         if not own:
@@ -135,6 +136,7 @@ class RejectionBands(NewestValues):
 
     def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
         """Take in log ratios, actor over engine, of whole images; those of another window size are forgotten."""
+        # The statistic of an image is over its window, so that values of another window size do not compare.
         if gaps.shape[1] != self._window:
             self._window = gaps.shape[1]
             self._values = {}
@@ -153,6 +155,7 @@ class RejectionBands(NewestValues):
         """The statistic that the target share of the images exceeds."""
         if len(self._values.get(timestep, ())) >= 2 / self._share:
             return self._quantile(timestep, 1 - self._share)
+        # How much farther out the target share's quantile lies than the known one, if the gap is normal.
         beyond = _NORMAL.inv_cdf(1 - self._share / 2) / _NORMAL.inv_cdf(0.5 + GAP_QUANTILE / 2)
         power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 go with the square of the log ratio
         return self._quantile(timestep, GAP_QUANTILE) * beyond**power

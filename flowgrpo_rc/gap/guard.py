@@ -76,12 +76,14 @@ class Guard:
         if self._correction.guard == "off":
             return GuardOutcome(self.mode, {})
         readings = self._readings(metrics)
+        # A single batch may be unlucky; only updates in a row make an alarm.
         for figure, reading in readings.items():
             self._over_limit[figure] = self._over_limit[figure] + 1 if reading.value > reading.limit else 0
         alarms = [figure for figure in readings if self._over_limit[figure] >= self._correction.guard_patience]
         may_fall_back = self._correction.guard == "fallback" and self.mode.bypasses
         if may_fall_back and alarms:
             self._fall_back({figure: readings[figure] for figure in alarms}, step)
+        # Said once a run: the metrics go on counting, and a log full of one warning hides the others.
         elif new := [figure for figure in alarms if figure not in self._warned_of]:
             self._warned_of |= set(new)
             if PartialState().is_main_process:
@@ -145,6 +147,7 @@ class Guard:
         outside = metrics.get("rollout_sync/outside_clip")
         if outside is None:
             return
+        # Half of each limit, since a gap just below its limit would send the run back and forth.
         expected = {**readings, CLIP: Reading(outside, LIMITS[CLIP].alarm(self._correction))}
         watched = [reading for figure, reading in expected.items() if figure != ZEROED]
         safe = all(reading.value <= reading.limit / 2 for reading in watched)

@@ -28,6 +28,7 @@ from flowgrpo_rc.gap.limits import GAP_QUANTILE
 from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_rescore, timed
 from flowgrpo_rc.gap.units import GapSample
 from flowgrpo_rc.gap.verdict import NOT_SHOWN_SAFE, decisive
+from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,11 @@ class ProbeResult:
     failed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain, for JSON."""
+        """Plain, for JSON: also with the recommended limit under its own key, and null under those of other limits."""
         values = asdict(self)
         values["advice"]["safe"] = self.advice.safe
+        for key in {objective.limit.key for objective in OBJECTIVES.values()}:
+            values["advice"][key] = self.advice.limit if key == self.advice.limit_key else None
         return values
 
 
@@ -178,6 +181,7 @@ class _Measured:
 def _measure_until_settled(run: ProbedRun, sample: GapSample, first: int, most: int) -> _Measured:
     """What the images say at the look at which they say enough, or are ``most``; ``sample`` holds the ``first``."""
     images = first
+    # Bands, quantiles and intervals are of all images so far, so every look measures anew.
     for count, confidence in looks(first, most):
         while images < count:
             missing = min(first, count - images)
@@ -210,6 +214,7 @@ def _measure(mode: ModeInForce, sample: GapSample, images: int, confidence: floa
 def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
     """One optimizer step on the first images with made-up advantages, for its time."""
     batch = first.trajectories
+    # Even signs, so that what the objective leaves out on one side only shows as in training.
     signs = torch.ones(len(batch))
     signs[::2] = -1
     batch[Key.ADVANTAGES] = signs

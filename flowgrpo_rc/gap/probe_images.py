@@ -87,7 +87,7 @@ def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, flo
 
 def _time_when_idle(device: torch.device) -> float:
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # or the time would be that of queueing the work
     return time.perf_counter()
 
 
@@ -98,6 +98,7 @@ def _request(run: ProbedRun, images: int, before: int) -> RolloutRequest:
     slides = rollout.algo.sample_strategy == "progressive"
     taken = progressive_places(window) if slides else list(range(window.first, window.stop - window.size + 1))
     places = torch.tensor(taken).repeat_interleave(images)
+    # Where there are fewer prompts than images, prompts come again; every image has noise of its own all the same.
     known = len(run.prompts)
     count = min(images, known)
     earlier = before * len(taken)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor, NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.units import GapSample, gap_metrics
 from flowgrpo_rc.models.base import Conditioning
@@ -92,6 +93,7 @@ class Rescoring:
         metrics[f"{PREFIX}version_lag"] = float(self._adapter.behind)
         metrics[f"{PREFIX}probe_forwards"] = float(sample.engine.numel() * (2 if self._adapter.behind else 1))
         self._warn(metrics, step)
+        # With staleness: in training the old policy is compared with the present one, not with the engine's version.
         for bands in filter(None, (self._clip_bands, self._rejection_bands)):
             bands.observe(sample.timesteps, sample.total)
             metrics |= bands.metrics()
@@ -104,8 +106,9 @@ class Rescoring:
 
         Which images are rescored does not depend on the number of processes.
         """
+        # The number of an image counts over all processes; it is found from its prompt group and its place in that.
         chosen = (torch.arange(self._images) * self._total // self._images + step) % self._total
-        number = batch["group"] * self._rollout.n + torch.arange(len(batch)) % self._rollout.n
+        number = batch[Key.GROUP] * self._rollout.n + torch.arange(len(batch)) % self._rollout.n
         return torch.isin(number, chosen).nonzero().flatten()
 
     def rescore(self, batch: TensorDict, rows: Tensor, conditioning: Conditioning) -> GapSample:
@@ -113,8 +116,8 @@ class Rescoring:
         part = batch[rows]
         if not len(rows):
             # This process has none of the images, but its empty columns take part in the gathering.
-            empty = part["rollout_log_probs"]
-            scored = {"log_probs": empty, "transition_stds": empty, "transition_means": part["latents"]}
+            empty = part[Key.ROLLOUT_LOG_PROBS]
+            scored = {"log_probs": empty, "transition_stds": empty, "transition_means": part[Key.LATENTS]}
             return GapSample.of(part, scored, scored, self._rollout.algo.sde_type)
         with self._adapter.actor_at_rollout_version():
             scored = self._actor.rescore(part, conditioning)
@@ -132,7 +135,7 @@ class Rescoring:
         gap = metrics[f"{PREFIX}engine_gap_per_dimension"]
         if limit is None or gap <= limit or self._warned or not PartialState().is_main_process:
             return
-        self._warned = True
+        self._warned = True  # once a run, since the engine's precision does not change
         warnings.warn(
             f"step {step + 1}: {PREFIX}engine_gap_per_dimension is {gap:.3g}, above "
             f"actor_rollout_ref.rollout.probe.warn_gap={limit:g}: "

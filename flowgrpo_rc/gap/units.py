@@ -17,6 +17,7 @@ from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.sde import transition_kl
 
 
@@ -58,11 +59,11 @@ class GapSample:
         """
         log_probs = scored["log_probs"].double()
         stds = scored["transition_stds"].double()
-        dimensions = batch["latents"].shape[2:].numel()
-        means = batch.get("rollout_means", None)
+        dimensions = batch[Key.LATENTS].shape[2:].numel()
+        means = batch.get(Key.ROLLOUT_MEANS, None)
         return GapSample(
-            timesteps=batch["timesteps"].double(),
-            engine=log_probs - batch["rollout_log_probs"].double(),
+            timesteps=batch[Key.TIMESTEPS].double(),
+            engine=log_probs - batch[Key.ROLLOUT_LOG_PROBS].double(),
             staleness=present["log_probs"].double() - log_probs,
             stds=stds,
             to_nats=to_nats(stds, dimensions, sde_type),

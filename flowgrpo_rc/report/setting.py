@@ -72,7 +72,8 @@ def _limit(history: History) -> str:
 
 
 def _batch(history: History) -> str:
-    prompts, images = history.setting("data.train_batch_size"), history.setting(f"{ROLLOUT}.n")
+    prompts = history.setting("data.train_batch_size")
+    images = history.setting(f"{ROLLOUT}.n")
     mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
     window = history.setting(f"{ROLLOUT}.algo.sde_window_size")
     steps = history.setting(f"{ROLLOUT}.pipeline.num_inference_steps")

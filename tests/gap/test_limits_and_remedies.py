@@ -7,16 +7,22 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.gap.advice import StepGap, judge_all
+from flowgrpo_rc.gap.advice import StepGap, advise, judge_all
+from flowgrpo_rc.gap.clipping import what_is_left_out
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.gap.intervals import Interval
 from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED
+from flowgrpo_rc.gap.probe import step_gap
 from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
+from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective, Threshold
 from flowgrpo_rc.report.health import CHECKS
+from flowgrpo_rc.report.history import History
 
 ROOT = Path(__file__).parents[2]
 CHECK_OF = {CLIP: "clip_first", REJECTED: "rejected", ZEROED: "is_dropped", ENGINE_GAP: "engine_gap"}
@@ -127,3 +133,34 @@ def test_limits_and_remedies_need_no_torch():
     """The report reads them, on machines that have none."""
     code = "import sys, flowgrpo_rc.gap.limits, flowgrpo_rc.gap.remedies; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_an_objective_that_is_added_is_judged_guarded_and_remedied_by_its_record(monkeypatch):
+    """One that bounds the squared log ratio: what the gap does to it, and what to do, follows from the table alone."""
+    squared = Threshold(
+        key="adv_clip_max",
+        name="trust region",
+        edge="squared log ratio",
+        preposition="beyond",
+        enlarge="Raise",
+        holds="the squared gap",
+        share_metric="actor/pg_clipfrac_first",
+    )
+    record = Objective(name="squared", function="none:at_all", limit=squared, measure=lambda ratio, kl, std: ratio**2)
+    monkeypatch.setitem(OBJECTIVES, "squared", record)
+    own = mode({"loss_mode": "squared", "adv_clip_max": 4e-6}, guard_patience=1)
+    gap = torch.tensor([[1e-3, -1e-3], [3e-3, -3e-3]], dtype=torch.float64).repeat(50, 1)
+    full = torch.full_like(gap, 16.0)
+    steps = what_is_left_out(own, GapSample(gap, gap, 0 * gap, full, full, 16, 0 * gap))
+    assert torch.equal(steps.beyond, gap.abs() > 2e-3)  # 1e-6 and 9e-6 against 4e-6
+    found = step_gap(steps.part(torch.ones_like(steps.keep)), None)
+    advice = advise(own, found, gap, 16)
+    assert (advice.verdict, advice.limit_key, advice.limit) == ("not safe", "adv_clip_max", pytest.approx(5e-5))
+    assert "50% of the samples lie beyond adv_clip_max=4e-06" in advice.reasons[0]
+    assert advice.reasons[-1] == "adv_clip_max=5e-05 holds the gap; decoupled mode does without"
+    with pytest.warns(UserWarning, match="the trust region before .* Raise diffusion_loss.adv_clip_max beyond the squ"):
+        Guard(own)({"actor/pg_clipfrac_first": 0.2, "actor/kept_fraction": 1.0}, 1)
+    actor = {"diffusion_loss": {"loss_mode": "squared"}, "rollout_correction": {"bypass_mode": True}}
+    history = History([{"actor/pg_clipfrac_first": 0.2}], {"actor_rollout_ref": {"actor": actor}})
+    check = next(check for check in CHECKS if check.name == "clip_first")
+    assert check.run(history).advice.startswith("Raise diffusion_loss.adv_clip_max beyond the squared gap, or set")

@@ -113,7 +113,8 @@ def test_verdicts(small_config, overrides, scale, safe, mode, clip):
     width = config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
     advice = advised(config, overall(gap, width), gap, 1)
     assert (advice.safe, advice.mode) == (safe, mode)
-    assert advice.clip_ratio == (None if clip is None else pytest.approx(clip))
+    assert advice.limit == (None if clip is None else pytest.approx(clip))
+    assert advice.limit_key == (None if clip is None else "clip_ratio")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_a_band_with_two_sides_is_named_with_both(small_config):
     advice = advised(small_config(BYPASS, *sides), found, gap, 1)
     assert not advice.safe
     assert "outside clip_ratio_low=1e-05 and clip_ratio_high=0.01 before" in advice.reasons[0]
-    assert advice.clip_ratio == pytest.approx(5e-3)
+    assert advice.limit == pytest.approx(5e-3)
     assert "clip_ratio=0.005 holds the gap" in advice.reasons[1]
 
 
@@ -158,7 +159,7 @@ def test_the_recommendation_says_what_would_keep_it_from_working(small_config, s
     """A side of its own overrides ``clip_ratio``, also where both are equal."""
     result = probed(FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01", *sides, folder=str(len(sides)))), 2)
     said = report(result)
-    assert f"clip_ratio={result.advice.clip_ratio:g}" in said
+    assert f"clip_ratio={result.advice.limit:g}" in said
     assert ("with clip_ratio_low=null clip_ratio_high=null" in said) is bool(sides)
 
 
@@ -246,8 +247,8 @@ def test_flow_dppo_is_judged_by_its_trust_region(small_config, kl, safe, said):
     advice = advised(config, found, gap, 512)
     assert advice.safe is safe
     assert said in advice.reasons[0]
-    assert advice.clip_ratio is None
-    assert advice.kl_mask_threshold == pytest.approx(5e-5 if safe else 1e-3)  # three times the KL, rounded up
+    assert advice.limit_key == "kl_mask_threshold"
+    assert advice.limit == pytest.approx(5e-5 if safe else 1e-3)  # three times the KL, rounded up
     assert any("kl_mask_threshold=0.001 holds the gap" in reason for reason in advice.reasons) is not safe
 
 
@@ -276,7 +277,7 @@ def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
     fixed = probed(FlowGRPOTrainer(small_config(BYPASS, fp8, *rejects, f"{CLIP}=1e-4", folder="f")), 16)
     result = probed(FlowGRPOTrainer(small_config(*auto, folder="a")), 16)
     assert fixed.overall.abs_mean == result.overall.abs_mean
-    assert (fixed.advice.safe, result.advice.safe, result.advice.clip_ratio) == (False, True, "auto")
+    assert (fixed.advice.safe, result.advice.safe, result.advice.limit) == (False, True, "auto")
     assert result.overall.clipped < 0.03 < 0.5 < fixed.overall.clipped
     assert result.setting["clip_band"] == pytest.approx(
         [min(3 * edge(step.abs_q90 for step in result.steps), 1e-2) for edge in (min, max)]
@@ -284,7 +285,7 @@ def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
     narrow = probed(FlowGRPOTrainer(small_config(*auto, f"{LOSS}.auto_clip_max=1e-4", folder="n")), 16)
     assert not narrow.advice.safe
     assert "outside clip_ratio=auto (1e-05 to 0.0001) before" in narrow.advice.reasons[0]
-    assert 3 * result.overall.abs_q90 <= narrow.advice.clip_ratio <= 2.5 * 3 * result.overall.abs_q90
+    assert 3 * result.overall.abs_q90 <= narrow.advice.limit <= 2.5 * 3 * result.overall.abs_q90
     assert "clip band auto, 1 +- " in report(result)
     assert "clip_ratio=auto;" in report(result)
 
@@ -626,6 +627,6 @@ def test_no_fixed_clip_is_offered_where_a_calibrated_one_is_recommended(small_co
     gap = 1e-3 * torch.randn(4, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = measured(gap.flatten(), band=(3e-3, 3e-3))
     advice = advised(small_config(BYPASS, f"{CLIP}=auto"), found, gap, 512, images=4)
-    assert (advice.verdict, advice.clip_ratio) == ("not shown safe", "auto")
+    assert (advice.verdict, advice.limit) == ("not shown safe", "auto")
     assert "holds the gap" not in " ".join(advice.reasons)
     assert "decoupled mode does without" in advice.reasons
