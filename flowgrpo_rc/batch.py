@@ -198,6 +198,7 @@ def correct_old_policy(
         rs_bounds=optional(batch, Key.ROLLOUT_RS_BOUNDS),
         dp_group=dp_group,
     )
+    # Weights multiply losses, so they are float32 whatever precision the log-probs have.
     keep = result.mask
     weights = keep.float() if result.weights is None else result.weights.float() * keep
     return replace(old, weights=weights, keep=keep), result

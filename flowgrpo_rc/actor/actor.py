@@ -145,6 +145,7 @@ class DiffusionActor:
         optim = self.config.optim
         self.optimizer.load_state_dict(optimizer)
         self.lr_scheduler.load_state_dict(lr_scheduler)
+        # The state of the schedule brings the rates of the run that wrote it; the present configuration's count.
         self.lr_scheduler.base_lrs = [optim.lr] * len(self.optimizer.param_groups)
         for group, scale in zip(self.optimizer.param_groups, self.lr_scheduler.lr_lambdas, strict=True):
             rate = optim.lr * scale(self.lr_scheduler.last_epoch)
@@ -227,13 +228,15 @@ class DiffusionActor:
             mini = mini._replace(old=OldPolicy.concatenate(found))
         total = LossMetrics.merge([metrics for metrics, _ in micro]).all_reduce()
         kept, denominator = total.kept_and_denominator()
+        # Not even moments and weight decay may move the weights where nothing is learned.
         if kept == 0:
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
             return _OptimizerStep(total, mini, None)
         self._reduce_gradients(denominator)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
-        if not norm < float("inf"):
+        if not norm < float("inf"):  # NaN included
             self._refuse(update, mini)
+        # Read before the schedule moves on: the rate of the step that is taken.
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
@@ -274,6 +277,7 @@ class DiffusionActor:
         if means or self.config.use_kl_loss or self._compares_means:
             output["transition_means"] = step.mean.unflatten(0, (b, w))
             output["transition_stds"] = step.step_std.view(b, w)
+        # A scoring pass has no use for the reference.
         if self.config.use_kl_loss and torch.is_grad_enabled():
             with torch.no_grad(), adapter_disabled(self.transformer):
                 output["ref_transition_means"] = self._transition(flat, cond).mean.unflatten(0, (b, w))
@@ -282,6 +286,7 @@ class DiffusionActor:
     def _loss_data(self, data: TensorDict, old: OldPolicy, mode: ModeInForce) -> dict[str, Tensor]:
         """The keys that the loss reads, on the actor's device; latents stay where they are."""
         read = {name: data[name] for name in _LOSS_KEYS if name in data.keys()} | old.batch_keys()  # noqa: SIM118
+        # Means go to the device only where the objective reads them, under the name that this mode reads.
         means = read.pop(Key.OLD_TRANSITION_MEANS, None)
         if self._compares_means and means is not None:
             read[Key.ROLLOUT_MEANS if mode.bypasses else Key.OLD_TRANSITION_MEANS] = means
@@ -313,6 +318,7 @@ class DiffusionActor:
 
     def _reduce_gradients(self, denominator: float) -> None:
         """Sum the gradients over ranks in one collective and divide them by the global denominator."""
+        # Every rank must bring the same shapes to the collective, whatever its rows have reached.
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -351,6 +357,7 @@ class DiffusionActor:
         """The update's metrics: means over all mini-steps, and ``..._first`` of the first."""
         first = mini_steps[0].compute()
         metrics = LossMetrics.merge(mini_steps).compute()
+        # A rejected element counts as a ratio of 1, which would thin out the share of those that are clipped.
         kept = first["actor/kept_fraction"] or 1.0
         metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"] / kept
         metrics["actor/pg_clipfrac_inert_first"] = first["actor/pg_clipfrac_inert"] / kept

@@ -47,6 +47,7 @@ def plain_sum(loss: Tensor, keep: Tensor, scale_factor: float | None) -> Tensor:
 
 def sum_of_sequence_means(loss: Tensor, keep: Tensor, scale_factor: float | None) -> Tensor:
     """``sum_i (sum_t l) / n_i``."""
+    # A sequence without a kept token has a sum of 0, whatever divides it.
     return (loss.sum(1) / keep.sum(1).clamp(min=1)).sum()
 
 

@@ -31,6 +31,7 @@ def loss_sums(inputs: LossInputs) -> LossSums:
     """The loss before its division, without waiting for the device."""
     policy = inputs.policy
     terms = inputs.objective(policy, inputs.limits)
+    # Without a rejection all is kept; a mask of ones lets every aggregation count in the same way.
     keep = torch.ones_like(policy.log_prob, dtype=torch.bool) if policy.keep is None else policy.keep
     denominator = inputs.aggregation.denominator(keep).to(policy.log_prob.dtype)
     policy_sum = inputs.aggregation.loss_sum(terms.loss, keep, inputs.scale_factor)
@@ -66,8 +67,10 @@ def mean_loss(
     denominator = sums.denominator
     if dp_group is not None:
         reported = reported.all_reduce(dp_group)
+        # Averaging the ranks' gradients divides by their number, so each divides by the mean denominator.
         ranks = torch.distributed.get_world_size(dp_group)  # type: ignore[arg-type]
         denominator = (reported.denominator / ranks).to(denominator.dtype)
+    # Where nothing is kept the sum is 0 and still has its graph: a loss of 0 with gradients of 0, on every rank.
     loss = sums.loss_sum / torch.where(denominator > 0, denominator, 1.0)
     metrics = reported.compute()
     coefficient = config.kl_loss_coef if config.use_kl_loss else 0.0

@@ -64,7 +64,7 @@ def diffusion_loss(
     if _holds_tokens(data):
         return token_loss(config, model_output, data, dp_group)
     inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=True)
-    sums = loss_sums(_read(config, model_output, data))
+    sums = loss_sums(_read_steps(config, model_output, data))
     return mean_loss(config, sums, dp_group, model_output=model_output, data=data)
 
 
@@ -80,7 +80,7 @@ def diffusion_loss_sums(
     if _holds_tokens(data):
         return token_loss_sums(config, model_output, data)
     inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=True)
-    return loss_sums(_read(config, model_output, data))
+    return loss_sums(_read_steps(config, model_output, data))
 
 
 def _holds_tokens(data: TensorMapping) -> bool:
@@ -94,27 +94,29 @@ def _holds_tokens(data: TensorMapping) -> bool:
     return True
 
 
-def _read(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
+def _read_steps(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
+    """Everything that the loss of SDE steps depends on, read and checked."""
     rc = config.rollout_correction
     objective = OBJECTIVES[config.diffusion_loss.loss_mode]
     shared = inputs.read_inputs(
         config, model_output, data, KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
     )
     largest = config.diffusion_loss.adv_clip_max
+    # Rewards may have outliers, and one image must not make up a whole step.
     policy = shared.policy._replace(advantages=shared.policy.advantages.clamp(-largest, largest))
     if objective.needs_old_means:
         name = Key.ROLLOUT_MEANS if rc.bypass_mode else Key.OLD_TRANSITION_MEANS
         old_mean = inputs.require(data, name, "data (this loss_mode)")
-        kl, std = _kl(model_output, "the old transition means", old_mean, policy, "this loss_mode")
+        kl, std = _kl_and_std(model_output, "the old transition means", old_mean, policy, "this loss_mode")
         policy = policy._replace(shift=TransitionShift(kl, std, _step_size(data, objective, policy.keep)))
     reference_kl = None
     if config.use_kl_loss:
         reference = inputs.require(model_output, "ref_transition_means", "model_output (use_kl_loss=true)")
-        reference_kl, _ = _kl(model_output, "ref_transition_means", reference, policy, "use_kl_loss=true")
+        reference_kl, _ = _kl_and_std(model_output, "ref_transition_means", reference, policy, "use_kl_loss=true")
     return replace(shared, policy=policy, reference_kl=reference_kl)
 
 
-def _kl(
+def _kl_and_std(
     model_output: TensorMapping, name: str, other_mean: Tensor, policy: PolicyInputs, why: str
 ) -> tuple[Tensor, Tensor]:
     """KL of each step to the transition with ``other_mean``, and its standard deviation: 0 and 1 where not kept."""
@@ -124,11 +126,13 @@ def _kl(
     inputs.check_shape("transition_stds", std, steps)
     inputs.check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
     inputs.check_shape(name, other_mean, mean.shape)
+    # Selected before the arithmetic: what a rejected step holds would reach the gradient through a later mask.
     std = kept(std, policy.keep, 1.0)
     return gaussian_kl(kept(mean, policy.keep), kept(other_mean, policy.keep), std), std
 
 
 def _step_size(data: TensorMapping, objective: Objective, keep: Tensor | None) -> Tensor | None:
+    """How far the noise level falls in each step, for objectives that divide by it; 1 where not kept."""
     if not objective.needs_sigmas:
         return None
     where = f"data (loss_mode={objective.name})"

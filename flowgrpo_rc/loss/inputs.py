@@ -86,16 +86,19 @@ def read_inputs(
     """
     rc = config.rollout_correction
     log_prob = require(model_output, "log_probs", "model_output")
+    # Ratios move by 1e-5 to 1e-2, which half precision cannot hold.
     log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
     old_log_prob = _old_log_probs(data, log_prob, bypass=rc.bypass_mode)
     advantages = _advantages(data, log_prob)
     correction = None
     if rc.bypass_mode:
         correction = _bypass_correction(rc, data, log_prob, old_log_prob, valid)
+        # PPO's ratio is over the rollout policy already, so that weights would count it twice.
         weights = correction.weights if correction is not None and rc.loss_type == "reinforce" else None
         keep = valid if correction is None else correction.mask.bool()
     else:
         weights, keep = _decoupled_correction(data, log_prob, valid)
+    # Whatever the objective limits: the share outside the clip band is a metric of all of them.
     low, high = CLIP_BAND.sides(config.diffusion_loss, _clip_widths(data, log_prob))
     objective = OBJECTIVES[config.diffusion_loss.loss_mode]
     threshold = objective.limit.value(config.diffusion_loss) if isinstance(objective.limit, Threshold) else math.inf

@@ -65,6 +65,7 @@ class LossMetrics:
         dual_clip = limits.dual_clip if terms.left_out is None else None
         if dual_clip is not None:
             dual = (ratio > dual_clip) & (policy.advantages < 0)
+        # Outside the clip band a step that leads further out has no gradient; one that leads back keeps it.
         inert = terms.left_out
         if inert is None:
             inert = (high & (policy.advantages > 0)) | (low & (policy.advantages < 0)) | dual
@@ -84,6 +85,7 @@ class LossMetrics:
             kl_sum,
         ]
         return cls(
+            # In float64, where counts stay exact and sums of many small losses keep their digits.
             torch.stack([column.detach().double() for column in columns]),
             torch.where(valid, ratio, torch.inf).min(),
             torch.where(valid, ratio, -torch.inf).max(),
@@ -109,6 +111,7 @@ class LossMetrics:
             return self
         operations = torch.distributed.ReduceOp
         sums = self.sums.clone()
+        # The smallest is minus the largest of the negatives, so that one collective finds both.
         extremes = torch.stack([-self.ratio_min, self.ratio_max])
         torch.distributed.all_reduce(sums, operations.SUM, group=group)  # type: ignore[arg-type]
         torch.distributed.all_reduce(extremes, operations.MAX, group=group)  # type: ignore[arg-type]

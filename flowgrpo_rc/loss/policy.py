@@ -13,10 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowgrpo_rc.correction import SAFETY_BOUND
 from flowgrpo_rc.sde import transition_kl
-
-SAFETY_BOUND = 20.0
-"""Exponents are clamped to [-20, 20] before ``exp``, as everywhere in this package."""
 
 
 class TransitionShift(NamedTuple):
@@ -91,8 +89,10 @@ def ppo_clip(
     ``A < 0`` is at most ``-A * dual_clip``, before the weights (dual-clip PPO, arXiv 1912.09729).
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
-    ratio, advantages = torch.exp(log_ratio), kept(advantages.detach(), keep)
+    ratio = torch.exp(log_ratio)
+    advantages = kept(advantages.detach(), keep)
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    # The larger loss: clipping takes away what an update would gain, never what it would lose.
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
     if dual_clip is not None:
         loss = torch.where((advantages < 0) & (ratio > dual_clip), -advantages * dual_clip, loss)
@@ -113,6 +113,7 @@ def reinforce(
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
     loss = -kept(advantages.detach(), keep) * kept(log_prob, keep)
+    # It does not clip, so that no share outside a clip band has lost its gradient.
     left_out = torch.zeros_like(loss, dtype=torch.bool)
     return PolicyTerms(weigh(loss, weights, keep), log_ratio.detach(), left_out)
 
@@ -164,6 +165,7 @@ def k3_kl(
     Source: J. Schulman, "Approximating KL divergence" (2020), estimator k3.
     """
     gap = select(ref_log_prob.detach() - log_prob, keep)
+    # exp(gap) - 1 would lose the digits of a small gap.
     return torch.expm1(gap) - gap
 
 

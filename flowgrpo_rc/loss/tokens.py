@@ -52,7 +52,7 @@ def token_loss(
     model_output = as_mapping(model_output)
     data = as_mapping(data)
     inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=False)
-    sums = loss_sums(_read(config, model_output, data))
+    sums = loss_sums(_read_tokens(config, model_output, data))
     return mean_loss(config, sums, dp_group, model_output=model_output, data=data)
 
 
@@ -65,10 +65,11 @@ def token_loss_sums(
     """
     data = as_mapping(data)
     inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=False)
-    return loss_sums(_read(config, as_mapping(model_output), data))
+    return loss_sums(_read_tokens(config, as_mapping(model_output), data))
 
 
-def _read(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
+def _read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
+    """Everything that the loss of tokens depends on, read and checked."""
     options = config.diffusion_loss
     inputs.require(data, Key.RESPONSE_MASK, "data")
     valid = response_mask(data, inputs.require(model_output, "log_probs", "model_output"))

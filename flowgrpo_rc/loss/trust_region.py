@@ -24,7 +24,7 @@ def grpo_guard(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
     log_ratio = kept(inputs.log_prob - inputs.old_log_prob.detach(), inputs.keep)
     terms = ppo_clip(
         normalised_log_ratio(log_ratio, shift.kl, shift.step_std),
-        torch.zeros_like(inputs.old_log_prob),
+        torch.zeros_like(inputs.old_log_prob),  # the normalised log ratio holds the old log-prob already
         inputs.advantages,
         clip_low=limits.clip_low,
         clip_high=limits.clip_high,
@@ -47,6 +47,7 @@ def flow_dppo(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
     log_ratio = select(inputs.log_prob - inputs.old_log_prob.detach(), inputs.keep)
     outward = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
     left_out = (inputs.shift.kl.detach() >= limits.threshold) & outward
+    # Selected before exp: an overflow times 0 would be NaN in the gradient.
     ratio = torch.exp(torch.where(left_out, 0.0, log_ratio))
     loss = torch.where(left_out, 0.0, -kept(advantages, inputs.keep) * ratio)
     return PolicyTerms(weigh(loss, inputs.weights, inputs.keep), log_ratio, left_out)

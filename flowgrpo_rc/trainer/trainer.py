@@ -155,7 +155,8 @@ class FlowGRPOTrainer:
         return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
 
     def _rollout(self, prompts: list[PromptRecord], rows: Tensor) -> tuple[TensorDict, np.ndarray, Conditioning]:
-        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.rollout_seed
+        rollout = self.config.actor_rollout_ref.rollout
+        seed = self.config.rollout_seed
         cond = self.conditioning(prompts, rollout.pipeline)
         group = rows.repeat_interleave(rollout.n)
         image = group * rollout.n + torch.arange(rollout.n).repeat(len(rows))

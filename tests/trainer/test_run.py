@@ -431,7 +431,7 @@ def test_a_rejected_image_does_not_move_its_group(small_config):
     actor.update = lambda batch, *args, **kw: (updates.append((batch.clone(), args)), update(batch, *args, **kw))[1]
     trainer.run.reward = lambda *args: (rewards.append(reward(*args)), rewards[-1])[1]
     trainer.train_step()
-    (batch, (_, mini_batches)), totals = updates[0], torch.from_numpy(rewards[0].total)
+    (batch, (_, mini_batches, *_)), totals = updates[0], torch.from_numpy(rewards[0].total)
     assert torch.equal(torch.cat([mini.rows for mini in mini_batches]), torch.arange(16))
     keep = torch.cat([mini.old.keep for mini in mini_batches]).any(1)
     assert images == [16]
