@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator
     from flowgrpo_rc.correction.numerics.compute import (
         NonFiniteLogProbError,
         RolloutCorrection,
@@ -16,9 +17,8 @@ if TYPE_CHECKING:
         compute_rollout_correction_weights,
         compute_rollout_rejection_mask,
     )
-    from flowgrpo_rc.correction.numerics.slime import slime_metrics
-    from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator
     from flowgrpo_rc.correction.numerics.moments import Moments
+    from flowgrpo_rc.correction.numerics.slime import slime_metrics
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
     from flowgrpo_rc.correction.options.explanation import Explanation, explain
     from flowgrpo_rc.correction.plan import SAFETY_BOUND
