@@ -1,7 +1,7 @@
-"""Thresholds and options, parsed once: from what a user writes to a `CorrectionPlan` of plain numbers.
+"""Thresholds and options, parsed once: from what a user writes to a ``CorrectionPlan`` of plain numbers.
 
-Everything downstream (weights, rejection, metrics, `explain`) reads the plan; nothing else looks into a
-threshold string. Ratios are train over rollout, `r = exp(log_prob - rollout_log_prob)`, everywhere here.
+Everything downstream (weights, rejection, metrics, ``explain``) reads the plan; nothing else looks into a
+threshold string. Ratios are train over rollout, ``r = exp(log_prob - rollout_log_prob)``, everywhere here.
 """
 
 import math
@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Literal
 
 SAFETY_BOUND = 20.0
-"""Every exponent is clamped to [-SAFETY_BOUND, SAFETY_BOUND] before `exp`."""
+"""Every exponent is clamped to [-SAFETY_BOUND, SAFETY_BOUND] before ``exp``."""
 
 IS_LEVELS = ("token", "sequence", "geometric")
 
@@ -58,7 +58,7 @@ RS_OPTIONS = (
 )
 
 AUTO = "auto"
-"""A rejection threshold that follows the measured gap: `calibrated`."""
+"""A rejection threshold that follows the measured gap: ``calibrated``."""
 
 ThresholdSpec = int | float | str | None
 
@@ -78,8 +78,8 @@ class ImportanceSampling:
     """0 means that nothing is done to small weights."""
     upper: float
     reported_lower: float
-    """The bound that `..._fraction_low` counts against: `lower`; `1 / upper` for truncated weights, as verl; 0, against
-    which nothing counts, where a band has no lower bound."""
+    """The bound that ``..._fraction_low`` counts against: ``lower``, but ``1 / upper`` for truncated weights, as in
+    verl. Against 0 nothing counts."""
     batch_normalize: bool = False
 
     @property
@@ -89,18 +89,18 @@ class ImportanceSampling:
 
     @property
     def log_upper(self) -> float:
-        """The log ratio above which `..._fraction_high` counts."""
+        """The log ratio above which ``..._fraction_high`` counts."""
         return math.log(self.upper)
 
     @property
     def log_lower(self) -> float:
-        """The log ratio below which `..._fraction_low` counts."""
+        """The log ratio below which ``..._fraction_low`` counts."""
         return math.log(self.reported_lower) if self.reported_lower > 0.0 else -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One rejection criterion. `k1` keeps `log_lower <= aggregate of l <= log_upper`; `k2`/`k3` keep `<= upper`."""
+    """One rejection criterion. k1 keeps ``lower <= aggregate of l <= upper``; k2 and k3 keep a statistic ``<= upper``."""
 
     name: str
     aggregate: Literal["token", "seq_sum", "seq_mean", "seq_max"]
@@ -112,17 +112,17 @@ class Criterion:
     mirrored: bool = False
     """Report the k1 fractions in verl's direction (high = small ratio); only the verl drop-in sets this."""
     calibrated: bool = False
-    """The bounds come with every batch (`rollout_rs_threshold=auto`); `upper` and `lower` are infinite here."""
+    """The bounds come with every batch (``rollout_rs_threshold=auto``); ``upper`` and ``lower`` are infinite here."""
 
     @property
     def statistic_bounds(self) -> tuple[float, float]:
-        """Bounds of the statistic; for k1, which is `-l`, the negated bounds of `l`."""
+        """Bounds of the statistic; for k1, which is ``-l``, the negated bounds of ``l``."""
         return (-self.upper, -self.lower) if self.statistic == "k1" else (-math.inf, self.upper)
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionPlan:
-    """What one call computes. Hashable, without tensors, and valid by construction (see `make_plan`)."""
+    """What one call computes. Hashable, without tensors, and valid by construction (see ``make_plan``)."""
 
     importance: ImportanceSampling | None = None
     criteria: tuple[Criterion, ...] = ()
@@ -151,7 +151,7 @@ def parse_number(value: object, name: str) -> float:
 
 
 def plain_threshold(value: object, name: str, *, band: bool = True) -> ThresholdSpec:
-    """`value` as a plain int, float or string: numbers of other types (numpy's, `Decimal`) become floats.
+    """``value`` as a plain int, float or string: numbers of other types (numpy's, ``Decimal``) become floats.
 
     Args:
         band: whether it may be a band.
@@ -166,7 +166,7 @@ def plain_threshold(value: object, name: str, *, band: bool = True) -> Threshold
 
 
 def split_band(spec: object, name: str) -> tuple[object | None, object]:
-    """`(lower, upper)` as written in `"lower_upper"`, `(None, upper)` of a lone number.
+    """``(lower, upper)`` as written in ``"lower_upper"``, ``(None, upper)`` of a lone number.
 
     Raises:
         ValueError: more than two parts, or null.
@@ -184,7 +184,7 @@ def split_band(spec: object, name: str) -> tuple[object | None, object]:
 
 
 def shown(value: object) -> str:
-    """`repr`, cut where a message would drown in it."""
+    """``repr``, cut where a message would drown in it."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
@@ -195,10 +195,10 @@ def shown(value: object) -> str:
 def parse_is_threshold(
     spec: ThresholdSpec, mode: str | None = None, name: str = "rollout_is_threshold"
 ) -> tuple[str, float, float]:
-    """`(mode, lower, upper)` of an importance-sampling threshold; `lower` is 0 where there is none.
+    """``(mode, lower, upper)`` of an importance-sampling threshold; ``lower`` is 0 where there is none.
 
-    A number `u` alone means `truncate`; `"lower_upper"` means `zero` (IcePop). An explicit `mode` of `zero`,
-    `clip` or `mask` reads a lone `u` as `1/u_u`. A lower bound of 0 ("none") needs `clip` or `mask`.
+    A number ``u`` alone means ``truncate``, and ``"lower_upper"`` means ``zero`` (IcePop). An explicit ``mode`` of
+    ``zero``, ``clip`` or ``mask`` reads a lone ``u`` as ``1/u_u``. A lower bound of 0 ("none") needs ``clip`` or ``mask``.
     """
     if mode is not None and mode not in IS_MODES:
         raise ValueError(f"rollout_is_mode must be one of {IS_MODES} or null, got {mode!r}.")
@@ -217,7 +217,7 @@ def parse_is_threshold(
 
 
 def parse_rs_options(spec: str | None) -> tuple[str, ...]:
-    """The criteria of a comma-separated `rollout_rs`, in order, without repetitions."""
+    """The criteria of a comma-separated ``rollout_rs``, in order, without repetitions."""
     if spec is None:
         return ()
     if not isinstance(spec, str):
@@ -232,7 +232,7 @@ def parse_rs_options(spec: str | None) -> tuple[str, ...]:
 
 
 def parse_criteria(options: tuple[str, ...], spec: ThresholdSpec) -> tuple[Criterion, ...]:
-    """One `Criterion` per option. `spec` has one entry for all of them or one for each, comma-separated."""
+    """One ``Criterion`` per option. ``spec`` has one entry for all of them or one for each, comma-separated."""
     if not options:
         return ()
     if spec is None:
@@ -271,7 +271,7 @@ def check_unused_rs_threshold(spec: ThresholdSpec) -> None:
 
 
 def mirror_k1(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
-    """The same thresholds read as verl's code reads them: the k1 band applied to `-l` instead of `l`."""
+    """The same thresholds read as verl's code reads them: the k1 band applied to ``-l`` instead of ``l``."""
     return tuple(
         replace(c, lower=-c.upper, upper=-c.lower, mirrored=True) if c.statistic == "k1" else c for c in criteria
     )
@@ -381,7 +381,7 @@ def _check_type(value: object, name: str, form: str) -> None:
 
 
 def _near_band(value: object) -> str:
-    """What the form would be here, where `value` is two numbers: '0.5-2.0', '0.5,2.0', [0.5, 2.0]."""
+    """What the form would be here, where ``value`` is two numbers: '0.5-2.0', '0.5,2.0', [0.5, 2.0]."""
     found = _TWO_NUMBERS.fullmatch(str(value)) if isinstance(value, (str, list, tuple)) else None
     return f" (here '{found[1]}_{found[2]}')" if found else ""
 
@@ -394,7 +394,7 @@ def _positive(value: object, name: str, form: str, spec: object = None) -> float
 
 
 def _to_float(value: object, name: str, form: str = _NUMBER_FORM, spec: object = None) -> float:
-    """The number that `value` is, one part of `spec`; `form` is what a message tells to write."""
+    """The number that ``value`` is, one part of ``spec``; ``form`` is what a message tells to write."""
     _check_type(value, name, form)
     if isinstance(value, str) and "_" in value:  # float() would take it for a separator of digits
         raise ValueError(f"{name}: {shown(value)} is a band; give one number.")

@@ -19,7 +19,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.numerics.metrics import PREFIX, metrics_from_moments
-from flowgrpo_rc.correction.numerics.moments import Moments
+from flowgrpo_rc.correction.numerics.moments import FigureMoments, Moments
 from flowgrpo_rc.correction.numerics.run import RolloutCorrection, run_plan
 from flowgrpo_rc.correction.plan import (
     RS_OPTIONS,
@@ -217,7 +217,7 @@ def _plan(
 def _run(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, plan: CorrectionPlan) -> RolloutCorrection:
     """Runs a plan in verl's conventions; its effective sample size has 1e-8 added to the mean weight."""
     result = run_plan(log_prob, rollout_log_prob, mask, plan=plan)
-    empty = len(log_prob) - result.moments.sums["rows"]
+    empty = len(log_prob) - result.moments.rows
     if empty:
         result.metrics.update(_with_empty_rows(result.moments, empty))
     mean = result.metrics.get(f"{PREFIX}rollout_is_mean", 0.0)
@@ -228,25 +228,23 @@ def _run(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, plan: Correct
 
 def _with_empty_rows(moments: Moments, empty: float) -> Metrics:
     """The metrics that rows without a valid element enter, as in verl: with mean log-probs and weights of 0."""
-    added = {"rows": 1.0, "training_ppl": 1.0, "rollout_ppl": 1.0, "ppl_ratio": 1.0}
-    seen = {"log_ppl_diff": 0.0}
+    of_empty = {"rows": 1.0, "training_ppl": 1.0, "rollout_ppl": 1.0, "ppl_ratio": 1.0, "row_ratio": 1.0}
+    of_empty |= {"log_ppl_diff": 0.0, "is_weight": 0.0, "is_excess": -1.0, "is_ratio": 1.0, "is_low": 1.0}
+    figures = {
+        name: figure.merge(
+            FigureMoments(
+                sum=empty * x, element_sum=0.0, square=empty * x * x, element_square=0.0, smallest=x, largest=x
+            )
+        )
+        for name, figure in moments.figures.items()
+        if (x := of_empty.get(name)) is not None
+    }
+    metrics = metrics_from_moments(replace(moments, figures=moments.figures | figures))
     spec = moments.plan.importance
-    if spec is not None:
-        added |= {"is_row_excess": -1.0, "is_row_excess_squared": 1.0, "is_row_low": 1.0}
-        seen |= {"is_row_weight": 0.0, "is_row_excess": -1.0}
-        if spec.level == "sequence":
-            seen["is_weight"] = 1.0
-    together = replace(
-        moments,
-        sums={name: value + empty * added.get(name, 0.0) for name, value in moments.sums.items()},
-        minima={name: min(value, seen.get(name, value)) for name, value in moments.minima.items()},
-        maxima={name: max(value, seen.get(name, value)) for name, value in moments.maxima.items()},
-    )
-    metrics = metrics_from_moments(together)
     if spec is not None and spec.level == "sequence":  # these count the row's log ratio of 0, not its weight of 0
         for side, beyond in (("high", spec.log_upper < 0.0), ("low", spec.log_lower > 0.0)):
-            count = moments.sums[f"is_row_{side}"] + empty * beyond
-            metrics[f"{PREFIX}rollout_is_ratio_fraction_{side}"] = count / together.sums["rows"]
+            count = moments.figures[f"is_{side}"].sum + empty * beyond
+            metrics[f"{PREFIX}rollout_is_ratio_fraction_{side}"] = count / (moments.rows + empty)
     of_criteria = tuple(f"{PREFIX}rollout_rs_{criterion.name}_" for criterion in moments.plan.criteria)
     return {name: value for name, value in metrics.items() if not name.startswith(of_criteria)}
 

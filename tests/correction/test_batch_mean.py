@@ -12,7 +12,6 @@ from flowgrpo_rc.correction import (
     compute_rollout_correction_and_rejection_mask,
 )
 
-
 LEVELS = ("token", "sequence", "geometric")
 FACTOR = "rollout_corr/rollout_is_batch_norm_factor"
 # float32's unit in the last place, the exponential's two of them, and some for sums over a row

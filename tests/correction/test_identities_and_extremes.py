@@ -19,7 +19,6 @@ from flowgrpo_rc.correction import (
     compute_rollout_rejection_mask,
 )
 
-
 RS = "token_k1,token_k2,token_k3,seq_sum_k1,seq_sum_k2,seq_mean_k3,seq_max_k2,seq_max_k3"
 BOUNDS = "0.6_1.9,0.3,0.2,0.3_3.0,0.9,0.2,0.4,0.4"
 

@@ -16,7 +16,6 @@ from flowgrpo_rc.correction import (
     compute_rollout_rejection_mask,
 )
 
-
 LEVELS = ("token", "sequence", "geometric")
 RS_OPTIONS = (
     *("token_k1", "token_k2", "token_k3"),

@@ -1,7 +1,8 @@
 """Rollout correction of a batch: the public functions. See ``docs/rollout_correction.md`` for the mathematics.
 
-Ratios are train over rollout everywhere: ``l = log_prob - rollout_log_prob``, ``r = exp(l)``. ``log_prob`` belongs to the
-policy being trained (pi_old in decoupled mode, pi_theta in bypass mode), ``rollout_log_prob`` to the behaviour policy.
+Ratios are train over rollout everywhere: ``l = log_prob - rollout_log_prob``, ``r = exp(l)``. ``log_prob`` belongs to
+the policy being trained (pi_old in decoupled mode, pi_theta in bypass mode), ``rollout_log_prob`` to the behaviour
+policy.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -44,12 +45,12 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> RolloutCorrection:
     """Importance weights, rejection mask and diagnostics in one pass and one device-to-host transfer.
 
-    Weights: ``w = exp(l)`` per element ("token"), ``exp(sum l)`` ("sequence") or ``exp(mean l)`` ("geometric") per row, the
-    exponent clamped to +-20, then truncated, zeroed, clipped or left alone by ``rollout_is_mode``. Rejection: every
+    Weights: ``w = exp(l)`` per element ("token"), ``exp(sum l)`` ("sequence") or ``exp(mean l)`` ("geometric") per row,
+    the exponent clamped to +-20, then truncated, zeroed, clipped or left alone by ``rollout_is_mode``. Rejection: every
     criterion of ``rollout_rs``, and the veto ``l < log(rollout_token_veto_threshold)``, must pass.
 
     Args:
-        log_prob: log-probs under the training policy, ``(B, T)``, ``(B, W)`` or ``(B,)``; ``(B,)`` counts as ``(B, 1)``.
+        log_prob: log-probs under the training policy, ``(B, T)``, ``(B, W)`` or ``(B,)``, which counts as ``(B, 1)``.
         rollout_log_prob: log-probs under the rollout policy.
         mask: non-zero where an element counts; None when all do. Bool, integer or float.
         rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_is_mode, rollout_rs,
@@ -89,7 +90,8 @@ def compute_rollout_correction(
 ) -> RolloutCorrection:
     """``compute_rollout_correction_and_rejection_mask`` with the options of a configuration.
 
-    ``rs_bounds`` ``(B,)`` is read with ``rollout_rs_threshold=auto`` alone: the rejection bound of every row (``calibrated``).
+    ``rs_bounds`` ``(B,)`` is read with ``rollout_rs_threshold=auto`` alone: the rejection bound of every row, on the
+    size of the aggregated log ratio for k1 and on the statistic for k2 and k3.
     """
     plan = config.plan()
     bounds = rs_bounds if plan.calibrated else None

@@ -22,21 +22,14 @@ def add_off_policy_sums(x: Elements, sums: RowSums) -> None:
 
 def add_off_policy_figures(x: Elements, rows: Rows, figures: RowFigures) -> None:
     """Adds each row's figures; its log perplexity is ``-mean(log_prob)``, its ratio the product of its elements'."""
-    difference = -rows.means["log_ratio"]
-    training = -rows.means["log_prob"]
+    difference = -rows.mean("log_ratio")
+    training = -rows.mean("log_prob")
     logs = torch.stack([training, training - difference, difference, rows.sums["log_ratio"]])
-    figures.add(("training_log_ppl", "rollout_log_ppl", "log_ppl_diff"), logs[:3])
-    exponentials = safe_exp(logs)
-    figures.add(("training_ppl", "rollout_ppl", "ppl_ratio"), exponentials[:3])
-    ratio = exponentials[3]
-    figures.add(
-        ("rows", "log_ppl_abs_diff", "row_ratio_squared"),
-        torch.stack([torch.ones_like(ratio), difference.abs(), ratio.square()]),
-    )
-    smallest, largest = x.extremes(x.log_ratio)
-    figures.add_ranges(
-        ("log_ppl_diff", "log_ratio"), torch.stack([difference, smallest]), torch.stack([difference, largest])
-    )
+    figures.add(("training_log_ppl", "rollout_log_ppl", "log_ppl_diff", "row_log_ratio"), logs)
+    figures.add(("training_ppl", "rollout_ppl", "ppl_ratio", "row_ratio"), safe_exp(logs))
+    ends = torch.stack([difference.abs(), *x.extremes(x.log_ratio)])
+    figures.add(("log_ppl_abs_diff", "least_log_ratio", "largest_log_ratio"), ends)
+    figures.add(("rows",), torch.ones_like(logs[:1]))
 
 
 def timestep_table(

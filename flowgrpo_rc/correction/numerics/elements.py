@@ -3,8 +3,8 @@
 Notation of this folder, for one element: ``l = log_prob - rollout_log_prob`` (train over rollout), ``r = exp(l)``. An
 element is one token or one SDE step; a row is one sequence, or one image's window of steps.
 
-Blocks are held transposed, as ``(T, B)``: a figure ``(B,)`` of rows broadcasts to its elements as it is, and the sums of
-many short rows run over contiguous memory.
+Blocks are held transposed, as ``(T, B)``: a figure ``(B,)`` of rows broadcasts to its elements as it is, and the sums
+of many short rows run over contiguous memory.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
+FAR = 1e38
+"""Beyond any value, to keep invalid elements out of minima; its square is finite in float64."""
 SHORT_ROW = 64
 """Length up to which rows are laid out anew, steps first in memory; longer ones stay as they lie."""
 SUMMED_TOGETHER = 1 << 14
@@ -60,11 +62,11 @@ class Elements:
         return below, above
 
     def extremes(self, values: Float[Tensor, "T B"]) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """Smallest and largest valid value of each row."""
+        """Smallest and largest valid value of each row; finite for a row without one."""
         if self.valid is None:
             return values.amin(0), values.amax(0)
         invalid = ~self.valid
-        return values.masked_fill(invalid, torch.inf).amin(0), values.masked_fill(invalid, -torch.inf).amax(0)
+        return values.masked_fill(invalid, FAR).amin(0), values.masked_fill(invalid, -FAR).amax(0)
 
 
 def make_elements(
@@ -105,8 +107,12 @@ class Rows(NamedTuple):
     """One sum of every row for each name."""
     sums: dict[str, Float[Tensor, " B"]]
     """The same by name; ``elements`` counts the valid ones."""
-    means: dict[str, Float[Tensor, " B"]]
-    """Over the row's valid elements; 0 for a row without one."""
+    divisor: Float[Tensor, " B"]
+    """The number of valid elements, at least 1."""
+
+    def mean(self, name: str) -> Float[Tensor, " B"]:
+        """Over the row's valid elements; 0 for a row without one."""
+        return self.sums[name] / self.divisor
 
 
 class RowSums:
@@ -134,9 +140,7 @@ class RowSums:
         if self._together:
             table = table.sum(1)
         table = table.double()
-        means = table / table[0].clamp(min=1.0)
-        by_name = (dict(zip(names, lines.unbind(), strict=True)) for lines in (table, means))
-        return Rows(names, table, *by_name)
+        return Rows(names, table, dict(zip(names, table.unbind(), strict=True)), table[0].clamp(min=1.0))
 
 
 def safe_exp(log: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -3,8 +3,7 @@
 import math
 
 from flowgrpo_rc.correction.numerics.moments import Moments
-from flowgrpo_rc.correction.numerics.rejection import ELEMENT_SUMS, ROW_SUMS
-from flowgrpo_rc.correction.numerics.weights import batch_divisor, divisor_sums
+from flowgrpo_rc.correction.numerics.weights import batch_divisor
 from flowgrpo_rc.correction.plan import SAFETY_BOUND, WEIGHT_MODES, Criterion, ImportanceSampling
 
 PREFIX = "rollout_corr/"
@@ -13,37 +12,37 @@ Metrics = dict[str, float]
 
 def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
     """Every metric that the moments' options give, as Python floats."""
-    plan, total = moments.plan, moments.sums
+    plan, n, rows = moments.plan, moments.count, moments.rows
     out: Metrics = {}
     if plan.importance is not None:
         out |= _importance(plan.importance, moments)
     for criterion in plan.criteria:
         out |= _criterion(criterion, moments)
     if plan.can_reject:
-        out["rollout_rs_masked_fraction"] = total["rejected"] / total["elements"]
-        out["rollout_rs_seq_masked_fraction"] = total["rows_rejected"] / total["rows"]
+        out["rollout_rs_masked_fraction"] = moments.figures["rejected"].sum / n
+        out["rollout_rs_seq_masked_fraction"] = moments.figures["any_rejected"].sum / rows
     if plan.log_veto is not None:
-        out["rollout_is_veto_fraction"] = total["veto_rows"] / total["rows"]
-        out["rollout_is_catastrophic_token_fraction"] = total["veto_elements"] / total["elements"]
+        out["rollout_is_veto_fraction"] = moments.figures["veto"].sum / rows
+        out["rollout_is_catastrophic_token_fraction"] = moments.sums["veto"] / n
     out |= _off_policy(moments)
     out |= _timestep_gaps(moments)
     return {prefix + name: value for name, value in out.items()}
 
 
 def _off_policy(moments: Moments) -> Metrics:
-    total, n = moments.sums, moments.count
-    of_rows = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl")
-    of_rows += ("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")
+    total, figures, n, rows = moments.sums, moments.figures, moments.count, moments.rows
+    averaged = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl")
+    averaged += ("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")
     return {
-        **{name: total[name] / total["rows"] for name in of_rows},
-        "chi2_seq": total["row_ratio_squared"] / total["rows"] - 1.0,
-        "log_ppl_diff_max": moments.maxima["log_ppl_diff"],
-        "log_ppl_diff_min": moments.minima["log_ppl_diff"],
+        **{name: figures[name].sum / rows for name in averaged},
+        "chi2_seq": figures["row_ratio"].square / rows - 1.0,
+        "log_ppl_diff_max": figures["log_ppl_diff"].largest,
+        "log_ppl_diff_min": figures["log_ppl_diff"].smallest,
         "kl": -total["log_ratio"] / n,
         "k3_kl": total["k3"] / n,
         "chi2_token": (total["excess_squared"] + 2.0 * total["excess"]) / n,  # r^2 - 1
         "logprob_abs_diff_mean": total["log_ratio_abs"] / n,
-        "logprob_abs_diff_max": max(moments.maxima["log_ratio"], -moments.minima["log_ratio"]),
+        "logprob_abs_diff_max": max(figures["largest_log_ratio"].largest, -figures["least_log_ratio"].smallest),
     }
 
 
@@ -58,75 +57,97 @@ def _timestep_gaps(moments: Moments) -> Metrics:
 
 
 def _importance(spec: ImportanceSampling, moments: Moments) -> Metrics:
-    total, n, rows = moments.sums, moments.count, moments.sums["rows"]
-    mean, second, variance = _weight_moments(moments, "is_", n)
-    _, _, row_variance = _weight_moments(moments, "is_row_", rows)
-    low, high = moments.minima, moments.maxima
-    ratios, ratio_count = ("is", n) if spec.level == "token" else ("is_row", rows)
+    n, rows, figures = moments.count, moments.rows, moments.figures
+    row_weight, row_excess, row_low, row_high = (figures[f"is_{name}"] for name in ("weight", "excess", "low", "high"))
+    of_elements = (
+        method(f"is_{name}") / n
+        for name in ("weight", "excess")
+        for method in (moments.element_sum, moments.element_square)
+    )
+    mean, second, variance = _weight_moments(*of_elements)
+    _, _, row_variance = _weight_moments(
+        row_weight.sum / rows, row_weight.square / rows, row_excess.sum / rows, row_excess.square / rows
+    )
+    low, high = moments.element_sum("is_low") / n, moments.element_sum("is_high") / n
+    if spec.level == "token":
+        smallest, largest = figures["is_smallest"].smallest, figures["is_largest"].largest
+        ratio_low, ratio_high = low, high
+    else:
+        smallest, largest = figures["is_ratio"].smallest, figures["is_ratio"].largest
+        ratio_low, ratio_high = row_low.sum / rows, row_high.sum / rows
     out = {
         "rollout_is_mean": mean,
         "rollout_is_std": math.sqrt(variance) if n > 1 else 0.0,
-        "rollout_is_min": low["is_weight"],
-        "rollout_is_max": high["is_weight"],
+        "rollout_is_min": smallest,
+        "rollout_is_max": largest,
         "rollout_is_eff_sample_size": mean * mean / second if second > 0.0 and mean > 0.0 else 0.0,
-        "rollout_is_ratio_fraction_high": total[f"{ratios}_high"] / ratio_count,
-        "rollout_is_ratio_fraction_low": total[f"{ratios}_low"] / ratio_count,
-        "rollout_is_seq_mean": total["is_row_weight"] / rows,
+        "rollout_is_ratio_fraction_high": ratio_high,
+        "rollout_is_ratio_fraction_low": ratio_low,
+        "rollout_is_seq_mean": row_weight.sum / rows,
         "rollout_is_seq_std": math.sqrt(row_variance * rows / (rows - 1.0)) if rows > 1 else 0.0,
-        "rollout_is_seq_min": low["is_row_weight"],
-        "rollout_is_seq_max": high["is_row_weight"],
-        "rollout_is_seq_max_deviation": max(high["is_row_excess"], -low["is_row_excess"]),
-        "rollout_is_seq_fraction_high": total["is_row_high"] / rows,
-        "rollout_is_seq_fraction_low": total["is_row_low"] / rows,
+        "rollout_is_seq_min": row_weight.smallest,
+        "rollout_is_seq_max": row_weight.largest,
+        "rollout_is_seq_max_deviation": max(row_excess.largest, -row_excess.smallest),
+        "rollout_is_seq_fraction_high": row_high.sum / rows,
+        "rollout_is_seq_fraction_low": row_low.sum / rows,
     }
     outside = WEIGHT_MODES[spec.mode].outside_metric
     if outside is not None:
-        out[outside] = (total["is_low"] + total["is_high"]) / n
+        out[outside] = low + high
     if spec.batch_normalize:
-        out["rollout_is_batch_norm_factor"] = moments.divisor or batch_divisor(*divisor_sums(spec, total))
+        out["rollout_is_batch_norm_factor"] = moments.divisor or _merged_divisor(spec, moments)
     return out
 
 
-def _weight_moments(moments: Moments, start: str, count: float) -> tuple[float, float, float]:
-    """Mean of ``w``, mean of ``w^2`` and variance of ``w``: from sums of ``w - 1`` near 1, else from those of ``w``."""
-    weight, squared, excess, excess_squared = (
-        moments.sums[f"{start}{name}"] / count for name in ("weight", "weight_squared", "excess", "excess_squared")
-    )
+def _weight_moments(
+    weight: float, weight_square: float, excess: float, excess_square: float
+) -> tuple[float, float, float]:
+    """Mean of ``w``, mean of ``w^2`` and variance of ``w``, from means: near 1 from those of ``w - 1``."""
     if weight <= 0.5:
-        return weight, squared, max(squared - weight * weight, 0.0)
-    return 1.0 + excess, 1.0 + 2.0 * excess + excess_squared, max(excess_squared - excess * excess, 0.0)
+        return weight, weight_square, max(weight_square - weight * weight, 0.0)
+    return 1.0 + excess, 1.0 + 2.0 * excess + excess_square, max(excess_square - excess * excess, 0.0)
+
+
+def _merged_divisor(spec: ImportanceSampling, moments: Moments) -> float:
+    if spec.level == "token":
+        return batch_divisor(moments.sums["is_weight"], moments.sums["is_excess"], moments.count)
+    return batch_divisor(moments.figures["is_weight"].sum, moments.figures["is_excess"].sum, moments.rows)
 
 
 def _criterion(c: Criterion, moments: Moments) -> Metrics:
-    element = {name: moments.sums[f"{c.name}/{name}"] / moments.count for name in ELEMENT_SUMS}
-    count = moments.sums["rows"]
-    row = {name: moments.sums[f"{c.name}/{name}"] / count for name in ROW_SUMS}
-    row_low, row_high = moments.minima[f"{c.name}/row"], moments.maxima[f"{c.name}/row"]
-    low, high, below, above = row_low, row_high, row["row_below"], row["row_above"]
-    rows_rejected = below + above
+    n, rows, figures = moments.count, moments.rows, moments.figures
+    row = figures[f"{c.name}/statistic"]
+    row_below, row_above = figures[f"{c.name}/below"].sum / rows, figures[f"{c.name}/above"].sum / rows
+    element_below = moments.element_sum(f"{c.name}/below") / n
+    element_above = moments.element_sum(f"{c.name}/above") / n
+    inside = moments.element_sum(f"{c.name}/inside") / n
+    variance = moments.element_square(f"{c.name}/inside") / n - inside * inside
     if c.aggregate == "token":
-        low, high = _element_extremes(c, moments)
-        below, above = element["below"], element["above"]
-        rows_rejected = moments.sums[f"{c.name}/row_rejected"] / count
-    row_below, row_above = row["row_below"], row["row_above"]
+        smallest, largest = _element_extremes(c, moments)
+        below, above = element_below, element_above
+        rows_rejected = figures[f"{c.name}/rejected"].sum / rows
+    else:
+        smallest, largest = row.smallest, row.largest
+        below, above = row_below, row_above
+        rows_rejected = below + above
     if c.statistic == "k1" and not c.mirrored:  # k1 = -l: below its bounds are the large ratios
         below, above = above, below
         row_below, row_above = row_above, row_below
-    variance = max(element["inside_squared"] - element["inside"] ** 2, 0.0)
-    row_variance = max(row["row_squared"] - row["row"] ** 2, 0.0)
+    row_mean = row.sum / rows
+    row_variance = max(row.square / rows - row_mean * row_mean, 0.0)
     out = {
-        "max": high,
-        "min": low,
-        "mean": element["statistic"],
-        "std": math.sqrt(variance) if moments.count > 1 else 0.0,
-        "masked_fraction": element["below"] + element["above"],
+        "max": largest,
+        "min": smallest,
+        "mean": moments.element_sum(f"{c.name}/statistic") / n,
+        "std": math.sqrt(max(variance, 0.0)) if n > 1 else 0.0,
+        "masked_fraction": element_below + element_above,
         "fraction_high": above,
         "fraction_low": below,
-        "seq_mean": row["row"],
-        "seq_std": math.sqrt(row_variance * count / (count - 1.0)) if count > 1 else 0.0,
-        "seq_max": row_high,
-        "seq_min": row_low,
-        "seq_max_deviation": max(abs(row_high), abs(row_low)),
+        "seq_mean": row_mean,
+        "seq_std": math.sqrt(row_variance * rows / (rows - 1.0)) if rows > 1 else 0.0,
+        "seq_max": row.largest,
+        "seq_min": row.smallest,
+        "seq_max_deviation": max(abs(row.largest), abs(row.smallest)),
         "seq_masked_fraction": rows_rejected,
         "seq_fraction_high": row_above,
     }
@@ -136,13 +157,8 @@ def _criterion(c: Criterion, moments: Moments) -> Metrics:
 
 
 def _element_extremes(c: Criterion, moments: Moments) -> tuple[float, float]:
-    """Smallest and largest element statistic. k2 and k3 are convex: the largest is that of an extreme ``l``."""
-    least = max(moments.minima["log_ratio"], -SAFETY_BOUND)
-    most = min(moments.maxima["log_ratio"], SAFETY_BOUND)
-    if c.statistic == "k1":
-        return -most, -least
-    if c.statistic == "k2":
-        largest = max(least * least, most * most) / 2
-    else:
-        largest = max(math.expm1(least) - least, math.expm1(most) - most)
-    return moments.minima[f"{c.name}/element"], largest
+    if c.statistic != "k1":
+        return moments.figures[f"{c.name}/smallest"].smallest, moments.figures[f"{c.name}/largest"].largest
+    least = max(moments.figures["least_log_ratio"].smallest, -SAFETY_BOUND)
+    largest = min(moments.figures["largest_log_ratio"].largest, SAFETY_BOUND)
+    return -largest, -least

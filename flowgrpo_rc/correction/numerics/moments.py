@@ -1,8 +1,9 @@
-"""Moments: named sums, minima and maxima from which every metric follows, and which merge exactly.
+"""Moments: sums and extremes by name, from which every metric follows, and which merge exactly.
 
-Weights, rejection and diagnostics describe a block of rows by ``RowFigures``; reduced over rows, blocks, micro-batches
-and ranks they are ``Moments``. A metric is a function of the moments (``metrics``), so that a merged metric equals the
-metric of the merged batch: means by their counts, standard deviations and effective sample sizes from sums of squares.
+Weights, rejection and diagnostics describe a block of rows by sums over elements and by figures of rows; reduced over
+rows, blocks, micro-batches and ranks these are ``Moments``. A metric is a function of the moments (``metrics``), so
+that a merged metric equals the metric of the merged batch: means by their counts, standard deviations and effective
+sample sizes from sums of squares.
 """
 
 import math
@@ -11,76 +12,89 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from flowgrpo_rc.correction.numerics.elements import Rows
 from flowgrpo_rc.correction.plan import CorrectionPlan
 
 
-@dataclass(slots=True)
+class FigureMoments(NamedTuple):
+    """What is kept of a figure ``x`` of rows, of which row ``i`` has ``n_i`` valid elements."""
+
+    sum: float
+    element_sum: float
+    """Sum of ``n_i * x``."""
+    square: float
+    """Sum of ``x^2``."""
+    element_square: float
+    """Sum of ``n_i * x^2``."""
+    smallest: float
+    largest: float
+
+    def merge(self, other: "FigureMoments") -> "FigureMoments":
+        """Of the rows of both."""
+        return FigureMoments(
+            self.sum + other.sum,
+            self.element_sum + other.element_sum,
+            self.square + other.square,
+            self.element_square + other.element_square,
+            min(self.smallest, other.smallest),
+            max(self.largest, other.largest),
+        )
+
+
 class RowFigures:
-    """Named figures of each row of a block, on its device: matrices with one line for each name."""
+    """Collects the figures of a block's rows, on its device."""
 
-    names: list[str] = field(default_factory=list)
-    sums: list[Float[Tensor, "_ B"]] = field(default_factory=list)
-    """To be summed over rows."""
-    range_names: list[str] = field(default_factory=list)
-    smallest: list[Float[Tensor, "_ B"]] = field(default_factory=list)
-    """Of which the smallest is wanted."""
-    largest: list[Float[Tensor, "_ B"]] = field(default_factory=list)
-    """Of which the largest is wanted, under the same names."""
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._figures: list[Tensor] = []
 
-    def add(self, names: Iterable[str], figures: Float[Tensor, "K B"]) -> None:
-        """Figures to be summed, float64."""
+    def add(self, names: Iterable[str], figures: Shaped[Tensor, "K B"]) -> None:
+        """One line for each name: numbers or flags, of which those of rows without a valid element are left out."""
         self.names += names
-        self.sums.append(figures)
+        self._figures.append(figures.double())
 
-    def add_ranges(
-        self, names: Iterable[str], smallest: Float[Tensor, "K B"], largest: Float[Tensor, "K B"] | None = None
-    ) -> None:
-        """Figures of which the smallest and the largest are wanted."""
-        self.range_names += names
-        self.smallest.append(smallest)
-        self.largest.append(smallest if largest is None else largest)
+    def totals(self, rows: Rows, *, masked: bool) -> "Totals":
+        """Everything reduced over rows; ``masked`` says whether some may have no valid element."""
+        figures = torch.cat(self._figures)
+        smallest = largest = figures
+        count = rows.sums["elements"]
+        nonempty = count > 0
+        if masked:
+            smallest = figures.masked_fill(~nonempty, math.inf)
+            largest = figures.masked_fill(~nonempty, -math.inf)
+        # sums over rows, each counted once or as often as it has elements
+        weights = torch.stack([nonempty.double(), count], 1)
+        sums = torch.cat([figures @ weights, figures.square() @ weights], 1)
+        return Totals(rows.table.sum(1), sums.t(), smallest.amin(1), largest.amax(1))
 
 
 class Totals(NamedTuple):
-    """``RowFigures`` reduced over rows, in the order of their names; still on the device, in float64."""
+    """Sums over elements, and the moments of rows' figures, still on the device, in the order of their names."""
 
-    sums: Float[Tensor, " sums"]
-    minima: Float[Tensor, " ranges"]
-    maxima: Float[Tensor, " ranges"]
-
-
-def reduce_rows(figures: RowFigures, nonempty: Bool[Tensor, " B"] | None) -> Totals:
-    """Totals over the rows with a valid element (``None``: all have one)."""
-    sums = torch.cat(figures.sums)
-    smallest = torch.cat(figures.smallest)
-    largest = torch.cat(figures.largest)
-    if nonempty is not None:
-        sums = sums * nonempty
-        empty = ~nonempty
-        smallest = smallest.masked_fill(empty, math.inf)
-        largest = largest.masked_fill(empty, -math.inf)
-    return Totals(sums.sum(1), smallest.amin(1), largest.amax(1))
+    element_sums: Float[Tensor, " sums"]
+    figure_sums: Float[Tensor, "4 figures"]
+    smallest: Float[Tensor, " figures"]
+    largest: Float[Tensor, " figures"]
 
 
-def reduce_blocks(blocks: Sequence[Totals]) -> Totals:
+def merge_blocks(blocks: Sequence[Totals]) -> Totals:
     """Totals of all blocks of one batch together."""
     if len(blocks) == 1:
         return blocks[0]
-    sums, minima, maxima = (torch.stack(parts) for parts in zip(*blocks, strict=True))
-    return Totals(sums.sum(0), minima.amin(0), maxima.amax(0))
+    element_sums, figure_sums, smallest, largest = (torch.stack(parts) for parts in zip(*blocks, strict=True))
+    return Totals(element_sums.sum(0), figure_sums.sum(0), smallest.amin(0), largest.amax(0))
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums, minima and maxima of a batch, by name, as Python floats."""
+    """Sums over elements and moments of rows' figures, by name, as Python floats."""
 
     plan: CorrectionPlan
     sums: dict[str, float]
-    minima: dict[str, float]
-    maxima: dict[str, float]
+    figures: dict[str, FigureMoments]
     divisor: float | None = None
     """What batch normalisation divided by; None when unknown (after a merge) or without normalisation."""
     timesteps: dict[float, tuple[float, float]] = field(default_factory=dict)
@@ -95,6 +109,19 @@ class Moments:
     def count(self) -> float:
         """Valid elements."""
         return self.sums["elements"]
+
+    @property
+    def rows(self) -> float:
+        """Rows with a valid element."""
+        return self.figures["rows"].sum
+
+    def element_sum(self, name: str) -> float:
+        """Sum over elements, of a value of their own or else of their row's."""
+        return self.sums[name] if name in self.sums else self.figures[name].element_sum
+
+    def element_square(self, name: str) -> float:
+        """Sum of squares over elements, likewise."""
+        return self.sums[f"{name}_squared"] if name in self.sums else self.figures[name].element_square
 
     def merge(self, other: "Moments") -> "Moments":
         """Moments of both batches together.
@@ -111,8 +138,7 @@ class Moments:
         return Moments(
             self.plan,
             {name: value + other.sums[name] for name, value in self.sums.items()},
-            {name: min(value, other.minima[name]) for name, value in self.minima.items()},
-            {name: max(value, other.maxima[name]) for name, value in self.maxima.items()},
+            {name: figure.merge(other.figures[name]) for name, figure in self.figures.items()},
             timesteps=timesteps,
         )
 

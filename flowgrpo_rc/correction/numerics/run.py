@@ -18,7 +18,7 @@ from flowgrpo_rc.correction.numerics.diagnostics import (
 )
 from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, make_elements
 from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
-from flowgrpo_rc.correction.numerics.moments import Moments, RowFigures, Totals, reduce_blocks, reduce_rows
+from flowgrpo_rc.correction.numerics.moments import FigureMoments, Moments, RowFigures, Totals, merge_blocks
 from flowgrpo_rc.correction.numerics.rejection import (
     add_row_sums,
     judge_elements,
@@ -29,11 +29,10 @@ from flowgrpo_rc.correction.numerics.rejection import (
 from flowgrpo_rc.correction.numerics.weights import (
     add_element_weight_figures,
     batch_divisor,
-    divisor_sums,
     element_weights,
     row_weights,
 )
-from flowgrpo_rc.correction.plan import CorrectionPlan
+from flowgrpo_rc.correction.plan import CorrectionPlan, ImportanceSampling
 
 HOST_BLOCK = 1 << 17
 """Elements of a block in host memory, where its tensors should stay in a core's cache."""
@@ -88,8 +87,8 @@ class Block(NamedTuple):
     weights: Float[Tensor, "T B"] | None
     rejected: Bool[Tensor, "*T B"] | None
     totals: Totals
-    names: RowFigures
-    """Figures, in the order in which they are in the totals."""
+    sum_names: tuple[str, ...]
+    figure_names: list[str]
 
 
 @torch.no_grad()
@@ -116,16 +115,18 @@ def run_plan(
     _check(log_prob, rollout_log_prob, mask, timesteps)
     if plan.calibrated:
         _check_row_bounds(row_bounds, log_prob)
-    grid = (log_prob.shape[0], -1)  # (B,) counts as (B, 1)
-    p = log_prob.detach().reshape(grid)
-    q = rollout_log_prob.detach().reshape(grid)
-    m = None if mask is None else mask.detach().reshape(grid)
+    p, q, m, t = (
+        None if x is None else x.unsqueeze(1) if x.dim() == 1 else x
+        for x in (log_prob, rollout_log_prob, mask, timesteps)
+    )
+    assert p is not None
+    assert q is not None
     dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
     weights = None if plan.importance is None else p.new_empty(p.shape, dtype=dtype)
     kept = p.new_ones(p.shape, dtype=torch.bool) if m is None else m.clone(memory_format=torch.contiguous_format)
-    blocks = []
+    blocks: list[Block] = []
     rows_at_once = max(1, (HOST_BLOCK if p.device.type == "cpu" else DEVICE_BLOCK) // p.shape[1])
-    for start in range(0, len(p), rows_at_once):
+    for start in range(0, p.shape[0], rows_at_once):
         rows = slice(start, start + rows_at_once)
         x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
         block = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows])
@@ -133,23 +134,28 @@ def run_plan(
             weights[rows] = block.weights.t()
         if block.rejected is not None:
             kept[rows].t().masked_fill_(block.rejected, 0)
-        blocks.append(block.totals)
-    total, names = reduce_blocks(blocks), block.names
-    parts = {"sums": total.sums, "minima": total.minima, "maxima": total.maxima}
+        blocks.append(block._replace(weights=None, rejected=None))  # copied: of large batches two would be many
+    block = blocks[-1]  # its names are those of all
+    total = merge_blocks([each.totals for each in blocks])
+    parts = total._asdict()
     if plan.importance is not None and plan.importance.batch_normalize:
-        sums = dict(zip(names.names, total.sums, strict=True))
-        parts["divisor"] = _sum_over_ranks(torch.stack(divisor_sums(plan.importance, sums)), dp_group)
+        parts["divisor"] = _sum_over_ranks(_divisor_sums(plan.importance, block, total), dp_group)
     if plan.calibrated and row_bounds is not None:
-        parts["row_bounds"] = row_bounds.detach()
-    if timesteps is not None:
-        parts["timesteps"] = timestep_table(p, q, m, timesteps.detach().reshape(grid))
+        parts["row_bounds"] = row_bounds
+    if t is not None:
+        parts["timesteps"] = timestep_table(p, q, m, t)
     host = _to_host(parts)
     _check_bound_values(host.get("row_bounds", []))
+    figures = len(block.figure_names)
+    columns = (
+        *(host["figure_sums"][i * figures : (i + 1) * figures] for i in range(4)),
+        host["smallest"],
+        host["largest"],
+    )
     moments = Moments(
         plan,
-        dict(zip(names.names, host["sums"], strict=True)),
-        dict(zip(names.range_names, host["minima"], strict=True)),
-        dict(zip(names.range_names, host["maxima"], strict=True)),
+        dict(zip(block.sum_names, host["element_sums"], strict=True)),
+        dict(zip(block.figure_names, map(FigureMoments, *columns), strict=True)),
         batch_divisor(*host["divisor"]) if "divisor" in host else None,
         gaps_by_timestep(host.get("timesteps", [])),
     )
@@ -165,7 +171,7 @@ def run_plan(
 
 
 def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, " B"] | None) -> Block:
-    """Weights, rejection and figures of some rows: first what elements decide, then their sums, then what rows decide."""
+    """Weights, rejection and figures of some rows: what elements decide, then their sums, then what rows decide."""
     importance, log_veto = plan.importance, plan.log_veto
     of_elements = [c for c in plan.criteria if c.aggregate == "token"]
     of_rows = [c for c in plan.criteria if c.aggregate != "token"]
@@ -181,7 +187,6 @@ def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, 
         veto_elements(log_veto, x, sums)
 
     rows = sums.rows()
-    figures.add(rows.names, rows.table)
     add_off_policy_figures(x, rows, figures)
     if importance is not None and weights is not None:
         add_element_weight_figures(importance, x, rows, weights, figures)
@@ -193,12 +198,12 @@ def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, 
         rejections.append(veto_rows(rows, figures))
     if importance is not None and weights is not None and importance.rejects:
         rejections.append(weights.outside)
-    rejected = reduce(torch.logical_or, rejections) if rejections else None
+    rejected = reduce(torch.bitwise_or, rejections) if rejections else None
     if rejected is not None:
         count = _count_rejected(rejected, x, rows)
-        figures.add(("rejected", "rows_rejected"), torch.stack([count, (count > 0).double()]))
-    totals = reduce_rows(figures, None if x.valid is None else rows.sums["elements"] > 0)
-    return Block(None if weights is None else weights.values, rejected, totals, figures)
+        figures.add(("rejected", "any_rejected"), torch.stack([count, count.clamp(max=1.0)]))
+    totals = figures.totals(rows, masked=x.valid is not None)
+    return Block(None if weights is None else weights.values, rejected, totals, rows.names, figures.names)
 
 
 def _count_rejected(rejected: Bool[Tensor, "*T B"], x: Elements, rows: Rows) -> Float[Tensor, " B"]:
@@ -207,6 +212,15 @@ def _count_rejected(rejected: Bool[Tensor, "*T B"], x: Elements, rows: Rows) -> 
         return rows.sums["elements"] * rejected
     found = rejected if x.valid is None else rejected & x.valid
     return found.sum(0).double()
+
+
+def _divisor_sums(spec: ImportanceSampling, block: Block, total: Totals) -> Float[Tensor, "3"]:
+    """Sums of ``w``, of ``w - 1`` and of 1 for batch normalisation: over elements ("token"), else over rows."""
+    if spec.level == "token":
+        names, sums, count = block.sum_names, total.element_sums, "elements"
+    else:
+        names, sums, count = block.figure_names, total.figure_sums[0], "rows"
+    return torch.stack([sums[names.index(name)] for name in ("is_weight", "is_excess", count)])
 
 
 def _sum_over_ranks(values: Float[Tensor, " sums"], dp_group: Any) -> Float[Tensor, " sums"]:

@@ -35,9 +35,12 @@ def slime_metrics(result: RolloutCorrection | Moments, *, ppo_ratio_mean: float 
     out = {name: ours[source] for name, source in _NAMES.items() if source in ours}
     spec = moments.plan.importance
     if spec is not None:
-        out["mis_mean_is_weight_before_clip"] = moments.sums["is_raw"] / moments.count
+        raw_excess = (
+            moments.sums["excess"] if spec.level == "token" else moments.element_sum("is_ratio") - moments.count
+        )
+        out["mis_mean_is_weight_before_clip"] = 1.0 + raw_excess / moments.count
         for name, side in WEIGHT_MODES[spec.mode].slime_fractions.items():
-            out[name] = moments.sums[f"is_{side}"] / moments.count
+            out[name] = moments.element_sum(f"is_{side}") / moments.count
     if ppo_ratio_mean is not None:
         out["ois"] = ppo_ratio_mean
     return out

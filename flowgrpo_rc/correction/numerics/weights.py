@@ -4,8 +4,7 @@ Every weight is carried twice, as ``w`` and as its excess ``w - 1``: near 1 the 
 near 0 the first. A new ``rollout_is_mode`` is a case of ``bound_weights``, with its entry in ``plan.WEIGHT_MODES``.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,8 +13,6 @@ from torch import Tensor
 from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums
 from flowgrpo_rc.correction.numerics.moments import RowFigures
 from flowgrpo_rc.correction.plan import SAFETY_BOUND, ImportanceSampling
-
-Sum = TypeVar("Sum", float, Tensor)
 
 
 class Weights(NamedTuple):
@@ -62,53 +59,29 @@ def add_element_weight_figures(
     spec: ImportanceSampling, x: Elements, rows: Rows, weights: Weights, figures: RowFigures
 ) -> None:
     """Figures of the rows of ``element_weights``: a row's weight is the mean of its elements'."""
-    mean, raw_excess = rows.means["is_weight"], rows.means["excess"]
-    weight = torch.where(mean < 0.5, mean, 1.0 + rows.means["is_excess"])
-    _add_row_weight(figures, weight, weight - 1.0)
+    mean, raw_excess = rows.mean("is_weight"), rows.mean("excess")
+    weight = torch.where(mean < 0.5, mean, 1.0 + rows.mean("is_excess"))
+    names = ("is_weight", "is_excess", "is_smallest", "is_largest")
+    figures.add(names, torch.stack([weight, weight - 1.0, *x.extremes(weights.values)]))
     low, high = raw_excess < spec.reported_lower - 1.0, raw_excess > spec.upper - 1.0
-    figures.add(("is_row_low", "is_row_high"), torch.stack([low, high]).double())
-    figures.add(("is_raw",), (rows.sums["elements"] + rows.sums["excess"])[None])
-    smallest, largest = x.extremes(weights.values)
-    figures.add_ranges(("is_weight",), smallest[None], largest[None])
+    figures.add(("is_low", "is_high"), torch.stack([low, high]))
 
 
 def row_weights(spec: ImportanceSampling, x: Elements, rows: Rows, figures: RowFigures) -> Weights:
     """``w = exp(sum of l)`` ("sequence") or ``exp(mean of l)`` ("geometric") at each element of a row; adds figures."""
-    of_rows = rows.sums if spec.level == "sequence" else rows.means
+    log_ratio = rows.sums["log_ratio"] if spec.level == "sequence" else rows.mean("log_ratio")
     # decided in the compute dtype, to which the bounds are rounded
-    log_ratio = of_rows["log_ratio"].to(x.log_ratio.dtype).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    log_ratio = log_ratio.to(x.log_ratio.dtype).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     low = log_ratio < spec.log_lower
     high = log_ratio > spec.log_upper
     outside = low | high
     log_ratio = log_ratio.double()
     ratio = log_ratio.exp()
     weight, excess = bound_weights(spec, ratio, torch.expm1(log_ratio), outside)
-    _add_row_weight(figures, weight, excess)
-    flags = torch.stack([low, high]).double()
-    figures.add(("is_row_low", "is_row_high"), flags)
-    count = rows.sums["elements"]
-    figures.add(("is_low", "is_high"), count * flags)
-    figures.add(
-        ("is_raw", "is_weight", "is_weight_squared", "is_excess", "is_excess_squared"),
-        count * torch.stack([ratio, weight, weight.square(), excess, excess.square()]),
-    )
-    figures.add_ranges(("is_weight",), ratio[None])
+    figures.add(("is_weight", "is_excess", "is_ratio"), torch.stack([weight, excess, ratio]))
+    figures.add(("is_low", "is_high"), torch.stack([low, high]))
     values = weight.to(x.log_ratio.dtype).expand_as(x.log_ratio)
     return Weights(x.zero_invalid(values), outside)
-
-
-def _add_row_weight(figures: RowFigures, weight: Float[Tensor, " B"], excess: Float[Tensor, " B"]) -> None:
-    both = torch.stack([weight, excess])
-    figures.add(("is_row_weight", "is_row_excess"), both)
-    figures.add(("is_row_weight_squared", "is_row_excess_squared"), both.square())
-    figures.add_ranges(("is_row_weight", "is_row_excess"), both)
-
-
-def divisor_sums(spec: ImportanceSampling, sums: Mapping[str, Sum]) -> tuple[Sum, Sum, Sum]:
-    """Sums of ``w``, of ``w - 1`` and of 1: over elements ("token"), else over rows."""
-    if spec.level == "token":
-        return sums["is_weight"], sums["is_excess"], sums["elements"]
-    return sums["is_row_weight"], sums["is_row_excess"], sums["rows"]
 
 
 def batch_divisor(weight: float, excess: float, count: float) -> float:
