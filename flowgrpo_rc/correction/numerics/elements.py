@@ -93,10 +93,8 @@ def make_elements(
         log_prob = torch.where(valid, log_prob, zero)
         log_ratio = torch.where(valid, log_ratio, zero)
     clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    # in float64, as k3 is a small difference: at |l| near 1e-4 it has three digits left in float32
-    exact = clamped.double()
-    excess = torch.expm1(exact)
-    return Elements(log_prob, log_ratio, clamped, excess.to(dtype), (excess - exact).to(dtype), valid, ones)
+    excess = torch.expm1(clamped)
+    return Elements(log_prob, log_ratio, clamped, excess, excess - clamped, valid, ones)
 
 
 class Rows(NamedTuple):

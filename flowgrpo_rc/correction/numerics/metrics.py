@@ -157,8 +157,13 @@ def _criterion(c: Criterion, moments: Moments) -> Metrics:
 
 
 def _element_extremes(c: Criterion, moments: Moments) -> tuple[float, float]:
-    if c.statistic != "k1":
-        return moments.figures[f"{c.name}/smallest"].smallest, moments.figures[f"{c.name}/largest"].largest
-    least = max(moments.figures["least_log_ratio"].smallest, -SAFETY_BOUND)
-    largest = min(moments.figures["largest_log_ratio"].largest, SAFETY_BOUND)
-    return -largest, -least
+    """Smallest and largest statistic of an element; k2 and k3 are convex, so theirs is largest at an extreme ``l``."""
+    ends = (moments.figures["least_log_ratio"].smallest, moments.figures["largest_log_ratio"].largest)
+    least, most = (min(max(end, -SAFETY_BOUND), SAFETY_BOUND) for end in ends)
+    if c.statistic == "k1":
+        return -most, -least
+    if c.statistic == "k2":
+        largest = max(least * least, most * most) / 2
+    else:
+        largest = max(math.expm1(least) - least, math.expm1(most) - most)
+    return moments.figures[f"{c.name}/smallest"].smallest, largest

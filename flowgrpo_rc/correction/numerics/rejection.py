@@ -28,8 +28,9 @@ def judge_elements(criterion: Criterion, x: Elements, sums: RowSums, figures: Ro
     sums.add(f"{name}/inside_squared", inside.square())
     sums.add(f"{name}/below", below)
     sums.add(f"{name}/above", above)
-    if criterion.statistic != "k1":  # its extremes are those of the log ratio
-        figures.add((f"{name}/smallest", f"{name}/largest"), torch.stack(x.extremes(statistic)))
+    if criterion.statistic != "k1":  # the other extremes follow from those of the log ratio
+        smallest, _ = x.extremes(statistic)
+        figures.add((f"{name}/smallest",), smallest[None])
     return below | above
 
 
@@ -94,7 +95,7 @@ def _names(criteria: Sequence[Criterion], figure: str) -> list[str]:
 
 def _bounds(
     criteria: Sequence[Criterion], x: Elements, row_bounds: Float[Tensor, " B"] | None
-) -> tuple[Float[Tensor, "criteria #B"], Float[Tensor, "criteria #B"]]:
+) -> tuple[Float[Tensor, " C #B"], Float[Tensor, " C #B"]]:
     """Bounds of the row statistics, rounded to the compute dtype, so that a statistic equal to its bound is inside."""
     if row_bounds is None:
         return _constant_bounds(tuple(c.statistic_bounds for c in criteria), x.log_ratio.dtype, x.log_ratio.device)
@@ -105,7 +106,7 @@ def _bounds(
 @lru_cache(maxsize=64)
 def _constant_bounds(
     bounds: tuple[tuple[float, float], ...], dtype: torch.dtype, device: torch.device
-) -> tuple[Float[Tensor, "criteria 1"], Float[Tensor, "criteria 1"]]:
+) -> tuple[Float[Tensor, " C 1"], Float[Tensor, " C 1"]]:
     """Kept, so that later calls copy nothing to the device."""
     lower, upper = torch.tensor(bounds, dtype=dtype, device=device).unsqueeze(-1).unbind(1)
     return lower, upper
