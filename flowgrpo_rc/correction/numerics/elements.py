@@ -18,6 +18,8 @@ from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
 FAR = 1e38
 """Beyond any value, to keep invalid elements out of minima; its square is finite in float64."""
+NEAR_ONE = 0.03
+"""Size of the log ratio below which k3 comes from its series."""
 SHORT_ROW = 64
 """Length up to which rows are laid out anew, steps first in memory; longer ones stay as they lie."""
 SUMMED_TOGETHER = 1 << 14
@@ -94,7 +96,18 @@ def make_elements(
         log_ratio = torch.where(valid, log_ratio, zero)
     clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     excess = torch.expm1(clamped)
-    return Elements(log_prob, log_ratio, clamped, excess, excess - clamped, valid, ones)
+    return Elements(log_prob, log_ratio, clamped, excess, _k3(clamped, excess), valid, ones)
+
+
+def _k3(log_ratio: Float[Tensor, "T B"], excess: Float[Tensor, "T B"]) -> Float[Tensor, "T B"]:
+    """``r - 1 - l``, given ``r - 1``."""
+    difference = excess - log_ratio
+    if difference.dtype == torch.float64:
+        return difference
+    # At |l| near 1e-5, where log-probs of SDE steps lie, one digit of the difference is left in float32. Its series,
+    # l^2/2 + l^3/6 + l^4/24, costs a tenth of expm1 in float64.
+    series = log_ratio.mul(1 / 24).add_(1 / 6).mul_(log_ratio).add_(1 / 2).mul_(log_ratio).mul_(log_ratio)
+    return torch.where(log_ratio.abs() < NEAR_ONE, series, difference)
 
 
 class Rows(NamedTuple):
