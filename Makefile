@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 VERL   := $(VENV)/verl
 VLLM   := .venv-vllm
 
-.PHONY: demo test lint unit verl kernels vllm browser gpu install clean
+.PHONY: demo test lint unit verl docs kernels vllm browser gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
@@ -32,6 +32,10 @@ $(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
 	rm -rf $(VERL)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VERL) -r tests/integrations/requirements-verl.txt
 	touch $@
+
+# The documentation site in site/; a broken link, anchor or reference is an error. Open it with `mkdocs serve`.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # A selection again with the kernels of a processor without AVX: torch's own, oneDNN's and MKL's.
 kernels: $(STAMP)
@@ -62,7 +66,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "Python 3.10 to 3.13 is needed; choose one with: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[ocr,trackers,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[ocr,trackers,dev,docs]"
 	touch $(STAMP)
 
 clean:

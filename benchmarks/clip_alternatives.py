@@ -31,7 +31,7 @@ class Centred(FlowGRPOTrainer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._gaps: dict[float, deque[float]] = {}
-        rescore = self.probe.rescore
+        rescore = self.rescoring.rescore
 
         def remembering(batch: TensorDict, rows: torch.Tensor, conditioning: Conditioning) -> GapSample:
             sample = rescore(batch, rows, conditioning)
@@ -39,7 +39,7 @@ class Centred(FlowGRPOTrainer):
                 self._gaps.setdefault(timestep, deque(maxlen=MEMORY)).append(gap)
             return sample
 
-        self.probe.rescore = remembering
+        self.rescoring.rescore = remembering
 
     def _score(self, batch: TensorDict, cond: Conditioning) -> int:
         start = super()._score(batch, cond)

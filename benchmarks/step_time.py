@@ -54,7 +54,7 @@ CALIBRATED = (
     "algorithm.rollout_correction.guard=fallback",
 )
 
-_CORRECT = ((actor_module, "correct_diffusion_batch"), (trainer_module, "correct_diffusion_batch"))
+_CORRECT = ((actor_module, "correct_old_policy"), (trainer_module, "correct_old_policy"))
 
 
 class ModelClock:
@@ -189,7 +189,7 @@ def report_calibration(steps: int, overrides: list[str]) -> dict[str, float]:
         config = compose("tiny_qwen_image_ocr", [*CALIBRATED, f"trainer.default_local_dir={folder}/run", *overrides])
         trainer = FlowGRPOTrainer(config)
         clock, run = ModelClock(trainer), trainer.run
-        clock._wrap(trainer.probe, "rescore", "probe_forwards")
+        clock._wrap(trainer.rescoring, "rescore", "probe_forwards")
         for bands, name in ((run.clip_bands, "widths"), (run.rejection_bands, "bounds")):
             clock._wrap(bands, name, "bands")
         clock._wrap(run, "guard", "guard")  # called as run.guard(...)

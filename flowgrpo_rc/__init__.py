@@ -14,13 +14,17 @@ if TYPE_CHECKING:
         apply_bypass_mode_to_diffusion_batch,
         apply_rollout_correction_to_diffusion_batch,
     )
+    from flowgrpo_rc.cli.compose import compose
     from flowgrpo_rc.correction.numerics.compute import (
         compute_rollout_correction,
         compute_rollout_correction_and_rejection_mask,
     )
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
     from flowgrpo_rc.loss.advantages import group_advantages
-    from flowgrpo_rc.loss.diffusion_loss import diffusion_loss
+    from flowgrpo_rc.loss.diffusion import diffusion_loss
+    from flowgrpo_rc.loss.tokens import token_loss
+    from flowgrpo_rc.models.load import load_model
+    from flowgrpo_rc.report.health import check_health
     from flowgrpo_rc.trainer.config import FlowGRPOConfig
     from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
 
@@ -35,10 +39,14 @@ __all__ = [
     "RolloutCorrectionConfig",
     "apply_bypass_mode_to_diffusion_batch",
     "apply_rollout_correction_to_diffusion_batch",
+    "check_health",
+    "compose",
     "compute_rollout_correction",
     "compute_rollout_correction_and_rejection_mask",
     "diffusion_loss",
     "group_advantages",
+    "load_model",
+    "token_loss",
 ]
 
 _HOMES = {
@@ -49,7 +57,11 @@ _HOMES = {
     "FlowGRPOTrainer": "trainer",
     "apply_bypass_mode_to_diffusion_batch": "batch",
     "apply_rollout_correction_to_diffusion_batch": "batch",
-    "diffusion_loss": "loss.diffusion_loss",
-    "group_advantages": "loss.advantages",
+    "check_health": "report",
+    "compose": "cli.compose",
+    "diffusion_loss": "loss",
+    "group_advantages": "loss",
+    "load_model": "models",
+    "token_loss": "loss",
 }
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'correction')}" for name in __all__})

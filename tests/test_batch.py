@@ -6,9 +6,12 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 from flowgrpo_rc.batch import (
-    BATCH_KEYS,
+    Key,
+    MiniBatch,
+    OldPolicy,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
+    correct_old_policy,
 )
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
 
@@ -26,6 +29,8 @@ FORMS = {
     "object around a dict": Proto,
     "object around a TensorDict": lambda data: Proto(TensorDict(data, batch_size=len(data["rollout_log_probs"]))),
 }
+
+KEYS = {value for name, value in vars(Key).items() if not name.startswith("_")}
 
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 
@@ -78,7 +83,7 @@ def test_weights_and_keep(form):
     for key, value in before.items():
         assert torch.equal(inside[key], value)
     assert set(inside.keys()) == {*before, "rollout_is_weights", "rollout_keep"}
-    assert set(inside.keys()) <= set(BATCH_KEYS)
+    assert set(inside.keys()) <= KEYS
 
 
 def test_without_weights_the_keep_mask_is_the_weight():
@@ -205,3 +210,68 @@ def test_an_object_with_keys_of_its_own_is_read_where_its_batch_is():
 def test_what_is_no_batch(wrong):
     with pytest.raises(ValueError, match="is no batch: give a TensorDict, a dict, or an object with .batch"):
         apply_bypass_mode_to_diffusion_batch(wrong)
+
+
+# ---------------------------------------------------------------- the old policy
+
+
+def old_policy(seed=0, means=True):
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(4, 2, generator=generator)
+    return OldPolicy(
+        log_probs=torch.randn(4, 2, generator=generator),
+        weights=weights,
+        keep=weights > 0.5,
+        means=torch.randn(4, 2, 3, generator=generator) if means else None,
+    )
+
+
+@pytest.mark.parametrize("means", [True, False])
+def test_rows_of_the_old_policy_put_together_are_it(means):
+    old = old_policy(means=means)
+    parts = [old.rows(torch.tensor([0])), old.rows(torch.tensor([1, 2, 3]))]
+    assert [len(part) for part in parts] == [1, 3]
+    whole = OldPolicy.concatenate(parts).batch_keys()
+    assert whole.keys() == old.batch_keys().keys() <= KEYS
+    assert ("old_transition_means" in whole) is means
+    for name, values in old.batch_keys().items():
+        assert torch.equal(whole[name], values)
+    shuffled = OldPolicy.concatenate([old, old]).rows(torch.tensor([6, 1]))
+    assert torch.equal(shuffled.log_probs, old.log_probs[[2, 1]])
+    assert torch.equal(shuffled.keep, old.keep[[2, 1]])
+
+
+def test_a_part_of_a_mini_batch_has_its_rows_old_policy():
+    mini = MiniBatch(torch.tensor([8, 9, 4, 5]), old_policy()).part(torch.tensor([2, 0]))
+    assert mini.rows.tolist() == [4, 8]
+    assert torch.equal(mini.old.weights, old_policy().weights[[2, 0]])
+    assert MiniBatch(torch.tensor([8, 9])).part(torch.tensor([1])) == MiniBatch(torch.tensor([9]))
+
+
+def test_the_rollouts_policy_as_the_old_one():
+    data = {**_data(), "rollout_means": torch.ones(3, 2, 4)}
+    old = OldPolicy.of_rollout(data)
+    assert old.log_probs is data["rollout_log_probs"]
+    assert old.means is data["rollout_means"]
+    assert old.weights is old.keep is None
+    assert OldPolicy.of_rollout(_data()).means is None
+
+
+def test_correcting_the_value_is_correcting_the_batch():
+    """The same weights, rejection and metrics; the value that was given stays as it is."""
+    config = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_3.0"}
+    scored = OldPolicy(log_probs=_data()["old_log_probs"], means=torch.ones(3, 2, 4))
+    old, correction = correct_old_policy(scored, {"rollout_log_probs": _data()["rollout_log_probs"]}, config)
+    batch, metrics = apply_rollout_correction_to_diffusion_batch(_data(), config)
+    for name, values in {**batch, "old_transition_means": scored.means}.items():
+        if name != "rollout_log_probs":
+            assert torch.equal(old.batch_keys()[name], values), name
+    assert correction.metrics == metrics
+    assert scored.weights is scored.keep is None
+
+
+def test_an_old_policy_without_the_rollouts_log_probs_says_who_must_record_them():
+    old = OldPolicy(log_probs=torch.zeros(2, 3))
+    for make in (OldPolicy.of_rollout, lambda batch: correct_old_policy(old, batch, {})):
+        with pytest.raises(ValueError, match=r"needs rollout_log_probs .* has \['advantages'\].*engine must record"):
+            make({"advantages": torch.zeros(2)})

@@ -1,18 +1,19 @@
 """The house: which package may import which. An arrow that runs up the floors fails here."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks", "threads"}
+BASE = {"lazy", "paths", "checks", "dtypes", "field_docs", "messages", "threads", "run_folder", "run_lock"}
 
 ALLOWED = {
-    "correction": set(),
-    "sde": set(),
-    "loss": {"correction", "sde"},
+    "correction": BASE,
+    "sde": BASE,
+    "loss": {"correction", "sde", "batch", *BASE},
     "batch": {"correction", "sde"},
     "models": BASE,
     "actor": {"correction", "sde", "loss", "batch", "models", *BASE},
@@ -21,9 +22,9 @@ ALLOWED = {
     "data": {"rewards", *BASE},
     "integrations": {"correction", "sde", "loss", "batch"},
 }
-ALLOWED["gap"] = {*ALLOWED, "trainer", *BASE} - {"integrations"}
+ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
+ALLOWED["report"] = {"correction", "loss", "gap", "rewards", *BASE}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
-ALLOWED["report"] = {"correction", "gap", "rewards", "trainer", *BASE}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
 TORCH_ONLY = {"torch", "numpy", "jaxtyping", "yaml", "typing_extensions"}
@@ -54,11 +55,28 @@ def test_imports_run_down_the_floors(floor):
         assert rooms <= ALLOWED[floor] | own, f"{path.name} imports {sorted(rooms - ALLOWED[floor] - own)}"
 
 
+def test_the_report_takes_limits_and_remedies_alone_from_the_gap():
+    """Those need no torch; what measures does."""
+    for path in files_of("report"):
+        taken = {name for name in imports_of(path) if name.startswith("flowgrpo_rc.gap")}
+        assert taken <= {"flowgrpo_rc.gap.limits", "flowgrpo_rc.gap.remedies"}, f"{path.name} imports {taken}"
+
+
 @pytest.mark.parametrize("floor", ["correction", "sde"])
 def test_first_floor_needs_torch_alone(floor):
     for path in files_of(floor):
         foreign = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"flowgrpo_rc"}
         assert foreign <= TORCH_ONLY, f"{path.name} imports {sorted(foreign - TORCH_ONLY)}"
+
+
+def test_the_report_needs_no_torch():
+    code = (
+        "import pkgutil, sys, flowgrpo_rc.report as room\n"
+        "for module in pkgutil.iter_modules(room.__path__): __import__(f'{room.__name__}.{module.name}')\n"
+        "found = {'torch', 'diffusers', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_nothing_imports_the_integrations():

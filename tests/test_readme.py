@@ -1,8 +1,14 @@
-"""The README's code runs, and the metrics it explains exist."""
+"""The README's code runs, its commands and links exist; no document names a machine."""
 
 import json
 import re
+import shlex
 from pathlib import Path
+
+import yaml
+
+from flowgrpo_rc import __version__
+from flowgrpo_rc.cli.main import _parse
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -17,60 +23,50 @@ def test_the_library_example_runs():
     assert "rollout_corr/logprob_abs_diff_mean" in scope["metrics"]
 
 
-def examples(document):
-    """The Python blocks of a document."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / document).read_text(), re.S)
+def test_its_commands_are_ones_that_the_command_line_takes():
+    lines = [line.partition(" #")[0] for line in README.splitlines() if line.startswith("flowgrpo-rc ")]
+    assert len(lines) == 4
+    for line in lines:
+        assert callable(_parse(shlex.split(line)[1:]).run), line
 
 
-def test_the_micro_batch_example_equals_the_whole_batch():
-    import torch
-
-    from flowgrpo_rc import diffusion_loss
-
-    torch.manual_seed(0)
-    scope: dict = {}
-    exec(examples("training.md")[0], scope)
-    scale = scope["scale"].detach().requires_grad_()
-    loss, metrics = diffusion_loss(scope["config"], {"log_probs": scale * scope["rollout"]}, scope["batch"])
-    loss.backward()
-    assert abs(float(scale.grad)) > 1e-3
-    torch.testing.assert_close(scope["scale"].grad, scale.grad)
-    together = scope["metrics"].compute()
-    assert 0.2 < metrics["actor/kept_fraction"] < 0.9
-    assert 0.1 < metrics["actor/pg_clipfrac"] < 0.9
-    for name in ("actor/kept_fraction", "actor/pg_clipfrac", "actor/ppo_kl"):
-        assert abs(together[name] - metrics[name]) < 1e-6, name
-
-
-def test_the_token_example_runs():
-    scope: dict = {}
-    exec(examples("training.md")[1], scope)
-    gradient = scope["log_probs"].grad
-    assert gradient[scope["mask"]].abs().sum() > 0
-    assert gradient[~scope["mask"]].abs().sum() == 0
-
-
-def test_every_explained_metric_is_logged(finished_run):
-    logged = {name for row in finished_run.rows() for name in row}
-    table = README.split("| metric | meaning |")[1].split("\n\n")[0]
-    names = re.findall(r"`((?:actor|reward|val)/[\w/]+)`", table)
-    assert len(names) > 12
-    assert [n for n in names if n not in logged] == []
-    assert {n.split("/")[1] for n in logged if n.startswith("timing_s/")} >= {"rollout", "update", "step"}
+def test_it_stays_short():
+    assert len(README.splitlines()) <= 120
 
 
 def test_every_named_file_exists():
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert links
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README + (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(links) > 20
     assert [link for link in links if not (ROOT / link).exists()] == []
+    modules = re.findall(r"`(\w+/[\w/]+\.py)`", README)
+    assert len(modules) > 4
+    assert [module for module in modules if not (ROOT / "flowgrpo_rc" / module).exists()] == []
+
+
+def test_the_citation_is_of_this_version():
+    """The fields that version 1.2.0 of the Citation File Format requires, of the software and of each reference."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= set(citation)
+    assert citation["version"] == __version__
+    assert len(citation["references"]) >= 4
+    for work in (citation, *citation["references"]):
+        assert {"type", "title", "authors"} <= set(work)
+        for author in work["authors"]:
+            assert set(author) in ({"name"}, {"family-names", "given-names"}), author
+
+
+def test_the_changelog_has_this_version():
+    headings = re.findall(r"^## \[?([^]\n]+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[:2] == ["Unreleased", __version__]
 
 
 def test_documents_name_no_machine():
     """No document, script or test may hold a path of the machine it was written on."""
     pattern = re.compile(r"(?<![\w.])/(?:work|root|home|farm)/\w|(?<![\w.])/tmp/[a-z]")
     texts = [p for d in ("docs", "examples", "configs", "benchmarks") for p in (ROOT / d).rglob("*") if p.is_file()]
-    for path in [ROOT / "README.md", *texts]:
-        if path.suffix in {".md", ".sh", ".py", ".yaml", ".json"}:
+    for path in [*ROOT.glob("*.md"), ROOT / "CITATION.cff", *texts]:
+        if path.suffix in {".md", ".cff", ".sh", ".py", ".yaml", ".json"}:
             found = pattern.search(path.read_text())
             assert found is None, (path, found)
 

@@ -11,17 +11,19 @@ from flowgrpo_rc.lazy import lazy_names
 if TYPE_CHECKING:
     from flowgrpo_rc.actor.actor import DiffusionActor, NonFiniteUpdateError, UpdateResult
     from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig, OptimizerConfig
+    from flowgrpo_rc.actor.mode import ModeInForce
 
 __all__ = [
     "DiffusionActor",
     "DiffusionActorConfig",
     "DiffusionLossConfig",
+    "ModeInForce",
     "NonFiniteUpdateError",
     "OptimizerConfig",
     "UpdateResult",
 ]
 
-_IN_CONFIG = ("DiffusionActorConfig", "DiffusionLossConfig", "OptimizerConfig")
-__getattr__, __dir__ = lazy_names(
-    __name__, {name: f"{__name__}.{'config' if name in _IN_CONFIG else 'actor'}" for name in __all__}
-)
+_MODULES = dict.fromkeys(__all__, "actor")
+_MODULES |= dict.fromkeys(("DiffusionActorConfig", "DiffusionLossConfig", "OptimizerConfig"), "config")
+_MODULES["ModeInForce"] = "mode"
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _MODULES.items()})

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
-from flowgrpo_rc.batch import correct_diffusion_batch
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
@@ -26,6 +27,10 @@ from flowgrpo_rc.sde import Transition, log_prob, transition
 
 COMPILE_BACKEND = "inductor"
 """What ``torch.compile`` hands the transformer's blocks to."""
+
+_TRANSITION_KEYS = (Key.LATENTS, Key.NEXT_LATENTS, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS)
+_LOSS_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.ADVANTAGES, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS)
+"""What the loss reads of a batch on the device, besides the old policy."""
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -73,15 +78,17 @@ class DiffusionActor:
     ) -> None:
         from diffusers.optimization import get_scheduler
 
-        self._model, self._accelerator = model, accelerator
+        self._model = model
+        self._accelerator = accelerator
         self.config = config
-        """Objective and rollout correction may be replaced between updates; the optimizer's part is read once."""
-        self._sde_type, self._noise_level = sde_type, noise_level
+        """As it was configured; ``update`` is told the mode in force."""
+        self._sde_type = sde_type
+        self._noise_level = noise_level
         self._lr = config.optim.lr
         self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
         self.transformer: Any = model.transformer
         frozen = sum(parameter.numel() for parameter in self.transformer.parameters())
-        attach_lora(self.transformer, model, lora, dtype=getattr(torch, lora.lora_dtype))
+        attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype))
         self.recomputes = lora.checkpoints_gradients(frozen)
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
         if self.recomputes:
@@ -138,6 +145,7 @@ class DiffusionActor:
         optim = self.config.optim
         self.optimizer.load_state_dict(optimizer)
         self.lr_scheduler.load_state_dict(lr_scheduler)
+        # The state of the schedule brings the rates of the run that wrote it; the present configuration's count.
         self.lr_scheduler.base_lrs = [optim.lr] * len(self.optimizer.param_groups)
         for group, scale in zip(self.optimizer.param_groups, self.lr_scheduler.lr_lambdas, strict=True):
             rate = optim.lr * scale(self.lr_scheduler.last_epoch)
@@ -146,14 +154,13 @@ class DiffusionActor:
         self.lr_scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     @torch.no_grad()
-    def score(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
-        """The recorded steps under the present policy, on the host.
+    def score(self, batch: TensorDict, conditioning: Conditioning) -> OldPolicy:
+        """The present policy at the recorded steps, as the old one of the next update, on the host.
 
-        ``old_log_probs`` ``(B, W)``, and for objectives that compare means ``old_transition_means`` ``(B, W, *L)``.
+        It has means where the objective compares them, and is not corrected yet.
         """
-        rows = torch.arange(len(batch)).split(self._score_batch_size)
-        scored = [self._as_old_policy(self._forward(batch[r], conditioning)) for r in rows]
-        return {name: torch.cat([part[name] for part in scored]) for name in self._old_names.values()}
+        parts = torch.arange(len(batch)).split(self._score_batch_size)
+        return OldPolicy.concatenate([self._as_old_policy(self._forward(batch[p], conditioning)) for p in parts])
 
     @torch.no_grad()
     def rescore(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
@@ -170,145 +177,148 @@ class DiffusionActor:
         self,
         batch: TensorDict,
         conditioning: Conditioning,
-        mini_batches: Sequence[Int[Tensor, " M"]],
+        mini_batches: Sequence[MiniBatch],
+        mode: ModeInForce | None = None,
         *,
         gap: MetricAccumulator | None = None,
-        first_is_old: bool = False,
     ) -> UpdateResult:
         """Take ``ppo_epochs`` passes of one optimizer step per mini-batch.
 
         Args:
-            batch: trajectories with ``old_log_probs`` and ``advantages``, this process's share; in decoupled mode
-                also ``rollout_is_weights`` and ``rollout_keep``.
+            batch: trajectories with ``advantages``, this process's share; with calibrated limits also ``clip_widths``
+                and ``rollout_rs_bounds``.
             conditioning: what ``prompt_index`` points into.
-            mini_batches: rows of ``batch`` for each optimizer step.
+            mini_batches: the rows and the old policy of each optimizer step. In decoupled mode the first may come
+                without: before the first optimizer step the present policy is the old one, so that its own forward
+                supplies log-probs, weights and rejection, also for later epochs.
+            mode: by which correction and objective to learn; ``None``: those of the configuration.
             gap: what correction has measured of this batch so far; its metrics are reported with the update's.
-            first_is_old: decoupled mode: the first mini-batch has not been scored. Its own forward, before the first
-                optimizer step, supplies its old policy, weights and rejection, and ``batch`` receives them.
 
         Raises:
             NonFiniteUpdateError: a log-prob, loss or gradient is not finite; weights and optimizer are untouched
                 by the offending step.
+            ValueError: no mini-batches, or a later one without an old policy in decoupled mode.
         """
-        total: LossMetrics | None = None
-        first: dict[str, float] = {}
-        gap, norms = gap or MetricAccumulator(), []
-        for _ in range(self.config.ppo_epochs):
-            for rows in mini_batches:
-                sums, norm = self._optimizer_step(batch, conditioning, rows, gap, old=first_is_old and not first)
-                first = first or sums.compute()
-                total = sums if total is None else total + sums
-                if norm is not None:
-                    norms.append(norm)
-        if total is None:
+        if not mini_batches:
             raise ValueError("update() was given no mini-batches")
-        return UpdateResult(self._metrics(total, first, norms, gap), len(norms))
+        mode = mode or ModeInForce.configured(self.config)
+        if not mode.bypasses and any(mini.old is None for mini in mini_batches[1:]):
+            raise ValueError(
+                "update() was given a mini-batch after the first without an old policy; in decoupled mode score() its "
+                "rows, for an optimizer step comes before it"
+            )
+        update = _Update(batch, conditioning, mode, gap or MetricAccumulator())
+        mini_batches = list(mini_batches)
+        steps: list[_OptimizerStep] = []
+        for _ in range(self.config.ppo_epochs):
+            for number, mini in enumerate(mini_batches):
+                step = self._optimizer_step(update, mini)
+                mini_batches[number] = step.mini
+                steps.append(step)
+        norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
+        return UpdateResult(self._metrics([step.metrics for step in steps], norms, update), len(norms))
 
-    def _optimizer_step(
-        self, batch: TensorDict, conditioning: Conditioning, rows: Tensor, gap: MetricAccumulator, *, old: bool
-    ) -> tuple[LossMetrics, float | None]:
-        """Accumulate one mini-batch, reduce over ranks, divide, clip, step. The norm is ``None`` if it did not."""
+    def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> "_OptimizerStep":
+        """Accumulate one mini-batch, reduce over ranks, divide, clip, step."""
         self.optimizer.zero_grad(set_to_none=True)
-        total: LossMetrics | None = None
-        for micro in rows.split(self.config.ppo_micro_batch_size_per_gpu):
-            metrics = self._backward(batch, conditioning, micro, gap, old=old)
-            total = metrics if total is None else total + metrics
-        assert total is not None
-        total = total.all_reduce()
+        parts = torch.arange(len(mini.rows)).split(self.config.ppo_micro_batch_size_per_gpu)
+        micro = [self._backward(update, mini.part(part)) for part in parts]
+        found = [old for _, old in micro if old is not None]
+        if found:
+            mini = mini._replace(old=OldPolicy.concatenate(found))
+        total = LossMetrics.merge([metrics for metrics, _ in micro]).all_reduce()
         kept, denominator = total.kept_and_denominator()
+        # Not even moments and weight decay may move the weights where nothing is learned.
         if kept == 0:
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
-            return total, None
+            return _OptimizerStep(total, mini, None)
         self._reduce_gradients(denominator)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
-        if not norm < float("inf"):
-            self._refuse(batch, conditioning, rows)
+        if not norm < float("inf"):  # NaN included
+            self._refuse(update, mini)
+        # Read before the schedule moves on: the rate of the step that is taken.
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
         if self.average is not None:
             self.average.step(self._parameters)
-        return total, norm
+        return _OptimizerStep(total, mini, norm)
 
-    def _backward(
-        self,
-        batch: TensorDict,
-        conditioning: Conditioning,
-        rows: Tensor,
-        gap: MetricAccumulator | None,
-        *,
-        old: bool = False,
-    ) -> LossMetrics:
-        data = batch[rows]
-        output = self._forward(data, conditioning)
+    def _backward(self, update: "_Update", micro: MiniBatch) -> tuple[LossMetrics, OldPolicy | None]:
+        """Add one micro-batch's gradients; returns its metrics, and its old policy where that was found here."""
+        data = update.batch[micro.rows]
+        output = self._forward(data, update.conditioning)
         finite = torch.isfinite(output["log_probs"]).all(1)
         if not finite.all():
-            self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
-        if old and gap is not None:
-            data.update(self._as_old_policy(output))
-            gap.add(correct_diffusion_batch(data, self.config.rollout_correction))
-            for name in (*self._old_names.values(), "rollout_is_weights", "rollout_keep"):
-                batch[name][rows] = data[name]
-        sums = diffusion_loss_sums(self.config, output, self._policy_data(data))
+            self._raise_non_finite("log-prob", micro.rows[~finite.cpu()].tolist())
+        mode = update.mode
+        old = micro.old
+        found = None
+        if old is None and mode.bypasses:
+            old = OldPolicy.of_rollout(data)
+        elif old is None:
+            old, correction = correct_old_policy(self._as_old_policy(output), data, mode.rollout_correction)
+            found = old
+            update.gap.add(correction)
+        sums = diffusion_loss_sums(mode, output, self._loss_data(data, old, mode))
         self._accelerator.backward(sums.loss_sum)
-        if gap is not None and sums.correction is not None:
-            gap.add(sums.correction)
-        return sums.metrics
+        if sums.correction is not None:
+            update.gap.add(sums.correction)
+        return sums.metrics, found
 
     def _forward(self, data: TensorDict, conditioning: Conditioning, *, means: bool = False) -> dict[str, Tensor]:
-        """All steps of all images in one forward: log-probs ``(b, W)`` and what the KL loss needs."""
+        """All steps of all images in one forward: log-probs ``(b, W)``, and where they are needed the transitions."""
         device = self._accelerator.device
-        b, w = data["latents"].shape[:2]
-        flat = {
-            name: data[name].flatten(0, 1).to(device)
-            for name in ("latents", "next_latents", "timesteps", "sigmas", "next_sigmas")
-        }
-        cond = conditioning.rows(data["prompt_index"].repeat_interleave(w), device)
-        law = self._law(flat, cond)
-        output = {"log_probs": log_prob(law, flat["next_latents"], sde_type=self._sde_type).view(b, w)}
-        if means or self.config.use_kl_loss or self.config.diffusion_loss.needs_old_means:
-            output["transition_means"] = law.mean.unflatten(0, (b, w))
-            output["transition_stds"] = law.step_std.view(b, w)
+        b, w = data[Key.LATENTS].shape[:2]
+        flat = {name: data[name].flatten(0, 1).to(device) for name in _TRANSITION_KEYS}
+        cond = conditioning.rows(data[Key.PROMPT_INDEX].repeat_interleave(w), device)
+        step = self._transition(flat, cond)
+        output = {"log_probs": log_prob(step, flat[Key.NEXT_LATENTS], sde_type=self._sde_type).view(b, w)}
+        if means or self.config.use_kl_loss or self._compares_means:
+            output["transition_means"] = step.mean.unflatten(0, (b, w))
+            output["transition_stds"] = step.step_std.view(b, w)
+        # A scoring pass has no use for the reference.
         if self.config.use_kl_loss and torch.is_grad_enabled():
             with torch.no_grad(), adapter_disabled(self.transformer):
-                output["ref_transition_means"] = self._law(flat, cond).mean.unflatten(0, (b, w))
+                output["ref_transition_means"] = self._transition(flat, cond).mean.unflatten(0, (b, w))
         return output
 
-    def _policy_data(self, data: TensorDict) -> dict[str, Tensor]:
+    def _loss_data(self, data: TensorDict, old: OldPolicy, mode: ModeInForce) -> dict[str, Tensor]:
         """The keys that the loss reads, on the actor's device; latents stay where they are."""
-        names = ["old_log_probs", "rollout_log_probs", "advantages", "timesteps", "rollout_is_weights", "rollout_keep"]
-        names += ["clip_widths"] if self.config.diffusion_loss.clip_ratio == "auto" else []
-        if self.config.diffusion_loss.needs_old_means:
-            names += ["sigmas", "next_sigmas", "old_transition_means", "rollout_means"]
-        found = {name: data[name].to(self._accelerator.device) for name in names if name in data.keys()}  # noqa: SIM118
-        if self.config.rollout_correction.plan().calibrated:
-            found["rollout_rs_bounds"] = data["rollout_rs_bounds"]  # read on the host
+        read = {name: data[name] for name in _LOSS_KEYS if name in data.keys()} | old.batch_keys()  # noqa: SIM118
+        # Means go to the device only where the objective reads them, under the name that this mode reads.
+        means = read.pop(Key.OLD_TRANSITION_MEANS, None)
+        if self._compares_means and means is not None:
+            read[Key.ROLLOUT_MEANS if mode.bypasses else Key.OLD_TRANSITION_MEANS] = means
+        found = {name: value.to(self._accelerator.device) for name, value in read.items()}
+        if mode.rollout_correction.plan().calibrated:
+            found[Key.ROLLOUT_RS_BOUNDS] = data[Key.ROLLOUT_RS_BOUNDS]  # read on the host
         return found
 
     @property
-    def _old_names(self) -> dict[str, str]:
-        """What the objective needs of the old policy: name in a forward's output -> batch key."""
-        means = {"transition_means": "old_transition_means"} if self.config.diffusion_loss.needs_old_means else {}
-        return {"log_probs": "old_log_probs", **means}
+    def _compares_means(self) -> bool:
+        return self.config.diffusion_loss.objective.needs_old_means
 
-    def _as_old_policy(self, output: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A forward's output as constants under the batch's keys, on the host."""
-        return {key: output[name].detach().cpu() for name, key in self._old_names.items()}
+    def _as_old_policy(self, output: dict[str, Tensor]) -> OldPolicy:
+        """A forward's output as constants on the host."""
+        means = output["transition_means"].detach().cpu() if self._compares_means else None
+        return OldPolicy(log_probs=output["log_probs"].detach().cpu(), means=means)
 
-    def _law(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
+    def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         with self._accelerator.autocast():
-            velocity = self._model.velocity(self.transformer, flat["latents"], flat["timesteps"], cond)
+            velocity = self._model.velocity(self.transformer, flat[Key.LATENTS], flat[Key.TIMESTEPS], cond)
         return transition(
-            flat["latents"],
+            flat[Key.LATENTS],
             velocity,
-            flat["sigmas"],
-            flat["next_sigmas"],
+            flat[Key.SIGMAS],
+            flat[Key.NEXT_SIGMAS],
             noise_level=self._noise_level,
             sde_type=self._sde_type,
         )
 
     def _reduce_gradients(self, denominator: float) -> None:
         """Sum the gradients over ranks in one collective and divide them by the global denominator."""
+        # Every rank must bring the same shapes to the collective, whatever its rows have reached.
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -319,25 +329,22 @@ class DiffusionActor:
         for parameter, part in zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
 
-    def _refuse(self, batch: TensorDict, conditioning: Conditioning, rows: Tensor) -> None:
+    def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
         """The gradient is not finite: find the samples it comes from, one backward each, and raise."""
         bad = []
-        for row in rows.split(1):
+        for place in torch.arange(len(mini.rows)).split(1):
             self.optimizer.zero_grad(set_to_none=True)
-            self._backward(batch, conditioning, row, None)
+            self._backward(update, mini.part(place))
             grads = [p.grad for p in self._parameters if p.grad is not None]
             if not all(bool(torch.isfinite(g).all()) for g in grads):
-                bad += row.tolist()
-        self.optimizer.zero_grad(set_to_none=True)
+                bad += mini.rows[place].tolist()
         self._raise_non_finite("gradient", bad)
 
     def _raise_non_finite(self, what: str, samples: list[int]) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        where = (
-            f"for {len(samples)} samples of the batch (rows {samples[:8]})"
-            if samples
-            else ("in the sum of a mini-batch (no single sample of this process is to blame)")
-        )
+        where = "in the sum of a mini-batch (no single sample of this process is to blame)"
+        if samples:
+            where = f"for {len(samples)} samples of the batch (rows {samples[:8]})"
         raise NonFiniteUpdateError(
             f"non-finite {what} {where}; the optimizer was not stepped. Try a lower "
             "actor_rollout_ref.actor.optim.lr, or float32 for actor_rollout_ref.model.dtype",
@@ -345,9 +352,12 @@ class DiffusionActor:
         )
 
     def _metrics(
-        self, total: LossMetrics, first: dict[str, float], norms: list[float], gap: MetricAccumulator
+        self, mini_steps: Sequence[LossMetrics], norms: Sequence[float], update: "_Update"
     ) -> dict[str, float]:
-        metrics = total.compute()
+        """The update's metrics: means over all mini-steps, and ``..._first`` of the first."""
+        first = mini_steps[0].compute()
+        metrics = LossMetrics.merge(mini_steps).compute()
+        # A rejected element counts as a ratio of 1, which would thin out the share of those that are clipped.
         kept = first["actor/kept_fraction"] or 1.0
         metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"] / kept
         metrics["actor/pg_clipfrac_inert_first"] = first["actor/pg_clipfrac_inert"] / kept
@@ -358,5 +368,27 @@ class DiffusionActor:
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self._lr
-        prefix = "actor/" if self.config.rollout_correction.bypass_mode else ""
-        return metrics | {f"{prefix}{name}": value for name, value in gap.compute().items()}
+        prefix = "actor/" if update.mode.bypasses else ""
+        return metrics | {f"{prefix}{name}": value for name, value in update.gap.compute().items()}
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What all optimizer steps of an update share."""
+
+    batch: TensorDict
+    conditioning: Conditioning
+    mode: ModeInForce
+    gap: MetricAccumulator
+    """Collects what correction measures."""
+
+
+@dataclass(frozen=True)
+class _OptimizerStep:
+    """What became of one mini-batch."""
+
+    metrics: LossMetrics
+    mini: MiniBatch
+    """The mini-batch with its old policy, where the step had to find it."""
+    gradient_norm: float | None
+    """``None`` where rejection kept nothing, and no step was taken."""

@@ -1,4 +1,4 @@
-"""What the actor optimises and how. Importing this loads no torch."""
+"""The configuration of the actor: objective, optimizer and rollout correction. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -8,54 +8,59 @@ from typing import Any
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
+from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.loss.aggregation import AGGREGATIONS
+from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective, Threshold
 
-LOSS_MODES = ("flow_grpo", "dance_grpo", "grpo_guard", "flow_dppo")
-MEAN_MODES = ("grpo_guard", "flow_dppo")
-"""Objectives that compare transition means: the old policy's, or in bypass mode the rollout engine's."""
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
+"""Learning-rate schedules, by their names in ``diffusers.optimization``."""
 _HERE = "actor_rollout_ref.actor"
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class DiffusionLossConfig:
     """The section ``actor.diffusion_loss``."""
 
-    loss_mode: str = "flow_grpo"
-    """``flow_grpo``; ``dance_grpo`` is the same objective for rollouts with ``sde_type=dance_sde``; ``grpo_guard``
-    takes the timestep's bias and scale out of the ratio; ``flow_dppo`` clips by a KL trust region instead."""
+    loss_mode: str = DEFAULT
+    """The objective, one of ``loss.objectives.OBJECTIVES``. ``flow_grpo`` clips the ratio as PPO does; ``dance_grpo``
+    is the same for rollouts with ``sde_type=dance_sde``; ``grpo_guard`` first takes the timestep's bias and scale out
+    of the ratio; ``flow_dppo`` has a KL trust region instead of a clip band."""
 
     clip_ratio: float | str = 1e-4
-    """Half width of the band around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are means over
-    the latent dimensions, so ratios move by 1e-5 to 1e-2; in bypass mode the band must be at least four times as wide
-    as the mean rollout/training gap. ``auto``: see ``auto_clip_min``."""
+    """Half width of the clip band, the range around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are
+    means over the latent dimensions, so ratios move by 1e-5 to 1e-2. In bypass mode the clip band must be at least four
+    times as wide as the mean off-policy gap. With ``auto``, in bypass mode alone, its half width at each timestep is
+    three times the 90 % quantile of the gap that rescoring measures there, within ``auto_clip_min`` and
+    ``auto_clip_max``."""
 
     auto_clip_min: float = 1e-4
-    """``clip_ratio=auto`` (bypass mode): the band at each timestep is three times the 90 % quantile of the gap that the
-    probe measures there, and at least this wide;"""
+    """Least half width of the clip band with ``clip_ratio=auto``."""
 
     auto_clip_max: float = 1e-2
-    """and at most this."""
+    """Largest half width of the clip band with ``clip_ratio=auto``."""
 
     clip_ratio_low: float | None = None
-    """Half width below 1; null takes ``clip_ratio``."""
+    """Half width of the clip band below 1; null takes ``clip_ratio``."""
 
     clip_ratio_high: float | None = None
-    """Half width above 1; null takes ``clip_ratio``."""
+    """Half width of the clip band above 1; null takes ``clip_ratio``."""
 
     clip_ratio_c: float | None = 3.0
-    """Tokens only: at a negative advantage ``A`` the loss is at most ``-A * clip_ratio_c`` (dual clip); null: no such
-    bound."""
+    """The dual clip of tokens: where the advantage ``A`` is negative, the loss is at most ``-A * clip_ratio_c``. Null
+    sets no such bound."""
 
     kl_mask_threshold: float = 1e-5
-    """``flow_dppo``: the KL per latent dimension beyond which an update may not move further away."""
+    """Trust region of ``flow_dppo``: the KL per latent dimension beyond which an update may not move further away."""
 
     adv_clip_max: float = 5.0
-    """Advantages are clamped to ``+-adv_clip_max`` (not those of tokens)."""
+    """Advantages of images are clamped to ``+-adv_clip_max``; those of tokens are not."""
 
     loss_agg_mode: str = "token-mean"
-    """Tokens only: mean over all kept tokens, or over sequences with a kept token of the sum (``seq-mean-token-sum``),
-    the mean (``seq-mean-token-mean``) or the sum over ``loss_scale_factor`` (``seq-mean-token-sum-norm``) of theirs."""
+    """How losses of tokens become one number, one of ``loss.aggregation.AGGREGATIONS``: ``token-mean`` is the mean over
+    all kept tokens; the others are means over the sequences with a kept token, of their tokens' sum
+    (``seq-mean-token-sum``), mean (``seq-mean-token-mean``) or sum divided by ``loss_scale_factor``
+    (``seq-mean-token-sum-norm``)."""
 
     loss_scale_factor: float | None = None
     """Divisor of ``seq-mean-token-sum-norm``; null takes ``T``, the padded length."""
@@ -63,7 +68,7 @@ class DiffusionLossConfig:
     def __post_init__(self) -> None:
         here = f"{_HERE}.diffusion_loss"
         fit_fields(here, self)
-        choice(f"{here}.loss_mode", self.loss_mode, LOSS_MODES)
+        choice(f"{here}.loss_mode", self.loss_mode, tuple(OBJECTIVES))
         if self.clip_ratio != "auto":
             if isinstance(self.clip_ratio, str):
                 raise ValueError(f"{here}.clip_ratio: got {self.clip_ratio!r}; give a number or auto")
@@ -72,7 +77,7 @@ class DiffusionLossConfig:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with clip_ratio_low or clip_ratio_high; give numbers, or only auto"
             )
-        elif self.loss_mode in MEAN_MODES:
+        elif not self.objective.takes_auto:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with loss_mode={self.loss_mode}, whose ratio has another scale; give a "
                 "number"
@@ -85,16 +90,18 @@ class DiffusionLossConfig:
         positive(f"{here}.clip_ratio_low", self.clip_ratio_low, optional=True)
         positive(f"{here}.clip_ratio_high", self.clip_ratio_high, optional=True)
         positive(f"{here}.adv_clip_max", self.adv_clip_max)
-        positive(f"{here}.kl_mask_threshold", self.kl_mask_threshold)
+        thresholds = [one.limit for one in OBJECTIVES.values() if isinstance(one.limit, Threshold)]
+        for threshold in thresholds:
+            positive(f"{here}.{threshold.key}", threshold.value(self))
         if self.clip_ratio_c is not None and not 1 < self.clip_ratio_c < math.inf:
             raise ValueError(f"{here}.clip_ratio_c: got {self.clip_ratio_c!r}; give a number above 1 or null")
-        choice(f"{here}.loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        choice(f"{here}.loss_agg_mode", self.loss_agg_mode, tuple(AGGREGATIONS))
         positive(f"{here}.loss_scale_factor", self.loss_scale_factor, optional=True)
 
     @property
-    def needs_old_means(self) -> bool:
-        """Whether the objective compares transition means."""
-        return self.loss_mode in MEAN_MODES
+    def objective(self) -> Objective:
+        """The record of ``loss_mode``: what the objective needs, what it limits and how."""
+        return OBJECTIVES[self.loss_mode]
 
     @property
     def has_sides(self) -> bool:
@@ -104,9 +111,10 @@ class DiffusionLossConfig:
     @property
     def takes_auto(self) -> bool:
         """Whether the objective and its sides allow ``clip_ratio=auto``."""
-        return not self.needs_old_means and not self.has_sides
+        return self.objective.takes_auto and not self.has_sides
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """The section ``actor.optim``: AdamW on the LoRA weights."""
@@ -115,10 +123,10 @@ class OptimizerConfig:
     """Learning rate."""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay rates of the two moments."""
+    """Decay rates of AdamW's two moments."""
 
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of AdamW's second moment."""
 
     weight_decay: float = 0.0
     """Decoupled weight decay."""
@@ -127,10 +135,10 @@ class OptimizerConfig:
     """Schedule over the run's optimizer steps; one of ``LR_SCHEDULERS``."""
 
     lr_warmup_steps: int = 0
-    """Optimizer steps of linear warm-up (not for ``constant``)."""
+    """Optimizer steps over which the learning rate rises linearly; the schedule ``constant`` has none."""
 
     lr_warmup_steps_ratio: float = 0.0
-    """The same as a share of the run's optimizer steps, rounded down; counts where ``lr_warmup_steps`` is 0."""
+    """The warm-up as a share of the run's optimizer steps, rounded down; it counts where ``lr_warmup_steps`` is 0."""
 
     def __post_init__(self) -> None:
         here = f"{_HERE}.optim"
@@ -158,6 +166,7 @@ class OptimizerConfig:
         return self.lr_warmup_steps or int(self.lr_warmup_steps_ratio * total_steps)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class DiffusionActorConfig:
     """The section ``actor_rollout_ref.actor``."""
@@ -166,14 +175,15 @@ class DiffusionActorConfig:
     """Prompts per optimizer step, over all processes; each brings ``rollout.n`` images."""
 
     ppo_micro_batch_size_per_gpu: int = 16
-    """Images per forward/backward on one process; each brings its whole SDE window."""
+    """Images per forward and backward pass on one process; each brings its whole SDE window."""
 
     ppo_epochs: int = 1
     """Passes over one batch of rollouts."""
 
     score: str = "auto"
-    """Decoupled mode's scoring pass. ``auto`` leaves out what the update's own first forward supplies for nothing:
-    until the first optimizer step of a batch, the current policy is the old one. ``always`` scores everything."""
+    """What decoupled mode scores before the update. ``auto`` leaves out the first mini-batch, whose old policy the
+    update's own first forward supplies: until the first optimizer step of a batch, the present policy is the old one.
+    ``always`` scores everything."""
 
     grad_clip: float = 1.0
     """Largest norm of the gradient of all LoRA weights."""
@@ -187,13 +197,13 @@ class DiffusionActorConfig:
     """Add ``kl_loss_coef`` times the KL to the model with its adapter switched off."""
 
     kl_loss_coef: float = 0.001
-    """Weight of that KL."""
+    """Weight in the loss of the KL to the model with its adapter switched off."""
 
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
-    """Or a mapping of its keys."""
+    """The objective and its limits; a mapping of the section's keys will do."""
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Or a mapping of its keys."""
+    """The optimizer and its learning-rate schedule; a mapping of the section's keys will do."""
 
     rollout_correction: Any = field(default_factory=dict)
     """A ``RolloutCorrectionConfig``, a mapping of its keys, or null (metrics only). In the trainer it is
@@ -211,7 +221,7 @@ class DiffusionActorConfig:
             return  # a reference into a configuration tree; whoever resolves it constructs this class again
         correction: Any = self.rollout_correction
         rc = self.rollout_correction = RolloutCorrectionConfig.from_dict(correction)
-        if rc.bypass_mode and rc.loss_type == "reinforce" and self.diffusion_loss.needs_old_means:
+        if rc.bypass_mode and rc.loss_type == "reinforce" and self.diffusion_loss.objective.needs_old_means:
             raise ValueError(
                 f"{_HERE}.diffusion_loss.loss_mode: got {self.diffusion_loss.loss_mode} with loss_type=reinforce, "
                 "which has no ratio to guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"

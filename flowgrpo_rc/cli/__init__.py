@@ -1,1 +1,1 @@
-"""Command line. Floor 6: parses, builds, calls."""
+"""Command line. The top floor: parses, builds, calls."""

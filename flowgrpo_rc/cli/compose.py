@@ -154,7 +154,8 @@ def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
     for text in overrides:
         try:
             found = parser.parse_override(quote_bands(text))
-            key, value = found.key_or_group.replace("/", "."), found.value()  # a group of files is none here
+            key = found.key_or_group.replace("/", ".")  # a group of files is none here
+            value = found.value()
         except RecursionError:
             refusals.wrong(f"{text[:60]}...: nested too deeply to be a setting")
             continue

@@ -14,10 +14,16 @@ from typing import Any
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED
 
 DEBUG = "FLOWGRPO_RC_DEBUG"
-FAILED, REFUSED = 1, 2
-"""Exit codes: failed while running, refused before training."""
-COMMAND, LOADING, TRAINING = "command", "loading", "training"
-"""What an exception ended: a command that trains nothing, a run before its loop, or the loop."""
+FAILED = 1
+"""Exit code of a command that failed while running."""
+REFUSED = 2
+"""Exit code of a command that was refused before training."""
+COMMAND = "command"
+"""Phase of a command that trains nothing."""
+LOADING = "loading"
+"""Phase of a training run before its loop."""
+TRAINING = "training"
+"""Phase of a training run in its loop."""
 _INTERRUPTED = {
     COMMAND: "",
     LOADING: " before training began; nothing was trained",
@@ -96,9 +102,11 @@ def warnings_in_a_line() -> Iterator[None]:
 
 @contextmanager
 def thread_errors_in_a_line() -> Iterator[None]:
-    """Inside, and when the process ends, an exception that nobody can catch is a line, not a traceback: one that ends
-    a thread (a tracker's writer on a full disk), one that an object raises when it is thrown away, or one of a
-    function that a reward has registered with ``atexit``."""
+    """Inside, and when the process ends, an exception that nobody can catch is a line, not a traceback.
+
+    It is one that ends a thread (a tracker's writer on a full disk), one that an object raises when it is thrown away,
+    or one of a function that a reward has registered with ``atexit``.
+    """
     before = (threading.excepthook, sys.unraisablehook)
     _install_hooks()
     _install_hooks_at_the_end()

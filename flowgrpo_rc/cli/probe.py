@@ -5,9 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.cli.errors import LOADING, TRAINING
+from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
 
-NOT_SAFE, NOT_SHOWN_SAFE = 3, 4
-"""Exit codes of a probe that finds the configuration not safe, or cannot show that it is safe."""
+NOT_SAFE = 3
+"""Exit code of a probe that finds the configuration not safe."""
+NOT_SHOWN_SAFE = 4
+"""Exit code of a probe that cannot show that the configuration is safe."""
+MAX_FACTOR = 8
+"""How many times ``--images`` the probe samples at most, unless it is told."""
 
 
 def add_probe(commands: Any, default_config: str) -> None:
@@ -31,14 +36,10 @@ def add_probe(commands: Any, default_config: str) -> None:
     )
     command.add_argument("--out", type=Path, default=Path("outputs/probe"), help="folder for probe.json and probe.png")
     command.add_argument("overrides", nargs="*", help="Hydra overrides, as for train")
-    command.set_defaults(run=run_probe)
+    command.set_defaults(run=run_command)
 
 
-MAX_FACTOR = 8
-"""Of ``--images``: how many the probe samples at most, unless it is told."""
-
-
-def run_probe(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Measures, writes, prints; returns the exit code."""
     import tempfile
 
@@ -51,18 +52,20 @@ def run_probe(arguments: argparse.Namespace) -> int:
             config.trainer.resume_mode = "disable"
         from flowgrpo_rc.cli.probe_folder import ProbeFolder
         from flowgrpo_rc.gap.intervals import MOST_IMAGES
-        from flowgrpo_rc.gap.probe import check_preflight, run_preflight
+        from flowgrpo_rc.gap.probe import check_image_counts, run_probe
         from flowgrpo_rc.trainer import FlowGRPOTrainer
 
-        images, most = _number("--images", arguments.images), arguments.max_images
-        check_preflight(images, None if most is None else _number("--max-images", most))
-        most = min(MAX_FACTOR * images, MOST_IMAGES) if most is None else int(most)
+        images = _number("--images", arguments.images)
+        most = min(MAX_FACTOR * images, MOST_IMAGES)
+        if arguments.max_images is not None:
+            most = _number("--max-images", arguments.max_images)
+        check_image_counts(images, most)
         out = ProbeFolder(arguments.out)
         arguments.phase = LOADING
         trainer = FlowGRPOTrainer(config)
         arguments.phase = TRAINING
         try:
-            result = run_preflight(trainer, images, most)
+            result = run_probe(trainer.probed_run(), images, most)
         finally:
             trainer.run.engine.close()
     from flowgrpo_rc.gap import verdict
@@ -88,19 +91,20 @@ def _number(option: str, value: Any) -> int:
 
 def report(result: Any) -> str:
     """The table and the verdict, as text."""
-    setting, advice = result.setting, result.advice
+    setting = result.setting
+    advice = result.advice
+    objective = OBJECTIVES[setting["loss_mode"]]
     mode = f"bypass, {setting['loss_type']}" if setting["bypass_mode"] else "decoupled"
-    clip = ""
-    if advice.kl_mask_threshold is not None:
-        clip = f", kl_mask_threshold={advice.kl_mask_threshold:g}"
-    elif advice.clip_ratio is not None:
-        clip = f", clip_ratio={advice.clip_ratio if advice.clip_ratio == 'auto' else format(advice.clip_ratio, 'g')}"
-        clip += " with clip_ratio_low=null clip_ratio_high=null" if setting["clip_sides"] else ""
+    limit = ""
+    if advice.limit_key is not None:
+        limit = f", {advice.limit_key}={advice.limit if advice.limit == 'auto' else format(advice.limit, 'g')}"
+        if setting["clip_sides"] and objective.clips:
+            limit += " with clip_ratio_low=null clip_ratio_high=null"
     quantized = f", {setting['quantization']} weights" if setting["quantization"] else ""
     lines = [
         f"Engine {setting['engine']} in {setting['rollout_dtype']}{quantized}; actor in {setting['actor_dtype']}; "
         f"{setting['sde_type']}, {setting['latent_dimensions']} latent dimensions; {mode}, "
-        f"{_band(setting)}; {setting['images']} images",
+        f"{_limit_words(setting, objective)}; {setting['images']} images",
         "",
         f"{'timestep':>9} {'n':>4} {'mean l':>10} {'mean |l|':>9} {'90 %':>9} {'largest':>9} "
         f"{'nats':>7} {'KL nats':>8} {'clipped':>8} {'interval':>12}",
@@ -114,11 +118,11 @@ def report(result: Any) -> str:
         )
     lines += [
         "",
-        f"l = log pi_actor - log pi_engine, same weights; clipped: {_clipped(setting)} before any learning; interval: "
+        f"l = log pi_actor - log pi_engine, same weights; clipped: {objective.beyond} before any learning; interval: "
         "where that share lies with 95 % confidence, images being independent",
         f"Verdict: {advice.verdict.upper()} ({advice.because})",
         *(f"  - {reason}" for reason in advice.reasons),
-        f"Recommended: {advice.mode} mode{clip}; a band that only outliers leave: "
+        f"Recommended: {advice.mode} mode{limit}; a rejection band that only outliers leave: "
         f"rollout_rs=seq_mean_k1 rollout_rs_threshold={advice.rejection_band}",
     ]
     if result.saved is not None:
@@ -130,15 +134,12 @@ def report(result: Any) -> str:
     return "\n".join(lines)
 
 
-def _band(setting: dict[str, Any]) -> str:
-    band = setting["clip_band"]
-    if len(band) == 1:
-        return f"KL threshold {band[0]:g}"
+def _limit_words(setting: dict[str, Any], objective: Objective) -> str:
+    """The objective's limit with its numbers."""
+    ends = setting["clip_band"]
+    if not objective.clips:
+        return f"{objective.limit.edge} {ends[0]:g}"
+    low, high = ends
     if setting["clip_ratio"] == "auto":
-        return f"clip band auto, 1 +- {band[0]:.2g} to {band[1]:.2g}"
-    return "clip band " + (f"1 +- {band[0]:g}" if band[0] == band[1] else f"1 - {band[0]:g} to 1 + {band[1]:g}")
-
-
-def _clipped(setting: dict[str, Any]) -> str:
-    own = {"grpo_guard": "outside the clip band of grpo_guard's own ratio", "flow_dppo": "beyond the KL threshold"}
-    return own.get(setting["loss_mode"], "outside the clip band")
+        return f"clip band auto, 1 +- {low:.2g} to {high:.2g}"
+    return "clip band " + (f"1 +- {low:g}" if low == high else f"1 - {low:g} to 1 + {high:g}")

@@ -7,7 +7,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-RESULT, PICTURE = "probe.json", "probe.png"
+from flowgrpo_rc.gap.limits import CLIP, LIMITS
+from flowgrpo_rc.loss.objectives import OBJECTIVES
+
+RESULT = "probe.json"
+PICTURE = "probe.png"
 _TIMINGS = ("seconds", "saved")
 """Keys of a result that differ from one call to the next."""
 _COLOURS = {"safe": "#2f855a", "not shown safe": "#b7791f", "not safe": "#c53030"}
@@ -87,16 +91,15 @@ def _without_timings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(result: Any, path: Path) -> None:
-    """The gap against the band, and the share clipped with its interval against the limit, by timestep."""
+    """The gap against the clip band, and the share clipped with its interval against the limit, by timestep."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
     from matplotlib import pyplot as plt
 
-    from flowgrpo_rc.actor.config import MEAN_MODES
-    from flowgrpo_rc.gap.advice import CLIPPED_LIMIT
-
-    steps, band, verdict = result.steps, result.setting["clip_band"], result.advice.verdict
+    steps = result.steps
+    verdict = result.advice.verdict
+    limit = LIMITS[CLIP].not_safe
     names = [f"{step.timestep:.0f}" for step in steps]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for values, label, style in (
@@ -105,9 +108,10 @@ def draw(result: Any, path: Path) -> None:
         ([s.abs_mean for s in steps], "mean", "-"),
     ):
         left.plot(names, [max(value, 1e-9) for value in values], style, marker="o", color="#2b6cb0", label=label)
-    comparable = result.setting["loss_mode"] not in MEAN_MODES  # which hold something else against it
-    for width, style in zip(sorted(set(band)) if comparable else (), ("-", "--"), strict=False):
-        left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:.3g}")
+    if OBJECTIVES[result.setting["loss_mode"]].clips_plain_ratio:
+        # Other objectives hold something else than the log ratio drawn here against their limit.
+        for width, style in zip(sorted(set(result.setting["clip_band"])), ("-", "--"), strict=False):
+            left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:.3g}")
     left.set(yscale="log", xlabel="timestep, from noise to image", ylabel="|log pi_actor - log pi_engine|")
     left.set_title("Gap with equal weights")
     left.legend()
@@ -117,8 +121,8 @@ def draw(result: Any, path: Path) -> None:
     colours = ["#2b6cb0"] * len(steps) + ["#4a5568"]
     shares = [step.clipped for step in shown]
     right.bar([*names, "all"], shares, yerr=[below, above], color=colours, ecolor="#1a202c", capsize=4)
-    if any(one.what.startswith(("outside", "beyond")) for one in result.advice.judged):
-        right.axhline(CLIPPED_LIMIT, color="#c53030", linewidth=1, label=f"limit for all together, {CLIPPED_LIMIT:.0%}")
+    if result.setting["bypass_mode"] and result.setting["loss_type"] == "ppo_clip":  # else that share has no limit
+        right.axhline(limit, color="#c53030", linewidth=1, label=f"limit for all together, {limit:.0%}")
         right.legend()
     right.set(ylim=(0, 1), xlabel="timestep, from noise to image", ylabel="share of samples, 95 % interval")
     right.set_title("Left out before anything is learned")

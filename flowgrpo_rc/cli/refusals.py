@@ -9,13 +9,9 @@ class ConfigError(ValueError):
     """The configuration cannot be composed; the message names every key that is wrong, and the remedy."""
 
 
-DELETE = "delete; they mean nothing here"
-INSTEAD = "write instead"
-CANNOT = "cannot work here"
-UNKNOWN = "unknown"
-WRONG = "wrong value"
-GROUPS = (DELETE, INSTEAD, CANNOT, UNKNOWN, WRONG)
-"""In the order of the message."""
+GROUPS = ("delete; they mean nothing here", "write instead", "cannot work here", "unknown", "wrong value")
+"""What to do about a refusal, in the order of the message."""
+_DELETE, _INSTEAD, _CANNOT, _UNKNOWN, _WRONG = GROUPS
 
 
 @dataclass(frozen=True)
@@ -24,10 +20,9 @@ class _Refusal:
     subject: str
     """What was given: a key, or ``key=value``."""
     reason: str
+    """What stands behind the subject, once for all subjects of the same reason."""
     alone: str
     """The whole message when nothing else is wrong."""
-    follows: str
-    """Stands between subject and reason."""
 
 
 @dataclass
@@ -38,27 +33,24 @@ class Refusals:
 
     def delete(self, key: str, reason: str) -> None:
         """A key without a meaning."""
-        self._add(DELETE, key, reason, f"{key} has no meaning here: {reason}; delete it")
+        self._add(_DELETE, key, f": {reason}", f"{key} has no meaning here: {reason}; delete it")
 
     def instead(self, subject: str, override: str, reason: str) -> None:
         """A key that has another name here; ``override`` is ready to paste."""
-        self._add(
-            INSTEAD, override, f"for {subject}: {reason}", f"{subject}: write {override} instead ({reason})", "  "
-        )
+        alone = f"{subject}: write {override} instead ({reason})"
+        self._add(_INSTEAD, override, f"  for {subject}: {reason}", alone)
 
     def cannot(self, subject: str, reason: str) -> None:
         """A key that asks for something that is not done here."""
-        self._add(CANNOT, subject, reason, f"{subject} cannot work here: {reason}")
+        self._add(_CANNOT, subject, f": {reason}", f"{subject} cannot work here: {reason}")
 
     def unknown(self, key: str, nearest: str) -> None:
         """A key that nobody documents."""
-        self._add(
-            UNKNOWN, key, f"nearest: {nearest}", f"unknown configuration key {key}; nearest: {nearest}", follows="; "
-        )
+        self._add(_UNKNOWN, key, f"; nearest: {nearest}", f"unknown configuration key {key}; nearest: {nearest}")
 
     def wrong(self, message: str) -> None:
         """A message that begins with the key."""
-        self._add(WRONG, message, "", message, follows="")
+        self._add(_WRONG, message, "", message)
 
     def __bool__(self) -> bool:
         return bool(self.found)
@@ -74,8 +66,8 @@ class Refusals:
         if self.found:
             raise ConfigError("\n".join(self._lines()))
 
-    def _add(self, group: str, subject: str, reason: str, alone: str, follows: str = ": ") -> None:
-        refusal = _Refusal(group, subject, reason, alone, follows)
+    def _add(self, group: str, subject: str, reason: str, alone: str) -> None:
+        refusal = _Refusal(group, subject, reason, alone)
         if refusal not in self.found:
             self.found.append(refusal)
 
@@ -85,12 +77,8 @@ class Refusals:
             members = [refusal for refusal in self.found if refusal.group == group]
             if members:
                 lines.append(f"  {group}:")
-            reasons = dict.fromkeys((refusal.reason, refusal.follows) for refusal in members)
-            for reason, follows in reasons:
+            for reason in dict.fromkeys(refusal.reason for refusal in members):
                 same = [refusal.subject for refusal in members if refusal.reason == reason]
-                lines += [f"    {subject}" for subject in same] if not reason else [_joined(same, reason, follows)]
+                # What has no reason is a message of its own.
+                lines += [f"    {', '.join(same)}{reason}"] if reason else [f"    {subject}" for subject in same]
         return lines
-
-
-def _joined(subjects: list[str], reason: str, follows: str) -> str:
-    return f"    {', '.join(subjects)}{follows}{reason}"

@@ -34,10 +34,9 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 def as_text(findings: Any, run: Any) -> str:
     """The verdict, and what is not healthy with what to do."""
-    from flowgrpo_rc.report.history import History
     from flowgrpo_rc.report.setting import headline
 
-    lines = [headline(findings, History(run.rows, run.config)), *run.notes]
+    lines = [headline(findings, run.history), *run.notes]
     for finding in findings:
         if finding.level != "ok":
             lines += [

@@ -9,8 +9,9 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from flowgrpo_rc.checks import show
-from flowgrpo_rc.cli.foreign_keys import find
+from flowgrpo_rc.cli.foreign_keys import has_pattern_of_its_own
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
+from flowgrpo_rc.cli.yaml_files import child_values
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 _CORRECTION_KEYS = "its keys, e.g. {rollout_is: sequence}, or null"
@@ -108,7 +109,7 @@ def _leaves(node: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[
         path = f"{prefix}{key}"
         if path in schema():
             yield from _own_value(path, value, depth)
-        elif isinstance(value, Mapping) and value and not _is_one_value(path):
+        elif isinstance(value, Mapping) and value and (path in sections() or not has_pattern_of_its_own(path)):
             yield from _leaves(value, f"{path}.", depth + 1)
         else:
             yield path, value
@@ -129,15 +130,8 @@ def _own_value(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 def _check_depth(path: str, value: Any, depth: int) -> None:
     if depth > DEEPEST:
         raise ConfigError(f"{path}: nested more than {DEEPEST} levels deep")
-    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for child in children:
+    for child in child_values(value):
         _check_depth(path, child, depth + 1)
-
-
-def _is_one_value(path: str) -> bool:
-    """Whether the table of foreign keys has this very key, so that a mapping is its value."""
-    verdict = None if path in sections() else find(path)
-    return verdict is not None and "**" not in verdict.pattern
 
 
 def _owner(path: str) -> str | None:

@@ -6,27 +6,17 @@ import os
 import re
 import shlex
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo_rc.checks import fit, positive, show
-from flowgrpo_rc.cli.foreign_keys import (
-    DROP,
-    LAUNCHER_KEYS,
-    MAY_DIFFER,
-    OBJECTIVES,
-    OTHER_DEFAULTS,
-    SPELLINGS,
-    Deleted,
-    Ignored,
-    Moved,
-    Refused,
-    Renamed,
-    find,
-)
+from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, find
 from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
+from flowgrpo_rc.cli.spellings import ALGORITHMS, MAY_DIFFER, OTHER_DEFAULTS, SPELLINGS
+from flowgrpo_rc.cli.verdicts import DROP, Deleted, Ignored, Moved, Refused, Renamed
+from flowgrpo_rc.loss.objectives import DEFAULT
 
 _OPTIM = "actor_rollout_ref.actor.optim"
 CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_correction")
@@ -85,19 +75,11 @@ def translate(
         overridden: keys that the command line set. It wins over a file that says the same in another form; two
             settings of the command line, or of a file, that contradict each other are refused.
     """
-    done = Translation()
-    given = dict(leaves)
-    layers = _Layers(overridden)
-    for key in given:
-        if key not in schema():
-            _foreign_key(key, given, leaves, done, refusals, layers)
-    _shared_correction(leaves, refusals, layers)
-    _objective(leaves, done, refusals, layers)
-    for key, (spellings, meaning) in SPELLINGS.items():
-        if key in leaves:
-            _spelling(key, spellings, meaning, leaves, done)
-    _warm_up(leaves, done, defaults)
-    if sum(key not in schema() for key in given) >= WRITTEN_THERE and not refusals:
+    foreign = [key for key in leaves if key not in schema()]
+    translator = _Translator(leaves, refusals, _Layers(overridden), Translation())
+    translator.translate(foreign, defaults)
+    done = translator.done
+    if len(foreign) >= WRITTEN_THERE and not refusals:
         done.other_defaults = [
             f"{key}={_grammar(defaults[key])} (there {value})"
             for key, value in OTHER_DEFAULTS.items()
@@ -124,67 +106,187 @@ class _Layers:
         return any(key == section or key.startswith(f"{section}.") for key in self.overridden)
 
 
-def _foreign_key(
-    key: str,
-    given: Mapping[str, Any],
-    leaves: dict[str, Any],
-    done: Translation,
-    refusals: Refusals,
-    layers: _Layers,
-) -> None:
-    value = leaves.pop(key)
-    setting = override(key, value)
-    if key in LAUNCHER_KEYS:
-        return _launcher(key, value, done, refusals)
-    verdict = find(key)
-    if isinstance(verdict, Renamed):
-        value = verdict.values.get(value, value) if _hashable(value) else value
-        refusals.instead(setting, override(verdict.target_for(key), value), verdict.reason)
-    elif isinstance(verdict, Moved):
-        _move(key, value, verdict, leaves, done, refusals, layers)
-    elif isinstance(verdict, Ignored) or (isinstance(verdict, Refused) and verdict.is_harmless(value, given)):
-        done.ignore(key, verdict.reason)
-    elif isinstance(verdict, Refused):
-        refusals.cannot(setting, verdict.reason)
-    elif isinstance(verdict, Deleted):
-        refusals.delete(key, verdict.reason)
-    else:
-        refusals.unknown(key, nearest(key))
+@dataclass(frozen=True)
+class _Translator:
+    """Changes ``leaves`` in place, and notes what it did and what cannot be."""
 
+    leaves: dict[str, Any]
+    refusals: Refusals
+    layers: _Layers
+    done: Translation
 
-def _move(
-    key: str,
-    value: Any,
-    verdict: Moved,
-    leaves: dict[str, Any],
-    done: Translation,
-    refusals: Refusals,
-    layers: _Layers,
-) -> None:
-    target = verdict.target_for(key)
-    if target not in schema():
-        return refusals.unknown(key, nearest(key))
-    if _hashable(value) and value in verdict.values:
-        here = verdict.values[value]
-    elif verdict.only:
-        names = ", ".join(name for name in verdict.values if isinstance(name, str))
-        return refusals.wrong(f"{key}: got {show(value)}; choose one of {names} (it is {target} here)")
-    else:
+    def translate(self, foreign: Sequence[str], defaults: Mapping[str, Any]) -> None:
+        given = dict(self.leaves)
+        for key in foreign:
+            self._foreign_key(key, given)
+        self._shared_correction()
+        self._algorithm()
+        for key, (spellings, meaning) in SPELLINGS.items():
+            if key in self.leaves:
+                self._spelling(key, spellings, meaning)
+        self._warm_up(defaults)
+
+    def _foreign_key(self, key: str, given: Mapping[str, Any]) -> None:
+        value = self.leaves.pop(key)
+        setting = override(key, value)
+        if key in LAUNCHER_KEYS:
+            return self._launcher(key, value)
+        verdict = find(key)
+        if isinstance(verdict, Renamed):
+            value = verdict.values.get(value, value) if _hashable(value) else value
+            self.refusals.instead(setting, override(verdict.target_for(key), value), verdict.reason)
+        elif isinstance(verdict, Moved):
+            self._move(key, value, verdict)
+        elif isinstance(verdict, Ignored) or (isinstance(verdict, Refused) and verdict.is_harmless(value, given)):
+            self.done.ignore(key, verdict.reason)
+        elif isinstance(verdict, Refused):
+            self.refusals.cannot(setting, verdict.reason)
+        elif isinstance(verdict, Deleted):
+            self.refusals.delete(key, verdict.reason)
+        else:
+            self.refusals.unknown(key, nearest(key))
+        return None
+
+    def _move(self, key: str, value: Any, verdict: Moved) -> None:
+        target = verdict.target_for(key)
         here = value
-    if here is DROP:
-        return done.ignore(key, f"nothing is asked for; see {target}")
-    present = _respelled(target, leaves[target]) if target in leaves else here
-    if present != here and layers.first_wins(target, key):
-        return done.ignore(key, f"{target} on the command line wins over the file")
-    if present != here and not layers.first_wins(key, target):
-        done.gone.append(target)
-        return refusals.wrong(
-            f"{key}: got {show(value)}, but {target} is {show(leaves[target])}, and the two are one setting here; "
-            f"leave {key} out"
+        if target not in schema():
+            return self.refusals.unknown(key, nearest(key))
+        if _hashable(value) and value in verdict.values:
+            here = verdict.values[value]
+        elif verdict.only:
+            names = ", ".join(name for name in verdict.values if isinstance(name, str))
+            return self.refusals.wrong(f"{key}: got {show(value)}; choose one of {names} (it is {target} here)")
+        if here is DROP:
+            return self.done.ignore(key, f"nothing is asked for; see {target}")
+        present = _respelled(target, self.leaves[target]) if target in self.leaves else here
+        if present != here and self.layers.first_wins(target, key):
+            return self.done.ignore(key, f"{target} on the command line wins over the file")
+        if present != here and not self.layers.first_wins(key, target):
+            self.done.gone.append(target)
+            return self.refusals.wrong(
+                f"{key}: got {show(value)}, but {target} is {show(self.leaves[target])}, and the two are one setting "
+                f"here; leave {key} out"
+            )
+        self.leaves[target] = here
+        return self.done.moved.append(f"{key}={_grammar(value)} -> {override(target, here)}")
+
+    def _launcher(self, key: str, value: Any) -> None:
+        """Numbers of processes come from the launcher; what a setting says must agree with it."""
+        try:
+            value = fit(key, int, value)
+            positive(key, value)
+        except ValueError:
+            return self.refusals.wrong(f"{key}: got {show(value)}; give a whole number above 0")
+        per_node = key == LAUNCHER_KEYS[0]
+        flag = f"torchrun --{'nproc_per_node' if per_node else 'nnodes'} {value}"
+        started = _started()
+        if started is None:
+            agrees = "it agrees" if value == 1 else f"start with `{flag}` (or accelerate launch) for {value}"
+            return self.done.ignore(f"{key}={value}", f"no launcher was used, so there is one process; {agrees}")
+        actual = started[0] if per_node else started[1]
+        what = "processes on this machine" if per_node else "machines"
+        if value == actual:
+            return self.done.ignore(f"{key}={value}", f"the launcher started {actual} {what}, so it agrees")
+        return self.refusals.cannot(
+            f"{key}={value}",
+            f"the launcher started {actual} {what}; start with `{flag}` (or accelerate launch), or set {key}={actual}",
         )
-    leaves[target] = here
-    done.moved.append(f"{key}={_grammar(value)} -> {override(target, here)}")
-    return None
+
+    def _algorithm(self) -> None:
+        """verl-omni names an algorithm; here it is made up of an objective and of how windows are placed."""
+        leaves = self.leaves
+        name = leaves.get(_ALGORITHM, DEFAULT)
+        if not _hashable(name) or name not in ALGORITHMS:
+            names = ", ".join(ALGORITHMS)
+            leaves.pop(_ALGORITHM)
+            self.refusals.cannot(override(_ALGORITHM, name), f"this algorithm is not implemented; there are {names}")
+            return
+        if name == DEFAULT:
+            return
+        leaves[_ALGORITHM] = DEFAULT
+        for key, value in ALGORITHMS[name].items():
+            present = leaves.get(key, value)
+            if present != value and self.layers.first_wins(_ALGORITHM, key):
+                present = value
+            elif present != value and key not in MAY_DIFFER and not self.layers.first_wins(key, _ALGORITHM):
+                self.done.gone.append(key)
+                self.refusals.wrong(
+                    f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave "
+                    "one out"
+                )
+            leaves[key] = present
+        made_of = " ".join(f"{key}={show(leaves[key]).strip(chr(39))}" for key in ALGORITHMS[name])
+        self.done.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
+
+    def _shared_correction(self) -> None:
+        """verl-omni's actor has a copy of the correction, key by key the algorithm's; here there is one."""
+        place, copy = CORRECTIONS
+        own = self.leaves.get(place, {})
+        copied = self.leaves.get(copy, {})
+        if copy not in self.leaves or not isinstance(own, Mapping | None) or not isinstance(copied, Mapping | None):
+            return
+        del self.leaves[copy]
+        if own is None or copied is None:
+            self.leaves[place] = self._off_or_on(own, copied)
+            return
+        merged = {**copied, **own}
+        for key, value in copied.items():
+            if merged[key] == value:
+                continue
+            if self.layers.first_wins(f"{copy}.{key}", f"{place}.{key}"):
+                merged[key] = value
+            elif not self.layers.first_wins(f"{place}.{key}", f"{copy}.{key}"):
+                self.refusals.wrong(
+                    f"{copy}.{key}: got {show(value)}, but {place}.{key} is {show(own[key])}, and the two are one "
+                    "setting here; leave the first out"
+                )
+        self.leaves[place] = merged
+
+    def _off_or_on(self, own: Any, copied: Any) -> Any:
+        """The correction where one of its two places is null, which is none at all."""
+        off, on = CORRECTIONS if own is None else reversed(CORRECTIONS)
+        keys = copied if own is None else own
+        if not keys or self.layers.section_wins(off, on):
+            return None
+        if not self.layers.section_wins(on, off):
+            self.refusals.wrong(
+                f"{off}: got null, which is no correction, but {on} is {show(keys)}, and the two are one setting here; "
+                "leave one out"
+            )
+        return keys
+
+    def _spelling(self, key: str, spellings: Mapping[Any, Any], meaning: str) -> None:
+        value = self.leaves[key]
+        if not _hashable(value) or value not in spellings or (type(value) is bool and not _lists_bool(spellings)):
+            return
+        here = spellings[value]
+        if here is DROP:
+            self.leaves.pop(key)
+        else:
+            self.leaves[key] = here
+        if meaning:
+            becomes = "its default" if here is DROP else _grammar(here)
+            self.done.moved.append(f"{key}={_grammar(value)} -> {becomes} ({meaning})")
+
+    def _warm_up(self, defaults: Mapping[str, Any]) -> None:
+        """verl's ``constant`` schedule warms up where it is asked to; here that is ``constant_with_warmup``."""
+        kind = f"{_OPTIM}.lr_scheduler_type"
+        asked = [self.leaves.get(f"{_OPTIM}.{name}", 0) for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")]
+        warms_up = any(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in asked)
+        if warms_up and self.leaves.get(kind, defaults[kind]) == "constant":
+            self.leaves[kind] = "constant_with_warmup"
+            self.done.moved.append(f"{kind}=constant with a warm-up -> {kind}=constant_with_warmup")
+
+
+def _started() -> tuple[int, int] | None:
+    """Processes on this machine and machines, as torchrun and accelerate launch tell; None without them."""
+    world = os.environ.get("WORLD_SIZE", "")
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not world.isdigit() or int(world) < 1:
+        return None
+    per_node = int(local) if local.isdigit() and int(local) > 0 else int(world)
+    return per_node, max(1, int(world) // per_node)
 
 
 def _respelled(key: str, value: Any) -> Any:
@@ -192,128 +294,9 @@ def _respelled(key: str, value: Any) -> Any:
     return spellings.get(value, value) if _hashable(value) else value
 
 
-def _launcher(key: str, value: Any, done: Translation, refusals: Refusals) -> None:
-    """Numbers of processes come from the launcher; what a setting says must agree with it."""
-    try:
-        value = fit(key, int, value)
-        positive(key, value)
-    except ValueError:
-        return refusals.wrong(f"{key}: got {show(value)}; give a whole number above 0")
-    per_node = key == LAUNCHER_KEYS[0]
-    flag = f"torchrun --{'nproc_per_node' if per_node else 'nnodes'} {value}"
-    started = _started()
-    if started is None:
-        agrees = "it agrees" if value == 1 else f"start with `{flag}` (or accelerate launch) for {value}"
-        return done.ignore(f"{key}={value}", f"no launcher was used, so there is one process; {agrees}")
-    actual = started[0] if per_node else started[1]
-    what = "processes on this machine" if per_node else "machines"
-    if value == actual:
-        return done.ignore(f"{key}={value}", f"the launcher started {actual} {what}, so it agrees")
-    return refusals.cannot(
-        f"{key}={value}",
-        f"the launcher started {actual} {what}; start with `{flag}` (or accelerate launch), or set {key}={actual}",
-    )
-
-
-def _started() -> tuple[int, int] | None:
-    """Processes on this machine and machines, as torchrun and accelerate launch tell; None without them."""
-    world, local = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not world.isdigit() or int(world) < 1:
-        return None
-    per_node = int(local) if local.isdigit() and int(local) > 0 else int(world)
-    return per_node, max(1, int(world) // per_node)
-
-
-def _objective(leaves: dict[str, Any], done: Translation, refusals: Refusals, layers: _Layers) -> None:
-    """verl-omni names an algorithm; here it is made up of an objective and of how windows are placed."""
-    name = leaves.get(_ALGORITHM, "flow_grpo")
-    if not _hashable(name) or name not in OBJECTIVES:
-        names = ", ".join(OBJECTIVES)
-        leaves.pop(_ALGORITHM)
-        return refusals.cannot(override(_ALGORITHM, name), f"this algorithm is not implemented; there are {names}")
-    if name == "flow_grpo":
-        return None
-    leaves[_ALGORITHM] = "flow_grpo"
-    for key, value in OBJECTIVES[name].items():
-        present = leaves.get(key, value)
-        if present != value and layers.first_wins(_ALGORITHM, key):
-            present = value
-        elif present != value and key not in MAY_DIFFER and not layers.first_wins(key, _ALGORITHM):
-            done.gone.append(key)
-            refusals.wrong(
-                f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave one out"
-            )
-        leaves[key] = present
-    made_of = " ".join(f"{key}={show(leaves[key]).strip(chr(39))}" for key in OBJECTIVES[name])
-    done.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
-    return None
-
-
-def _shared_correction(leaves: dict[str, Any], refusals: Refusals, layers: _Layers) -> None:
-    """verl-omni's actor has a copy of the correction, key by key the algorithm's; here there is one."""
-    place, copy = CORRECTIONS
-    own, copied = leaves.get(place, {}), leaves.get(copy, {})
-    if copy not in leaves or not isinstance(own, Mapping | None) or not isinstance(copied, Mapping | None):
-        return
-    del leaves[copy]
-    if own is None or copied is None:
-        leaves[place] = _off_or_on(own, copied, refusals, layers)
-        return
-    leaves[place] = {**copied, **own}
-    for key, value in copied.items():
-        if key not in own or own[key] == value:
-            continue
-        if layers.first_wins(f"{copy}.{key}", f"{place}.{key}"):
-            leaves[place][key] = value
-        elif not layers.first_wins(f"{place}.{key}", f"{copy}.{key}"):
-            refusals.wrong(
-                f"{copy}.{key}: got {show(value)}, but {place}.{key} is {show(own[key])}, and the two are one "
-                "setting here; leave the first out"
-            )
-
-
-def _off_or_on(own: Any, copied: Any, refusals: Refusals, layers: _Layers) -> Any:
-    """The correction where one of its two places is null, which is none at all."""
-    place, copy = CORRECTIONS
-    off, on = (place, copy) if own is None else (copy, place)
-    keys = copied if own is None else own
-    if not keys or layers.section_wins(off, on):
-        return None
-    if not layers.section_wins(on, off):
-        refusals.wrong(
-            f"{off}: got null, which is no correction, but {on} is {show(keys)}, and the two are one setting here; "
-            "leave one out"
-        )
-    return keys
-
-
-def _spelling(key: str, spellings: Mapping[Any, Any], meaning: str, leaves: dict[str, Any], done: Translation) -> None:
-    value = leaves[key]
-    if not _hashable(value) or value not in spellings or (type(value) is bool and not _lists_bool(spellings)):
-        return
-    here = spellings[value]
-    if here is DROP:
-        leaves.pop(key)
-    else:
-        leaves[key] = here
-    if meaning:
-        becomes = "its default" if here is DROP else _grammar(here)
-        done.moved.append(f"{key}={_grammar(value)} -> {becomes} ({meaning})")
-
-
 def _lists_bool(spellings: Mapping[Any, Any]) -> bool:
     """``True`` equals 1 and ``False`` 0, so a table of numbers would take them."""
     return any(isinstance(name, bool) for name in spellings)
-
-
-def _warm_up(leaves: dict[str, Any], done: Translation, defaults: Mapping[str, Any]) -> None:
-    """verl's ``constant`` schedule warms up where it is asked to; here that is ``constant_with_warmup``."""
-    kind = f"{_OPTIM}.lr_scheduler_type"
-    asked = [leaves.get(f"{_OPTIM}.{name}", 0) for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")]
-    warms_up = any(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in asked)
-    if warms_up and leaves.get(kind, defaults[kind]) == "constant":
-        leaves[kind] = "constant_with_warmup"
-        done.moved.append(f"{kind}=constant with a warm-up -> {kind}=constant_with_warmup")
 
 
 def _hashable(value: Any) -> bool:

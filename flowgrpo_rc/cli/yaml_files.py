@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,13 @@ def read_yaml(file: Path) -> Mapping[Any, Any]:
     return content
 
 
+def child_values(node: Any) -> Collection[Any]:
+    """What a mapping or a list holds; nothing of any other value."""
+    if isinstance(node, Mapping):
+        return node.values()
+    return node if isinstance(node, list | tuple) else ()
+
+
 def _fits(content: Any) -> bool:
     """Whether it is at most ``LARGEST`` values; what an alias stands for counts as often as it is used."""
     waiting = [content]
@@ -73,7 +80,7 @@ def _fits(content: Any) -> bool:
     while waiting and count <= LARGEST:
         node = waiting.pop()
         count += 1
-        waiting += node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+        waiting += child_values(node)
     return count <= LARGEST
 
 

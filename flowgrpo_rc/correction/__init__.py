@@ -3,8 +3,9 @@
 Names resolve on first use, so that reading a configuration does not import torch.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
     from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator
@@ -40,25 +41,15 @@ __all__ = [
     "slime_metrics",
 ]
 
-_HOME = {
-    "RolloutCorrectionConfig": "options.config",
+_HOMES = {
     "Explanation": "options.explanation",
-    "explain": "options.explanation",
-    "slime_metrics": "numerics.slime",
     "MetricAccumulator": "numerics.accumulator",
     "Moments": "numerics.moments",
+    "RolloutCorrectionConfig": "options.config",
     "SAFETY_BOUND": "plan",
+    "explain": "options.explanation",
+    "slime_metrics": "numerics.slime",
 }
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'numerics.compute')}")
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: f"{__name__}.{_HOMES.get(name, 'numerics.compute')}" for name in __all__}
+)

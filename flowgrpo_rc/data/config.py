@@ -1,4 +1,4 @@
-"""What the `data` section of a configuration may hold. Names follow verl."""
+"""The section ``data`` of a configuration: where prompts come from and how many make a step. Names follow verl."""
 
 from __future__ import annotations
 
@@ -7,35 +7,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo_rc.checks import fit_fields, plain
+from flowgrpo_rc.field_docs import documented_fields
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Where the prompts come from and how many make a step."""
 
     train_files: Any = ""
-    """Training prompts: path of a .txt, .jsonl or .parquet file, or a list of paths."""
+    """Path of the file of training prompts (.txt, .jsonl or .parquet), or a list of paths."""
 
     val_files: Any = ""
-    """Held-out prompts for validation, in the same formats. Empty: no validation."""
+    """Path of the file of held-out prompts for validation, or a list of paths. Without one there is no validation."""
 
     train_batch_size: int = 8
-    """Prompts per step, over all processes; each is sampled `actor_rollout_ref.rollout.n` times."""
+    """Number of prompts per step, over all processes; each is sampled ``actor_rollout_ref.rollout.n`` times."""
 
     train_max_samples: int | None = None
-    """Use at most this many training prompts, the first ones. None: all."""
+    """Largest number of training prompts that are used, the first ones; null for all."""
 
     val_max_samples: int | None = None
-    """Use at most this many validation prompts, the first ones. None: all."""
+    """Largest number of validation prompts that are used, the first ones; null for all."""
 
     prompt_key: str = "prompt"
-    """Column (parquet) or key (jsonl) of the prompt: a string, or chat messages (the user's last counts)."""
+    """Column (parquet) or key (jsonl) that holds the prompt, as a string or as chat messages, of which the user's last
+    counts."""
 
     shuffle: bool = True
-    """Visit the training prompts in a new random order every epoch."""
+    """Whether the training prompts are visited in a new random order every epoch."""
 
     seed: int = 42
-    """Seed of that order."""
+    """Seed of the random order in which the training prompts are visited."""
 
     def __post_init__(self) -> None:
         fit_fields("data", self)
@@ -52,10 +55,10 @@ class DataConfig:
 
 
 def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
-    """`files`, one path or several, as a list; empty when it is None or an empty string or sequence.
+    """``files``, one path or several, as a list; empty when it is None or an empty string or sequence.
 
     Raises:
-        ValueError: `files` is neither a string nor a sequence of strings, or one holds a NUL character.
+        ValueError: ``files`` is neither a string nor a sequence of strings, or one holds a NUL character.
     """
     if files is None:
         return []

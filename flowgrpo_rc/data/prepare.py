@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.data.prompts import PromptRecord, load_prompts
-from flowgrpo_rc.rewards.text import quoted_target
+from flowgrpo_rc.rewards.ocr import quoted_target
 
 SYSTEM_PROMPT = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
@@ -29,7 +29,7 @@ class PreparedFile:
     """Where it is."""
 
     split: str
-    """`train` or `test`."""
+    """``train`` or ``test``."""
 
     num_prompts: int
     """Its number of rows."""
@@ -45,10 +45,10 @@ def prepare_ocr(
 ) -> list[PreparedFile]:
     """Turn flow_grpo's OCR data set into parquet, in the row layout of verl-omni.
 
-    `input_dir` holds `train.txt`, and `test.txt` if there is one: a prompt a line, the text to draw in double
-    quotes. For each, `output_dir` gets `train.parquet` or `test.parquet` with the columns `data_source`,
-    `prompt` and `negative_prompt` (chat messages), `ability`, `reward_model` (`style`, `ground_truth`) and
-    `extra_info` (`split`, `index`). All lines are checked before anything is written.
+    ``input_dir`` holds ``train.txt``, and ``test.txt`` if there is one: a prompt a line, the text to draw in double
+    quotes. For each, ``output_dir`` gets ``train.parquet`` or ``test.parquet`` with the columns ``data_source``,
+    ``prompt`` and ``negative_prompt`` (chat messages), ``ability``, ``reward_model`` (``style``, ``ground_truth``) and
+    ``extra_info`` (``split``, ``index``). All lines are checked before anything is written.
 
     Args:
         input_dir: folder of the text files.
@@ -58,8 +58,8 @@ def prepare_ocr(
         system_prompt: system message of both prompts; None for none.
 
     Raises:
-        ValueError: `train.txt` is missing or empty, or a line has no text in double quotes; names file and
-            line. Or `output_dir` cannot be made.
+        ValueError: ``train.txt`` is missing or empty, or a line has no text in double quotes; names file and
+            line. Or ``output_dir`` cannot be made.
     """
     splits = {
         split: _load_split(Path(input_dir) / f"{split}.txt")
@@ -108,7 +108,7 @@ def _messages(content: str, system_prompt: str | None) -> list[dict[str, str]]:
 
 
 def _write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write beside `path` and rename, so that a reader never sees half a file."""
+    """Write beside ``path`` and rename, so that a reader never sees half a file."""
     import pyarrow
     import pyarrow.parquet
 

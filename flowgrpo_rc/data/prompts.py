@@ -1,18 +1,20 @@
-"""Prompt sets: text, JSON-lines and parquet files read into `PromptRecord`s."""
+"""Prompt sets: text, JSON-lines and parquet files read into ``PromptRecord`` objects.
+
+To add a format, write a reader and add a line to ``READERS``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.data.text import fault_of, is_blank, parse_row, undecodable
+from flowgrpo_rc.data.text import character_fault, is_blank, parse_row, undecodable
 from flowgrpo_rc.paths import LFS_POINTER
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
 NEGATIVE_KEY = "negative_prompt"
 COLUMNS_NAMED = 20
 """How many columns a message lists at most."""
@@ -32,7 +34,7 @@ class PromptRecord:
     """The other columns of the row, for reward functions."""
 
     source: str = ""
-    """Where it stands, for messages: `train.txt:3` is line 3, `train.parquet:3` is row 3, counted from 1."""
+    """Where it stands, for messages: ``train.txt:3`` is line 3, ``train.parquet:3`` is row 3, counted from 1."""
 
 
 def load_prompts(
@@ -42,16 +44,16 @@ def load_prompts(
 ) -> list[PromptRecord]:
     """The prompts of one or several files, in order.
 
-    * `.txt`: a prompt a line.
-    * `.jsonl`: an object a line. `.parquet`: a row a prompt. The prompt, and the optional `negative_prompt`,
-      is a string or a list of chat messages `{"role", "content"}`, of which the user's last counts. The
-      remaining columns become `metadata`.
+    * ``.txt``: a prompt a line.
+    * ``.jsonl``: an object a line. ``.parquet``: a row a prompt. The prompt, and the optional ``negative_prompt``,
+      is a string or a list of chat messages ``{"role", "content"}``, of which the user's last counts. The
+      remaining columns become ``metadata``.
 
     Blank lines are skipped in both text formats.
 
     Args:
         files: one path or several.
-        prompt_key: column or key of the prompt; `.txt` files have none.
+        prompt_key: column or key of the prompt; ``.txt`` files have none.
         max_samples: stop after this many prompts; None for all.
 
     Raises:
@@ -76,23 +78,47 @@ def load_prompts(
 def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:
     if "\0" in str(path):
         raise ValueError(f"{str(path)!r} holds a NUL character, which no path can; check the path of the prompt file")
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"{path}: unknown format {path.suffix!r}; prompt files end in {', '.join(SUFFIXES)}")
+    read = READERS.get(path.suffix.lower())
+    if read is None:
+        raise ValueError(f"{path}: unknown format {path.suffix!r}; prompt files end in {', '.join(READERS)}")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder; give the prompt files in it, one or a list of them")
     # os.path, as pathlib raises for paths that are too long; only a regular file is opened, as a pipe may never end.
     if not os.path.isfile(path):
         raise ValueError(f"{path} does not exist or is not a file; check the path of the prompt file")
-    if suffix == ".parquet":
-        from flowgrpo_rc.data.parquet import parquet_rows
+    return list(read(path, prompt_key))
 
-        rows = parquet_rows(path, lambda columns: _check_columns(path, prompt_key, columns))
-    elif suffix == ".jsonl":
-        rows = _json_rows(path)
-    else:
-        return [_plain_record(line, f"{path}:{number}") for number, line in _lines(path)]
-    return [_record(row, prompt_key, f"{path}:{number}") for number, row in rows]
+
+# ---------------------------------------------------------------------- formats
+
+
+def _text_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
+    for number, line in _lines(path):
+        source = f"{path}:{number}"
+        _check_characters(line, "the prompt", source)
+        yield _record(line, "the prompt", source)
+
+
+def _json_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
+    for number, line in _lines(path):
+        source = f"{path}:{number}"
+        yield _row_record(parse_row(line, source), prompt_key, source)
+
+
+def _parquet_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
+    from flowgrpo_rc.data.parquet import parquet_rows
+
+    # The columns are checked before any row is read, so that a large file is refused at once.
+    for number, row in parquet_rows(path, lambda columns: _check_has(prompt_key, columns, str(path))):
+        yield _row_record(row, prompt_key, f"{path}:{number}")
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[PromptRecord]]] = {
+    ".txt": _text_records,
+    ".jsonl": _json_records,
+    ".parquet": _parquet_records,
+}
+"""Ending of a file's name -> what reads its prompts, given the path and the column that holds the prompt."""
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -102,7 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from error
     if content.startswith(LFS_POINTER):  # three lines, which would be three prompts
-        raise ValueError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull`")
+        raise ValueError(f"{path} is a Git LFS pointer, not the file itself; run ``git lfs pull``")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -115,43 +141,26 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, stripped
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in _lines(path):
-        yield number, parse_row(line, f"{path}:{number}")
-
-
-def _check_columns(path: Path, prompt_key: str, columns: Sequence[str]) -> None:
-    if prompt_key not in columns:
-        raise _missing(str(path), prompt_key, columns)
-
-
-def _plain_record(line: str, source: str) -> PromptRecord:
-    _check_prompt(line, "the prompt", source)
-    return PromptRecord(prompt=line, source=source)
-
-
-def _record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecord:
-    if prompt_key not in row:
-        raise _missing(source, prompt_key, list(row))
-    prompt = _text(row[prompt_key], prompt_key, source)
-    _check_prompt(prompt, repr(prompt_key), source)
+def _row_record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecord:
+    _check_has(prompt_key, list(row), source)
     negative = row.get(NEGATIVE_KEY)
-    return PromptRecord(
-        prompt=prompt,
+    return _record(
+        _text(row[prompt_key], prompt_key, source),
+        repr(prompt_key),
+        source,
         negative_prompt=None if negative is None else _text(negative, NEGATIVE_KEY, source),
         metadata={key: value for key, value in row.items() if key not in (prompt_key, NEGATIVE_KEY)},
-        source=source,
     )
 
 
-def _check_prompt(prompt: str, name: str, source: str) -> None:
-    _check_characters(prompt, name, source)
+def _record(prompt: str, name: str, source: str, **others: Any) -> PromptRecord:
     if is_blank(prompt):
         raise ValueError(f"{source}: {name} is blank; write a prompt or remove the row")
+    return PromptRecord(prompt=prompt, source=source, **others)
 
 
 def _check_characters(text: str, name: str, source: str) -> None:
-    fault = fault_of(text)
+    fault = character_fault(text)
     if fault is not None:
         raise ValueError(f"{source}: {name} holds {fault}; remove it, or save the file again from its source")
 
@@ -165,12 +174,12 @@ def _text(value: Any, key: str, source: str) -> str:
         raise ValueError(
             f"{source}: {key!r} is a {type(value).__name__}; it must be a string or a list of chat messages"
         )
-    messages = [m for m in value if isinstance(m, dict)]
+    messages = [message for message in value if isinstance(message, dict)]
     for message in messages:
         content = message.get("content")
         if isinstance(content, str):
             _check_characters(content, repr(key), source)
-    contents = [m.get("content") for m in messages if m.get("role") == "user"]
+    contents = [message.get("content") for message in messages if message.get("role") == "user"]
     if not contents or not isinstance(contents[-1], str):
         raise ValueError(
             f"{source}: {key!r} is a list without a user's text; its last message of role 'user' must have a "
@@ -179,9 +188,11 @@ def _text(value: Any, key: str, source: str) -> str:
     return contents[-1]
 
 
-def _missing(where: str, prompt_key: str, columns: Sequence[str]) -> ValueError:
+def _check_has(prompt_key: str, columns: Sequence[str], where: str) -> None:
+    if prompt_key in columns:
+        return
     named = ", ".join(columns[:COLUMNS_NAMED]) + (", ..." if len(columns) > COLUMNS_NAMED else "")
-    return ValueError(
+    raise ValueError(
         f"{where} has no column {prompt_key!r}; it has {named or 'none'}. Set data.prompt_key to the one that holds "
         "the prompt"
     )

@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-_FIELDS = {
+_SETTINGS = {
     "num_prompts": "data.train_files and data.train_max_samples",
     "batch_size": "data.train_batch_size",
     "seed": "data.seed",
     "shuffle": "data.shuffle",
 }
-"""What must be as it was for a position to mean anything, and the settings that decide it."""
+"""Attributes that must be as they were for a position to mean anything, and the options that decide them."""
 
 
 class PromptSampler:
     """An endless iterator over batches of prompt indices.
 
-    Every epoch visits the prompts in an order drawn from `(seed, epoch)` alone and yields
-    `num_prompts // batch_size` batches; what is left over is dropped until the next epoch's order. No prompt
-    comes twice in one batch. An order depends on nothing else, so `(epoch, position)` is the whole state.
+    Every epoch visits the prompts in an order drawn from ``(seed, epoch)`` alone and yields
+    ``num_prompts // batch_size`` batches; what is left over is dropped until the next epoch's order. No prompt
+    comes twice in one batch. An order depends on nothing else, so ``(epoch, position)`` is the whole state.
 
     Args:
         num_prompts: size of the data set.
@@ -70,42 +70,39 @@ class PromptSampler:
         batch = self._order[start : start + self.batch_size].copy()
         self._position += 1
         if self._position == self.batches_per_epoch:
-            self._epoch, self._position = self._epoch + 1, 0
+            self._epoch += 1
+            self._position = 0
             self._order = self._permutation(self._epoch)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue, as JSON-compatible values."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "num_prompts": self.num_prompts,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return {"epoch": self._epoch, "position": self._position, **settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue where ``state`` was taken.
 
         Raises:
-            ValueError: `state` comes from a sampler of another data set or other settings; continuing would
+            ValueError: ``state`` comes from a sampler of another data set or other settings; continuing would
                 repeat or skip prompts.
         """
-        own = self.state_dict()
-        for name, field in _FIELDS.items():
-            if state[name] != own[name]:
+        for name, field in _SETTINGS.items():
+            own = getattr(self, name)
+            if state[name] != own:
                 raise ValueError(
-                    f"the saved data position belongs to {name}={state[name]}, this run has {own[name]}; "
+                    f"the saved data position belongs to {name}={state[name]}, this run has {own}; "
                     f"resume with the same {field} or start a new run with trainer.resume_mode=disable"
                 )
-        epoch, position = int(state["epoch"]), int(state["position"])
+        epoch = int(state["epoch"])
+        position = int(state["position"])
         if epoch < 0 or not 0 <= position < self.batches_per_epoch:
             raise ValueError(
                 f"the saved data position, epoch {epoch} and batch {position}, does not exist: an epoch has "
                 f"{self.batches_per_epoch} batches; the checkpoint is damaged"
             )
-        self._epoch, self._position = epoch, position
+        self._epoch = epoch
+        self._position = position
         self._order = self._permutation(epoch)
 
     def _permutation(self, epoch: int) -> np.ndarray:

@@ -25,7 +25,7 @@ def is_blank(text: str) -> bool:
     return all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text)
 
 
-def fault_of(text: str) -> str | None:
+def character_fault(text: str) -> str | None:
     """The first character that no tokenizer or no log takes, in words; None where there is none."""
     # Most texts have none, and this says so quickly.
     if text.isprintable():
@@ -50,8 +50,8 @@ def parse_row(line: str, source: str) -> dict[str, Any]:
     """A line of JSON as an object.
 
     Raises:
-        ValueError: it is not JSON (`NaN` is not), no object, names a key twice, nests too deeply, or holds a number
-            that is too large or a character that no tokenizer takes; names `source`.
+        ValueError: it is not JSON (``NaN`` is not), no object, names a key twice, nests too deeply, or holds a number
+            that is too large or a character that no tokenizer takes; names ``source``.
     """
     try:
         row = json.loads(line, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
@@ -62,29 +62,21 @@ def parse_row(line: str, source: str) -> dict[str, Any]:
         raise ValueError(f"{source} is not JSON ({_brief(error)}); write one object a line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{source} is a JSON {type(row).__name__}; write one object a line")
-    if line.count("[") + line.count("{") > DEEPEST and _depth(row) > DEEPEST:
+    containers = (depth for _, value, depth in _walk(row) if isinstance(value, (dict, list)))
+    # Counting brackets first is quick and spares nearly every row the walk.
+    if line.count("[") + line.count("{") > DEEPEST and max(containers, default=0) >= DEEPEST:
         raise _too_deep(source)
     # Only an escape can bring a lone surrogate into text that was decoded.
-    if "\\ud" in line.lower():
-        for key, text in _texts(row):
-            fault = fault_of(text)
-            if fault is not None and "surrogate" in fault:
-                raise ValueError(f"{source}: {key!r} holds {fault}; write the character itself, or remove it")
+    texts = _walk(row) if "\\ud" in line.lower() else ()
+    for key, text, _ in texts:
+        fault = character_fault(text) if isinstance(text, str) else None
+        if fault is not None and "surrogate" in fault:
+            raise ValueError(f"{source}: {key!r} holds {fault}; write the character itself, or remove it")
     return row
 
 
 def _too_deep(source: str) -> ValueError:
     return ValueError(f"{source} is not usable JSON (it nests too deeply); write one flat object a line")
-
-
-def _depth(row: dict[str, Any]) -> int:
-    deepest, waiting = 0, [(row, 1)]
-    while waiting:
-        node, depth = waiting.pop()
-        deepest = max(deepest, depth)
-        parts = node.values() if isinstance(node, dict) else node
-        waiting += [(part, depth + 1) for part in parts if isinstance(part, (dict, list))]
-    return deepest
 
 
 def _brief(error: ValueError) -> str:
@@ -112,16 +104,16 @@ def _finite(text: str) -> float:
     return value
 
 
-def _texts(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every string in a row with the key of the row that it stands under; without recursion."""
-    waiting: list[tuple[str, Any]] = list(row.items())
+def _walk(row: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """Every key and value in a row: the key of the row that it stands under, itself, how many containers hold it.
+
+    Without recursion, which a row that nests too deeply would exhaust.
+    """
+    waiting: list[tuple[str, Any, int]] = [(key, part, 1) for key, value in row.items() for part in (value, key)]
     while waiting:
-        key, value = waiting.pop()
-        if isinstance(value, str):
-            yield key, value
-        elif isinstance(value, dict):
-            waiting += [(key, part) for part in value.values()]
-            waiting += [(key, name) for name in value]
+        key, value, depth = waiting.pop()
+        yield key, value, depth
+        if isinstance(value, dict):
+            waiting += [(key, part, depth + 1) for part in (*value.values(), *value)]
         elif isinstance(value, list):
-            waiting += [(key, part) for part in value]
-    yield from ((key, key) for key in row)
+            waiting += [(key, part, depth + 1) for part in value]

@@ -1,62 +1,71 @@
-"""What the configured objective would leave out of a batch for the gap alone, before anything is learned."""
+"""What the configured objective and correction would leave out for the gap alone, before anything is learned."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowgrpo_rc.actor.config import DiffusionLossConfig
-from flowgrpo_rc.loss.diffusion_loss import clip_band
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.correction import compute_rollout_correction
+from flowgrpo_rc.gap.units import GapSample
 
 
 @dataclass(frozen=True)
-class Clipping:
-    """Of every step: what the objective holds against its limit, and whether that lies beyond it."""
+class SampledSteps:
+    """The gap of every step, and what becomes of the step with the engine as the old policy, as in bypass mode."""
 
+    gap: Float[Tensor, "..."]
+    """``l = log pi_actor - log pi_engine``, mean-pooled."""
+    nats: Float[Tensor, "..."]
+    """The log ratio of the whole step, in nats."""
+    kl_nats: Float[Tensor, "..."]
+    """KL of the step's Gaussian, engine to actor, in nats."""
     size: Float[Tensor, "..."]
-    """``|log ratio|`` as the objective clips it, or for ``flow_dppo`` the KL per latent dimension."""
-    outside: Bool[Tensor, "..."]
+    """What the objective holds against its limit, without its sign; ``|gap|`` in the usual case."""
+    beyond: Bool[Tensor, "..."]
+    """Which steps exceed the objective's limit."""
+    keep: Bool[Tensor, "..."]
+    """Which steps rejection keeps."""
+    zeroed: Bool[Tensor, "..."]
+    """Which steps have an importance weight of 0 in the loss."""
+    image: Int[Tensor, "..."]
+    """The number of the image that each step belongs to."""
 
-    def part(self, chosen: Tensor) -> "Clipping":
+    def part(self, chosen: Tensor) -> "SampledSteps":
         """The steps where ``chosen`` is true, flat."""
-        return Clipping(self.size[chosen], self.outside[chosen])
+        return SampledSteps(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
 
-def clipping(
-    loss: DiffusionLossConfig,
-    gap: Float[Tensor, "B W"],
-    kl: Float[Tensor, "B W"],
-    stds: Float[Tensor, "B W"],
-    widths: Float[Tensor, "B W"] | None = None,
-) -> Clipping:
-    """With the engine as the old policy, as in bypass mode.
+def what_is_left_out(
+    mode: ModeInForce,
+    sample: GapSample,
+    clip_widths: Float[Tensor, "n W"] | None = None,
+    rejection_bounds: Float[Tensor, " n"] | None = None,
+) -> SampledSteps:
+    """Every sampled step, held against the objective's limit and given to the correction.
 
     Args:
-        loss: the objective and its limits.
-        gap: ``log pi_actor - log pi_engine``, mean-pooled.
-        kl: of the two policies' steps, in closed form, per latent dimension.
-        stds: standard deviation of each step; ``grpo_guard`` scales its ratio with it (arXiv 2510.22319).
-        widths: half widths of the band for ``clip_ratio=auto``.
+        mode: the objective with its limit, and the correction.
+        sample: with the divergence in closed form.
+        clip_widths: half widths of the clip band for ``clip_ratio=auto``.
+        rejection_bounds: of each image for ``rollout_rs_threshold=auto``.
     """
-    if loss.loss_mode == "flow_dppo":  # beyond the threshold it leaves out what moves further away: one half
-        return Clipping(kl, kl >= loss.kl_mask_threshold)
-    log_ratio = (gap + kl) * stds.to(gap) if loss.loss_mode == "grpo_guard" else gap
-    return Clipping(log_ratio.abs(), outside(log_ratio, loss, widths))
-
-
-def outside(
-    log_ratio: Float[Tensor, "..."], loss: DiffusionLossConfig, widths: Float[Tensor, "..."] | None
-) -> Bool[Tensor, "..."]:
-    """Which ratios lie outside the configured clip band."""
-    (low, high), ratio = clip_band(loss, widths), log_ratio.exp()
-    return (ratio < 1 - low) | (ratio > 1 + high)
-
-
-def limit_words(loss: DiffusionLossConfig) -> str:
-    """The objective's limit as the configuration writes it."""
-    if loss.loss_mode == "flow_dppo":
-        return f"kl_mask_threshold={loss.kl_mask_threshold:g}"
-    if loss.clip_ratio == "auto":
-        return f"clip_ratio=auto ({loss.auto_clip_min:g} to {loss.auto_clip_max:g})"
-    low, high = clip_band(loss)
-    return f"clip_ratio={low:g}" if low == high else f"clip_ratio_low={low:g} and clip_ratio_high={high:g}"
+    assert sample.kl is not None
+    gap = sample.engine
+    correction = mode.rollout_correction
+    measured = mode.objective.measure(gap, sample.kl / sample.dimensions, sample.stds)
+    weights, keep, _ = compute_rollout_correction(
+        gap, torch.zeros_like(gap), config=correction, rs_bounds=rejection_bounds
+    )
+    weights_act = weights is not None and correction.weights_act
+    return SampledSteps(
+        gap=gap,
+        nats=gap * sample.to_nats,
+        kl_nats=sample.kl,
+        size=measured.abs(),
+        beyond=mode.objective.limit.exceeded(measured, mode.diffusion_loss, clip_widths),
+        keep=keep,
+        zeroed=weights == 0 if weights_act else torch.zeros_like(keep),
+        image=torch.arange(len(gap))[:, None].expand(gap.shape),
+    )

@@ -1,185 +1,189 @@
 """The guard: watches every update, and moves a run that its gap is wrecking from bypass to decoupled mode.
 
-In bypass mode the clip is centred at the engine's log-probs. Where the gap empties the band, what is left of a batch is
-chosen by the engine's error, and the run may unlearn. The first mini-step shows it before anything is lost: its ratios
-hold the gap alone (and, with a stale adapter, the policy's movement since).
+In bypass mode the clip is centred at the engine's log-probs. Where the gap empties the clip band, what is left of a
+batch is chosen by the engine's error, and the run may unlearn. The first mini-step shows it before anything is lost:
+its ratios hold the gap alone (and, with a stale adapter, the policy's movement since).
+
+Its limits are those of ``limits``, what to do about a figure beyond one is ``remedies``'.
 """
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import PartialState
 
-from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
-from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED
+from flowgrpo_rc.gap.remedies import RunSetup, remedy
 
-CLIP, REJECTED, ZEROED, GAP = "clip", "rejected", "zeroed", "engine_gap"
-ENGINE_GAP = "rollout_sync/engine_gap_per_dimension"
 ZERO_WEIGHTS = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
 """Share of importance weights set to 0."""
 
-_DIAGNOSIS = {
-    CLIP: "{value:.0%} of the samples lay outside {band} before anything was learned (limit {limit:.0%}), so the "
-    "engine's error has a say in what is learned. {remedy}, or set rollout_correction.bypass_mode=false",
-    REJECTED: "{value:.0%} of the samples were rejected (limit {limit:.0%}). {remedy}, or bring the engine's precision "
-    "closer to the actor's",
-    ZEROED: "{value:.0%} of the importance weights were 0 (limit {limit:.0%}). Widen rollout_is_threshold, or bring "
-    "the engine's precision closer to the actor's",
-    GAP: "engine and actor differ by {value:.2g} in mean |log ratio| per latent dimension with equal weights (limit "
-    "{limit:g}), so the engine computes something else. Compare dtype, quantization, attention kernels and schedule",
-}
+
+@dataclass(frozen=True)
+class Reading:
+    """A figure as an update's metrics give it, with the limit above which it counts towards an alarm."""
+
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class GuardOutcome:
+    """What follows from an update."""
+
+    mode: ModeInForce
+    """The mode for the next update."""
+    metrics: dict[str, float]
+    """``guard/...``; empty when the guard is off."""
 
 
 class Guard:
     """Called once an update with its metrics; says, and with ``guard=fallback`` does, what follows.
 
+    It changes nothing but its own counts: the mode that follows is returned, and the trainer puts it in force.
+
     Args:
-        config: limits and what to do, in ``algorithm.rollout_correction.guard...``.
-        actor: whose objective it replaces; its ``config`` is the configuration in force.
+        configured: the mode of the configuration; ``guard...`` of its correction are limits and what to do.
     """
 
-    def __init__(self, config: FlowGRPOConfig, actor: DiffusionActor) -> None:
-        self._actor, self._configured = actor, config.actor_rollout_ref.actor
-        self._rc = config.rollout_correction
-        self._over = dict.fromkeys(_DIAGNOSIS, 0)
-        self._said: set[str] = set()
+    def __init__(self, configured: ModeInForce) -> None:
+        self._configured = configured
+        self._correction = configured.rollout_correction
+        self._over_limit = dict.fromkeys(LIMITS, 0)
+        self._warned_of: set[str] = set()
         self._causes: set[str] = set()
-        self._safe = self._returns = 0
+        self._safe_updates = 0
+        self._returns = 0
+        self.fallen_back = False
+        """Whether the run is configured for bypass mode and in decoupled mode now."""
         self.say: Callable[[str], None] = lambda _text: None
         """Where a change of mode is told."""
 
     @property
-    def fallen_back(self) -> bool:
-        """Whether the run is configured for bypass mode and in decoupled mode now."""
-        return self._rc.bypass_mode and not self._actor.config.rollout_correction.bypass_mode
+    def mode(self) -> ModeInForce:
+        """The mode that the next update is to be in."""
+        return self._configured.decoupled() if self.fallen_back else self._configured
 
-    def __call__(self, metrics: dict[str, float], step: int) -> dict[str, float]:
-        """Takes an update's metrics, the same on every process; returns ``guard/...``; empty when off.
+    def __call__(self, metrics: dict[str, float], step: int) -> GuardOutcome:
+        """Takes an update's metrics, the same on every process.
 
-        ``guard/alarms`` counts the figures in alarm; ``guard/alarm_<figure>`` is 1 for each of them, and after a
-        fallback for what caused it; ``guard/fallback`` is 1 in decoupled mode by its doing.
+        The metrics returned: ``guard/alarms`` counts the figures in alarm; ``guard/alarm_<figure>`` is 1 for each of
+        them, and after a fallback for what caused it; ``guard/fallback`` is 1 in decoupled mode by its doing.
         """
-        if self._rc.guard == "off":
-            return {}
-        signals = self._signals(metrics)
-        for name, (value, limit) in signals.items():
-            self._over[name] = self._over[name] + 1 if value > limit else 0
-        alarms = [name for name in signals if self._over[name] >= self._rc.guard_patience]
-        if self._may_fall_back and alarms:
-            self._fall_back({name: signals[name] for name in alarms}, step)
-        elif new := [name for name in alarms if name not in self._said]:
-            self._said |= set(new)
+        if self._correction.guard == "off":
+            return GuardOutcome(self.mode, {})
+        readings = self._readings(metrics)
+        # A single batch may be unlucky; only updates in a row make an alarm.
+        for figure, reading in readings.items():
+            self._over_limit[figure] = self._over_limit[figure] + 1 if reading.value > reading.limit else 0
+        alarms = [figure for figure in readings if self._over_limit[figure] >= self._correction.guard_patience]
+        may_fall_back = self._correction.guard == "fallback" and self.mode.bypasses
+        if may_fall_back and alarms:
+            self._fall_back({figure: readings[figure] for figure in alarms}, step)
+        # Said once a run: the metrics go on counting, and a log full of one warning hides the others.
+        elif new := [figure for figure in alarms if figure not in self._warned_of]:
+            self._warned_of |= set(new)
             if PartialState().is_main_process:
-                warnings.warn(f"guard: {self._text({name: signals[name] for name in new}, step)}", stacklevel=3)
+                text = self._diagnosis({figure: readings[figure] for figure in new}, step)
+                warnings.warn(f"guard: {text}", stacklevel=3)
         elif self.fallen_back:
-            self._consider_return(metrics, signals, step)
+            self._consider_return(metrics, readings, step)
         causes = {*alarms, *(self._causes if self.fallen_back else ())}
-        return {
+        found = {
             "guard/alarms": float(len(alarms)),
-            **{f"guard/alarm_{name}": float(name in causes) for name in _DIAGNOSIS},
+            **{f"guard/alarm_{figure}": float(figure in causes) for figure in LIMITS},
             "guard/fallback": float(self.fallen_back),
         }
+        return GuardOutcome(self.mode, found)
 
-    @property
-    def _may_fall_back(self) -> bool:
-        return self._rc.guard == "fallback" and self._actor.config.rollout_correction.bypass_mode
+    def _readings(self, metrics: dict[str, float]) -> dict[str, Reading]:
+        """The figures that there are to watch in the present mode."""
+        found: dict[str, float] = {}
+        if self.mode.has_limit:
+            limit = self.mode.objective.limit
+            found[CLIP] = limit.share_beyond(metrics[limit.share_metric])
+        found[REJECTED] = 1 - metrics["actor/kept_fraction"]
+        if self.mode.rollout_correction.weights_act:
+            found[ZEROED] = max(metrics.get(name, 0.0) for name in ZERO_WEIGHTS)
+        engine_gap = metrics.get("rollout_sync/engine_gap_per_dimension")
+        if engine_gap is not None:
+            found[ENGINE_GAP] = engine_gap
+        return {figure: Reading(value, LIMITS[figure].alarm(self._correction)) for figure, value in found.items()}
 
-    def _signals(self, metrics: dict[str, float]) -> dict[str, tuple[float, float]]:
-        """Value and limit of what there is to watch; ``reinforce`` does not clip.
+    def _diagnosis(self, causes: dict[str, Reading], step: int) -> str:
+        setup = RunSetup.of(self._configured)
+        if self.fallen_back:
+            setup = replace(setup, limits_the_gap=False, fallen_back=True)
+        parts = [f"{self._in_words(figure, reading)}. {remedy(figure, setup)}" for figure, reading in causes.items()]
+        return f"step {step}: for {self._correction.guard_patience} updates in a row, {'; '.join(parts)}"
 
-        ``flow_dppo`` leaves out one half of what lies beyond its threshold: what would move further away.
-        """
-        rc, config, found = self._rc, self._actor.config, {}
-        if config.rollout_correction.loss_type == "ppo_clip":
-            outside = 2 * metrics["actor/pg_clipfrac_inert_first"] if self._dppo else metrics["actor/pg_clipfrac_first"]
-            found[CLIP] = (min(outside, 1.0), float(rc.guard_clip_fraction))
-        found[REJECTED] = (1 - metrics["actor/kept_fraction"], float(rc.guard_rejected_fraction))
-        if config.rollout_correction.weights_act:
-            zeroed = max(metrics.get(name, 0.0) for name in ZERO_WEIGHTS)
-            found[ZEROED] = (zeroed, float(rc.guard_rejected_fraction))
-        if ENGINE_GAP in metrics:
-            found[GAP] = (metrics[ENGINE_GAP], float(rc.guard_engine_gap))
-        return found
+    def _in_words(self, figure: str, reading: Reading) -> str:
+        share = f"{reading.value:.0%}"
+        limit = f"(limit {reading.limit:.0%})"
+        return {
+            CLIP: f"{share} of the samples lay outside the {self._configured.objective.limit.name} before anything was "
+            f"learned {limit}, so the engine's error has a say in what is learned",
+            REJECTED: f"{share} of the samples were rejected {limit}",
+            ZEROED: f"{share} of the importance weights were 0 {limit}",
+            ENGINE_GAP: f"engine and actor differ by {reading.value:.2g} in mean |log ratio| per latent dimension with "
+            f"equal weights (limit {reading.limit:g}), so the engine computes something else",
+        }[figure]
 
-    def _text(self, causes: dict[str, tuple[float, float]], step: int) -> str:
-        remedies = {CLIP: self._clip_remedy(), REJECTED: self._rejection_remedy()}
-        band = "the trust region" if self._dppo else "the clip band"
-        parts = (
-            _DIAGNOSIS[name].format(value=value, limit=limit, remedy=remedies.get(name), band=band)
-            for name, (value, limit) in causes.items()
-        )
-        return f"step {step}: for {self._rc.guard_patience} updates in a row, {'; '.join(parts)}"
+    def _fall_back(self, causes: dict[str, Reading], step: int) -> None:
+        diagnosis = self._diagnosis(causes, step)  # of the mode that it was found in
+        self._start_counting(fallen_back=True)
+        self._causes = set(causes)
+        self.say(f"guard: {diagnosis}. Falling back to decoupled mode")
 
-    @property
-    def _dppo(self) -> bool:
-        return self._configured.diffusion_loss.loss_mode == "flow_dppo"
-
-    def _clip_remedy(self) -> str:
-        loss = self._configured.diffusion_loss
-        if self._dppo:
-            return "Raise diffusion_loss.kl_mask_threshold beyond the gap's KL"
-        if loss.clip_ratio == "auto":
-            return "Raise diffusion_loss.auto_clip_max"
-        if loss.has_sides:
-            return "Widen diffusion_loss.clip_ratio_low and clip_ratio_high beyond the gap"
-        calibrates = self._rc.bypass_mode and loss.takes_auto
-        return "Widen diffusion_loss.clip_ratio beyond the gap" + (" or set it to auto" if calibrates else "")
-
-    def _rejection_remedy(self) -> str:
-        knob, option = self._rc.rejection_knob, str(self._rc.rollout_rs)
-        calibrates = knob == "rollout_rs_threshold" and option.startswith("seq_") and "," not in option
-        return f"{'Raise' if knob.endswith('max') else 'Widen'} {knob}{' or set it to auto' if calibrates else ''}"
-
-    def _fall_back(self, causes: dict[str, tuple[float, float]], step: int) -> None:
-        self._actor.config = decoupled(self._configured)
-        self._over, self._safe, self._causes = dict.fromkeys(self._over, 0), 0, set(causes)
-        self.say(f"guard: {self._text(causes, step)}. Falling back to decoupled mode")
-
-    def _consider_return(self, metrics: dict[str, float], signals: dict[str, tuple[float, float]], step: int) -> None:
+    def _consider_return(self, metrics: dict[str, float], readings: dict[str, Reading], step: int) -> None:
         """Back to bypass mode when all has been at most half of its limit for long enough.
 
-        What bypass mode would clip is the probe's to say: without one, or with an objective whose ratio it does not
-        measure, the run stays in decoupled mode. Weights of 0 do nothing in bypass mode.
+        What bypass mode would clip is for the rescored images to say: without them, or with an objective whose ratio
+        is not measured on them, the run stays in decoupled mode. Weights of 0 do nothing in bypass mode.
         """
         outside = metrics.get("rollout_sync/outside_clip")
         if outside is None:
             return
-        halves = [value <= limit / 2 for name, (value, limit) in signals.items() if name not in (CLIP, ZEROED)]
-        safe = outside <= float(self._rc.guard_clip_fraction) / 2 and all(halves)
-        self._safe = self._safe + 1 if safe else 0
-        wait = self._rc.guard_return_after * 2**self._returns
-        if self._safe < wait:
+        # Half of each limit, since a gap just below its limit would send the run back and forth.
+        expected = {**readings, CLIP: Reading(outside, LIMITS[CLIP].alarm(self._correction))}
+        watched = [reading for figure, reading in expected.items() if figure != ZEROED]
+        safe = all(reading.value <= reading.limit / 2 for reading in watched)
+        self._safe_updates = self._safe_updates + 1 if safe else 0
+        # Every return that did not last doubles the wait, so that a run cannot swing between the modes for ever.
+        wait = self._correction.guard_return_after * 2**self._returns
+        if self._safe_updates < wait:
             return
-        self._actor.config = self._configured
-        self._over, self._safe, self._returns = dict.fromkeys(self._over, 0), 0, self._returns + 1
+        self._start_counting(fallen_back=False)
+        self._returns += 1
         self.say(f"guard: step {step}: the gap has been safe for {wait} updates in a row. Back to bypass mode")
+
+    def _start_counting(self, *, fallen_back: bool) -> None:
+        """Change the mode; what was counted in the other one says nothing of this one."""
+        self.fallen_back = fallen_back
+        self._over_limit = dict.fromkeys(LIMITS, 0)
+        self._safe_updates = 0
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        counters = {"over": dict(self._over), "safe": self._safe, "returns": self._returns}
+        counters = {"over": dict(self._over_limit), "safe": self._safe_updates, "returns": self._returns}
         return {"fallen_back": self.fallen_back, "causes": sorted(self._causes), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` gave, as far as the present configuration allows it; limits are its own."""
-        self._over |= state["over"]
-        self._safe, self._returns, self._causes = state["safe"], state["returns"], set(state.get("causes", ()))
-        if not (state["fallen_back"] and self._rc.bypass_mode):
+        self._over_limit |= state["over"]
+        self._safe_updates = state["safe"]
+        self._returns = state["returns"]
+        self._causes = set(state.get("causes", ()))
+        if not (state["fallen_back"] and self._configured.bypasses):
             return
-        if self._rc.guard == "fallback":
-            self._actor.config = decoupled(self._configured)
+        if self._correction.guard == "fallback":
+            self.fallen_back = True
             self.say("guard: this run had fallen back to decoupled mode, and goes on there")
         else:
             self.say(
-                f"guard: this run had fallen back to decoupled mode; guard={self._rc.guard} takes it back to bypass"
+                "guard: this run had fallen back to decoupled mode; "
+                f"guard={self._correction.guard} takes it back to bypass"
             )
-
-
-def decoupled(config: DiffusionActorConfig) -> DiffusionActorConfig:
-    """The same actor in decoupled mode; a calibrated clip becomes its lower bound, since there is no gap to hold."""
-    loss = config.diffusion_loss
-    if loss.clip_ratio == "auto":
-        loss = replace(loss, clip_ratio=loss.auto_clip_min)
-    correction = replace(config.rollout_correction, bypass_mode=False)
-    return replace(config, diffusion_loss=loss, rollout_correction=correction)

@@ -50,6 +50,7 @@ def share_interval(
         images: of each sample, the number of its image.
         confidence: of both sides together.
     """
+    # Images of which nothing is used say nothing, and are no units of the sample.
     counts = _per_image(used.double(), images)
     found = _per_image((hits & used).double(), images)[counts > 0]
     counts = counts[counts > 0]
@@ -58,6 +59,7 @@ def share_interval(
     total = float(counts.sum())
     value = float(found.sum()) / total
     all_alike = float(counts.square().sum()) / total
+    # Where the share is 0 or 1 the residuals vanish, and nothing tells how alike an image's steps are: the worst case.
     design = all_alike
     binomial = value * (1 - value) / total
     if binomial > 0 and len(counts) > 1:

@@ -2,59 +2,65 @@
 
 Every step that the configuration trains is sampled by the engine, with the window where training would put it, and
 rescored by the actor under the very same weights. In bypass mode the clip is centred at the engine's log-probs, so
-whatever of that gap lies outside the band is clipped before anything has been learned; what is left of the batch is
-chosen by the engine's error instead of the reward.
+whatever of that gap lies outside the clip band is clipped before anything has been learned; what is left of the batch
+is chosen by the engine's error instead of the reward.
+
+This is the measurement behind the command ``flowgrpo-rc probe``. The few images of every batch that are rescored while
+a run trains are ``flowgrpo_rc.gap.rescoring``'s.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
-from flowgrpo_rc.actor.config import DiffusionLossConfig
-from flowgrpo_rc.correction import compute_rollout_correction
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
-from flowgrpo_rc.gap.clipping import Clipping, clipping
+from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
+from flowgrpo_rc.gap.clipping import SampledSteps, what_is_left_out
 from flowgrpo_rc.gap.intervals import CONFIDENCE, MOST_IMAGES, looks, mean_interval, share_interval
-from flowgrpo_rc.gap.rescored import Batch, Rescored, sample_and_rescore, timed
+from flowgrpo_rc.gap.limits import GAP_QUANTILE
+from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_rescore, timed
+from flowgrpo_rc.gap.units import GapSample
 from flowgrpo_rc.gap.verdict import NOT_SHOWN_SAFE, decisive
-from flowgrpo_rc.loss.diffusion_loss import clip_band
-from flowgrpo_rc.trainer.config import FlowGRPOConfig
-from flowgrpo_rc.trainer.setup import clip_bands, rejection_bands
-from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
+from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
-class Preflight:
-    """The whole measurement."""
+class ProbeResult:
+    """The whole measurement, and what follows from it."""
 
     setting: dict[str, Any]
+    """The settings that shape the gap, for the table's heading."""
     steps: tuple[StepGap, ...]
     overall: StepGap
     advice: Advice
     images: int
-    """Measured at every place of the SDE window."""
+    """Images measured at every place of the SDE window."""
     confidence: float
-    """Of every interval in ``steps`` and ``overall``: that of the look which ended the measurement, so that all looks
-    together have ``intervals.CONFIDENCE``."""
+    """Confidence of every interval in ``steps`` and ``overall``: that of the look which ended the measurement, so that
+    all looks together have ``intervals.CONFIDENCE``."""
     seconds: dict[str, float]
-    """Of the images of the first look: ``rollout``, ``score``, ``update``."""
+    """What ``rollout``, ``score`` and ``update`` took, of the images of the first look."""
     saved: float | None
     """Share of rollout, score and update that bypass mode leaves out, against decoupled mode; None where the update
     failed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain, for JSON."""
+        """Plain, for JSON: also with the recommended limit under its own key, and null under those of other limits."""
         values = asdict(self)
         values["advice"]["safe"] = self.advice.safe
+        for key in {objective.limit.key for objective in OBJECTIVES.values()}:
+            values["advice"][key] = self.advice.limit if key == self.advice.limit_key else None
         return values
 
 
-def check_preflight(images: int, max_images: int | None = None) -> None:
+def check_image_counts(images: int, max_images: int | None = None) -> None:
     """Refuse, before anything is loaded, what cannot be measured.
 
     Raises:
@@ -66,236 +72,177 @@ def check_preflight(images: int, max_images: int | None = None) -> None:
         raise ValueError(f"--max-images: got {max_images}; give a number from --images, {images}, to {MOST_IMAGES}")
 
 
-def run_preflight(trainer: FlowGRPOTrainer, images: int, max_images: int | None = None) -> Preflight:
-    """Measures at every place of the SDE window. The trainer is used up: its adapter moves.
+def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> ProbeResult:
+    """Measures at every place of the SDE window. The run is used up: its adapter moves.
 
     Args:
-        trainer: a run before its first step; resumed, if a checkpoint is to be probed.
+        run: a run before its first step; resumed, if a checkpoint is to be probed.
         images: at every place, to start with.
         max_images: the same to end with. While it is not shown on which side of their limits the shares lie, the
             number of images is doubled, up to this one; None: no more than ``images``.
 
     Raises:
-        ValueError: see ``check_preflight``.
+        ValueError: see ``check_image_counts``.
         RolloutError: the engine sampled something else than it was asked for, or what the actor cannot score.
     """
-    check_preflight(images, max_images)
-    config = trainer.config
-    first = sample_and_rescore(trainer, images)
-    rescored, measured, confidence = _until_it_is_settled(trainer, first.rescored, max_images or images)
-    seconds, failure = dict(first.seconds), ""
+    check_image_counts(images, max_images)
+    first = sample_and_rescore(run, images)
+    measured = _measure_until_settled(run, first.sample, images, max_images or images)
+    seconds = dict(first.seconds)
+    failure = ""
     try:
-        _, seconds["update"] = timed(trainer, lambda: _update(trainer, first, measured))
+        _, seconds["update"] = timed(run.device, lambda: _update(run, first, measured))
     except NonFiniteUpdateError as error:
         failure = f"an optimizer step on these samples fails: {str(error).partition(';')[0]}"
     advice = advise(
-        config,
+        run.mode,
         measured.overall,
-        rescored.gap,
-        rescored.dimensions,
+        measured.sample.engine,
+        measured.sample.dimensions,
         measured.steps,
         failure,
-        images=rescored.images,
-        confidence=confidence,
+        adapter_lag=run.rollout.adapter_lag,
+        images=measured.images,
+        confidence=measured.confidence,
     )
-    return Preflight(
-        setting=_setting(config, rescored, measured.widths),
+    return ProbeResult(
+        setting=_setting(run, measured),
         steps=measured.steps,
         overall=measured.overall,
         advice=advice,
-        images=rescored.images,
-        confidence=confidence,
+        images=measured.images,
+        confidence=measured.confidence,
         seconds=seconds,
-        saved=None if failure else saved_by_bypass(config, seconds),
+        saved=None if failure else saved_by_bypass(seconds, run.scored_share),
     )
 
 
-def _until_it_is_settled(trainer: FlowGRPOTrainer, first: Rescored, most: int) -> "tuple[Rescored, _Measured, float]":
-    """The images, what they say, and the confidence of the look at which they said enough, or were ``most``."""
-    config, rescored = trainer.config, first
-    for count, confidence in looks(first.images, most):
-        while rescored.images < count:
-            missing = min(first.images, count - rescored.images)
-            rescored = rescored.followed_by(sample_and_rescore(trainer, missing, rescored.images).rescored)
-        measured = _measure(config, rescored, confidence)
-        judged = judge_all(config, measured.overall, rescored.dimensions)
-        if count == most or decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
-            return rescored, measured, confidence
-    raise AssertionError("the last look is at the most images")
-
-
-def saved_by_bypass(config: FlowGRPOConfig, seconds: Mapping[str, float]) -> float:
+def saved_by_bypass(seconds: Mapping[str, float], scored_share: float) -> float:
     """Share of rollout, score and update that bypass mode leaves out, against decoupled mode as it is configured.
 
-    With ``actor.score=auto`` that mode scores all but the first mini-batch.
+    Args:
+        seconds: what ``rollout``, ``score`` and ``update`` of the same images took.
+        scored_share: share of a batch that decoupled mode gives a scoring pass.
     """
-    free = config.actor_rollout_ref.actor.ppo_mini_batch_size / config.data.train_batch_size
-    score = seconds["score"] * (1 - free if config.first_mini_batch_is_free else 1)
+    score = seconds["score"] * scored_share
     return score / (seconds["rollout"] + score + seconds["update"])
 
 
-@dataclass(frozen=True)
-class Fate:
-    """What the configured correction does to each step, for the gap alone."""
-
-    keep: Bool[Tensor, "..."]
-    """Not rejected."""
-    zeroed: Bool[Tensor, "..."]
-    """With an importance weight of 0 in the loss."""
-
-    def part(self, chosen: Tensor) -> "Fate":
-        """The steps where ``chosen`` is true, flat."""
-        return Fate(self.keep[chosen], self.zeroed[chosen])
-
-
-def step_gap(
-    gap: Float[Tensor, " n"],
-    nats: Float[Tensor, " n"],
-    kl_nats: Float[Tensor, " n"],
-    fate: Fate,
-    clip: Clipping,
-    timestep: float | None,
-    images: Int[Tensor, " n"] | None = None,
-    confidence: float = CONFIDENCE,
-) -> StepGap:
-    """The statistics of one step's gaps, with what becomes of the samples.
+def step_gap(steps: SampledSteps, timestep: float | None, confidence: float = CONFIDENCE) -> StepGap:
+    """The statistics of these steps' gaps, with what becomes of the samples.
 
     Args:
-        gap, nats, kl_nats, fate, clip: of each sample.
-        timestep: of all of them; None for all steps together.
-        images: of each sample, the number of its image; None where each has its own.
+        steps: flat.
+        timestep: of all of them; None for several timesteps together.
         confidence: of the intervals.
     """
-    size, used = gap.abs(), fate.keep & ~fate.zeroed
-    images = torch.arange(len(gap)) if images is None else images
+    size = steps.gap.abs()
+    nats = steps.nats.abs()
+    used = steps.keep & ~steps.zeroed
+    zeroed = steps.keep & steps.zeroed
+    every = torch.ones_like(used)
     median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
-    every, zeroed = torch.ones_like(used), fate.keep & fate.zeroed
     return StepGap(
         timestep=timestep,
-        count=len(gap),
-        mean=float(gap.mean()),
+        count=len(size),
+        mean=float(steps.gap.mean()),
         abs_mean=float(size.mean()),
         abs_median=median,
         abs_q90=q90,
         abs_q99=q99,
         abs_max=float(size.max()),
-        clip_q90=float(torch.quantile(clip.size, 0.9)),
-        clipped=float((clip.outside & used).sum() / used.sum().clamp(min=1)),
-        rejected=1 - float(fate.keep.double().mean()),
+        clip_q90=float(torch.quantile(steps.size, GAP_QUANTILE)),
+        clipped=float((steps.beyond & used).sum() / used.sum().clamp(min=1)),
+        rejected=1 - float(steps.keep.double().mean()),
         zeroed=float(zeroed.double().mean()),
-        nats=float(nats.abs().mean()),
-        kl_nats=float(kl_nats.mean()),
-        images=len(images.unique()),
-        clipped_interval=share_interval(clip.outside, used, images, confidence),
-        rejected_interval=share_interval(~fate.keep, every, images, confidence),
-        zeroed_interval=share_interval(zeroed, every, images, confidence),
-        nats_interval=mean_interval(nats.abs(), images, confidence),
+        nats=float(nats.mean()),
+        kl_nats=float(steps.kl_nats.mean()),
+        images=len(steps.image.unique()),
+        clipped_interval=share_interval(steps.beyond, used, steps.image, confidence),
+        rejected_interval=share_interval(~steps.keep, every, steps.image, confidence),
+        zeroed_interval=share_interval(zeroed, every, steps.image, confidence),
+        nats_interval=mean_interval(nats, steps.image, confidence),
     )
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the images say, and the bands that ``auto`` makes of them."""
+    """What the images say, and the clip and rejection bands that ``auto`` makes of this very gap."""
 
+    sample: GapSample
+    images: int
+    confidence: float
     steps: tuple[StepGap, ...]
     overall: StepGap
-    widths: Float[Tensor, "n W"] | None
-    bounds: Float[Tensor, " n"] | None
+    clip_widths: Float[Tensor, "n W"] | None
+    rejection_bounds: Float[Tensor, " n"] | None
 
 
-def _measure(config: FlowGRPOConfig, rescored: Rescored, confidence: float) -> _Measured:
-    loss, gap = config.actor_rollout_ref.actor.diffusion_loss, rescored.gap
-    bounds, widths = _rejection_bounds(config, rescored), _clip_widths(config, rescored)
-    fate = _fate(config, gap, bounds)
-    clip = clipping(loss, gap, rescored.kl / rescored.dimensions, rescored.stds, _double(widths))
-
-    def part(chosen: Bool[Tensor, "n W"], timestep: float | None) -> StepGap:
-        return step_gap(
-            gap[chosen],
-            rescored.nats[chosen],
-            rescored.kl[chosen],
-            fate.part(chosen),
-            clip.part(chosen),
-            timestep,
-            rescored.numbers[chosen],
-            confidence,
-        )
-
-    timesteps = sorted(set(rescored.timesteps.flatten().tolist()), reverse=True)
-    steps = tuple(part(rescored.timesteps == timestep, timestep) for timestep in timesteps)
-    return _Measured(steps, part(torch.ones_like(gap, dtype=torch.bool), None), widths, bounds)
+def _measure_until_settled(run: ProbedRun, sample: GapSample, first: int, most: int) -> _Measured:
+    """What the images say at the look at which they say enough, or are ``most``; ``sample`` holds the ``first``."""
+    images = first
+    # Bands, quantiles and intervals are of all images so far, so every look measures anew.
+    for count, confidence in looks(first, most):
+        while images < count:
+            missing = min(first, count - images)
+            sample = GapSample.concatenate([sample, sample_and_rescore(run, missing, images).sample])
+            images += missing
+        measured = _measure(run.mode, sample, images, confidence)
+        judged = judge_all(run.mode, measured.overall, sample.dimensions)
+        if count == most or decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
+            return measured
+    raise AssertionError("the last look is at the most images")
 
 
-def _fate(config: FlowGRPOConfig, gap: Float[Tensor, "n W"], bounds: Float[Tensor, " n"] | None) -> Fate:
-    """What the configured correction makes of the engine's draws."""
-    rc = config.rollout_correction
-    weights, mask, _ = compute_rollout_correction(gap, torch.zeros_like(gap), config=rc, rs_bounds=bounds)
-    acts = weights is not None and rc.weights_act
-    return Fate(mask, weights == 0 if acts else torch.zeros_like(mask))
+def _measure(mode: ModeInForce, sample: GapSample, images: int, confidence: float) -> _Measured:
+    # Bands of a checkpoint hold staleness and the gaps of other engines, so calibrated ones are made anew.
+    clip_bands = ClipBands.configured(mode.diffusion_loss)
+    rejection_bands = RejectionBands.configured(mode.rollout_correction)
+    for bands in filter(None, (clip_bands, rejection_bands)):
+        bands.observe(sample.timesteps, sample.engine)
+    widths = None if clip_bands is None else clip_bands.widths(sample.timesteps)
+    bounds = None if rejection_bands is None else rejection_bands.bounds(sample.timesteps)
+    steps = what_is_left_out(mode, sample, None if widths is None else widths.double(), bounds)
+    found = [
+        step_gap(steps.part(sample.timesteps == timestep), timestep, confidence)
+        for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True)
+    ]
+    overall = step_gap(steps.part(torch.ones_like(steps.keep)), None, confidence)
+    return _Measured(sample, images, confidence, tuple(found), overall, widths, bounds)
 
 
-def _rejection_bounds(config: FlowGRPOConfig, rescored: Rescored) -> Float[Tensor, " n"] | None:
-    """Of ``rollout_rs_threshold=auto``, calibrated on this very gap; the update reads them too."""
-    bands = rejection_bands(config)
-    if bands is None:
-        return None
-    bands.observe(rescored.timesteps, rescored.gap)
-    return bands.bounds(rescored.timesteps)
-
-
-def _clip_widths(config: FlowGRPOConfig, rescored: Rescored) -> Float[Tensor, "n W"] | None:
-    """Of ``clip_ratio=auto``, calibrated on this very gap; the update reads them too."""
-    bands = clip_bands(config)
-    if bands is None:
-        return None
-    bands.observe(rescored.timesteps, rescored.gap)
-    return bands.widths(rescored.timesteps)
-
-
-def _double(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.double()
-
-
-def _update(trainer: FlowGRPOTrainer, first: Batch, measured: _Measured) -> None:
+def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
     """One optimizer step on the first images with made-up advantages, for its time."""
     batch = first.trajectories
+    # Even signs, so that what the objective leaves out on one side only shows as in training.
     signs = torch.ones(len(batch))
     signs[::2] = -1
-    batch["advantages"] = signs
-    batch["old_log_probs"] = batch["rollout_log_probs"]
-    batch["old_transition_means"] = batch["rollout_means"]
-    batch["rollout_is_weights"] = torch.ones_like(batch["rollout_log_probs"])
-    batch["rollout_keep"] = torch.ones_like(batch["rollout_log_probs"], dtype=torch.bool)
-    if measured.widths is not None:
-        batch["clip_widths"] = measured.widths[: len(batch)]
-    if measured.bounds is not None:
-        batch["rollout_rs_bounds"] = measured.bounds[: len(batch)]
-    trainer.run.actor.update(batch, first.conditioning, [torch.arange(len(batch))])
+    batch[Key.ADVANTAGES] = signs
+    ones = torch.ones_like(batch[Key.ROLLOUT_LOG_PROBS])
+    old = replace(OldPolicy.of_rollout(batch), weights=ones, keep=ones.bool())
+    if measured.clip_widths is not None:
+        batch[Key.CLIP_WIDTHS] = measured.clip_widths[: len(batch)]
+    if measured.rejection_bounds is not None:
+        batch[Key.ROLLOUT_RS_BOUNDS] = measured.rejection_bounds[: len(batch)]
+    run.actor.update(batch, first.conditioning, [MiniBatch(torch.arange(len(batch)), old)], run.mode)
 
 
-def _setting(config: FlowGRPOConfig, rescored: Rescored, widths: Tensor | None) -> dict[str, Any]:
-    rollout, rc = config.actor_rollout_ref.rollout, config.rollout_correction
-    loss = config.actor_rollout_ref.actor.diffusion_loss
+def _setting(run: ProbedRun, measured: _Measured) -> dict[str, Any]:
+    correction = run.mode.rollout_correction
+    loss = run.mode.diffusion_loss
     return {
-        "model": config.actor_rollout_ref.model.path,
-        "engine": rollout.name,
-        "rollout_dtype": rollout.dtype,
-        "quantization": rollout.quantization,
-        "actor_dtype": config.actor_rollout_ref.model.dtype,
-        "sde_type": rollout.algo.sde_type,
-        "bypass_mode": rc.bypass_mode,
-        "loss_type": rc.loss_type,
+        "model": run.model.path,
+        "engine": run.rollout.name,
+        "rollout_dtype": run.rollout.dtype,
+        "quantization": run.rollout.quantization,
+        "actor_dtype": run.model.dtype,
+        "sde_type": run.rollout.algo.sde_type,
+        "bypass_mode": correction.bypass_mode,
+        "loss_type": correction.loss_type,
         "loss_mode": loss.loss_mode,
         "clip_ratio": loss.clip_ratio,
-        "clip_band": _band(loss, widths),
+        "clip_band": run.mode.objective.limit.ends(loss, measured.clip_widths),
         "clip_sides": loss.has_sides,
-        "latent_dimensions": rescored.dimensions,
-        "images": len(rescored.gap),
+        "latent_dimensions": measured.sample.dimensions,
+        "images": len(measured.sample.engine),
     }
-
-
-def _band(loss: DiffusionLossConfig, widths: Tensor | None) -> list[float]:
-    """Half widths below and above 1; of ``auto`` the narrowest and the widest; of ``flow_dppo`` its threshold."""
-    if loss.loss_mode == "flow_dppo":
-        return [loss.kl_mask_threshold]
-    return list(clip_band(loss)) if widths is None else [float(widths.min()), float(widths.max())]

@@ -1,13 +1,17 @@
-"""The probe: a few stored transitions of every batch, rescored by the actor.
+"""A few stored transitions of every batch, rescored by the actor: how far apart are engine and actor, and why?
 
 The log-prob that the engine recorded differs from the actor's present one for two reasons: the engine computes
 otherwise with the same weights (**engine gap**), and the actor has moved on since (**staleness**). Rescoring under
 the very adapter that drew the batch, and once more under the present one, tells them apart:
 
     rollout - present = (rollout - actor at the engine's version) + (actor at the engine's version - present)
+
+The measurement before training, over many images, is ``flowgrpo_rc.gap.probe``.
 """
 
 import warnings
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from accelerate import PartialState
@@ -17,47 +21,67 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor, NonFiniteUpdateError
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
-from flowgrpo_rc.gap.clipping import outside
-from flowgrpo_rc.gap.units import GapSample, gap_metrics, to_nats
+from flowgrpo_rc.gap.units import GapSample, gap_metrics
 from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.sde import transition_kl
-from flowgrpo_rc.trainer.adapter_sync import AdapterSync
-from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.rollout.config import RolloutConfig
 
 PREFIX = "rollout_sync/"
 
 
-class Probe:
+class AdapterVersions(Protocol):
+    """What is asked of the one who keeps the engine's adapter up to date: the trainer's ``AdapterSync``."""
+
+    @property
+    def behind(self) -> int:
+        """Steps between the adapter that draws rollouts and the actor's."""
+        ...
+
+    def actor_at_rollout_version(self) -> AbstractContextManager[None]:
+        """Inside, the actor has the adapter that rollouts are drawn with."""
+        ...
+
+
+class Rescoring:
     """Measures ``rollout_sync/...`` for each batch; leaves the batch, the adapter and all random streams alone.
 
     Args:
-        config: how many images to probe, when to warn, the clip band to compare with.
+        rollout: how many images to rescore, when to warn, the ``sde_type``.
+        mode: the configured one, whose clip band the gap is compared with whatever the guard makes of the mode.
+        prompts: prompts of a batch, over all processes.
         actor: rescores.
         adapter: knows the engine's version and can give it to the actor for a while.
-        clip, rejection: bands that learn from what is measured, where they are configured.
+        clip_bands, rejection_bands: learn from what is measured, where they are configured.
     """
 
     def __init__(
         self,
-        config: FlowGRPOConfig,
+        rollout: RolloutConfig,
+        mode: ModeInForce,
+        prompts: int,
         actor: DiffusionActor,
-        adapter: AdapterSync,
-        clip: ClipBands | None = None,
-        rejection: RejectionBands | None = None,
+        adapter: AdapterVersions,
+        clip_bands: ClipBands | None = None,
+        rejection_bands: RejectionBands | None = None,
     ) -> None:
-        self._rollout, self._loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.diffusion_loss
-        self._clips = config.rollout_correction.loss_type == "ppo_clip" and not self._loss.needs_old_means
-        self._actor, self._adapter, self._clip, self._rejection = actor, adapter, clip, rejection
-        self._total = config.data.train_batch_size * self._rollout.n
-        self._images = min(self._rollout.probe.images, self._total)
+        self._rollout = rollout
+        self._mode = mode
+        self._actor = actor
+        self._adapter = adapter
+        self._clip_bands = clip_bands
+        self._rejection_bands = rejection_bands
+        self._total = prompts * rollout.n
+        self._images = min(rollout.probe.images, self._total)
         self._warned = False
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
-        """Metrics over all processes; empty when the probe is off.
+        """Metrics over all processes; empty with ``rollout.probe.images=0``.
 
         Raises:
-            NonFiniteUpdateError: a rescored log-prob is NaN or infinite, on whatever process; no band has seen it.
+            NonFiniteUpdateError: a rescored log-prob is NaN or infinite, on whatever process; neither the clip bands
+                nor the rejection bands have seen it.
         """
         if not self._images:
             return {}
@@ -69,58 +93,49 @@ class Probe:
         metrics[f"{PREFIX}version_lag"] = float(self._adapter.behind)
         metrics[f"{PREFIX}probe_forwards"] = float(sample.engine.numel() * (2 if self._adapter.behind else 1))
         self._warn(metrics, step)
-        for bands in filter(None, (self._clip, self._rejection)):
+        # With staleness: in training the old policy is compared with the present one, not with the engine's version.
+        for bands in filter(None, (self._clip_bands, self._rejection_bands)):
             bands.observe(sample.timesteps, sample.total)
             metrics |= bands.metrics()
-        if self._clips:
+        if self._mode.has_limit and self._mode.objective.clips_plain_ratio:
             metrics[f"{PREFIX}outside_clip"] = self._outside_clip(sample)
         return metrics
 
     def rows(self, batch: TensorDict, step: int) -> Int[Tensor, " b"]:
         """This process's rows of the step's images, which are spread evenly over the batch and move on by one a step.
 
-        Which images are probed does not depend on the number of processes.
+        Which images are rescored does not depend on the number of processes.
         """
+        # The number of an image counts over all processes; it is found from its prompt group and its place in that.
         chosen = (torch.arange(self._images) * self._total // self._images + step) % self._total
-        number = batch["group"] * self._rollout.n + torch.arange(len(batch)) % self._rollout.n
+        number = batch[Key.GROUP] * self._rollout.n + torch.arange(len(batch)) % self._rollout.n
         return torch.isin(number, chosen).nonzero().flatten()
 
     def rescore(self, batch: TensorDict, rows: Tensor, conditioning: Conditioning) -> GapSample:
         """The gap of these rows, split: rescored under both adapters; in one pass when they are the same."""
         part = batch[rows]
-        recorded, timesteps = part["rollout_log_probs"].double(), part["timesteps"].double()
-        means = part.get("rollout_means", None)
-        dimensions = part["latents"].shape[2:].numel()
         if not len(rows):
-            return GapSample(timesteps, recorded, recorded, recorded, dimensions, None if means is None else recorded)
+            # This process has none of the images, but its empty columns take part in the gathering.
+            empty = part[Key.ROLLOUT_LOG_PROBS]
+            scored = {"log_probs": empty, "transition_stds": empty, "transition_means": part[Key.LATENTS]}
+            return GapSample.of(part, scored, scored, self._rollout.algo.sde_type)
         with self._adapter.actor_at_rollout_version():
             scored = self._actor.rescore(part, conditioning)
-        now = self._actor.rescore(part, conditioning) if self._adapter.behind else scored
-        stds = scored["transition_stds"].double()
-        kl = None
-        if means is not None:
-            kl = dimensions * transition_kl(
-                means.double().flatten(0, 1), scored["transition_means"].double().flatten(0, 1), stds.flatten()
-            ).view(stds.shape)
-        return GapSample(
-            timesteps,
-            engine=scored["log_probs"].double() - recorded,
-            staleness=now["log_probs"].double() - scored["log_probs"].double(),
-            to_nats=to_nats(stds, dimensions, self._rollout.algo.sde_type),
-            dimensions=dimensions,
-            kl=kl,
-        )
+        present = self._actor.rescore(part, conditioning) if self._adapter.behind else scored
+        return GapSample.of(part, scored, present, self._rollout.algo.sde_type)
 
     def _outside_clip(self, sample: GapSample) -> float:
-        """Share of the probed steps that a clip centred at the engine's log-probs leaves out before any learning."""
-        widths = None if self._clip is None else self._clip.widths(sample.timesteps).double()
-        return float(outside(sample.total, self._loss, widths).double().mean())
+        """Share of the rescored steps that a clip band centred at the engine leaves out before any learning."""
+        widths = None if self._clip_bands is None else self._clip_bands.widths(sample.timesteps).double()
+        outside = self._mode.objective.limit.exceeded(sample.total, self._mode.diffusion_loss, widths)
+        return float(outside.double().mean())
 
     def _warn(self, metrics: dict[str, float], step: int) -> None:
-        limit, gap = self._rollout.probe.warn_gap, metrics[f"{PREFIX}engine_gap_per_dimension"]
+        limit = self._rollout.probe.warn_gap
+        gap = metrics[f"{PREFIX}engine_gap_per_dimension"]
         if limit is None or gap <= limit or self._warned or not PartialState().is_main_process:
             return
-        self._warned = True
+        self._warned = True  # once a run, since the engine's precision does not change
         warnings.warn(
             f"step {step + 1}: {PREFIX}engine_gap_per_dimension is {gap:.3g}, above "
             f"actor_rollout_ref.rollout.probe.warn_gap={limit:g}: "

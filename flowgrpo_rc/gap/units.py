@@ -8,13 +8,17 @@ times that too. Divided by the dimensions again it has one scale for every ``sde
 form where the engine returns its transition means, else estimated from ``E[l^2] = 2K + K^2``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from tensordict import TensorDict
 from torch import Tensor
+
+from flowgrpo_rc.batch import Key
+from flowgrpo_rc.sde import transition_kl
 
 
 @dataclass(frozen=True)
@@ -22,16 +26,19 @@ class GapSample:
     """``n`` rescored images of ``W`` steps, float64 on the host."""
 
     timesteps: Float[Tensor, "n W"]
+    """As the scheduler names them."""
     engine: Float[Tensor, "n W"]
     """``l`` with equal weights: what precision and kernels alone make of the log-prob."""
     staleness: Float[Tensor, "n W"]
-    """The actor's log-prob now minus with the engine's adapter."""
+    """The actor's present log-prob minus its log-prob with the engine's adapter."""
+    stds: Float[Tensor, "n W"]
+    """Standard deviation of each step."""
     to_nats: Float[Tensor, "n W"]
-    """What ``l`` is multiplied with."""
+    """What ``l`` is multiplied with to be in nats."""
     dimensions: int
-    """Of a latent."""
+    """Number of latent dimensions."""
     kl: Float[Tensor, "n W"] | None
-    """Closed form, in nats; None where the engine returned no means."""
+    """The divergence in closed form, in nats; None where the engine returned no means."""
 
     @property
     def total(self) -> Float[Tensor, "n W"]:
@@ -39,8 +46,34 @@ class GapSample:
         return self.engine + self.staleness
 
     @staticmethod
+    def of(
+        batch: TensorDict, scored: Mapping[str, Tensor], present: Mapping[str, Tensor], sde_type: str
+    ) -> "GapSample":
+        """What two rescorings of recorded steps say.
+
+        Args:
+            batch: the steps as the engine recorded them.
+            scored: ``DiffusionActor.rescore`` of them with the engine's adapter.
+            present: the same with the actor's present adapter; the very same where that is the engine's.
+            sde_type: of the stochastic steps.
+        """
+        log_probs = scored["log_probs"].double()
+        stds = scored["transition_stds"].double()
+        dimensions = batch[Key.LATENTS].shape[2:].numel()
+        means = batch.get(Key.ROLLOUT_MEANS, None)
+        return GapSample(
+            timesteps=batch[Key.TIMESTEPS].double(),
+            engine=log_probs - batch[Key.ROLLOUT_LOG_PROBS].double(),
+            staleness=present["log_probs"].double() - log_probs,
+            stds=stds,
+            to_nats=to_nats(stds, dimensions, sde_type),
+            dimensions=dimensions,
+            kl=None if means is None else closed_form_kl(means, scored["transition_means"], stds),
+        )
+
+    @staticmethod
     def concatenate(samples: Sequence["GapSample"]) -> "GapSample":
-        """Those of all processes in rank order."""
+        """All samples as one, in their order."""
         names = [f.name for f in fields(GapSample) if isinstance(getattr(samples[0], f.name), Tensor)]
         columns: dict[str, Any] = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
         return replace(samples[0], **columns)
@@ -50,6 +83,16 @@ def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float
     """What a mean-pooled log ratio is multiplied with to give nats of the whole step."""
     scale = torch.full_like(stds.double(), float(dimensions))
     return scale / (2 * stds.double() ** 2) if sde_type == "cps" else scale
+
+
+def closed_form_kl(
+    engine_means: Float[Tensor, "B W *L"], actor_means: Float[Tensor, "B W *L"], stds: Float[Tensor, "B W"]
+) -> Float[Tensor, "B W"]:
+    """KL of each step's Gaussian, engine from actor, in nats of the whole step, from the means of both."""
+    per_dimension = transition_kl(
+        engine_means.double().flatten(0, 1), actor_means.double().flatten(0, 1), stds.double().flatten()
+    )
+    return actor_means.shape[2:].numel() * per_dimension.view(stds.shape)
 
 
 def estimated_kl(nats: Float[Tensor, "..."]) -> float:
@@ -63,14 +106,15 @@ def estimated_kl(nats: Float[Tensor, "..."]) -> float:
 def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
     """Means over the sample and, with ``/ts_{t}``, over each timestep.
 
-    ``engine_gap_mean`` (with its sign), ``engine_gap_abs_mean`` and ``staleness_abs_mean`` as log-probs are;
-    ``engine_gap_nats``, ``engine_kl_nats`` and ``staleness_nats`` of the whole step. Over all timesteps also
-    ``engine_gap_abs_max``, and ``engine_gap_per_dimension`` and ``staleness_per_dimension``, the nats over the latent
-    dimensions.
+    ``engine_gap_mean`` (with its sign), ``engine_gap_abs_mean`` and ``staleness_abs_mean`` are in the unit of
+    log-probs; ``engine_gap_nats``, ``engine_kl_nats`` and ``staleness_nats`` are of the whole step. Over all timesteps
+    there are also ``engine_gap_abs_max``, and ``engine_gap_per_dimension`` and ``staleness_per_dimension``, the nats
+    divided by the latent dimensions.
     """
     values = {f"{prefix}engine_gap_abs_max": float(sample.engine.abs().max())} | _means(sample, slice(None), prefix, "")
     for part in ("engine_gap", "staleness"):
         values[f"{prefix}{part}_per_dimension"] = values[f"{prefix}{part}_nats"] / sample.dimensions
+    # Timesteps that agree in six digits share a name, and so their mean.
     named: dict[str, list[float]] = {}
     for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True):
         named.setdefault(f"/ts_{timestep:.6g}", []).append(timestep)
@@ -81,14 +125,15 @@ def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
 
 
 def _means(sample: GapSample, chosen: Tensor | slice, prefix: str, suffix: str) -> dict[str, float]:
-    engine, staleness, to_nats = sample.engine[chosen], sample.staleness[chosen], sample.to_nats[chosen]
-    nats = engine * to_nats
+    engine = sample.engine[chosen]
+    staleness = sample.staleness[chosen]
+    nats = engine * sample.to_nats[chosen]
     means = {
         "engine_gap_mean": float(engine.mean()),
         "engine_gap_abs_mean": float(engine.abs().mean()),
         "engine_gap_nats": float(nats.abs().mean()),
         "engine_kl_nats": estimated_kl(nats) if sample.kl is None else float(sample.kl[chosen].mean()),
         "staleness_abs_mean": float(staleness.abs().mean()),
-        "staleness_nats": float((staleness * to_nats).abs().mean()),
+        "staleness_nats": float((staleness * sample.to_nats[chosen]).abs().mean()),
     }
     return {f"{prefix}{name}{suffix}": value for name, value in means.items()}

@@ -1,7 +1,7 @@
 """From a measured value with its interval and a limit to one of three verdicts: safe, not safe, or not shown safe.
 
-A value measured on a few images is not the true one. What it seems to be decides nothing: a setting is safe where the
-whole interval lies below the limit, not safe where the whole of it lies above, and in between it has not been shown
+A value measured on a few images is not the true one. What it seems to be decides nothing: a configuration is safe where
+the whole interval lies below the limit, not safe where the whole of it lies above, and in between it has not been shown
 to be safe, which is reason enough not to start a long run, and a reason to measure more.
 """
 
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 from flowgrpo_rc.gap.intervals import Interval
 
-SAFE, NOT_SHOWN_SAFE, NOT_SAFE = "safe", "not shown safe", "not safe"
+SAFE = "safe"
+NOT_SHOWN_SAFE = "not shown safe"
+NOT_SAFE = "not safe"
 VERDICTS = (SAFE, NOT_SHOWN_SAFE, NOT_SAFE)
 """From best to worst."""
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedFigure:
     """One measured value against its limit."""
 
     what: str
@@ -29,27 +31,27 @@ class Judged:
 
     def __str__(self) -> str:
         if self.is_share:
-            return f"{self.what}: {self.value:.0%} ({span(self.low, self.high)}), limit {self.limit:.0%}"
+            return f"{self.what}: {self.value:.0%} ({interval_words(self.low, self.high)}), limit {self.limit:.0%}"
         return f"{self.what}: {self.value:.2g} ({self.low:.2g} to {self.high:.2g}), limit {self.limit:g}"
 
 
-def judge(what: str, value: float, interval: Interval, limit: float, *, is_share: bool = True) -> Judged:
+def judge(what: str, value: float, interval: Interval, limit: float, *, is_share: bool = True) -> JudgedFigure:
     """The verdict on one value; a NaN in it or in its interval is never safe."""
     verdict = NOT_SHOWN_SAFE
     if interval.high < limit:
         verdict = SAFE
     elif interval.low > limit:
         verdict = NOT_SAFE
-    return Judged(what, value, interval.low, interval.high, limit, is_share, verdict)
+    return JudgedFigure(what, value, interval.low, interval.high, limit, is_share, verdict)
 
 
-def decisive(judged: Sequence[Judged]) -> Judged:
+def decisive(judged: Sequence[JudgedFigure]) -> JudgedFigure:
     """The worst of several, which is the verdict on all of them; of equally bad ones the highest for its limit."""
     worst = max(VERDICTS.index(one.verdict) for one in judged)
     candidates = [one for one in judged if VERDICTS.index(one.verdict) == worst]
     return max(candidates, key=lambda one: one.high / one.limit)
 
 
-def span(low: float, high: float) -> str:
-    """An interval of a share in words."""
+def interval_words(low: float, high: float) -> str:
+    """The interval of a share in words: ``1.5% to 12.0%``."""
     return f"{low:.1%} to {high:.1%}"

@@ -85,7 +85,7 @@ def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config:
     before = set(tensors.keys())
     _, metrics = trajectory.apply_rollout_correction_to_diffusion_batch(tensors, config)
     if not _corrects(config):
-        for key in {trajectory.ROLLOUT_IS_WEIGHTS, trajectory.ROLLOUT_KEEP} - before:
+        for key in {trajectory.Key.ROLLOUT_IS_WEIGHTS, trajectory.Key.ROLLOUT_KEEP} - before:
             del tensors[key]
     return batch, metrics
 

@@ -53,13 +53,16 @@ def group_advantages(
             f"{int((sizes == 1).sum())} of {len(sizes)} groups hold a single image; GRPO compares images of one "
             "prompt, so actor_rollout_ref.rollout.n must be at least 2"
         )
-    values, member = rewards.double()[keep], member[keep]
+    # In float64: rewards of a group may differ in their last digits alone.
+    values = rewards.double()[keep]
+    member = member[keep]
     counts = torch.bincount(member, minlength=len(sizes)).clamp(min=1)
     mean = torch.zeros(len(counts), dtype=torch.float64, device=rewards.device).index_add_(0, member, values)
     centred = values - (mean / counts)[member]
     variance = torch.zeros_like(mean).index_add_(0, member, centred**2) / counts
     low = torch.full_like(mean, torch.inf).scatter_reduce_(0, member, values, "amin")
     high = torch.full_like(mean, -torch.inf).scatter_reduce_(0, member, values, "amax")
+    # Equal rewards need not have a rounded mean equal to them, so that their spread tells, not their deviation.
     flat = low >= high  # also where nothing was kept: low is still inf and high -inf
     advantages = centred
     if norm_by_std:

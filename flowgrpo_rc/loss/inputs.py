@@ -1,29 +1,165 @@
-"""Reading what the loss needs from batch and model output. Every error names the key and both shapes."""
+"""From configuration, model output and batch to ``LossInputs``: all that a loss is a function of.
 
-from typing import NamedTuple
+Here everything is read and checked once; what follows (``core``) is arithmetic on tensors. ``diffusion_loss`` and
+``token_loss`` read what only they know, and share the rest. Every error names the key and both shapes.
+
+====================== ==================== ======================================== =========================
+mode                   ``old_log_prob``     weights in the loss                      rejection in the loss
+====================== ==================== ======================================== =========================
+decoupled              scored by the actor  ``pi_old/pi_rollout``, from the batch    from the same ratio, fixed
+bypass + ``ppo_clip``  the rollout's        none (they would count twice)            ``pi_theta/pi_rollout``
+bypass + ``reinforce`` the rollout's        ``pi_theta/pi_rollout``, detached        the same ratio
+====================== ==================== ======================================== =========================
+
+In bypass mode weights and rejection are computed here, afresh for every call; in decoupled mode they come with
+the batch (on the diffusion path from ``apply_rollout_correction_to_diffusion_batch``).
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
+from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.mapping import TensorMapping, optional
-from flowgrpo_rc.loss.policy import kept
+from flowgrpo_rc.loss.aggregation import Aggregation
+from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Threshold
+from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, reinforce_objective
 
 
-class Elements(NamedTuple):
-    """What every objective reads: one SDE step or one token an element, all in the shape of the log-probs."""
+@runtime_checkable
+class ActorLossConfig(Protocol):
+    """What a loss reads of ``DiffusionActorConfig``."""
 
-    log_prob: Float[Tensor, "..."]
-    """Of pi_theta, at least float32, with gradient."""
-    old_log_prob: Float[Tensor, "..."]
-    """Of pi_old, or in bypass mode of pi_rollout."""
-    advantages: Float[Tensor, "..."]
-    weights: Float[Tensor, "..."] | None
-    """Weights in the loss; ``None`` without."""
-    keep: Bool[Tensor, "..."] | None
-    """What the loss sees; on the token path the modified mask. ``None``: everything."""
-    valid: Bool[Tensor, "B T"] | None
-    """The ``response_mask`` of the token path; ``None`` on the diffusion path."""
+    @property
+    def diffusion_loss(self) -> LossOptions: ...
+    @property
+    def rollout_correction(self) -> RolloutCorrectionConfig: ...
+    @property
+    def use_kl_loss(self) -> bool: ...
+    @property
+    def kl_loss_coef(self) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What the loss of one micro-batch is a function of."""
+
+    policy: PolicyInputs
+    """What the objective reads of each element."""
+    objective: Callable[[PolicyInputs, PolicyLimits], PolicyTerms]
+    """The objective's function."""
+    limits: PolicyLimits
+    """How far an update may go."""
+    aggregation: Aggregation
+    """From losses of elements to a sum and its denominator."""
+    scale_factor: float | None = None
+    """For aggregations that divide by a fixed length."""
+    valid: Bool[Tensor, "B T"] | None = None
+    """The elements that metrics count: valid tokens; ``None``: all."""
+    reference_kl: Float[Tensor, "..."] | None = None
+    """KL to the reference policy of each element, 0 where not kept; ``None``: it is not in the loss."""
+    kl_coefficient: float = 0.0
+    """Weight of that KL in the loss."""
+    correction: RolloutCorrection | None = None
+    """What bypass mode has found out about the off-policy gap."""
+
+
+def read_inputs(
+    config: ActorLossConfig,
+    model_output: TensorMapping,
+    data: TensorMapping,
+    aggregation: Aggregation,
+    *,
+    valid: Bool[Tensor, "B T"] | None = None,
+) -> LossInputs:
+    """What the losses of SDE steps and of tokens read alike; each adds what only it knows.
+
+    Args:
+        valid: the ``response_mask`` of tokens, of which what is masked is never kept; ``None``: SDE steps.
+    """
+    rc = config.rollout_correction
+    log_prob = require(model_output, "log_probs", "model_output")
+    # Ratios move by 1e-5 to 1e-2, which half precision cannot hold.
+    log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
+    old_log_prob = _old_log_probs(data, log_prob, bypass=rc.bypass_mode)
+    advantages = _advantages(data, log_prob)
+    correction = None
+    if rc.bypass_mode:
+        correction = _bypass_correction(rc, data, log_prob, old_log_prob, valid)
+        # PPO's ratio is over the rollout policy already, so that weights would count it twice.
+        weights = correction.weights if correction is not None and rc.loss_type == "reinforce" else None
+        keep = valid if correction is None else correction.mask.bool()
+    else:
+        weights, keep = _decoupled_correction(data, log_prob, valid)
+    # Whatever the objective limits: the share outside the clip band is a metric of all of them.
+    low, high = CLIP_BAND.sides(config.diffusion_loss, _clip_widths(data, log_prob))
+    objective = OBJECTIVES[config.diffusion_loss.loss_mode]
+    threshold = objective.limit.value(config.diffusion_loss) if isinstance(objective.limit, Threshold) else math.inf
+    reinforces = rc.bypass_mode and rc.loss_type == "reinforce"
+    return LossInputs(
+        policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep),
+        objective=reinforce_objective if reinforces else objective.load(),
+        limits=PolicyLimits(low, high, threshold=threshold),
+        aggregation=aggregation,
+        valid=valid,
+        kl_coefficient=config.kl_loss_coef,
+        correction=correction,
+    )
+
+
+def _bypass_correction(
+    rc: RolloutCorrectionConfig, data: TensorMapping, log_prob: Tensor, old_log_prob: Tensor, valid: Tensor | None
+) -> RolloutCorrection | None:
+    """``pi_theta`` over ``pi_rollout``; ``None`` where no token is valid, so that there is nothing to correct."""
+    if valid is not None and not valid.any():
+        return None
+    return compute_rollout_correction(
+        log_prob.detach(),
+        old_log_prob,
+        valid,
+        config=rc,
+        timesteps=optional(data, Key.TIMESTEPS) if valid is None else None,
+        rs_bounds=optional(data, Key.ROLLOUT_RS_BOUNDS),
+    )
+
+
+def _decoupled_correction(
+    data: TensorMapping, log_prob: Tensor, valid: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The batch's weights (``None``: 1) and what rejection kept (``None``: everything)."""
+    weights = like_log_probs(data, Key.ROLLOUT_IS_WEIGHTS, log_prob)
+    keep = like_log_probs(data, Key.ROLLOUT_KEEP, log_prob)
+    if keep is None and weights is not None and valid is None:
+        keep = weights != 0  # a diffusion batch may carry its mask in the weights alone
+    keep = None if keep is None else keep.bool()
+    if valid is None:
+        return weights, keep
+    return weights, valid if keep is None else valid & keep
+
+
+def warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, may_reject: bool) -> None:
+    """Decoupled mode is corrected before the loss, once for the whole batch; say so where that was left out.
+
+    Args:
+        may_reject: whether a rejection can be missing; of tokens the mask may hold it, so that only weights can.
+    """
+    names = set(data.keys())
+    asked = not rc.bypass_mode and ((may_reject and rc.plan().can_reject) or rc.rollout_is is not None)
+    if asked and Key.ROLLOUT_LOG_PROBS in names and names.isdisjoint((Key.ROLLOUT_IS_WEIGHTS, Key.ROLLOUT_KEEP)):
+        warnings.warn(
+            "rollout_correction asks for weights or rejection with bypass_mode=false, but data holds neither "
+            "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
+            "apply_rollout_correction_to_diffusion_batch(batch, config.rollout_correction) on the whole batch first, "
+            "or set rollout_correction=None",
+            stacklevel=3,
+        )
 
 
 def require(mapping: TensorMapping, name: str, where: str) -> Tensor:
@@ -48,9 +184,9 @@ def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor |
     return value
 
 
-def clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
+def _clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
     """``clip_widths``, with NaN for what is none, so that the loss is not finite either: no wait for the device."""
-    widths = like_log_probs(data, "clip_widths", log_prob)
+    widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
     return None if widths is None else torch.where(_is_width(widths), widths, torch.nan)
 
 
@@ -58,9 +194,9 @@ def _is_width(values: Tensor) -> Tensor:
     return (values > 0) & torch.isfinite(values)
 
 
-def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
+def _old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
     """``old_log_probs``; in bypass mode the rollout's, under either name."""
-    names = ("rollout_log_probs", "old_log_probs") if bypass else ("old_log_probs",)
+    names = (Key.ROLLOUT_LOG_PROBS, Key.OLD_LOG_PROBS) if bypass else (Key.OLD_LOG_PROBS,)
     for name in names:
         value = like_log_probs(data, name, log_prob)
         if value is not None:
@@ -68,9 +204,9 @@ def old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Ten
     raise ValueError(f"data lacks {' or '.join(names)}; it holds: {', '.join(sorted(map(str, data.keys())))}")
 
 
-def advantages_like(data: TensorMapping, log_prob: Tensor, clip: float | None) -> Tensor:
-    """Clamped to ``+-clip`` and broadcast from one an image (a sequence) to one a step (a token)."""
-    advantages = require(data, "advantages", "data")
+def _advantages(data: TensorMapping, log_prob: Tensor) -> Tensor:
+    """The advantages as constants, broadcast from one an image (a sequence) to one a step (a token)."""
+    advantages = require(data, Key.ADVANTAGES, "data")
     if advantages.shape != log_prob.shape:
         if advantages.shape != log_prob.shape[:1]:
             raise ValueError(
@@ -78,40 +214,13 @@ def advantages_like(data: TensorMapping, log_prob: Tensor, clip: float | None) -
                 f"{tuple(log_prob.shape)}"
             )
         advantages = advantages.reshape(-1, *([1] * (log_prob.dim() - 1))).expand_as(log_prob)
-    advantages = advantages.detach()
-    return advantages if clip is None else torch.clamp(advantages, -clip, clip)
+    return advantages.detach()
 
 
-def mean_shift(
-    model_output: TensorMapping, data: TensorMapping, elements: Elements, *, bypass: bool
-) -> tuple[Tensor, Tensor]:
-    """``mean over dims of (mu - mu_old)^2``, 0 where not kept, and the step's std, in the shape of the log-probs."""
-    mean = require(model_output, "transition_means", "model_output (this loss_mode)")
-    std = require(model_output, "transition_stds", "model_output (this loss_mode)")
-    old_mean = require(data, "rollout_means" if bypass else "old_transition_means", "data (this loss_mode)")
-    shape = elements.log_prob.shape
-    for name, value, expected in (
-        ("transition_stds", std, shape),
-        ("transition_means", mean[(..., *[0] * (mean.dim() - len(shape)))], shape),
-        ("the old transition means", old_mean, mean.shape),
-    ):
-        if value.shape != expected:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)}")
-    return (kept(mean - old_mean.detach(), elements.keep) ** 2).flatten(len(shape)).mean(-1), std
-
-
-def reference_means(model_output: TensorMapping, elements: Elements) -> tuple[Tensor, Tensor, Tensor]:
-    """Transition means, the reference's, and stds; equal means and a std of 1 where not kept."""
-    names = ("transition_means", "ref_transition_means", "transition_stds")
-    mean, ref_mean, std = values = [require(model_output, name, "model_output (use_kl_loss=true)") for name in names]
-    shape, keep = elements.log_prob.shape, elements.keep
-    of_means = shape + mean.shape[len(shape) :]
-    for name, value, expected in zip(names, values, (of_means, of_means, shape), strict=True):
-        if value.shape != expected:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; beside the log-probs it must be {tuple(expected)}"
-            )
-    return kept(mean, keep), kept(ref_mean, keep), kept(std, keep, 1.0)
+def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless ``value`` has the shape that follows from the log-probs."""
+    if value.shape != expected:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)}")
 
 
 def not_finite(**mappings: TensorMapping) -> str:
@@ -122,9 +231,10 @@ def not_finite(**mappings: TensorMapping) -> str:
             value = tensors[name]
             if not isinstance(value, Tensor):
                 continue
-            bad = int((~(_is_width(value) if name == "clip_widths" else torch.isfinite(value))).sum())
+            is_width = name == Key.CLIP_WIDTHS
+            bad = int((~(_is_width(value) if is_width else torch.isfinite(value))).sum())
             if bad:
-                kind = " (or not above 0)" if name == "clip_widths" else ""
+                kind = " (or not above 0)" if is_width else ""
                 found.append(f"{bad} of {value.numel()} in {where}[{name!r}]{kind}")
     if found:
         return f"NaN or infinite, masked values included: {', '.join(found)}"

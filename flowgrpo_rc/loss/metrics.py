@@ -1,11 +1,14 @@
 """Loss metrics as sums on the device: added over micro-batches and ranks, sent to the host once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.loss.policy import SAFETY_BOUND
+from flowgrpo_rc.loss.policy import SAFETY_BOUND, PolicyInputs, PolicyLimits, PolicyTerms, kept
 
 _SUMS = (
     "loss",
@@ -38,40 +41,41 @@ class LossMetrics:
     @torch.no_grad()
     def of(
         cls,
+        policy: PolicyInputs,
+        terms: PolicyTerms,
+        limits: PolicyLimits,
         *,
         loss_sum: Tensor,
         denominator: Tensor,
-        keep: Tensor | None,
-        log_ratio: Tensor,
-        objective_log_ratio: Tensor | None = None,
-        masked: Tensor | None = None,
-        advantages: Tensor,
-        clip_low: float | Tensor,
-        clip_high: float | Tensor,
-        dual_clip: float | None = None,
         kl_sum: Tensor,
         valid: Tensor | None = None,
     ) -> "LossMetrics":
-        """From one micro-batch's tensors; ``advantages`` broadcasts over ``log_ratio``.
+        """From what one micro-batch's objective was given and what it returned.
 
-        ``objective_log_ratio`` is the log ratio that the objective clips, where that is another one (grpo_guard);
-        ``masked`` what the objective leaves out itself, instead of clipping (flow_dppo). ``valid`` are the elements
-        that count (``None``: all of them); the log ratios of the others must be 0. ``log_ratio`` is not clamped, so
-        that one which is NaN or infinite shows; all but its mean size are of the clamped one, as the loss is.
+        Args:
+            loss_sum, denominator, kl_sum: of the micro-batch, reduced.
+            valid: the elements that count (``None``: all of them); what is not kept has a log ratio of 0.
         """
-        bounded = torch.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND)
-        ratio = torch.exp(bounded if objective_log_ratio is None else objective_log_ratio)
-        high, low, dual = ratio > 1 + clip_high, ratio < 1 - clip_low, torch.zeros_like(ratio, dtype=torch.bool)
+        # Not clamped, so that one which is NaN or infinite shows; all but its mean size are of the clamped one.
+        log_ratio = kept(policy.log_prob - policy.old_log_prob, policy.keep)
+        ratio = torch.exp(terms.log_ratio)
+        high = ratio > 1 + limits.clip_high
+        low = ratio < 1 - limits.clip_low
+        dual = torch.zeros_like(high)
+        dual_clip = limits.dual_clip if terms.left_out is None else None
         if dual_clip is not None:
-            dual = (ratio > dual_clip) & (advantages < 0)
-        inert = (high & (advantages > 0)) | (low & (advantages < 0)) | dual if masked is None else masked
-        valid = torch.ones_like(dual) if valid is None else valid
+            dual = (ratio > dual_clip) & (policy.advantages < 0)
+        # Outside the clip band a step that leads further out has no gradient; one that leads back keeps it.
+        inert = terms.left_out
+        if inert is None:
+            inert = (high & (policy.advantages > 0)) | (low & (policy.advantages < 0)) | dual
+        valid = torch.ones_like(high) if valid is None else valid
         columns = [
             loss_sum,
             denominator,
             valid.sum(),
-            (valid if keep is None else keep).sum(),
-            -bounded.sum(),
+            (valid if policy.keep is None else policy.keep).sum(),
+            -torch.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND).sum(),
             log_ratio.abs().sum(),
             torch.where(valid, ratio, 0.0).sum(),
             high.sum(),
@@ -81,11 +85,17 @@ class LossMetrics:
             kl_sum,
         ]
         return cls(
-            torch.stack([c.detach().double() for c in columns]),
+            # In float64, where counts stay exact and sums of many small losses keep their digits.
+            torch.stack([column.detach().double() for column in columns]),
             torch.where(valid, ratio, torch.inf).min(),
             torch.where(valid, ratio, -torch.inf).max(),
             dual_clip is not None,
         )
+
+    @classmethod
+    def merge(cls, parts: "Sequence[LossMetrics]") -> "LossMetrics":
+        """Those of all micro-batches together; there must be one."""
+        return reduce(add, parts)
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
         return LossMetrics(
@@ -99,11 +109,12 @@ class LossMetrics:
         """Merged over the ranks of ``group`` (the default group when ``None``); itself without one."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return self
-        ops, dist = torch.distributed.ReduceOp, torch.distributed
+        operations = torch.distributed.ReduceOp
         sums = self.sums.clone()
+        # The smallest is minus the largest of the negatives, so that one collective finds both.
         extremes = torch.stack([-self.ratio_min, self.ratio_max])
-        dist.all_reduce(sums, ops.SUM, group=group)  # type: ignore[arg-type]
-        dist.all_reduce(extremes, ops.MAX, group=group)  # type: ignore[arg-type]
+        torch.distributed.all_reduce(sums, operations.SUM, group=group)  # type: ignore[arg-type]
+        torch.distributed.all_reduce(extremes, operations.MAX, group=group)  # type: ignore[arg-type]
         return LossMetrics(sums, -extremes[0], extremes[1], self.dual_clip)
 
     @property
@@ -113,8 +124,8 @@ class LossMetrics:
 
     def kept_and_denominator(self) -> tuple[float, float]:
         """How many elements rejection kept, and what the loss sum is to be divided by."""
-        _, denominator, _, kept = self.sums[:4].tolist()
-        return kept, denominator
+        count, denominator = self.sums[[_SUMS.index("kept"), _SUMS.index("denominator")]].tolist()
+        return count, denominator
 
     def compute(self) -> dict[str, float]:
         """``actor/...`` metrics as floats, with one device-to-host transfer.
@@ -130,7 +141,7 @@ class LossMetrics:
         host = torch.cat([self.sums, torch.stack([self.ratio_min, self.ratio_max]).double()]).tolist()
         total = dict(zip(_SUMS, host, strict=False))
         n = max(total["elements"], 1.0)
-        mean, smallest, largest = (total["ratio"] / n, *host[-2:]) if total["elements"] else (1.0, 1.0, 1.0)
+        ratios = (total["ratio"] / n, *host[-2:]) if total["elements"] else (1.0, 1.0, 1.0)
         dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if self.dual_clip else {}
         denominator = total["denominator"] if total["denominator"] > 0 else 1.0
         return {
@@ -143,8 +154,6 @@ class LossMetrics:
             "actor/pg_clipfrac_inert": total["inert"] / n,
             **dual,
             "actor/log_ratio_abs_mean": total["abs_log_ratio"] / n,
-            "actor/ratio_mean": mean,
-            "actor/ratio_min": smallest,
-            "actor/ratio_max": largest,
+            **dict(zip(("actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"), ratios, strict=True)),
             "actor/kl_loss": total["kl_loss"] / denominator,
         }

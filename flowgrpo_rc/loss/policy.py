@@ -6,23 +6,69 @@ Whatever an element that is not kept holds (padding, NaN, an overflow) is select
 that it can reach neither the loss nor its gradient.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowgrpo_rc.correction import SAFETY_BOUND
 from flowgrpo_rc.sde import transition_kl
 
-SAFETY_BOUND = 20.0
-"""Exponents are clamped to [-20, 20] before ``exp``, as everywhere in this package."""
+
+class TransitionShift(NamedTuple):
+    """How far the transitions of SDE steps have moved from the old policy's; harmless where a step is not kept."""
+
+    kl: Float[Tensor, "..."]
+    """``mean over dims of (mu - mu_old)^2 / (2 step_std^2)``: the closed-form ``KL(pi_theta || pi_old)`` per latent
+    dimension, with gradient; 0 where not kept."""
+    step_std: Float[Tensor, "..."]
+    """Standard deviation of the whole step, which both policies share; 1 where not kept."""
+    dt: Float[Tensor, "..."] | None = None
+    """Difference of the noise levels around the step, above 0, for objectives with ``needs_sigmas``; 1 where not
+    kept."""
+
+
+class PolicyInputs(NamedTuple):
+    """What every objective reads: one SDE step or one token an element, all in the shape of the log-probs."""
+
+    log_prob: Float[Tensor, "..."]
+    """Of ``pi_theta``, at least float32, with gradient."""
+    old_log_prob: Float[Tensor, "..."]
+    """Of ``pi_old``, or in bypass mode of ``pi_rollout``."""
+    advantages: Float[Tensor, "..."]
+    """Constants."""
+    weights: Float[Tensor, "..."] | None = None
+    """Importance weights in the loss, detached; ``None``: 1."""
+    keep: Bool[Tensor, "..."] | None = None
+    """What the loss sees, of tokens the modified mask; ``None``: everything."""
+    shift: TransitionShift | None = None
+    """For objectives with ``needs_old_means``."""
+
+
+class PolicyLimits(NamedTuple):
+    """The configured limits of an update."""
+
+    clip_low: float | Float[Tensor, "..."]
+    """Half width of the clip band below a ratio of 1."""
+    clip_high: float | Float[Tensor, "..."]
+    """Half width of the clip band above a ratio of 1."""
+    dual_clip: float | None = None
+    """Bound of the dual clip; ``None``: no such bound."""
+    threshold: float = math.inf
+    """For objectives whose limit is a ``Threshold``: its value."""
 
 
 class PolicyTerms(NamedTuple):
-    """Unreduced loss and the log ratio it came from (0 where an element is not kept)."""
+    """What an objective returns."""
 
     loss: Float[Tensor, "..."]
+    """Loss of each element before any reduction, 0 where it is not kept."""
     log_ratio: Float[Tensor, "..."]
+    """The log ratio that the loss came from, 0 where an element is not kept."""
+    left_out: Bool[Tensor, "..."] | None = None
+    """For objectives that do not clip: the elements that they leave out for what the update has done already."""
 
 
 def ppo_clip(
@@ -43,8 +89,10 @@ def ppo_clip(
     ``A < 0`` is at most ``-A * dual_clip``, before the weights (dual-clip PPO, arXiv 1912.09729).
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
-    ratio, advantages = torch.exp(log_ratio), kept(advantages.detach(), keep)
+    ratio = torch.exp(log_ratio)
+    advantages = kept(advantages.detach(), keep)
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    # The larger loss: clipping takes away what an update would gain, never what it would lose.
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
     if dual_clip is not None:
         loss = torch.where((advantages < 0) & (ratio > dual_clip), -advantages * dual_clip, loss)
@@ -65,15 +113,46 @@ def reinforce(
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
     loss = -kept(advantages.detach(), keep) * kept(log_prob, keep)
-    return PolicyTerms(weigh(loss, weights, keep), log_ratio.detach())
+    # It does not clip, so that no share outside a clip band has lost its gradient.
+    left_out = torch.zeros_like(loss, dtype=torch.bool)
+    return PolicyTerms(weigh(loss, weights, keep), log_ratio.detach(), left_out)
+
+
+def flow_grpo(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
+    """PPO's clipped objective, ``ppo_clip``, on the plain ratio: the objective of Flow-GRPO, and of DanceGRPO.
+
+    Source: Flow-GRPO, arXiv 2505.05470; DanceGRPO, arXiv 2505.07818.
+    """
+    return ppo_clip(
+        inputs.log_prob,
+        inputs.old_log_prob,
+        inputs.advantages,
+        clip_low=limits.clip_low,
+        clip_high=limits.clip_high,
+        weights=inputs.weights,
+        keep=inputs.keep,
+        dual_clip=limits.dual_clip,
+    )
+
+
+def reinforce_objective(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
+    """``reinforce``, which has no limit."""
+    return reinforce(inputs.log_prob, inputs.old_log_prob, inputs.advantages, weights=inputs.weights, keep=inputs.keep)
 
 
 def gaussian_kl(
-    mean: Float[Tensor, "B W *L"], ref_mean: Float[Tensor, "B W *L"], step_std: Float[Tensor, "B W"]
-) -> Float[Tensor, "B W"]:
-    """``mean over dims of (mean - ref_mean)^2 / (2 step_std^2)``: KL(pi_theta || pi_ref) of each step."""
-    kl = transition_kl(mean.flatten(0, 1), ref_mean.detach().flatten(0, 1), step_std.flatten())
-    return kl.view(mean.shape[:2])
+    mean: Float[Tensor, "..."], other_mean: Float[Tensor, "..."], step_std: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
+    """KL of each step between two transitions: ``mean over dims of (mean - other_mean)^2 / (2 step_std^2)``.
+
+    Args:
+        mean: the new policy's transition means, in the shape of the steps and then of the latents.
+        other_mean: the old or the reference policy's, detached.
+        step_std: in the shape of the steps, ``(B,)`` or ``(B, W)``; both policies share it.
+    """
+    last = step_std.dim() - 1
+    kl = transition_kl(mean.flatten(0, last), other_mean.detach().flatten(0, last), step_std.flatten())
+    return kl.view(step_std.shape)
 
 
 def k3_kl(
@@ -86,6 +165,7 @@ def k3_kl(
     Source: J. Schulman, "Approximating KL divergence" (2020), estimator k3.
     """
     gap = select(ref_log_prob.detach() - log_prob, keep)
+    # exp(gap) - 1 would lose the digits of a small gap.
     return torch.expm1(gap) - gap
 
 

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.models.adapter_file import check_adapter_file
-    from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts, Schedule
+    from flowgrpo_rc.models.base import (
+        Conditioning,
+        DiffusionModel,
+        EncodedPrompt,
+        NonFiniteImageError,
+        Prompts,
+        Schedule,
+    )
     from flowgrpo_rc.models.config import ModelConfig
     from flowgrpo_rc.models.load import (
         SUPPORTED_PIPELINES,
@@ -18,7 +24,7 @@ if TYPE_CHECKING:
         load_model,
         read_pipeline_class,
     )
-    from flowgrpo_rc.models.lora import AdapterMismatchError
+    from flowgrpo_rc.models.lora import AdapterMismatchError, check_adapter_file
     from flowgrpo_rc.models.prompts import PromptEncoder
 
 __all__ = [
@@ -28,6 +34,7 @@ __all__ = [
     "DiffusionModel",
     "EncodedPrompt",
     "ModelConfig",
+    "NonFiniteImageError",
     "PromptEncoder",
     "Prompts",
     "Schedule",
@@ -38,7 +45,8 @@ __all__ = [
     "read_pipeline_class",
 ]
 
-_HOMES = {"ModelConfig": "config", "AdapterMismatchError": "lora", "PromptEncoder": "prompts"}
-_HOMES["check_adapter_file"] = "adapter_file"
-_HOMES |= dict.fromkeys(("Conditioning", "DiffusionModel", "EncodedPrompt", "Prompts", "Schedule"), "base")
+_HOMES = {"ModelConfig": "config", "PromptEncoder": "prompts"}
+_HOMES |= dict.fromkeys(("AdapterMismatchError", "check_adapter_file"), "lora")
+_BASE = ("Conditioning", "DiffusionModel", "EncodedPrompt", "NonFiniteImageError", "Prompts", "Schedule")
+_HOMES |= dict.fromkeys(_BASE, "base")
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'load')}" for name in __all__})

@@ -1,12 +1,16 @@
 """What a model family must offer to rollout engines and to the actor."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor, nn
+
+
+class NonFiniteImageError(RuntimeError):
+    """A VAE decoded finite latents to pixels that are NaN or infinite; most often its precision is too low."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class Prompts:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         """The same prompts with every tensor changed."""
-        mask, pooled = (None if tensor is None else change(tensor) for tensor in (self.mask, self.pooled))
-        return Prompts(change(self.embeds), mask, pooled)
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
     def rows(self, index: Tensor, device: torch.device) -> "Prompts":
         """The prompts of some images, on ``device``."""
@@ -53,14 +57,7 @@ class Conditioning:
     def rows(self, index: Tensor, device: torch.device) -> "Conditioning":
         """The conditioning of some images, on ``device``."""
         negative = None if self.negative is None else self.negative.rows(index, device)
-        return Conditioning(
-            self.prompts.rows(index, device),
-            negative,
-            self.true_cfg_scale,
-            self.guidance_scale,
-            self.height,
-            self.width,
-        )
+        return replace(self, prompts=self.prompts.rows(index, device), negative=negative)
 
 
 @dataclass(frozen=True)
@@ -131,5 +128,9 @@ class DiffusionModel(Protocol):
         ...
 
     def decode(self, latents: Float[Tensor, " B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
-        """Images of clean latents, on the host."""
+        """Images of clean latents, on the host.
+
+        Raises:
+            NonFiniteImageError: a pixel is NaN or infinite; names the images and the remedy.
+        """
         ...

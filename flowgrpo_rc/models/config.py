@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
+from flowgrpo_rc.dtypes import DTYPES
+from flowgrpo_rc.field_docs import documented_fields
 
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
 """What stands for every linear layer among the target modules."""
-DTYPES = ("float32", "bfloat16", "float16")
-LORA_DTYPES = ("float32", "bfloat16")
-"""float16 is too coarse for AdamW's small steps."""
 CHECKPOINTING_FROM = 1_000_000_000
 """Parameters above which ``enable_gradient_checkpointing=null`` is on: activations of such a transformer are many times
 the LoRA's own memory."""
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """The section ``actor_rollout_ref.model``."""
@@ -32,33 +32,34 @@ class ModelConfig:
     """Precision of the frozen weights in the actor."""
 
     lora_dtype: str = "float32"
-    """Precision of the LoRA weights, their gradients and their optimizer's moments; one of ``LORA_DTYPES``."""
+    """Precision of the LoRA weights, their gradients and their optimizer's moments."""
 
     lora_rank: int = 16
     """Rank of the LoRA matrices."""
 
     lora_alpha: int = 32
-    """LoRA scale numerator: the update is multiplied by ``lora_alpha / lora_rank``."""
+    """Numerator of the LoRA's scale: the update is multiplied by ``lora_alpha / lora_rank``."""
 
     lora_init_weights: str = "gaussian"
-    """``gaussian`` or ``default`` (Kaiming); the second matrix starts at 0 in both."""
+    """How the first LoRA matrix starts: ``gaussian`` or ``default`` (Kaiming). The second starts at 0 in both."""
 
     target_modules: Any = None
-    """Module names that get a LoRA, ``all-linear``, or null for the model family's attention layers."""
+    """Names of the modules that get a LoRA. ``all-linear`` stands for every linear layer, null for the model family's
+    attention layers."""
 
     lora_adapter_path: str | None = None
-    """A LoRA in diffusers' format to start from; its rank, alpha and targets must be the ones given here."""
+    """Folder of a LoRA in diffusers' format to start from; its rank, alpha and targets must be the ones given here."""
 
     enable_gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more compute, the same numbers. null: for
-    transformers above ``CHECKPOINTING_FROM`` parameters."""
+    """Whether activations are recomputed in the backward pass, which takes less memory and about a third more compute
+    and gives the same numbers. null turns it on for transformers above ``CHECKPOINTING_FROM`` parameters."""
 
     torch_compile: bool = False
-    """Compile the actor's transformer blocks (the rollout engine's stay as they are, so the gap between the two gains
-    the compiler's rounding). The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
+    """Whether the actor's transformer blocks are compiled. The rollout engine's stay as they are, so the off-policy gap
+    gains the compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
 
     prompt_cache_size: int = 1024
-    """How many distinct prompts' embeddings are kept on the host."""
+    """Number of distinct prompts whose embeddings are kept on the host."""
 
     def __post_init__(self) -> None:
         here = "actor_rollout_ref.model"
@@ -66,8 +67,8 @@ class ModelConfig:
         choice(f"{here}.algorithm", self.algorithm, ALGORITHMS)
         path(f"{here}.path", self.path or None, optional=True)
         path(f"{here}.lora_adapter_path", self.lora_adapter_path, optional=True)
-        choice(f"{here}.dtype", self.dtype, DTYPES)
-        choice(f"{here}.lora_dtype", self.lora_dtype, LORA_DTYPES)
+        choice(f"{here}.dtype", self.dtype, list(DTYPES))
+        choice(f"{here}.lora_dtype", self.lora_dtype, [name for name in DTYPES if DTYPES[name].fit_for_training])
         choice(f"{here}.lora_init_weights", self.lora_init_weights, ("gaussian", "default"))
         if self.lora_rank == 0:
             raise ValueError(f"{here}.lora_rank: got 0; a LoRA is what is trained here, so give its rank, e.g. 64")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_rc.models.base import Conditioning, Prompts, Schedule
+from flowgrpo_rc.models.base import Conditioning, NonFiniteImageError, Prompts, Schedule
 
 
 class Family(ABC):
@@ -48,6 +48,7 @@ class Family(ABC):
             raise ValueError(f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}")
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
+        # A scheduler of its own: the pipeline's is left as it was loaded.
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
         tokens = (height // self._multiple) * (width // self._multiple)
         scheduler.set_timesteps(**self._schedule_arguments(scheduler.config, num_inference_steps, tokens))
@@ -59,12 +60,15 @@ class Family(ABC):
         cond = self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
         if conditioning.negative is None:
             return cond
+        # Two passes: the negative prompts may have another length, and half the activations are held at a time.
         uncond = self._forward(transformer, latents, timesteps, conditioning.negative, conditioning)
         return self._rescale(uncond + conditioning.true_cfg_scale * (cond - uncond), cond)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        image = (self._decode(latents, height, width).float() / 2 + 0.5).clamp(0, 1) * 255
+        decoded = self._decode(latents, height, width)
+        _check_pixels(decoded, latents)
+        image = (decoded.float() / 2 + 0.5).clamp(0, 1) * 255
         return image.round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
     @property
@@ -125,6 +129,27 @@ class Family(ABC):
     @abstractmethod
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Images ``(B, 3, H, W)``, -1 to 1."""
+
+
+def _check_pixels(decoded: Tensor, latents: Tensor) -> None:
+    """Refuse pixels that are not finite: converted to whole numbers they would become an ordinary grey or white."""
+    finite = torch.isfinite(decoded.flatten(1)).all(1).tolist()
+    bad = [index for index, fine in enumerate(finite) if not fine]
+    if not bad:
+        return
+    if decoded.dtype == torch.float32:
+        remedy = (
+            f"the latents reach {float(latents.abs().max()):.3g}: go back to a checkpoint from before it diverged, "
+            "or repair the model if its vae is damaged"
+        )
+    else:
+        remedy = "that precision is too low for it, so set actor_rollout_ref.model.dtype=float32"
+        if decoded.dtype == torch.float16:
+            remedy += " or bfloat16 (float16 ends at 65504)"
+    raise NonFiniteImageError(
+        f"the vae decoded {len(bad)} of {len(finite)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
+        f"{str(decoded.dtype).removeprefix('torch.')}; {remedy}"
+    )
 
 
 def dynamic_shift(config: Any, tokens: int, default_max_shift: float) -> float:

@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_NAMES_CFG_SO = ("StableDiffusion3Pipeline",)
-"""Pipelines whose own ``guidance_scale`` is classifier-free guidance."""
+from flowgrpo_rc.models.registry import FAMILIES
 
 
 def refuse_guidance_scale(
@@ -29,7 +28,7 @@ def refuse_guidance_scale(
     if embeds == (guidance_scale is not None):
         return
     here = f"actor_rollout_ref.rollout.{section}.guidance_scale: got {guidance_scale} for this model"
-    if pipeline_class in _NAMES_CFG_SO:
+    if FAMILIES[pipeline_class].guidance_scale_is_cfg:
         raise ValueError(
             f"{here}, which embeds none; what its pipeline calls guidance_scale is true_cfg_scale here, so set "
             f"guidance_scale=null and true_cfg_scale={guidance_scale}"
@@ -40,7 +39,7 @@ def refuse_guidance_scale(
 
 def embeds_guidance(pipeline_class: str, folder: str) -> bool | None:
     """Whether the transformer in a pipeline's folder embeds a guidance scale; None where its file does not tell."""
-    if pipeline_class in _NAMES_CFG_SO:
+    if FAMILIES[pipeline_class].guidance_scale_is_cfg:
         return False
     try:
         config: Any = json.loads((Path(folder) / "transformer" / "config.json").read_text(encoding="utf-8"))

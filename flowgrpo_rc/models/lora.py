@@ -1,6 +1,7 @@
 """The adapter: attach it, copy it from the actor to an engine, save it so that diffusers reloads it exactly."""
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,10 +15,51 @@ from flowgrpo_rc.models.config import ALL_LINEAR, ModelConfig
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The adapter's file in a folder that diffusers' ``load_lora_weights`` takes."""
+START_FIELD = "actor_rollout_ref.model.lora_adapter_path"
+"""The option that names the adapter which a run starts from."""
 
 
 class AdapterMismatchError(ValueError):
     """An adapter's tensors do not fit the module they are meant for."""
+
+
+def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
+    """``folder`` holds a readable LoRA of this rank and, as far as the file tells, this alpha; reads its header alone.
+
+    So a run is refused before its model is loaded. Whether the adapter's layers are the model's is asked later.
+
+    Raises:
+        AdapterMismatchError: names the file, what is wrong and the remedy.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(folder) / ADAPTER_FILE
+    if not os.path.isdir(folder):
+        raise AdapterMismatchError(f"{START_FIELD}: {folder} is no folder; give the one that holds {ADAPTER_FILE}")
+    if not os.path.isfile(file):
+        raise AdapterMismatchError(
+            f"{START_FIELD}: {folder} holds no {ADAPTER_FILE}; give a folder with a LoRA in diffusers' format"
+        )
+    try:
+        with safe_open(str(file), "pt") as content:
+            ranks = {content.get_slice(name).get_shape()[0] for name in content.keys() if ".lora_A." in name}  # noqa: SIM118
+            settings = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise AdapterMismatchError(
+            f"{START_FIELD}: {file} cannot be read ({str(error).splitlines()[0]}); copy it again, or start from another"
+        ) from error
+    if ranks and ranks != {rank}:
+        there = ", ".join(map(str, sorted(ranks)))
+        raise AdapterMismatchError(
+            f"{START_FIELD}: {file} has rank {there}, actor_rollout_ref.model.lora_rank is {rank}; set it to that of "
+            "the file"
+        )
+    scale = settings.get("transformer.lora_alpha") if isinstance(settings, dict) else None
+    if scale is not None and scale != alpha:
+        raise AdapterMismatchError(
+            f"{START_FIELD}: {file} has lora_alpha {scale}, actor_rollout_ref.model.lora_alpha is {alpha}, which would "
+            "scale its update differently; set it to that of the file"
+        )
 
 
 def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *, dtype: torch.dtype) -> None:
@@ -30,9 +72,7 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
     """
     from peft import LoraConfig
 
-    targets = config.target_modules
-    if targets is None:
-        targets = list(model.default_lora_targets)
+    targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
     modules = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     unmatched = [t for t in names if t != ALL_LINEAR and not any(m == t or m.endswith(f".{t}") for m in modules)]
@@ -42,6 +82,7 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
             f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer"
             f"{_other_kind(transformer, unmatched[0])}; its layers end in: {', '.join(endings)}"
         )
+    # peft's name for Kaiming's is True.
     init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
     transformer.add_adapter(
         LoraConfig(
@@ -71,12 +112,12 @@ def check_adapter_state(state: Mapping[str, Tensor], expected: Mapping[str, tupl
     Raises:
         AdapterMismatchError: names the first that is not.
     """
-    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    missing = sorted(expected.keys() - state.keys())
+    unexpected = sorted(state.keys() - expected.keys())
     if missing or unexpected:
         raise AdapterMismatchError(
             f"the adapter does not bind: {len(missing)} of {len(expected)} weights missing (first: "
-            f"{missing[0] if missing else '-'}), {len(unexpected)} unexpected (first: "
-            f"{unexpected[0] if unexpected else '-'})"
+            f"{next(iter(missing), '-')}), {len(unexpected)} unexpected (first: {next(iter(unexpected), '-')})"
         )
     for name, shape in expected.items():
         if tuple(state[name].shape) != shape:
@@ -94,6 +135,7 @@ def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor]) -> N
         AdapterMismatchError: missing or unexpected names, or shapes that differ; nothing is changed then.
     """
     own = adapter_parameters(transformer)
+    # Before the first copy, so that a state which does not fit leaves nothing half changed.
     check_adapter_state(state, {name: tuple(p.shape) for name, p in own.items()})
     for name, parameter in own.items():
         parameter.copy_(state[name])
@@ -180,6 +222,7 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
     bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
+    # peft leaves the adapter's name out of what it saves.
     state = {k.replace(".weight", ".default.weight"): v for k, v in saved.items()}
     try:
         check_adapter_state(state, {name: tuple(p.shape) for name, p in adapter_parameters(transformer).items()})
@@ -212,8 +255,8 @@ def _settings(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     """A safetensors file's metadata with its JSON parsed and lists, which were sets, in order."""
     settings: dict[str, Any] = {}
     for key, text in (metadata or {}).items():
-        parsed = json.loads(text) if text.startswith("{") else text
-        for name, value in parsed.items() if isinstance(parsed, dict) else [("", parsed)]:
+        parsed = json.loads(text) if text.startswith("{") else {"": text}
+        for name, value in parsed.items():
             settings[f"{key}/{name}"] = sorted(value, key=str) if isinstance(value, list) else value
     return settings
 

@@ -10,15 +10,17 @@ import os
 import re
 import zipfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import LFS_POINTER
 
 FIELD = "actor_rollout_ref.model.path"
 INDEX = "model_index.json"
-DISPENSABLE = ("text_encoder_3", "tokenizer_3")
-"""What Stable Diffusion 3 draws without where its index says so: its T5, by far its largest part."""
+LEFT_OUT = ([None, None], [])
+"""How an index names a part that the pipeline was saved without."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
@@ -65,177 +67,10 @@ class Part:
         return self.name in ("transformer", "vae") or self.name.startswith("text_encoder")
 
 
-def damaged(path: str, reason: str) -> UnsupportedModelError:
-    """The refusal of an incomplete or damaged pipeline; ``reason`` names the file and what is wrong with it."""
-    return UnsupportedModelError(
-        f"{FIELD}: {path} cannot be loaded; is the download complete? ({one_line(reason)}). Repair it or download it "
-        "again"
-    )
-
-
 def one_line(text: object, limit: int = 300) -> str:
     """The first non-blank line of a message, cut where it is longer than ``limit``."""
     first = next((line.strip() for line in str(text).splitlines() if line.strip()), "no message")
     return first if len(first) <= limit else f"{first[:limit]}..."
-
-
-def read_index(path: str, file: Path) -> dict[str, Any]:
-    """The content of a ``model_index.json``.
-
-    Raises:
-        UnsupportedModelError: it cannot be read or is not a JSON object.
-    """
-    return _read_json(path, file, INDEX)
-
-
-def parts_of(path: str, index: dict[str, Any]) -> list[Part]:
-    """The parts that an index names; those that it leaves out on purpose (``[null, null]``) are not among them.
-
-    Raises:
-        UnsupportedModelError: an entry is not a pair of a library's and a class's name.
-    """
-    found = []
-    for name, entry in index.items():
-        if name.startswith("_") or not isinstance(entry, list):
-            continue
-        if entry in ([None, None], []) or name in left_out(index):
-            continue
-        if len(entry) != 2 or not all(isinstance(value, str) and value for value in entry):
-            raise damaged(path, f"{INDEX}: {name} is {entry!r}; it must be [library, class]")
-        if os.sep in name or name in (".", ".."):
-            raise damaged(path, f"{INDEX}: {name!r} is no name of a part")
-        found.append(Part(name, *entry))
-    return found
-
-
-def left_out(index: dict[str, Any]) -> list[str]:
-    """The parts that an index leaves out on purpose and that the pipeline draws without.
-
-    A tokenizer goes with its encoder: an encoder without one would have nothing to read.
-    """
-    absent = [name for name in DISPENSABLE if index.get(name) in ([None, None], [])]
-    return absent if "text_encoder_3" in absent else []
-
-
-def check_files(path: str, folder: Path, parts: list[Part]) -> None:
-    """Every part of a pipeline's folder has its files, and none is cut off or of another format.
-
-    Raises:
-        UnsupportedModelError: names the part, the file and what is wrong.
-    """
-    missing = [part.name for part in parts if not os.path.isdir(folder / part.name)]
-    if missing:
-        raise damaged(path, f"it holds no {', '.join(missing)}")
-    for part in parts:
-        if part.has_weights:
-            _check_configuration(path, folder, part, "config.json")
-            _check_weights(path, folder, part)
-        elif part.is_scheduler:
-            _check_configuration(path, folder, part, "scheduler_config.json")
-        elif part.is_tokenizer:
-            _check_tokenizer(path, folder, part)
-
-
-def weight_files(folder: Path, library: str) -> tuple[list[Path], str | None]:
-    """The files that a part's weights are read from, and the variant that their names carry (``fp16``), if any.
-
-    An index of shards stands for its shards. Safetensors go before pickled files, and files without a variant before
-    those with one, as the loaders prefer them. An empty list: there are none.
-    """
-    safe, pickled = _STEMS.get(library, _STEMS["diffusers"])
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        return [], None
-    for stem, ending in ((safe, "safetensors"), (pickled, "bin")):
-        single, index = f"{stem}.{ending}", f"{stem}.{ending}.index.json"
-        # diffusers reads the shards where both are there, transformers the single file.
-        preferred = (index, single) if library == "diffusers" else (single, index)
-        for name in preferred:
-            if name in names:
-                return [folder / name], None
-    for stem, ending in ((safe, "safetensors"), (pickled, "bin")):
-        pattern = re.compile(
-            rf"{re.escape(stem)}\.(?:(?P<a>[\w-]+)\.{ending}|{ending}\.index\.(?P<b>[\w-]+)\.json)(?<!-of-\d{{5}}\.{ending})"
-        )
-        found = [(name, match["a"] or match["b"]) for name in names if (match := pattern.fullmatch(name))]
-        variants = sorted({variant for _, variant in found})
-        if variants:
-            return [folder / name for name, variant in found if variant == variants[0]][:1], variants[0]
-    return [], None
-
-
-def _read_json(path: str, file: Path, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    # A JSON file can also nest deeper than Python recurses, or hold an integer with more digits than it converts.
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"{name} is not JSON: {one_line(error, 120)}") from error
-    except OSError as error:
-        raise damaged(path, f"{name} cannot be read: {error.strerror or error}") from error
-    if not isinstance(content, dict):
-        raise damaged(path, f"{name} holds a JSON {type(content).__name__}; it must be an object")
-    return content
-
-
-def _require(path: str, file: Path, name: str) -> None:
-    if os.path.isfile(file):
-        return
-    if os.path.islink(file):
-        raise damaged(path, f"{name} is a link to a file that is not there")
-    raise damaged(path, f"{name} is missing")
-
-
-def _check_configuration(path: str, folder: Path, part: Part, file_name: str) -> None:
-    file, name = folder / part.name / file_name, f"{part.name}/{file_name}"
-    _require(path, file, name)
-    config = _read_json(path, file, name)
-    other = config.get("_class_name", part.class_name)
-    if part.library == "diffusers" and other != part.class_name:
-        raise damaged(path, f"{name} is that of a {other}, but {INDEX} names {part.class_name}")
-
-
-def _check_tokenizer(path: str, folder: Path, part: Part) -> None:
-    """Its JSON files. Whether the vocabulary is whole is asked of the loaded tokenizer."""
-    _require(path, folder / part.name / "tokenizer_config.json", f"{part.name}/tokenizer_config.json")
-    for name in TOKENIZER_FILES:
-        if os.path.lexists(folder / part.name / name):
-            _read_json(path, folder / part.name / name, f"{part.name}/{name}")
-
-
-def _check_weights(path: str, folder: Path, part: Part) -> None:
-    files, _ = weight_files(folder / part.name, part.library)
-    if not files:
-        raise damaged(path, f"{part.name} holds no weights: no .safetensors or .bin file of a {part.class_name}")
-    file = files[0]
-    if file.suffix == ".json":
-        _check_shards(path, file, part.name)
-    else:
-        _tensor_shapes(path, file, f"{part.name}/{file.name}")
-
-
-def _check_shards(path: str, index: Path, part: str) -> None:
-    """Every shard that the index names is there and whole, and holds the tensors that the index says, and no others."""
-    name = f"{part}/{index.name}"
-    _require(path, index, name)
-    where = _read_json(path, index, name).get("weight_map")
-    if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
-        raise damaged(path, f"{name} has no weight_map from tensors to files")
-    for shard in sorted(set(where.values())):
-        if Path(shard).name != shard:
-            raise damaged(path, f"{name} names {shard!r}, which is not a file beside it")
-        shapes = _tensor_shapes(path, index.parent / shard, f"{part}/{shard}")
-        if shapes is None:
-            continue
-        held = set(shapes)
-        expected = {tensor for tensor, file in where.items() if file == shard}
-        if held != expected:
-            absent, surplus = sorted(expected - held), sorted(held - expected)
-            raise damaged(
-                path,
-                f"{part}/{shard} and {index.name} disagree: {describe(absent, 'missing in the file')}"
-                f"{', ' if absent and surplus else ''}{describe(surplus, 'not in the index')}",
-            )
 
 
 def describe(names: list[str], what: str) -> str:
@@ -246,53 +81,232 @@ def describe(names: list[str], what: str) -> str:
     return f"{len(names)} {what} ({', '.join(names[:3])}{more})"
 
 
-def stored_values(path: str, folder: Path, part: Part) -> int | None:
-    """How many numbers the part's weights are, from the headers of its files; None for pickled files."""
-    files, _ = weight_files(folder / part.name, part.library)
-    if files and files[0].suffix == ".json":
-        where = _read_json(path, files[0], f"{part.name}/{files[0].name}")["weight_map"]
-        files = [files[0].parent / shard for shard in sorted(set(where.values()))]
-    held = [_tensor_shapes(path, file, f"{part.name}/{file.name}") for file in files]
-    return sum(math.prod(shape) for shapes in held if shapes for shape in shapes.values()) or None
+class PipelineFiles:
+    """A pipeline's folder and what its index says of it. Files are named by their paths in it: ``vae/config.json``.
 
+    Args:
+        path: of the pipeline as the configuration gives it, for messages.
+        folder: where it lies.
 
-def _tensor_shapes(path: str, file: Path, name: str) -> dict[str, tuple[int, ...]] | None:
-    """The tensors of a weights file from its header alone; None for pickled files, which have no header."""
-    _require(path, file, name)
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as handle:
-            start = handle.read(max(8, len(LFS_POINTER)))
-            if start.startswith(LFS_POINTER):
-                raise damaged(path, f"{name} is a Git LFS pointer, not the file itself; run `git lfs pull`")
-            if file.suffix == ".bin":
-                _check_pickled(path, file, name, start, size)
-                return None
-            length = int.from_bytes(start[:8], "little")
-            if size < 8:
-                raise damaged(path, f"{name} is cut off: it has {size} bytes")
-            if length > LARGEST_HEADER or start[8:9] not in (b"{", b""):
-                raise damaged(path, f"{name} is not a safetensors file")
-            if 8 + length > size:
-                raise damaged(path, f"{name} is cut off: it has {size:,} bytes and its header alone {8 + length:,}")
-            handle.seek(8)
-            header = handle.read(length)
-    except OSError as error:
-        raise damaged(path, f"{name} cannot be read: {error.strerror or error}") from error
-    try:
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        shapes = {key: tuple(int(side) for side in entry["shape"]) for key, entry in tensors.items()}
-        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise damaged(path, f"{name} has a header that cannot be read ({type(error).__name__})") from error
-    if end != size:
-        state = "is cut off" if size < end else "is longer than its header says"
-        raise damaged(path, f"{name} {state}: it has {size:,} bytes instead of {end:,}")
-    return shapes
+    Raises:
+        UnsupportedModelError: its index cannot be read or is not a JSON object.
+    """
 
+    def __init__(self, path: str, folder: Path) -> None:
+        self.path = path
+        self.folder = folder
+        self.index = self.read_json(INDEX)
 
-def _check_pickled(path: str, file: Path, name: str, start: bytes, size: int) -> None:
-    """torch writes a zip archive, whose table of contents is at the end: one that is cut off has none."""
-    if size == 0 or (start.startswith(b"PK") and not zipfile.is_zipfile(file)):
-        raise damaged(path, f"{name} is cut off: it has {size:,} bytes")
+    @property
+    def class_name(self) -> str:
+        """The pipeline's class.
+
+        Raises:
+            UnsupportedModelError: the index names none, or one without a family.
+        """
+        name = self.index.get("_class_name")
+        if not isinstance(name, str):
+            raise self.damaged(f"{INDEX}: _class_name is {name!r}; it must name a pipeline class")
+        if name not in FAMILIES:
+            raise UnsupportedModelError(f"{FIELD}: {self.path} is a {name}; supported: {', '.join(FAMILIES)}")
+        return name
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The parts that the index names; those that it leaves out on purpose are not among them.
+
+        Raises:
+            UnsupportedModelError: an entry is not a pair of a library's and a class's name.
+        """
+        found = []
+        for name, entry in self.index.items():
+            if name.startswith("_") or not isinstance(entry, list) or entry in LEFT_OUT or name in self.left_out:
+                continue
+            if len(entry) != 2 or not all(isinstance(value, str) and value for value in entry):
+                raise self.damaged(f"{INDEX}: {name} is {entry!r}; it must be [library, class]")
+            if os.sep in name or name in (".", ".."):
+                raise self.damaged(f"{INDEX}: {name!r} is no name of a part")
+            found.append(Part(name, *entry))
+        return found
+
+    @property
+    def left_out(self) -> list[str]:
+        """The parts that the index leaves out on purpose and that the pipeline draws without.
+
+        A tokenizer goes with its encoder: an encoder without one would have nothing to read.
+        """
+        absent = [name for name in FAMILIES[self.class_name].optional_parts if self.index.get(name) in LEFT_OUT]
+        return [name for name in absent if name.replace("tokenizer", "text_encoder") in absent]
+
+    def damaged(self, reason: str) -> UnsupportedModelError:
+        """The refusal of an incomplete or damaged pipeline; ``reason`` names the file and what is wrong with it."""
+        return UnsupportedModelError(
+            f"{FIELD}: {self.path} cannot be loaded; is the download complete? ({one_line(reason)}). Repair it or "
+            "download it again"
+        )
+
+    def check(self) -> None:
+        """Every part has its files, and none is cut off or of another format.
+
+        Raises:
+            UnsupportedModelError: names the part, the file and what is wrong.
+        """
+        missing = [part.name for part in self.parts if not os.path.isdir(self.folder / part.name)]
+        if missing:
+            raise self.damaged(f"it holds no {', '.join(missing)}")
+        for part in self.parts:
+            if part.has_weights:
+                self._check_configuration(part, "config.json")
+                self._check_weights(part)
+            elif part.is_scheduler:
+                self._check_configuration(part, "scheduler_config.json")
+            elif part.is_tokenizer:
+                self._check_tokenizer(part)
+
+    def size(self, part: Part) -> int:
+        """Bytes of the part's files."""
+        return sum(file.stat().st_size for file in (self.folder / part.name).glob("*") if file.is_file())
+
+    def weights(self, part: Part) -> tuple[str | None, str | None]:
+        """The file that a part's weights are read from, and the variant that its name carries (``fp16``), if any.
+
+        An index of shards stands for its shards. Safetensors go before pickled files, and files without a variant
+        before those with one, as the loaders prefer them. No file: there are no weights.
+        """
+        safe, pickled = _STEMS.get(part.library, _STEMS["diffusers"])
+        formats = ((safe, "safetensors"), (pickled, "bin"))
+        try:
+            names = sorted(os.listdir(self.folder / part.name))
+        except OSError:
+            return None, None
+        for stem, ending in formats:
+            single = f"{stem}.{ending}"
+            index = f"{stem}.{ending}.index.json"
+            # diffusers reads the shards where both are there, transformers the single file.
+            preferred = (index, single) if part.library == "diffusers" else (single, index)
+            for name in preferred:
+                if name in names:
+                    return f"{part.name}/{name}", None
+        for stem, ending in formats:
+            pattern = re.compile(
+                rf"{re.escape(stem)}\.(?:(?P<a>[\w-]+)\.{ending}|{ending}\.index\.(?P<b>[\w-]+)\.json)(?<!-of-\d{{5}}\.{ending})"
+            )
+            found = [(match["a"] or match["b"], name) for name in names if (match := pattern.fullmatch(name))]
+            if found:
+                variant, name = min(found)
+                return f"{part.name}/{name}", variant
+        return None, None
+
+    def stored_values(self, part: Part) -> int | None:
+        """How many numbers the part's weights are, from the headers of its files; None for pickled files."""
+        file, _ = self.weights(part)
+        if file is None:
+            return None
+        files = [file]
+        if file.endswith(".json"):
+            files = [f"{part.name}/{shard}" for shard in sorted(set(self.read_json(file)["weight_map"].values()))]
+        held = [self._tensor_shapes(name) for name in files]
+        return sum(math.prod(shape) for shapes in held if shapes for shape in shapes.values()) or None
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file.
+
+        Raises:
+            UnsupportedModelError: it cannot be read, or is no JSON object.
+        """
+        try:
+            content = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        # A JSON file can also nest deeper than Python recurses, or hold an integer with more digits than it converts.
+        except (ValueError, RecursionError) as error:
+            raise self.damaged(f"{name} is not JSON: {one_line(error, 120)}") from error
+        except OSError as error:
+            raise self.damaged(f"{name} cannot be read: {error.strerror or error}") from error
+        if not isinstance(content, dict):
+            raise self.damaged(f"{name} holds a JSON {type(content).__name__}; it must be an object")
+        return content
+
+    def _require(self, name: str) -> None:
+        if os.path.isfile(self.folder / name):
+            return
+        if os.path.islink(self.folder / name):
+            raise self.damaged(f"{name} is a link to a file that is not there")
+        raise self.damaged(f"{name} is missing")
+
+    def _check_configuration(self, part: Part, file: str) -> None:
+        name = f"{part.name}/{file}"
+        self._require(name)
+        other = self.read_json(name).get("_class_name", part.class_name)
+        if part.library == "diffusers" and other != part.class_name:
+            raise self.damaged(f"{name} is that of a {other}, but {INDEX} names {part.class_name}")
+
+    def _check_tokenizer(self, part: Part) -> None:
+        """Its JSON files. Whether the vocabulary is whole is asked of the loaded tokenizer."""
+        self._require(f"{part.name}/tokenizer_config.json")
+        for file in TOKENIZER_FILES:
+            if os.path.lexists(self.folder / part.name / file):
+                self.read_json(f"{part.name}/{file}")
+
+    def _check_weights(self, part: Part) -> None:
+        file, _ = self.weights(part)
+        if file is None:
+            raise self.damaged(f"{part.name} holds no weights: no .safetensors or .bin file of a {part.class_name}")
+        if file.endswith(".json"):
+            self._check_shards(part, file)
+        else:
+            self._tensor_shapes(file)
+
+    def _check_shards(self, part: Part, index: str) -> None:
+        """Every shard that the index names is there and whole, and holds the tensors that the index says, no others."""
+        self._require(index)
+        where = self.read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
+            raise self.damaged(f"{index} has no weight_map from tensors to files")
+        for shard in sorted(set(where.values())):
+            if Path(shard).name != shard:
+                raise self.damaged(f"{index} names {shard!r}, which is not a file beside it")
+            shapes = self._tensor_shapes(f"{part.name}/{shard}")
+            expected = {tensor for tensor, file in where.items() if file == shard}
+            if shapes is not None and set(shapes) != expected:
+                absent = describe(sorted(expected - set(shapes)), "missing in the file")
+                surplus = describe(sorted(set(shapes) - expected), "not in the index")
+                raise self.damaged(
+                    f"{part.name}/{shard} and {Path(index).name} disagree: {', '.join(filter(None, (absent, surplus)))}"
+                )
+
+    def _tensor_shapes(self, name: str) -> dict[str, tuple[int, ...]] | None:
+        """The tensors of a weights file from its header alone; None for pickled files, which have no header."""
+        self._require(name)
+        file = self.folder / name
+        try:
+            size = file.stat().st_size
+            with file.open("rb") as handle:
+                start = handle.read(max(8, len(LFS_POINTER)))
+                handle.seek(8)
+                length = int.from_bytes(start[:8], "little")
+                header = handle.read(length) if length <= LARGEST_HEADER else b""
+        except OSError as error:
+            raise self.damaged(f"{name} cannot be read: {error.strerror or error}") from error
+        if start.startswith(LFS_POINTER):
+            raise self.damaged(f"{name} is a Git LFS pointer, not the file itself; run `git lfs pull`")
+        if file.suffix == ".bin":
+            # torch writes a zip archive, whose table of contents is at the end: one that is cut off has none.
+            if size == 0 or (start.startswith(b"PK") and not zipfile.is_zipfile(file)):
+                raise self.damaged(f"{name} is cut off: it has {size:,} bytes")
+            return None
+        if size < 8:
+            raise self.damaged(f"{name} is cut off: it has {size} bytes")
+        if length > LARGEST_HEADER or start[8:9] not in (b"{", b""):
+            raise self.damaged(f"{name} is not a safetensors file")
+        if 8 + length > size:
+            raise self.damaged(f"{name} is cut off: it has {size:,} bytes and its header alone {8 + length:,}")
+        try:
+            tensors = json.loads(header)
+            tensors.pop("__metadata__", None)
+            shapes = {key: tuple(int(side) for side in entry["shape"]) for key, entry in tensors.items()}
+            end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            raise self.damaged(f"{name} has a header that cannot be read ({type(error).__name__})") from error
+        if end != size:
+            state = "is cut off" if size < end else "is longer than its header says"
+            raise self.damaged(f"{name} {state}: it has {size:,} bytes instead of {end:,}")
+        return shapes

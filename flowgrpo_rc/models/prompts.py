@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from flowgrpo_rc.models.quiet import only_errors
 PROMPTS_AT_ONCE = 8
 """Prompts per call of the text encoder: a 7B encoder's activations for hundreds of them would fill a GPU."""
 
-
 PROMPTS_TOKENIZED_AT_ONCE = 1000
+"""Prompts per call of the tokenizers: a bound on the tokens that are held at a time."""
 
 
 class PromptEncoder:
@@ -60,10 +61,10 @@ class PromptEncoder:
             part = missing[start : start + PROMPTS_AT_ONCE]
             fresh |= zip(part, self._model.encode(part, length), strict=True)
         self.encoded += len(missing)
-        rows = [fresh[p] if p in fresh else self._cache[p, length] for p in prompts]
+        self._cache |= {(prompt, length): row for prompt, row in fresh.items()}
+        # Before old ones are dropped: the cache may be smaller than this call.
+        rows = [self._cache[prompt, length] for prompt in prompts]
         for prompt in dict.fromkeys(prompts):
-            if prompt in fresh:
-                self._cache[prompt, length] = fresh[prompt]
             self._cache.move_to_end((prompt, length))
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
@@ -124,4 +125,5 @@ def pad(rows: Sequence[EncodedPrompt]) -> Prompts:
     embeds = torch.nn.utils.rnn.pad_sequence([row.embeds for row in rows], batch_first=True)
     mask = torch.arange(embeds.shape[1])[None] < lengths[:, None]
     pooled = [row.pooled for row in rows if row.pooled is not None]
-    return Prompts(embeds, None if bool(mask.all()) else mask, torch.stack(pooled) if pooled else None)
+    prompts = Prompts(embeds, None if bool(mask.all()) else mask)
+    return replace(prompts, pooled=torch.stack(pooled)) if pooled else prompts

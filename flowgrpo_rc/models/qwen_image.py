@@ -39,6 +39,7 @@ class QwenImage(Family):
         return (height // self._multiple) * (width // self._multiple), self._channels
 
     def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        # On the CPU whatever the engine runs on, so that a seed gives one image everywhere.
         device = torch.device("cpu")
         return self.pipe.prepare_latents(1, self._channels // 4, height, width, torch.float32, device, generator)[0]
 
@@ -53,18 +54,17 @@ class QwenImage(Family):
         return [(self.pipe.tokenizer, max_sequence_length)]
 
     def _sizes(self) -> list[tuple[str, int, int]]:
-        parts, vae = self.pipe, self.pipe.vae.config
+        parts = self.pipe
+        vae = parts.vae.config
         width = parts.text_encoder.get_input_embeddings().weight.shape[1]
+        # The pipeline drops the template before the prompt by a number of tokens that it has as a constant.
         begins = parts.tokenizer(parts.prompt_template_encode.split("{}")[0]).input_ids
         left_out = parts.prompt_template_encode_start_idx
+        attention = self.transformer.config.joint_attention_dim
         return [
             ("the tokenizer's tokens of the prompt template and those that the pipeline drops", len(begins), left_out),
             ("the transformer's in_channels and four times the vae's z_dim", self._channels, 4 * vae.z_dim),
-            (
-                "the transformer's joint_attention_dim and the text_encoder's width",
-                self.transformer.config.joint_attention_dim,
-                width,
-            ),
+            ("the transformer's joint_attention_dim and the text_encoder's width", attention, width),
             ("the vae's z_dim and its latents_mean", vae.z_dim, len(vae.latents_mean)),
             ("the vae's z_dim and its latents_std", vae.z_dim, len(vae.latents_std)),
         ]

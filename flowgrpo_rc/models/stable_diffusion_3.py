@@ -71,13 +71,16 @@ class StableDiffusion3(Family):
         return found if pipe.text_encoder_3 is None else [*found, (pipe.tokenizer_3, max_sequence_length - 1)]
 
     def _sizes(self) -> list[tuple[str, int, int]]:
-        parts, transformer = self.pipe, self.transformer.config
+        parts = self.pipe
+        transformer = self.transformer.config
         latents = parts.vae.config.latent_channels
         pooled = parts.text_encoder.config.projection_dim + parts.text_encoder_2.config.projection_dim
-        limit, positions = parts.tokenizer.model_max_length, parts.text_encoder.config.max_position_embeddings
+        limit = parts.tokenizer.model_max_length
+        positions = parts.text_encoder.config.max_position_embeddings
         sizes = [
             ("the transformer's in_channels and the vae's latent_channels", self._channels, latents),
             ("the transformer's pooled_projection_dim and both CLIPs'", transformer.pooled_projection_dim, pooled),
+            # A tokenizer that cuts earlier does no harm.
             ("the tokenizer's model_max_length and text_encoder's positions", limit, min(limit, positions)),
         ]
         if parts.text_encoder_3 is not None:

@@ -1,4 +1,4 @@
-"""One check: what it measures, the bands it holds the value against, and what to do."""
+"""One check: what it measures, the limits that it holds the value against, and what to do beyond them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,22 +23,25 @@ class Measurement:
 Measure = Callable[[History], Measurement | None]
 """None where the rows hold nothing to measure."""
 
+AS_SDE = Band()
+"""Stands for the limits of SDE steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A named check. A band of None leaves it out on that kind of log-prob."""
+    """A named check. Limits of None leave it out on that kind of log-prob."""
 
     name: str
     title: str
     measure: Measure
     sde: Band | None
     """For SDE steps, whose log-probs are means over latent dimensions."""
-    tokens: Band | None
+    tokens: Band | None = AS_SDE
     """For tokens."""
     reason: str
     """Why the limits are where they are."""
     limits: str = ""
-    """The band in words, where its numbers are only a code."""
+    """The limits in words, where their numbers are only a code."""
     of_densities: bool = False
     """Whether the limits take a log ratio for one of densities: that of ``cps`` leaves out ``1/(2 std^2)``."""
     advice: str
@@ -47,20 +50,25 @@ class Check:
     only_watched: Callable[[History], bool] = lambda history: False
     """Whether what is measured does nothing in this run, so that it is never a problem by itself."""
 
+    def __post_init__(self) -> None:
+        if self.tokens is AS_SDE:
+            object.__setattr__(self, "tokens", self.sde)
+
     def limits_for(self, history: History) -> Band | None:
-        """Those of its kind of log-prob."""
+        """Those of the run's kind of log-prob."""
         return self.sde if history.sde else self.tokens
 
     def run(self, history: History) -> Finding | None:
         """The finding; None where there is nothing to measure."""
-        if self.of_densities and history.cps:
+        limits = self.limits_for(history)
+        if limits is None or (self.of_densities and history.cps):
             return None
-        band = self.limits_for(history)
-        found = self.measure(history) if band is not None else None
-        if band is None or found is None:
+        found = self.measure(history)
+        if found is None:
             return None
-        level, limit = band.judge(found.value)
-        level = WATCH if level == PROBLEM and self.only_watched(history) else level
+        level, limit = limits.judge(found.value)
+        if level == PROBLEM and self.only_watched(history):
+            level = WATCH
         says = found.says or f"{found.metric} is {number(found.value)} {span_words(found.steps)}"
         return Finding(
             level=level,
@@ -69,7 +77,7 @@ class Check:
             metric=found.metric,
             value=found.value,
             limit=limit,
-            band=self.limits or band.words(),
+            band=self.limits or limits.words(),
             steps=found.steps,
             measured=says,
             advice=found.advice or self.suited(history) or self.advice,
@@ -88,8 +96,9 @@ def recent_mean(*names: str, absolute: bool = False) -> Measure:
         series = history.recent(*names)
         if series is None:
             return None
+        value = abs(series.mean) if absolute else series.mean
         says = f"{series.metric} is {number(series.mean)} {span_words(series.span)}"
-        return Measurement(abs(series.mean) if absolute else series.mean, series.metric, series.span, says)
+        return Measurement(value, series.metric, series.span, says)
 
     return measure
 
@@ -104,8 +113,8 @@ def recent_max(*names: str) -> Measure:
     return measure
 
 
-def against_clip(history: History, series: Series, what: str, width: float, says: str = "") -> Measurement:
-    """``series``' recent mean in units of the clip band's half width."""
+def against_clip(history: History, series: Series, what: str, width: float) -> Measurement:
+    """The mean of ``series`` in half widths of the clip band."""
     value = series.mean / width
     text = f"{what} is {number(series.mean)} {span_words(series.span)}, {number(value)} times the clip band of "
-    return Measurement(value, series.metric, series.span, f"{text}{number(width)}{says}")
+    return Measurement(value, series.metric, series.span, f"{text}{number(width)}")

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 
-from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
+from flowgrpo_rc.gap.limits import LIMITS, REJECTED, ZEROED
+from flowgrpo_rc.gap.remedies import remedy
+from flowgrpo_rc.report.check import Check, Measure, Measurement, recent_max, recent_mean, span_words
+from flowgrpo_rc.report.checks_gap import USUAL, healthy_range, remedied
 from flowgrpo_rc.report.finding import Band, number
-from flowgrpo_rc.report.history import History, Series
+from flowgrpo_rc.report.history import History
 
 
 def rejected(history: History) -> Measurement | None:
     """The share of steps or tokens that rejection removed."""
     found = recent_mean("rollout_corr/rollout_rs_masked_fraction")(history)
-    if found is not None or (kept := history.recent("actor/kept_fraction")) is None:
+    kept = history.recent("actor/kept_fraction")
+    if found is not None or kept is None:
         return found
     value = 1 - kept.mean
     says = f"rejection removed {number(value)} of the samples (1 - {kept.metric}) {span_words(kept.span)}"
@@ -30,7 +34,8 @@ def weights_outside(history: History) -> Measurement | None:
 
 def weights_at_the_bound(history: History) -> Measurement | None:
     """The share of recent steps whose largest weight reached the upper bound."""
-    largest, bound = history.recent("rollout_corr/rollout_is_max"), is_bound(history)
+    largest = history.recent("rollout_corr/rollout_is_max")
+    bound = importance_weight_bound(history)
     if largest is None or bound is None:
         return None
     value = sum(v >= bound * (1 - 1e-6) for v in largest.values) / len(largest)
@@ -38,7 +43,7 @@ def weights_at_the_bound(history: History) -> Measurement | None:
     return Measurement(value, largest.metric, largest.span, f"{says} {span_words(largest.span)}")
 
 
-def is_bound(history: History) -> float | None:
+def importance_weight_bound(history: History) -> float | None:
     """The upper bound of the importance weights; None where it is not known."""
     threshold = history.correction("rollout_is_threshold")
     if threshold is None or history.correction("rollout_is") is None:
@@ -49,11 +54,11 @@ def is_bound(history: History) -> float | None:
         return None
 
 
-def distance_from_one(name: str):
+def distance_from_one(name: str) -> Measure:
     """The recent mean's distance from 1."""
 
     def measure(history: History) -> Measurement | None:
-        series: Series | None = history.recent(name)
+        series = history.recent(name)
         if series is None:
             return None
         away = abs(series.mean - 1)
@@ -96,7 +101,6 @@ WEIGHT_CHECKS = (
         title="Weights beyond their bounds",
         measure=weights_outside,
         sde=Band(high=0.05, problem_high=0.3),
-        tokens=Band(high=0.05, problem_high=0.3),
         reason="Bounds are for the few; what they cut off is bias.",
         advice="Bring engine and actor closer, or widen rollout_is_threshold.",
     ),
@@ -113,10 +117,9 @@ WEIGHT_CHECKS = (
         name="is_dropped",
         title="Weights set to zero or masked",
         measure=recent_mean("rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_is_masked_fraction"),
-        sde=Band(high=0.05, problem_high=0.5),
-        tokens=Band(high=0.05, problem_high=0.5),
-        reason="What is dropped trains nothing.",
-        advice="Widen the band of rollout_is_threshold, or bring engine and actor closer.",
+        sde=healthy_range(ZEROED),
+        reason=f"{LIMITS[ZEROED].source}.",
+        advice=f"{remedy(ZEROED, USUAL)}.",
     ),
     Check(
         name="is_norm_factor",
@@ -130,45 +133,37 @@ WEIGHT_CHECKS = (
 )
 
 
-def _diagnoses(history: History) -> str | None:
+def weights_only_diagnose(history: History) -> bool:
+    """Whether the weights are measured without being in the loss."""
+    return not history.weights_act
+
+
+def advice_where_weights_only_diagnose(history: History) -> str | None:
+    """In place of the check's own, which would change what no update sees."""
     if history.weights_act:
         return None
     return "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
 
 
-def _of_the_rejection(history: History) -> str | None:
-    """``auto`` is for one criterion of whole rows; without one it is the weights' mask mode that rejects."""
-    threshold, option = history.correction("rollout_rs_threshold"), history.correction("rollout_rs")
-    precision = "or bring the engine's precision closer to the actor's."
-    if threshold == "auto":
-        return f"Raise rollout_rs_auto_max, {precision}"
-    if option is None and history.correction("rollout_is_mode") == "mask":
-        return f"Widen rollout_is_threshold, {precision}"
-    one = option is None or (str(option).startswith("seq_") and "," not in str(option))
-    return None if one else f"Widen rollout_rs_threshold, {precision}"
-
-
 CORRECTION_CHECKS = (
     *(
-        replace(check, suited=_diagnoses, only_watched=lambda history: not history.weights_act)
+        replace(check, suited=advice_where_weights_only_diagnose, only_watched=weights_only_diagnose)
         for check in WEIGHT_CHECKS
     ),
     Check(
         name="rejected",
         title="Rejected samples",
         measure=rejected,
-        sde=Band(high=0.1, problem_high=0.5),
-        tokens=Band(high=0.1, problem_high=0.5),
-        reason="A fifth rejected did not hurt; half is half of the rollouts for nothing (the guard's limit).",
-        advice="Widen rollout_rs_threshold or set it to auto, or bring the engine's precision closer to the actor's.",
-        suited=_of_the_rejection,
+        sde=healthy_range(REJECTED),
+        reason=f"{LIMITS[REJECTED].source} (the guard's limit).",
+        advice=f"{remedy(REJECTED, USUAL)}.",
+        suited=remedied(REJECTED),
     ),
     Check(
         name="veto",
         title="Rows vetoed",
         measure=recent_max("rollout_corr/rollout_is_veto_fraction"),
         sde=Band(high=0.0, problem_high=0.1),
-        tokens=Band(high=0.0, problem_high=0.1),
         reason="A vetoed ratio is 1e-4 or less: never rounding.",
         advice="Look at those samples: prompt, mask and log-probs; do not just relax rollout_token_veto_threshold.",
     ),
@@ -182,7 +177,7 @@ CORRECTION_CHECKS = (
         of_densities=True,
         advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
         suited=lambda history: (
-            None if history.may_leave_bypass else "Raise the engine's precision, or refresh its weights more often."
+            None if history.setup.limits_the_gap else "Raise the engine's precision, or refresh its weights more often."
         ),
     ),
     Check(

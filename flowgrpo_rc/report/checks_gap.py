@@ -2,9 +2,11 @@
 
 from statistics import median
 
+from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS
+from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
 from flowgrpo_rc.report.check import Check, Measurement, against_clip, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import Band, number
-from flowgrpo_rc.report.history import LOSS, WINDOW, History
+from flowgrpo_rc.report.history import WINDOW, History
 
 GAP = ("rollout_sync/engine_gap_abs_mean", "actor/log_ratio_abs_mean_first", "rollout_corr/logprob_abs_diff_mean")
 """Mean |log pi_actor - log pi_engine|: with equal weights, in bypass mode before the update, or as corrected."""
@@ -13,29 +15,31 @@ NOTHING = 1e-7
 
 
 def gap_against_clip(history: History) -> Measurement | None:
-    """The gap in clip bands, where the clip is centred at the engine."""
+    """The gap in half widths of the clip band, where the clip is centred at the engine."""
     names = ("actor/log_ratio_abs_mean_first", "rollout_sync/engine_gap_abs_mean")
-    series, width = history.recent(*names), history.clip_width
+    series = history.recent(*names)
+    width = history.clip_width
     if series is None or not width or not history.clips_at_the_engine:
         return None
     return against_clip(history, series, f"the gap before each update ({series.metric})", width)
 
 
 def gap_at_the_worst_timestep(history: History) -> Measurement | None:
-    """The same at the timestep with the largest gap; not for calibrated bands, which follow it."""
-    width, by_timestep = history.clip_width, history.by_timestep()
-    auto = history.setting("actor_rollout_ref.actor.diffusion_loss.clip_ratio") == "auto"
+    """The same at the timestep with the largest gap; not for calibrated clip bands, which follow it."""
+    width = history.clip_width
+    by_timestep = history.by_timestep()
     names = (GAP[0], "rollout_corr/logprob_abs_diff", "actor/rollout_corr/logprob_abs_diff")
     steps = next(filter(None, (history.now_by_timestep(by_timestep.get(n, {})) for n in names)), None)
-    if steps is None or not width or auto or not history.clips_at_the_engine:
+    if steps is None or not width or history.setup.calibrates_clip or not history.clips_at_the_engine:
         return None
     timestep, series = max(steps.items(), key=lambda item: item[1].mean)
     return against_clip(history, series, f"the gap at timestep {timestep:g}", width)
 
 
 def staleness_against_clip(history: History) -> Measurement | None:
-    """What has been learned since the engine's adapter, in clip bands."""
-    series, width = history.recent("rollout_sync/staleness_abs_mean"), history.clip_width
+    """What has been learned since the engine's adapter, in half widths of the clip band."""
+    series = history.recent("rollout_sync/staleness_abs_mean")
+    width = history.clip_width
     if series is None or not width or not history.clips_at_the_engine:
         return None
     return against_clip(history, series, "the staleness of the engine's adapter", width)
@@ -88,39 +92,42 @@ def clipped(metric: str, *others: str):
 
 
 def clipped_first(history: History) -> Measurement | None:
-    """What the gap alone puts beyond the objective's limit; ``flow_dppo`` leaves out one half of that."""
-    if not history.masks:
-        return clipped("actor/pg_clipfrac_first", "rollout_sync/outside_clip")(history)
-    series = history.recent("actor/pg_clipfrac_inert_first")
+    """What the gap alone puts beyond the objective's limit."""
+    limit = history.objective.limit
+    if not history.has_limit:
+        return None
+    if limit.share_per_metric == 1:
+        return recent_mean(limit.share_metric, "rollout_sync/outside_clip")(history)
+    series = history.recent(limit.share_metric)
     if series is None:
         return None
-    says = f"twice {series.metric} is {number(2 * series.mean)} {span_words(series.span)}"
-    return Measurement(min(2 * series.mean, 1.0), series.metric, series.span, says)
+    share = limit.share_per_metric * series.mean
+    says = f"{limit.share_per_metric} times {series.metric} is {number(share)} {span_words(series.span)}"
+    return Measurement(limit.share_beyond(series.mean), series.metric, series.span, says)
 
 
 _CLIP = "diffusion_loss.clip_ratio"
+USUAL = RunSetup()
+"""The run that the checks' own advice is for."""
 
 
-def wider(rest: str, *, or_decoupled: bool = False):
-    """Advice with the knob that widens the band of the run as it is, where that is not ``clip_ratio`` or ``auto``."""
+def wider(rest: str):
+    """Advice that gives the objective's limit more room, where the check's own does not suit the run."""
 
     def suited(history: History) -> str | None:
-        if history.config is None:
-            return None
-        if history.masks:
-            knob = "Raise diffusion_loss.kl_mask_threshold"
-        elif history.setting(f"{LOSS}.clip_ratio") == "auto":
-            knob = f"Raise diffusion_loss.auto_clip_{'min' if history.fallen_back else 'max'}"
-        elif history.clip_sides:
-            knob = f"Widen {_CLIP}_low and clip_ratio_high"
-        elif history.clips_at_the_engine:
-            return None
-        else:
-            knob = f"Widen {_CLIP}"
-        leave = ", or set rollout_correction.bypass_mode=false" if or_decoupled and history.may_leave_bypass else ""
-        return f"{knob}{rest}{leave}."
+        return None if history.setup.may_calibrate_clip else f"{widen_limit(history.setup)}{rest}."
 
     return suited
+
+
+def remedied(finding: str):
+    """The remedy of a finding, for the run as it is set up."""
+    return lambda history: f"{remedy(finding, history.setup)}."
+
+
+def healthy_range(figure: str) -> Band:
+    """Healthy up to where a figure costs, a problem from where it is not safe."""
+    return Band(high=LIMITS[figure].costs, problem_high=LIMITS[figure].not_safe)
 
 
 GAP_CHECKS = (
@@ -128,11 +135,10 @@ GAP_CHECKS = (
         name="clip_first",
         title="Clipped before anything is learned",
         measure=clipped_first,
-        sde=Band(high=0.1, problem_high=0.25),
-        tokens=Band(high=0.1, problem_high=0.25),
-        reason="The engine's error picks what is learned: at .29 to .33 three of five runs unlearned, at .2 none.",
-        advice=f"Widen {_CLIP} beyond the gap or set it to auto, or set rollout_correction.bypass_mode=false.",
-        suited=wider("", or_decoupled=True),
+        sde=healthy_range(CLIP),
+        reason=f"The engine's error picks what is learned: {LIMITS[CLIP].source}.",
+        advice=f"{remedy(CLIP, USUAL)}.",
+        suited=remedied(CLIP),
     ),
     Check(
         name="gap_vs_clip",
@@ -140,7 +146,7 @@ GAP_CHECKS = (
         measure=gap_against_clip,
         sde=Band(high=0.5, problem_high=0.8),
         tokens=None,
-        reason="Of a normal gap, a tenth lies outside the band at .5 and a third at .8.",
+        reason="Of a normal gap, a tenth lies outside the clip band at .5 and a third at .8.",
         advice=f"Set {_CLIP} to auto or four times the mean gap, raise rollout.dtype, or set bypass_mode=false.",
         suited=wider(", raise rollout.dtype, or set bypass_mode=false"),
     ),
@@ -150,13 +156,9 @@ GAP_CHECKS = (
         measure=gap_at_the_worst_timestep,
         sde=Band(high=1.0, problem_high=2.0),
         tokens=None,
-        reason="Of a normal gap, two fifths of that timestep lie outside the band at 1 and seven tenths at 2.",
-        advice="Set clip_ratio=auto, whose band follows each timestep, or move rollout.algo.sde_window_range.",
-        suited=lambda history: (
-            f"Widen {_CLIP}_low and clip_ratio_high, or move rollout.algo.sde_window_range."
-            if history.clip_sides
-            else None
-        ),
+        reason="Of a normal gap, two fifths of that timestep lie outside the clip band at 1 and seven tenths at 2.",
+        advice=f"{remedy(CLIP_AT_TIMESTEP, USUAL)}.",
+        suited=remedied(CLIP_AT_TIMESTEP),
     ),
     Check(
         name="staleness",
@@ -164,24 +166,23 @@ GAP_CHECKS = (
         measure=staleness_against_clip,
         sde=Band(high=0.5, problem_high=2.0),
         tokens=None,
-        reason="In bypass mode staleness uses up the band too; four batches of lag gave about 1 and still learned.",
+        reason="Staleness uses up bypass mode's clip band too; four batches of lag gave about 1 and still learned.",
         advice="Lower rollout.adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
     ),
     Check(
         name="engine_gap",
         title="Engine and actor with equal weights",
         measure=recent_mean("rollout_sync/engine_gap_per_dimension", "rollout_sync/engine_gap_abs_mean"),
-        sde=Band(high=5e-3, problem_high=0.05),
+        sde=healthy_range(ENGINE_GAP),
         tokens=Band(high=0.1, problem_high=1.0),
-        reason="bfloat16 gave 2.4e-4, fp8 weights 9e-4; at .05 (as in the probe) the engine computes something else.",
-        advice="Compare dtype, quantization, attention kernel and schedule of engine and actor.",
+        reason=f"{LIMITS[ENGINE_GAP].source}.",
+        advice=f"{remedy(ENGINE_GAP, USUAL)}.",
     ),
     Check(
         name="gap_growth",
         title="Growth of the gap",
         measure=gap_growth,
         sde=Band(high=2.0, problem_high=10.0),
-        tokens=Band(high=2.0, problem_high=10.0),
         reason="Measured runs grew by a quarter at most; precision does not change during a run.",
         advice="Look for weights that stopped arriving at the engine, or for an adapter that outgrew its precision.",
     ),
@@ -208,7 +209,6 @@ GAP_CHECKS = (
         title="Clipped over all mini-steps",
         measure=clipped("actor/pg_clipfrac"),
         sde=Band(high=0.3, problem_high=0.6),
-        tokens=Band(high=0.3, problem_high=0.6),
         reason="Healthy runs stayed below .22; with most samples clipped little is learned from a batch.",
         advice=f"Widen {_CLIP}, lower actor.optim.lr, or take fewer optimizer steps a batch.",
         suited=wider(", lower actor.optim.lr, or take fewer optimizer steps a batch"),
@@ -218,7 +218,6 @@ GAP_CHECKS = (
         title="Gradients that clipping removed",
         measure=clipped("actor/pg_clipfrac_inert"),
         sde=Band(high=0.2, problem_high=0.4),
-        tokens=Band(high=0.2, problem_high=0.4),
         reason="Half of the clipped samples, where signs are even; healthy runs stayed below .11.",
         advice=f"Widen {_CLIP} or lower actor.optim.lr.",
         suited=wider(" or lower actor.optim.lr"),

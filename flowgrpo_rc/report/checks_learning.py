@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 from statistics import fmean, median, pstdev
 from typing import Any
 
+from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, REJECTED, ZEROED
+from flowgrpo_rc.gap.remedies import remedy
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
-from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
-from flowgrpo_rc.report.checks_gap import GAP_CHECKS
 from flowgrpo_rc.report.finding import Band, number
 from flowgrpo_rc.report.history import LOSS, REWARD, History, Series, finite
 
@@ -20,36 +21,46 @@ ENOUGH = 12
 """Training steps that a trend needs: four in each third."""
 
 
-def noise(values: tuple[float, ...]) -> float:
-    """A step's own scatter, from differences of neighbours, so that a trend does not enter."""
+def scatter(values: tuple[float, ...]) -> float:
+    """The standard deviation of a single step, from differences of neighbours, so that a trend does not enter."""
     if len(values) < 3:
         return 0.0
     return math.sqrt(fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2)
 
 
-def spread(history: History, series: Series) -> float:
+def reward_unit(history: History, series: Series) -> float:
     """The rewards' standard deviation within a batch, the unit of falls; without it, the rewards' own size."""
     within = history.series("reward/std")
-    return (within.mean if within is not None else max(abs(series.mean), pstdev(series.values))) or 1.0
+    if within is not None:
+        return within.mean or 1.0
+    return max(abs(series.mean), pstdev(series.values)) or 1.0
+
+
+def thirds(series: Series) -> list[Series] | None:
+    """The first, the middle and the last third; None of a run that is too short to have a trend."""
+    if len(series) < ENOUGH:
+        return None
+    length = len(series) // 3
+    return [series.part(0, length), series.part(length, 2 * length), series.part(2 * length, len(series))]
 
 
 def reward_fall(history: History) -> Measurement | None:
     """How far the last third of the training reward lies below the best third before it."""
     series = history.series(*REWARD)
-    if series is None or len(series) < ENOUGH:
+    parts = None if series is None else thirds(series)
+    if series is None or parts is None:
         return None
-    third = len(series) // 3
-    thirds = [series.part(i * third, (i + 1) * third if i < 2 else len(series)) for i in range(3)]
-    best, last = max(thirds[:2], key=lambda s: s.mean), thirds[2]
-    error = noise(series.values) * math.sqrt(1 / len(best) + 1 / len(last))
+    *before, last = parts
+    best = max(before, key=lambda part: part.mean)
+    error = scatter(series.values) * math.sqrt(1 / len(best) + 1 / len(last))
     fall = best.mean - last.mean
-    value = max(fall, 0.0) / spread(history, series) if fall > SIGNIFICANT * error else 0.0
-    went = "fell" if value else "went"
-    says = (
-        f"{series.metric} {went} from {number(best.mean)} (steps {best.span[0]}-{best.span[1]}) to {number(last.mean)} "
-        f"(steps {last.span[0]}-{last.span[1]}), {number(value)} standard deviations of a batch"
-    )
-    return Measurement(value, series.metric, series.span, says if value else says.rpartition(",")[0])
+    ends = f"from {number(best.mean)} (steps {best.span[0]}-{best.span[1]}) to {number(last.mean)} "
+    ends += f"(steps {last.span[0]}-{last.span[1]})"
+    if fall <= max(SIGNIFICANT * error, 0.0):
+        return Measurement(0.0, series.metric, series.span, f"{series.metric} went {ends}")
+    value = fall / reward_unit(history, series)
+    says = f"{series.metric} fell {ends}, {number(value)} standard deviations of a batch"
+    return Measurement(value, series.metric, series.span, says)
 
 
 def held_out_fall(history: History) -> Measurement | None:
@@ -61,23 +72,26 @@ def held_out_fall(history: History) -> Measurement | None:
     if series is None or len(series) < 4:
         return None
     few = 2 if len(series) < 6 else 3
-    last, before = series.part(-few, len(series)), len(series) - few
-    earlier = [series.part(i, i + few) for i in range(before - few + 1)]
-    best, unit = max(earlier, key=lambda part: part.mean), spread(history, series)
-    error = max(noise(series.values), EVALUATION * unit) * math.sqrt(2 / few)
+    last = series.part(-few, len(series))
+    earlier = [series.part(i, i + few) for i in range(len(series) - 2 * few + 1)]
+    best = max(earlier, key=lambda part: part.mean)
+    unit = reward_unit(history, series)
+    error = max(scatter(series.values), EVALUATION * unit) * math.sqrt(2 / few)
     fall = best.mean - last.mean
-    value = fall / unit if fall > math.sqrt(SIGNIFICANT**2 + 2 * math.log(len(earlier))) * error else 0.0
     says = f"{series.metric} is {number(last.mean)} {span_words(last.span)}, at best {number(best.mean)} "
     says += span_words(best.span)
-    return Measurement(value, series.metric, series.span, says, _held_out_advice(history) if value else None)
+    if fall <= math.sqrt(SIGNIFICANT**2 + 2 * math.log(len(earlier))) * error:
+        return Measurement(0.0, series.metric, series.span, says)
+    return Measurement(fall / unit, series.metric, series.span, says, _held_out_advice(history))
 
 
 def _held_out_advice(history: History) -> str | None:
-    train = history.series(*REWARD)
-    if train is None or len(train) < ENOUGH:
+    """What the training reward does meanwhile tells the two causes apart."""
+    training = history.series(*REWARD)
+    parts = None if training is None else thirds(training)
+    if parts is None:
         return None
-    third = len(train) // 3
-    if train.part(-third, len(train)).mean > train.part(0, third).mean:
+    if parts[2].mean > parts[0].mean:
         return (
             "The training reward climbs meanwhile, so the policy learns the reward's weakness or the prompts by heart: "
             "look at the samples, stop at the best checkpoint, set actor.use_kl_loss=true, or add prompts."
@@ -88,10 +102,11 @@ def _held_out_advice(history: History) -> str | None:
 def gradient_jump(history: History) -> Measurement | None:
     """The largest recent gradient norm over the usual one."""
     series = history.series("actor/grad_norm")
-    if series is None or len(series) < ENOUGH:
+    recent = history.recent("actor/grad_norm")
+    if series is None or recent is None or len(series) < ENOUGH:
         return None
-    recent, usual = history.now(series), median(series.values)
-    if recent is None or usual <= 0:
+    usual = median(series.values)
+    if usual <= 0:
         return None
     largest = max(recent.values)
     says = f"the largest gradient norm {span_words(recent.span)} is {number(largest)}, the run's median {number(usual)}"
@@ -99,47 +114,43 @@ def gradient_jump(history: History) -> Measurement | None:
 
 
 def policy_shift(history: History) -> Measurement | None:
-    """The mean log ratio to the old policy, in clip bands."""
-    series, width = history.recent("actor/ppo_kl"), history.clip_width
+    """The mean log ratio to the old policy, in half widths of the clip band."""
+    series = history.recent("actor/ppo_kl")
+    width = history.clip_width
     if series is None or not width or not history.clips_the_ratio:
         return None
-    value = abs(series.mean) / width
     says = f"actor/ppo_kl is {number(series.mean)} {span_words(series.span)}, the clip band {number(width)}"
-    return Measurement(value, series.metric, series.span, says)
+    return Measurement(abs(series.mean) / width, series.metric, series.span, says)
 
 
 GUARDED = {
-    "clip": ("samples outside the clip band before anything was learned", "clip_first"),
-    "rejected": ("samples rejected", "rejected"),
-    "zeroed": ("importance weights of 0", "is_dropped"),
-    "engine_gap": ("engine and actor with equal weights", "engine_gap"),
+    CLIP: "samples outside the clip band before anything was learned",
+    REJECTED: "samples rejected",
+    ZEROED: "importance weights of 0",
+    ENGINE_GAP: "engine and actor with equal weights",
 }
-"""What the guard watches, by the end of ``guard/alarm_...``: in words, and the check whose advice is for it."""
+"""The figures that the guard watches, by the end of ``guard/alarm_...``, in words."""
 
 
 def guard_alarms(history: History) -> Measurement | None:
     """Whether the guard is raising alarms or has left bypass mode (1), or neither (0), and over what."""
-    alarms, fled = history.recent("guard/alarms"), history.recent("guard/fallback")
+    alarms = history.recent("guard/alarms")
     if alarms is None:
         return None
-    raised, away = alarms.values[-1] > 0, fled is not None and fled.values[-1] > 0
-    named = {name: history.recent(f"guard/alarm_{name}") for name in GUARDED}
-    causes = [name for name, series in named.items() if series is not None and series.values[-1] > 0]
-    over = f": {', '.join(GUARDED[name][0] for name in causes)}" if causes else ""
-    advice = " ".join(dict.fromkeys(_remedy(history, name) for name in causes)) or None
-    if away:
+    causes = [name for name in GUARDED if _is_raised(history.recent(f"guard/alarm_{name}"))]
+    over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
+    setup = replace(history.setup, fallen_back=False)  # of the mode where it was caused
+    advice = " ".join(dict.fromkeys(f"{remedy(name, setup)}." for name in causes)) or None
+    if history.fallen_back:
         says = f"the guard has the run in decoupled mode at step {alarms.steps[-1]}{over}"
         return Measurement(1.0, "guard/fallback", alarms.span, says, advice)
+    raised = _is_raised(alarms)
     says = f"the guard {'raises alarms' if raised else 'is quiet'} at step {alarms.steps[-1]}{over}"
     return Measurement(float(raised), "guard/alarms", alarms.span, says, advice)
 
 
-def _remedy(history: History, cause: str) -> str:
-    """Of bypass mode, where it was caused, also where the guard has left it since."""
-    if cause == "clip" and history.setting(f"{LOSS}.clip_ratio") == "auto":
-        return "Raise diffusion_loss.auto_clip_max."
-    check = next(c for c in (*GAP_CHECKS, *CORRECTION_CHECKS) if c.name == GUARDED[cause][1])
-    return check.suited(history) or check.advice
+def _is_raised(alarm: Series | None) -> bool:
+    return alarm is not None and alarm.values[-1] > 0
 
 
 def not_finite(history: History) -> Measurement | None:
@@ -148,38 +159,39 @@ def not_finite(history: History) -> Measurement | None:
         return None
     numeric = {name for row in history.rows for name, value in row.items() if isinstance(value, (int, float))}
     rows = zip(history.steps, history.rows, strict=True)
-    bad = [(step, n) for step, row in rows for n, value in row.items() if _broken(value, n in numeric)]
+    bad = [(step, n) for step, row in rows for n, value in row.items() if _is_not_finite(value, n in numeric)]
     span = (history.steps[0], history.steps[-1])
     if bad:
         names = ", ".join(dict.fromkeys(name for _, name in bad[:5]))
         says = f"{len(bad)} values are NaN or infinite, first at step {bad[0][0]}: {names}"
         return Measurement(float(len(bad)), bad[0][1], span, says)
-    if broken := history.broken_lines:
-        return Measurement(0.5, "metrics.jsonl", span, f"metrics.jsonl: {broken} line(s) cut off or not readable")
-    if back := history.repeated:
-        says = f"metrics.jsonl: {len(back)} step(s) stand there again or out of order, the first is step {back[0]}"
+    if history.broken_lines:
+        says = f"metrics.jsonl: {history.broken_lines} line(s) cut off or not readable"
+        return Measurement(0.5, "metrics.jsonl", span, says)
+    if history.repeated:
+        says = f"metrics.jsonl: {len(history.repeated)} step(s) stand there again or out of order, "
+        says += f"the first is step {history.repeated[0]}"
         return Measurement(0.5, "metrics.jsonl", span, f"{says}; did two runs write one folder?")
     return Measurement(0.0, "metrics.jsonl", span, f"{len(history.rows)} rows, every value finite")
 
 
-def _broken(value: Any, numeric: bool) -> bool:
-    """Whether a value is not finite: as a number, or, where other rows hold numbers, as text or null."""
+def _is_not_finite(value: Any, is_numeric: bool) -> bool:
+    """As a number, or, where other rows hold numbers of that name, as text or null."""
     if isinstance(value, (int, float)):
         return finite(value) is None
-    return numeric and (value is None or (isinstance(value, str) and value.strip().lower().lstrip("+-") in NOT_FINITE))
+    if not is_numeric:
+        return False
+    return value is None or (isinstance(value, str) and value.strip().lower().lstrip("+-") in NOT_FINITE)
 
 
 NOT_FINITE = ("nan", "inf", "infinity")
 
 
-LOG_BAND = Band(high=0.0, problem_high=0.5)
-
 LOG_CHECK = Check(
     name="log",
     title="The log itself",
     measure=not_finite,
-    sde=LOG_BAND,
-    tokens=LOG_BAND,
+    sde=Band(high=0.0, problem_high=0.5),
     limits="healthy: every line read, every step once and in order, every value finite, problem: NaN or infinity",
     reason="Sees NaN in what was logged; this trainer stops at a NaN before it writes the row, so read its error then. "
     "A line cut off (.5) is a run that was killed, or writes just now; a step that stands there twice (.5), two runs "
@@ -188,7 +200,7 @@ LOG_CHECK = Check(
 )
 
 
-def _of_the_guard(history: History) -> str | None:
+def advice_beside_a_guard_that_acts(history: History) -> str | None:
     """The usual advice is for a run that bypasses with a plain clip and has no guard that acts."""
     plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.clip_sides
     usual = history.clips_at_the_engine and plain and history.correction("guard") != "fallback"
@@ -201,7 +213,6 @@ LEARNING_CHECKS = (
         title="Training reward holds",
         measure=reward_fall,
         sde=Band(high=0.05, problem_high=0.1),
-        tokens=Band(high=0.05, problem_high=0.1),
         reason="In batch standard deviations, if beyond three standard errors; runs that unlearned fell by .2.",
         advice="Stop, go back to the best checkpoint, and see to the findings on the gap and the clip first.",
     ),
@@ -210,7 +221,6 @@ LEARNING_CHECKS = (
         title="Held-out reward holds",
         measure=held_out_fall,
         sde=Band(high=0.15, problem_high=0.35),
-        tokens=Band(high=0.15, problem_high=0.35),
         reason="In batch standard deviations, if beyond three standard errors; one evaluation scatters by .1 or more.",
         advice="Go back to the best checkpoint, and look at samples from before and after.",
     ),
@@ -219,7 +229,6 @@ LEARNING_CHECKS = (
         title="Groups with equal rewards",
         measure=recent_mean("reward/zero_std_fraction"),
         sde=Band(high=0.5, problem_high=0.9),
-        tokens=Band(high=0.5, problem_high=0.9),
         reason="A group of equal rewards has no advantages; above .5 most rollouts teach nothing.",
         advice="Choose prompts that are neither solved nor hopeless, raise rollout.n, or use a finer reward.",
     ),
@@ -228,7 +237,6 @@ LEARNING_CHECKS = (
         title="Jumps of the gradient",
         measure=gradient_jump,
         sde=Band(high=10.0, problem_high=100.0),
-        tokens=Band(high=10.0, problem_high=100.0),
         reason="Batches differ by a factor of two or three, not by orders of magnitude.",
         advice="Lower actor.optim.lr or actor.grad_clip, and look at the batch of that step.",
     ),
@@ -237,7 +245,6 @@ LEARNING_CHECKS = (
         title="Shift of the policy within a batch",
         measure=policy_shift,
         sde=Band(high=0.5, problem_high=2.0),
-        tokens=Band(high=0.5, problem_high=2.0),
         reason="In clip bands; measured runs stayed below .35, gap included.",
         advice="Lower actor.optim.lr, or take fewer optimizer steps a batch.",
     ),
@@ -246,10 +253,9 @@ LEARNING_CHECKS = (
         title="The guard",
         measure=guard_alarms,
         sde=Band(high=0.0),
-        tokens=Band(high=0.0),
         limits="healthy: quiet, watch: alarms, or fallen back",
         reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
         advice="Do what the alarm said: widen clip_ratio or set it to auto, or set guard=fallback.",
-        suited=_of_the_guard,
+        suited=advice_beside_a_guard_that_acts,
     ),
 )

@@ -1,4 +1,4 @@
-"""What a check found, and the bands that its value is held against."""
+"""What a check found, and the limits that its value was held against."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,42 +11,42 @@ LEVELS = (OK, WATCH, PROBLEM)
 
 @dataclass(frozen=True)
 class Band:
-    """Where a value is healthy and where it is a problem; between the two it is one to watch. Bounds are inclusive.
+    """The limits of a check: where a value is healthy and where it is a problem; between the two it is one to watch.
 
-    None leaves a side open.
+    Limits are inclusive. None leaves a side open.
     """
 
     low: float | None = None
+    """The smallest healthy value."""
     high: float | None = None
-    """Healthy: from ``low`` to ``high``."""
+    """The largest healthy value."""
     problem_low: float | None = None
+    """Below this a value is a problem."""
     problem_high: float | None = None
-    """A problem: below ``problem_low`` or above ``problem_high``."""
+    """Above this a value is a problem."""
 
     def judge(self, value: float) -> tuple[str, float | None]:
-        """The level, and the bound that was passed, or else the nearest one."""
-        if self.problem_low is not None and value < self.problem_low:
-            return PROBLEM, self.problem_low
-        if self.problem_high is not None and value > self.problem_high:
-            return PROBLEM, self.problem_high
-        if self.low is not None and value < self.low:
-            return WATCH, self.low
-        if self.high is not None and value > self.high:
-            return WATCH, self.high
-        bounds = [b for b in (self.low, self.high, self.problem_low, self.problem_high) if b is not None]
-        return OK, min(bounds, key=lambda b: abs(b - value), default=None)
+        """The level, and the limit that was passed, or else the nearest one."""
+        for level, low, high in ((PROBLEM, self.problem_low, self.problem_high), (WATCH, self.low, self.high)):
+            if low is not None and value < low:
+                return level, low
+            if high is not None and value > high:
+                return level, high
+        given = [b for b in (self.low, self.high, self.problem_low, self.problem_high) if b is not None]
+        return OK, min(given, key=lambda bound: abs(bound - value), default=None)
 
     def words(self) -> str:
         """``healthy 0.95 to 1.05, problem below 0.5 or above 2``."""
-        low, high = self.low, self.high
-        if low is not None and high is not None:
-            parts = [f"healthy {number(low)} to {number(high)}"]
-        else:
-            parts = [f"healthy from {number(low)}"] if low is not None else []
-            parts += [f"healthy up to {number(high)}"] if high is not None else []
-        ends = [f"below {number(self.problem_low)}"] if self.problem_low is not None else []
-        ends += [f"above {number(self.problem_high)}"] if self.problem_high is not None else []
-        return ", ".join([*parts, *([f"problem {' or '.join(ends)}"] if ends else [])])
+        parts = []
+        if self.low is not None and self.high is not None:
+            parts.append(f"healthy {number(self.low)} to {number(self.high)}")
+        elif self.low is not None:
+            parts.append(f"healthy from {number(self.low)}")
+        elif self.high is not None:
+            parts.append(f"healthy up to {number(self.high)}")
+        ends = {"below": self.problem_low, "above": self.problem_high}
+        problem = " or ".join(f"{side} {number(bound)}" for side, bound in ends.items() if bound is not None)
+        return ", ".join([*parts, *([f"problem {problem}"] if problem else [])])
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Finding:
     value: float
     """What was measured; see ``measured`` for its unit."""
     limit: float | None
-    """The bound that the value passed, or else the nearest."""
+    """The limit that the value passed, or else the nearest."""
     band: str
-    """All bounds, in words."""
+    """All limits of the check, in words."""
     steps: tuple[int, int]
     """First and last step that went into the value."""
     measured: str

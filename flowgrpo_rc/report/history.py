@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from flowgrpo_rc.gap.remedies import RunSetup
+from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
+
 WINDOW = 10
 """Training steps that "now" means: enough that one unlucky batch raises no alarm."""
 
@@ -62,7 +65,8 @@ class History:
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, broken_lines: int = 0
     ) -> None:
-        self.config, self.broken_lines = config, broken_lines
+        self.config = config
+        self.broken_lines = broken_lines
         self._known: dict[str, Series | None] = {}
         steps = _steps(rows)
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
@@ -174,39 +178,51 @@ class History:
         return self.setting("actor_rollout_ref.rollout.algo.sde_type") == "cps"
 
     @property
-    def masks(self) -> bool:
-        """Whether the objective leaves out what lies beyond a KL threshold: ``flow_dppo``."""
-        return self.correction("loss_type", "ppo_clip") == "ppo_clip" and self._loss_mode == "flow_dppo"
+    def objective(self) -> Objective:
+        """The run's objective; the usual one where the configuration names none that is known."""
+        return OBJECTIVES.get(str(self.setting(f"{LOSS}.loss_mode")), OBJECTIVES[DEFAULT])
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether the objective's limit acts: REINFORCE in bypass mode has none."""
+        return self.correction("loss_type", "ppo_clip") == "ppo_clip"
 
     @property
     def clips(self) -> bool:
-        """Whether the objective clips at all; ``flow_dppo`` bounds a divergence instead."""
-        return self.correction("loss_type", "ppo_clip") == "ppo_clip" and self._loss_mode != "flow_dppo"
+        """Whether a ratio is clipped at all; an objective may bound a divergence instead."""
+        return self.has_limit and self.objective.clips
 
     @property
     def clips_the_ratio(self) -> bool:
-        """Whether it clips the plain ratio; ``grpo_guard`` clips one that it has normalised."""
-        return self.clips and self._loss_mode != "grpo_guard"
+        """Whether the plain ratio is clipped, and not one that the objective has normalised."""
+        return self.has_limit and self.objective.clips_plain_ratio
+
+    @property
+    def setup(self) -> RunSetup:
+        """What remedies depend on; the usual run's where nothing is known."""
+        if self.config is None:
+            return RunSetup()
+        criteria = self.correction("rollout_rs")
+        only_weights_reject = criteria is None and self.correction("rollout_is_mode") == "mask"
+        return RunSetup(
+            objective=self.objective,
+            calibrates_clip=self.setting(f"{LOSS}.clip_ratio") == "auto",
+            clip_sides=self.clip_sides,
+            limits_the_gap=self.bypasses and self.has_limit,
+            fallen_back=self.fallen_back,
+            rejection=None if only_weights_reject else str(criteria or RunSetup().rejection),
+            calibrates_rejection=self.correction("rollout_rs_threshold") == "auto",
+        )
 
     @property
     def weights_act(self) -> bool:
         """Whether importance weights are in the loss, or reject; in bypass mode with PPO they only diagnose."""
-        ppo = self.correction("loss_type", "ppo_clip") == "ppo_clip"
-        return not (self.bypasses and ppo) or self.correction("rollout_is_mode") == "mask"
-
-    @property
-    def may_leave_bypass(self) -> bool:
-        """Whether ``bypass_mode=false`` is a remedy: the run bypasses, or what it does is not known."""
-        return self.config is None or (self.bypasses and self.correction("loss_type", "ppo_clip") == "ppo_clip")
+        return not (self.bypasses and self.has_limit) or self.correction("rollout_is_mode") == "mask"
 
     @property
     def clip_sides(self) -> bool:
         """Whether the clip band has a width of its own on a side."""
         return any(self.setting(f"{LOSS}.clip_ratio_{side}") is not None for side in ("low", "high"))
-
-    @property
-    def _loss_mode(self) -> Any:
-        return self.setting(f"{LOSS}.loss_mode", "flow_grpo")
 
     @property
     def clip_width(self) -> float | None:

@@ -3,10 +3,12 @@
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.trainer.run_folder import RunFolder, read_rows
+from flowgrpo_rc.report.history import History
+from flowgrpo_rc.run_folder import RunFolder, read_rows
 
 
 class NotARunError(ValueError):
@@ -29,6 +31,13 @@ class Run:
     """``probe.json``, if ``flowgrpo-rc probe --out`` wrote it here."""
     notes: tuple[str, ...] = ()
     """What was left out, and why."""
+    config_text: str = ""
+    """``config.yaml`` as it is written."""
+
+    @cached_property
+    def history(self) -> History:
+        """The rows as time series."""
+        return History(self.rows, self.config, self.broken_lines)
 
 
 def read_run(root: str | Path) -> Run:
@@ -53,13 +62,15 @@ def read_run(root: str | Path) -> Run:
     rows, notes = _usable(rows)
     if not rows:
         raise NotARunError(f"{_printable(str(folder.metrics))}: no complete line in it; wait until a step is done")
+    config, config_text = _mapping(folder.config)
     probe, left_out = _probe(folder.root / "probe.json")
     grids = list(folder.grids().values())
     return Run(
         root=folder.root,
         rows=rows,
         broken_lines=broken,
-        config=_mapping(folder.root / "config.yaml"),
+        config=config,
+        config_text=config_text,
         samples=[grids[0], grids[-1]] if len(grids) > 1 else grids,
         probe=probe,
         notes=(*notes, *left_out),
@@ -77,11 +88,11 @@ MOST_SETTINGS = 100_000
 def _usable(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Rows with names that can be printed and drawn, and what was left out of them."""
     names = {name for row in rows for name in row}
-    long = sum(len(name) > LONGEST_NAME for name in names)
     shown = {name: _printable(name) for name in names if len(name) <= LONGEST_NAME}
     kept = [{shown[name]: value for name, value in row.items() if name in shown} for row in rows]
-    note = (f"{long} metrics whose names are longer than {LONGEST_NAME} characters were left out.",) if long else ()
-    return [row for row in kept if row], note
+    left_out = len(names) - len(shown)
+    note = f"{left_out} metrics whose names are longer than {LONGEST_NAME} characters were left out."
+    return [row for row in kept if row], (note,) if left_out else ()
 
 
 def _printable(text: str) -> str:
@@ -94,18 +105,19 @@ def _unreadable(path: Path, error: Exception) -> NotARunError:
     return NotARunError(f"{_printable(str(path))}: cannot be read ({_printable(lines[0][:200])}); repair or remove it")
 
 
-def _mapping(path: Path) -> dict[str, Any] | None:
-    """A YAML file that holds a mapping; None where there is nothing of that name."""
+def _mapping(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """A YAML file that holds a mapping, and its text; None where there is nothing of that name."""
     import yaml
 
     if not os.path.lexists(path):
-        return None
+        return None, ""
     if not path.is_file():
         raise NotARunError(f"{_printable(str(path))}: is no file; repair or remove it")
     try:
         if path.stat().st_size > LARGEST_CONFIG:
             raise ValueError(f"larger than {LARGEST_CONFIG} bytes")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
         if isinstance(content, dict):
             _count_settings(content)
     except RecursionError:
@@ -117,12 +129,13 @@ def _mapping(path: Path) -> dict[str, Any] | None:
         raise NotARunError(
             f"{_printable(str(path))}: expected a mapping, found {type(content).__name__}; repair or remove it"
         )
-    return content
+    return content, text
 
 
 def _count_settings(content: dict[Any, Any]) -> None:
     """Aliases let a small file stand for billions of values, or for one that holds itself."""
-    count, waiting = 0, [(content, 0)]
+    count = 0
+    waiting: list[tuple[Any, int]] = [(content, 0)]
     while waiting:
         node, depth = waiting.pop()
         parts = list(node.values()) if isinstance(node, dict) else list(node)
@@ -154,7 +167,8 @@ def _is_probe(content: Any) -> bool:
     """Whether it has the shape that the page shows."""
     if not isinstance(content, dict):
         return False
-    steps, overall, advice = content.get("steps") or [], content.get("overall") or {}, content.get("advice") or {}
-    if not (isinstance(steps, list) and isinstance(overall, dict) and isinstance(advice, dict)):
+    steps = content.get("steps") or []
+    advice = content.get("advice") or {}
+    if not (isinstance(steps, list) and isinstance(advice, dict) and isinstance(content.get("overall") or {}, dict)):
         return False
     return all(isinstance(step, dict) for step in steps) and isinstance(advice.get("reasons", []), list)

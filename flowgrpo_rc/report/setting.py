@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
-from flowgrpo_rc.report.history import LOSS, REWARD, WINDOW, History, finite
+from flowgrpo_rc.report.history import LOSS, History, finite
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -46,28 +46,34 @@ def settings(history: History) -> list[tuple[str, str]]:
     if history.config is None:
         return []
     quantized = history.setting(f"{ROLLOUT}.quantization")
-    lag, mode = history.setting(f"{ROLLOUT}.adapter_lag", 0), history.setting(f"{LOSS}.loss_mode", "")
+    lag = history.setting(f"{ROLLOUT}.adapter_lag", 0)
+    mode = history.setting(f"{LOSS}.loss_mode", "")
     engine = f"{history.setting(f'{ROLLOUT}.name')} in {history.setting(f'{ROLLOUT}.dtype')}"
     engine += f", {quantized}-rounded weights" if quantized else ""
     engine += f", adapter {lag} batches old" if lag else ""
     pairs = [
         ("Model", f"{history.setting('actor_rollout_ref.model.path')}"),
         ("Engine", engine),
-        ("Actor", f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_clip(history)}"),
+        ("Actor", f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_limit(history)}"),
         ("Batch", _batch(history)),
     ]
     return [*pairs, *_correction(history)]
 
 
-def _clip(history: History) -> str:
-    ratio, width = history.setting(f"{LOSS}.clip_ratio"), history.clip_width
-    if ratio == "auto":
+def _limit(history: History) -> str:
+    """What the objective limits, with its number."""
+    limit = history.objective.limit
+    if not history.objective.clips:
+        return f"{limit.key} {history.setting(f'{LOSS}.{limit.key}')}"
+    width = history.clip_width
+    if history.setting(f"{LOSS}.clip_ratio") == "auto":
         return f"clip_ratio auto, now {number(width)}" if width else "clip_ratio auto"
     return f"clip_ratio {number(width)}" if width else "no clip_ratio"
 
 
 def _batch(history: History) -> str:
-    prompts, images = history.setting("data.train_batch_size"), history.setting(f"{ROLLOUT}.n")
+    prompts = history.setting("data.train_batch_size")
+    images = history.setting(f"{ROLLOUT}.n")
     mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
     window = history.setting(f"{ROLLOUT}.algo.sde_window_size")
     steps = history.setting(f"{ROLLOUT}.pipeline.num_inference_steps")
@@ -89,28 +95,3 @@ def _correction(history: History) -> list[tuple[str, str]]:
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
         return [("Correction", f"{section} ({error})")]
     return [(name, value.strip()) for name, _, value in (line.partition(":") for line in text.splitlines())]
-
-
-def tiles(history: History) -> list[tuple[str, str]]:
-    """The few numbers that come first."""
-    entries = (
-        ("Training reward", REWARD, False),
-        ("Held-out reward", ("val/reward/mean",), False),
-        ("Gap now", ("rollout_sync/engine_gap_abs_mean", "rollout_corr/logprob_abs_diff_mean"), True),
-        ("Outside the clip", ("actor/pg_clipfrac_first",) if history.clips else (), True),
-        ("Rejected", ("rollout_corr/rollout_rs_masked_fraction",), True),
-        ("Seconds a step", ("timing_s/step",), True),
-    )
-    found = []
-    for name, metrics, recent in entries:
-        series = history.series(*metrics)
-        if series is None:
-            continue
-        if recent:
-            now = history.now(series)
-            found += [(name, number(now.mean))] if now is not None else []
-        else:
-            count = max(1, min(WINDOW, len(series) // 3)) if metrics is REWARD else 1
-            first, last = series.part(0, count).mean, series.part(-count, len(series)).mean
-            found.append((name, f"{number(first)} → {number(last)}"))
-    return found

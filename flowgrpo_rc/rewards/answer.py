@@ -10,22 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.errors import AnswerError, shown
+from flowgrpo_rc.rewards.errors import AnswerError, brief_repr, exception_text
 
 WANTED = "return one float per image, or (floats, info dict)"
 
 CAPTIONS = "text"
-"""The key of `info` whose strings caption the samples."""
+"""The key of ``info`` whose strings caption the samples."""
 
 TOTAL = "avg"
-"""Where flow_grpo's `multi_score` puts the sum in its dict of scores."""
+"""Where flow_grpo's ``multi_score`` puts the sum in its dict of scores."""
 
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
     """The scores, (N,) float32, and the info of a reward function's answer.
 
     Numbers may come as a list, a numpy array, a torch tensor of any device, dtype and gradient, a pandas series, or a
-    list of zero-dimensional tensors. flow_grpo's `({"avg": total, "part": ...}, {})` counts with its total.
+    list of zero-dimensional tensors. flow_grpo's ``({"avg": total, "part": ...}, {})`` counts with its total.
 
     Args:
         name: of the function, for messages.
@@ -35,18 +35,19 @@ def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndar
     Raises:
         AnswerError: anything else, a wrong length, or a score that is not finite; names function, value and remedy.
     """
-    scores, info = _split(name, answer)
-    values = _real(name, scores)
+    returned = f"reward function {name!r} returned"
+    scores, info = _split(answer)
+    values = _numbers(returned, scores)
     if values.shape != (len(prompts),):
-        raise AnswerError(
-            f"reward function {name!r} returned scores of shape {values.shape}, expected ({len(prompts)},): "
-            "one float per image"
-        )
-    _check_finite(name, values, prompts)
-    return values.astype(np.float32), _info(name, info, len(prompts))
+        raise AnswerError(f"{returned} scores of shape {values.shape}, expected ({len(prompts)},): one float per image")
+    _check_range(returned, values, prompts)
+    return values.astype(np.float32), {
+        _checked_key(returned, key): _checked_entries(returned, key, value, len(prompts)) for key, value in info.items()
+    }
 
 
-def _split(name: str, answer: Any) -> tuple[Any, Mapping[Any, Any]]:
+def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
+    """Scores and info; a pair of two numbers is two scores."""
     pair = isinstance(answer, tuple) and len(answer) == 2
     if not (pair and isinstance(answer[1], Mapping)):
         return answer, {}
@@ -60,24 +61,19 @@ def _split(name: str, answer: Any) -> tuple[Any, Mapping[Any, Any]]:
 # ---------------------------------------------------------------------- scores
 
 
-def _real(name: str, scores: Any) -> np.ndarray:
-    """`scores` as real numbers, of whatever shape they have."""
+def _numbers(returned: str, scores: Any) -> np.ndarray:
+    """``scores`` as real numbers, of whatever shape they have."""
     kind = type(scores).__name__
     if scores is None or isinstance(scores, (str, bytes, Mapping, Set, Iterator)):
-        got = "None" if scores is None else kind
-        raise AnswerError(f"reward function {name!r} returned {got}; {WANTED}")
+        raise AnswerError(f"{returned} {'None' if scores is None else kind}; {WANTED}")
     try:
         values = _array(scores)
+        if values.dtype.kind not in "biuf":
+            raise TypeError(f"its type is {values.dtype}")
     except (TypeError, ValueError, OverflowError, RuntimeError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
         raise AnswerError(
-            f"reward function {name!r} returned {kind} that does not convert to floats ({reason}); {WANTED}"
+            f"{returned} {kind} that does not convert to floats ({exception_text(error)}); {WANTED}"
         ) from error
-    if values.dtype.kind not in "biuf":
-        raise AnswerError(
-            f"reward function {name!r} returned {kind} that does not convert to floats (its type is "
-            f"{values.dtype}); {WANTED}"
-        )
     return values if values.dtype.kind == "f" else values.astype(np.float64)
 
 
@@ -89,12 +85,12 @@ def _array(scores: Any) -> np.ndarray:
         if hidden:
             raise ValueError(f"{hidden} of its values are masked")
         return np.asarray(scores.data)
-    if isinstance(scores, Sequence) and not hasattr(scores, "__array__"):
-        return np.asarray([_entry(index, value) for index, value in enumerate(scores)])
-    values = np.asarray(scores)
-    if values.dtype == object and values.ndim == 1:
-        return np.asarray([_entry(index, value) for index, value in enumerate(values)])
-    return values
+    # A list goes entry by entry, since numpy would take strings and None in it without a word.
+    if not isinstance(scores, Sequence) or hasattr(scores, "__array__"):
+        scores = np.asarray(scores)
+        if scores.dtype != object or scores.ndim != 1:
+            return scores
+    return np.asarray([_entry(index, value) for index, value in enumerate(scores)])
 
 
 def _entry(index: int, value: Any) -> Any:
@@ -114,6 +110,7 @@ def _entry(index: int, value: Any) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
+    # Where torch is not loaded nobody can have returned one, and this must not load it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -127,57 +124,48 @@ def _from_tensor(tensor: Any) -> np.ndarray:
     return dense.to("cpu").double().numpy().copy()
 
 
-def _check_finite(name: str, values: np.ndarray, prompts: Sequence[str]) -> None:
-    bad = np.flatnonzero(~np.isfinite(values))
-    if bad.size:
-        first = int(bad[0])
+def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> None:
+    """Every score is a number that float32 holds."""
+    wrong = ~np.isfinite(values)
+    what = f"non-finite of {values.size} scores"
+    remedy = ""
+    if not wrong.any():
+        wrong = np.abs(values) > np.finfo(np.float32).max
+        what = f"of {values.size} scores beyond float32's largest number, 3.4e38"
+        remedy = ": scale them down"
+    if wrong.any():
+        first = int(wrong.argmax())
         raise AnswerError(
-            f"reward function {name!r} returned {bad.size} non-finite of {values.size} scores; the first is "
-            f"{values[first]} for sample {first}, prompt {shown(prompts[first])}"
-        )
-    large = np.flatnonzero(np.abs(values) > np.finfo(np.float32).max)
-    if large.size:
-        first = int(large[0])
-        raise AnswerError(
-            f"reward function {name!r} returned {large.size} of {values.size} scores beyond float32's largest "
-            f"number, 3.4e38; the first is {values[first]} for sample {first}, prompt {shown(prompts[first])}: scale "
-            "them down"
+            f"{returned} {int(wrong.sum())} {what}; the first is {values[first]} for sample {first}, prompt "
+            f"{brief_repr(prompts[first])}{remedy}"
         )
 
 
 # ---------------------------------------------------------------------- info
 
 
-def _info(name: str, info: Mapping[Any, Any], count: int) -> dict[str, list[Any]]:
-    return {_key(name, key): _per_image(name, key, value, count) for key, value in info.items()}
-
-
-def _key(name: str, key: Any) -> str:
+def _checked_key(returned: str, key: Any) -> str:
     if not isinstance(key, str):
-        raise AnswerError(f"reward function {name!r} returned info with the key {shown(key)}; its keys must be strings")
+        raise AnswerError(f"{returned} info with the key {brief_repr(key)}; its keys must be strings")
     return key
 
 
-def _per_image(name: str, key: str, value: Any, count: int) -> list[Any]:
-    """One entry of `info` as a list of its own, which the function can no longer change."""
+def _checked_entries(returned: str, key: str, value: Any, count: int) -> list[Any]:
+    """One entry of ``info`` as a list of its own, which the function can no longer change."""
+    where = f"{returned} info[{brief_repr(key)}]"
     entries = value.detach().to("cpu") if _is_tensor(value) else value
     listed = hasattr(entries, "__len__") and hasattr(entries, "__getitem__")
     scalar = getattr(entries, "ndim", 1) == 0
     if not listed or scalar or isinstance(entries, (str, bytes, Mapping)):
         raise AnswerError(
-            f"reward function {name!r} returned info[{shown(key)}] of type {type(value).__name__}; give a list with "
-            f"one entry for each of the {count} images"
+            f"{where} of type {type(value).__name__}; give a list with one entry for each of the {count} images"
         )
     entries = entries.tolist() if hasattr(entries, "tolist") else list(entries)
     if len(entries) != count:
-        raise AnswerError(
-            f"reward function {name!r} returned info[{shown(key)}] with {len(entries)} entries for {count} images; "
-            "give one entry for each image"
-        )
-    wrong = [index for index, entry in enumerate(entries) if key == CAPTIONS and not isinstance(entry, str)]
-    if wrong:
-        raise AnswerError(
-            f"reward function {name!r} returned info[{shown(key)}][{wrong[0]}] = {shown(entries[wrong[0]])}; it "
-            "captions the samples, so every entry must be a string"
-        )
+        raise AnswerError(f"{where} with {len(entries)} entries for {count} images; give one entry for each image")
+    for index, entry in enumerate(entries):
+        if key == CAPTIONS and not isinstance(entry, str):
+            raise AnswerError(
+                f"{where}[{index}] = {brief_repr(entry)}; it captions the samples, so every entry must be a string"
+            )
     return entries

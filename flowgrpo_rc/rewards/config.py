@@ -1,49 +1,52 @@
-"""What the `reward` section of a configuration may hold. Importing this loads no engine."""
+"""The section ``reward`` of a configuration: which rewards count, and their options. Importing this loads none."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.checks import fit_fields, plain
+from flowgrpo_rc.checks import choice, fit_fields, plain
+from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 
-REWARD_NAMES = ("jpeg_compressibility", "ocr")
-"""The built-in rewards, by the names used in `reward.functions`."""
-
-DEFAULT_REWARD = "ocr"
-"""The reward of a run that names none, with weight 1."""
+REWARD_NAMES = REWARDS.keys()
+"""The names of the built-in rewards, as ``reward.functions`` takes them."""
 
 STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
-"""What a run logs as `reward/...` about the total, beside `reward/<name>` of every function: no function may have
+"""What a run logs as ``reward/...`` about the total, beside ``reward/<name>`` of every function: no function may have
 one of these names."""
 
 OCR_MODES = ("recognition", "full")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class OCRConfig:
-    """How the reward `ocr` reads an image."""
+    """How the reward ``ocr`` reads an image."""
 
     mode: str = "recognition"
-    """`recognition`: the image is one line of text (small images). `full`: find the lines, then read them."""
+    """How an image is read. ``recognition`` takes it for one line of text, as small images are; ``full`` finds the
+    lines first and then reads them."""
 
     rec_image_shape: list[int] = field(default_factory=lambda: [3, 48, 64])
-    """Channels, height, width of the recogniser's input; a wider image widens it. 8 columns a character."""
+    """Channels, height and width in pixels of the recogniser's input, which takes 8 columns a character. A wider image
+    widens it."""
 
     num_threads: int = 0
-    """Threads that read images side by side. 0: one per core this process may use, at most 8."""
+    """Number of threads that read images side by side. 0 stands for one per core this process may use, at most 8."""
 
     contained_is_match: bool = False
-    """True: a reading that contains the whole target scores 1, as flow_grpo's image scorer has it."""
+    """Whether a reading that contains the whole target scores 1, whatever is around it, as in flow_grpo's image
+    scorer."""
 
     def __post_init__(self) -> None:
         fit_fields("reward.ocr", self)
-        if self.mode not in OCR_MODES:
-            raise ValueError(f"reward.ocr.mode: got {self.mode!r}; choose one of {', '.join(OCR_MODES)}")
+        choice("reward.ocr.mode", self.mode, OCR_MODES)
         shape = list(self.rec_image_shape)
         if len(shape) != 3 or shape[:2] != [3, 48] or shape[2] < 8:
             raise ValueError(
@@ -54,31 +57,34 @@ class OCRConfig:
             raise ValueError(f"reward.ocr.num_threads: got {self.num_threads}; give 0 (all cores) or more")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class CustomRewardConfig:
     """A reward function of the user's own, loaded from a Python file."""
 
     path: str | None = None
-    """Python file that defines the function. None: no such function."""
+    """Path of the Python file that defines the function; null where there is no such function."""
 
     name: str = "compute_score"
-    """Name of the function in that file, and of its metric `reward/<name>`. It is called as
-    `fn(images, prompts, metadata)` for a batch, or where it has a parameter `solution_image` as verl-omni's
-    `fn(data_source, solution_image, ground_truth, extra_info)` for one image; it may be `async`, an object with
-    `__call__`, or a class of such objects that is made without arguments."""
+    """Name of the function in that file, and of its metric ``reward/<name>``. It is called as
+    ``fn(images, prompts, metadata)`` for a batch, or where it has a parameter ``solution_image`` as verl-omni's
+    ``fn(data_source, solution_image, ground_truth, extra_info)`` for one image; it may be ``async``, an object with
+    ``__call__``, or a class of such objects that is made without arguments."""
 
     weight: float = 1.0
-    """Weight in the sum. 0 turns the function off."""
+    """Weight of the function in the sum of rewards. 0 turns the function off."""
 
     reward_kwargs: Any = field(default_factory=dict)
-    """Further keyword arguments of every call, by name."""
+    """Further keyword arguments of every call of the function, by name."""
 
     def __post_init__(self) -> None:
         section = "reward.custom_reward_function"
         self.weight = _weight(f"{section}.weight", self.weight)
         if self.path is None:
             return
-        if not _is_file(self.path):
+        path = self.path
+        # Text alone: os.path would take a number for a file descriptor.
+        if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(os.path.expanduser(path)):
             raise ValueError(
                 f"{section}.path: {self.path!r} is not a file; give the path of the "
                 f"Python file that defines {self.name!r}, or null for none"
@@ -99,23 +105,24 @@ class CustomRewardConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RewardConfig:
     """The rewards of a run: a weighted sum of built-in functions and at most one of the user's own."""
 
     functions: Any = field(default_factory=dict)
-    """Built-in reward -> weight. Weight 0 turns a reward off: it is neither loaded nor computed. Where no reward is
-    named here and there is no function of the user's own, `ocr` counts alone, with weight 1."""
+    """Weights of the built-in rewards, by name. Weight 0 turns a reward off: it is neither loaded nor computed. Where
+    no reward is named here and there is no function of the user's own, ``ocr`` counts alone, with weight 1."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
-    """The user's own function. It counts alone, unless `functions` names others beside it."""
+    """The user's own function. It counts alone, unless ``functions`` names others beside it."""
 
     ocr: OCRConfig = field(default_factory=OCRConfig)
-    """Options of the reward `ocr`."""
+    """Options of the reward ``ocr``."""
 
     timeout_s: float | None = 3600.0
-    """Longest time in seconds that one reward function may take for a batch, or for being imported. A function that
-    takes longer ends the run with what it was doing. null: no limit."""
+    """Longest time in seconds that one reward function may take for a batch, or for being imported; null for no limit.
+    A function that takes longer ends the run with a message that says what it was doing."""
 
     def __post_init__(self) -> None:
         fit_fields("reward", self)
@@ -125,6 +132,7 @@ class RewardConfig:
             raise ValueError(
                 f"reward.functions: got {self.functions!r}; give weights by name, e.g. reward.functions.ocr=1"
             )
+        # Names before weights: an unknown reward is told as such, whatever its weight.
         for name in self.functions:
             if name not in REWARD_NAMES:
                 raise ValueError(
@@ -153,7 +161,7 @@ class RewardConfig:
         return weights
 
     def in_words(self) -> str:
-        """The rewards that are on: `0.5 x ocr + 2 x compute_score (my_reward.py)`."""
+        """The rewards that are on: ``0.5 x ocr + 2 x compute_score (my_reward.py)``."""
         custom = self.custom_reward_function
         terms = []
         for name, weight in self.weights().items():
@@ -177,7 +185,7 @@ class RewardConfig:
 
 
 def check_name(field_name: str, name: str) -> None:
-    """Raise `ValueError` unless `reward/<name>` is a metric of its own, which every tracker can store."""
+    """Raise ``ValueError`` unless ``reward/<name>`` is a metric of its own, which every tracker can store."""
     if name in STATISTICS:
         raise ValueError(
             f"{field_name}: got {name!r}, but the run logs reward/{name} about the total; rename your function, or "
@@ -190,23 +198,13 @@ def check_name(field_name: str, name: str) -> None:
         )
 
 
-def _is_file(path: Any) -> bool:
-    try:
-        return Path(path).expanduser().is_file()
-    except (TypeError, ValueError, RuntimeError, OSError):
-        return False
-
-
 def _weight(field_name: str, weight: Any) -> float:
-    """`weight` as a float; strings that spell a number are numbers, as in YAML without a decimal point."""
+    """``weight`` as a float; strings that spell a number are numbers, as in YAML without a decimal point."""
     weight = plain(weight)
-    message = f"{field_name}: got {weight!r}; a weight must be a finite number (0 turns the reward off)"
-    if isinstance(weight, bool) or not isinstance(weight, (int, float, str)):
-        raise ValueError(message)
-    try:
-        number = float(weight)
-    except (ValueError, OverflowError):
-        raise ValueError(message) from None
+    number = math.nan
+    if isinstance(weight, (int, float, str)) and not isinstance(weight, bool):
+        with suppress(ValueError, OverflowError):
+            number = float(weight)
     if not math.isfinite(number):
-        raise ValueError(message)
+        raise ValueError(f"{field_name}: got {weight!r}; a weight must be a finite number (0 turns the reward off)")
     return number

@@ -7,21 +7,19 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flowgrpo_rc.rewards.config import CustomRewardConfig
-from flowgrpo_rc.rewards.signature import FORMS, adapt
-from flowgrpo_rc.rewards.user_code import UserCode
+from flowgrpo_rc.rewards.forms import FORMS, adapt
+from flowgrpo_rc.rewards.isolation.user_code import UserCode
 
 FIELD = "reward.custom_reward_function"
 
 REFUSED = 2
 """Exit code of a command whose reward file cannot even be stopped while it loads."""
-
-_instances: dict[type, Any] = {}
-"""The one object of each class that is used as a reward, which may have taken long to make."""
 
 
 def load_reward(config: CustomRewardConfig, timeout_s: float | None = None) -> Any:
@@ -39,12 +37,12 @@ def load_reward(config: CustomRewardConfig, timeout_s: float | None = None) -> A
     function = load_function(str(config.path), config.name, timeout_s)
     code = _user_code(f"{FIELD}.name: {config.name!r}", _file(str(config.path)), timeout_s)
     if isinstance(function, type):
-        function = code.run(_instance, function, config.name, passing=_ShapeError)
+        function = code.run(_object_of, function, config.name, passing=_UnfitError)
     return code.run(adapt, function, config.name, config.reward_kwargs, passing=ValueError)
 
 
 def load_function(path: str | Path, name: str, timeout_s: float | None = None) -> Callable[..., Any]:
-    """The function `name` of the Python file `path`, as it stands there.
+    """The function ``name`` of the Python file ``path``, as it stands there.
 
     The file is executed once; loading it again returns the same module.
 
@@ -56,10 +54,10 @@ def load_function(path: str | Path, name: str, timeout_s: float | None = None) -
         raise ValueError(f"{FIELD}.path: {str(path)!r} is not a file; give the path of a Python file")
     module = _load_module(file, timeout_s)
     code = _user_code(f"{FIELD}.name: looking up {name!r} in {file}", file, timeout_s)
-    return code.run(_look_up, module, file, name, passing=_ShapeError)
+    return code.run(_look_up, module, file, name, passing=_UnfitError)
 
 
-class _ShapeError(ValueError):
+class _UnfitError(ValueError):
     """A check of ours refused what the file holds."""
 
 
@@ -67,27 +65,26 @@ def _look_up(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         known = ", ".join(_own_functions(module)) or "no function"
-        raise _ShapeError(f"{FIELD}.name: {file} defines no {name!r}; it defines {known}")
+        raise _UnfitError(f"{FIELD}.name: {file} defines no {name!r}; it defines {known}")
     if not callable(function):
-        raise _ShapeError(
+        raise _UnfitError(
             f"{FIELD}.name: {name!r} in {file} is a {type(function).__name__}, which cannot be called; name {FORMS}"
         )
     return function
 
 
-def _instance(cls: type, name: str) -> Any:
+@cache  # making it may take long, and the file is loaded for the checks and again for the run
+def _object_of(cls: type, name: str) -> Any:
     if not any("__call__" in vars(base) for base in cls.__mro__):
-        raise _ShapeError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
+        raise _UnfitError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
     try:
         inspect.signature(cls).bind()
     except (TypeError, ValueError) as error:
-        raise _ShapeError(
+        raise _UnfitError(
             f"{FIELD}.name: {name!r} is a class that cannot be made without arguments ({error}); make the object in "
             f"the file (reward = {name}(...)) and name that"
         ) from error
-    if cls not in _instances:
-        _instances[cls] = cls()
-    return _instances[cls]
+    return cls()
 
 
 def _file(path: str | Path) -> Path:
@@ -99,6 +96,7 @@ def _user_code(what: str, file: Path, timeout_s: float | None) -> UserCode:
 
 
 def _load_module(file: Path, timeout_s: float | None) -> ModuleType:
+    # The path is part of the name, so that files of one name in two folders do not share a module.
     module_name = f"flowgrpo_rc_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -106,6 +104,7 @@ def _load_module(file: Path, timeout_s: float | None) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{FIELD}.path: {file} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    # Before it is executed, as an import does: dataclasses in the file look their module up there.
     sys.modules[module_name] = module
     try:
         _user_code(f"{FIELD}.path: importing {file}", file, timeout_s).run(spec.loader.exec_module, module)

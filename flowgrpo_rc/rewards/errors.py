@@ -1,9 +1,8 @@
-"""The error of a reward, and how an exception of a user's own code is told in one line."""
+"""The errors of rewards, and exceptions and values of a user's own code told in one line."""
 
 from __future__ import annotations
 
 import traceback
-from types import TracebackType
 from typing import Any
 
 LONGEST = 400
@@ -18,22 +17,20 @@ class AnswerError(RewardError):
     """What a reward function returned is unfit: found by a check of ours, not raised by the function."""
 
 
-def told(error: BaseException, file: str | None) -> str:
-    """`KeyError: 'gone' at /home/me/mine.py:12, in compute_score`: type, text and place of an exception.
+def describe_exception(error: BaseException, file: str | None) -> str:
+    """``KeyError: 'gone' at /home/me/mine.py:12, in compute_score``: type, text and place of an exception.
 
     Args:
         error: what was raised.
         file: the user's file. The place is the innermost line of it that the exception passed through; without
             such a line the innermost of all.
     """
-    text = text_of(error)
-    if len(text) > LONGEST:
-        text = f"{text[:LONGEST]}..."
+    text = _shorten(exception_text(error))
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return named + _place(error, file)
 
 
-def text_of(error: BaseException) -> str:
+def exception_text(error: BaseException) -> str:
     """The exception's text in one line."""
     try:
         return " ".join(str(error).split())
@@ -41,27 +38,26 @@ def text_of(error: BaseException) -> str:
         return f"(its text raised {type(broken).__name__})"
 
 
-def shown(value: Any) -> str:
+def brief_repr(value: Any) -> str:
     """What Python shows for a value, in one line and not longer than a message can bear."""
     try:
         text = " ".join(repr(value).splitlines())
     except BaseException as broken:
         return f"a {type(value).__name__} (showing it raised {type(broken).__name__})"
+    return _shorten(text)
+
+
+def _shorten(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _place(error: BaseException, file: str | None) -> str:
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f" at {error.filename}:{error.lineno}"
-    frames = list(_frames(error.__traceback__))
-    own = [frame for frame in frames if frame[0] == file]
-    if not frames:
+    # The outermost level is this package's call itself.
+    levels = list(traceback.walk_tb(error.__traceback__))[1:]
+    if not levels:
         return ""
-    where, line, function = (own or frames)[-1]
-    return f" at {where}:{line}, in {function}"
-
-
-def _frames(innermost: TracebackType | None) -> list[tuple[str, int, str]]:
-    """File, line and function of every level, outermost first, less the ones of this package's call itself."""
-    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(innermost)]
-    return frames[1:]
+    own = [level for level in levels if level[0].f_code.co_filename == file]
+    frame, line = (own or levels)[-1]
+    return f" at {frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"

@@ -1,4 +1,4 @@
-"""Reward `jpeg_compressibility`: how small an image becomes as a JPEG. Reads no prompt, needs no model."""
+"""Reward ``jpeg_compressibility``: how small an image becomes as a JPEG. Reads no prompt, needs no model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def jpeg_compressibility(
 
         score = -(bytes / 1000) * (512 * 512 / (H * W)) / 500
 
-    At 512 x 512 this is flow_grpo's `jpeg_compressibility`; the factor for the area gives images of other
+    At 512 x 512 this is flow_grpo's ``jpeg_compressibility``; the factor for the area gives images of other
     sizes scores of the same magnitude.
 
     Args:
@@ -30,7 +30,7 @@ def jpeg_compressibility(
         metadata: not used.
 
     Returns:
-        (N,) float32, negative, larger is better compressible; and `{"jpeg_kilobytes": unscaled sizes}`.
+        (N,) float32, negative, larger is better compressible; and ``{"jpeg_kilobytes": unscaled sizes}``.
     """
     kilobytes = np.asarray([_jpeg_bytes(image) / 1000.0 for image in images], dtype=np.float64)
     area = REFERENCE_PIXELS / (images.shape[1] * images.shape[2])

@@ -14,15 +14,14 @@ import numpy as np
 from flowgrpo_rc.rewards.answer import read_answer
 from flowgrpo_rc.rewards.config import RewardConfig, check_name
 from flowgrpo_rc.rewards.custom import REFUSED, load_reward
-from flowgrpo_rc.rewards.errors import AnswerError, RewardError, shown
-from flowgrpo_rc.rewards.jpeg import jpeg_compressibility
-from flowgrpo_rc.rewards.per_image import PerImageReward
-from flowgrpo_rc.rewards.signature import adapt
-from flowgrpo_rc.rewards.user_code import UserCode
+from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
+from flowgrpo_rc.rewards.forms import PerImageReward, adapt
+from flowgrpo_rc.rewards.isolation.user_code import UserCode
+from flowgrpo_rc.rewards.registry import REWARDS, load_builtin
 
 RewardFunction = Callable[..., Any]
-"""`fn(images, prompts, metadata)` -> N scores, or `(N scores, info dict)`; images (N, H, W, 3) uint8 RGB. Or
-verl-omni's, for one image; see `signature.py`."""
+"""``fn(images, prompts, metadata)`` -> N scores, or ``(N scores, info dict)``; images (N, H, W, 3) uint8 RGB. Or
+verl-omni's, for one image; see ``forms.py``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,18 +39,18 @@ class RewardResult:
 
     @property
     def texts(self) -> list[str] | None:
-        """The captions that the first function with `info["text"]` gave, None when none did."""
+        """The captions that the first function with ``info["text"]`` gave, None when none did."""
         return next((info["text"] for info in self.info.values() if "text" in info), None)
 
 
 class RewardMix:
-    """Calls each function once per batch and adds up `weight * score`.
+    """Calls each function once per batch and adds up ``weight * score``.
 
     Every function gets copies of its own: a read-only array of the images, and lists of prompts and metadata that it
-    may change without anybody noticing. What it may not do to the process around it, see `user_code.py`.
+    may change without anybody noticing. What it may not do to the process around it, see ``isolation/user_code.py``.
 
     Args:
-        functions: name -> function, of either form that `signature.py` knows; at least one.
+        functions: name -> function, of either form that ``forms.py`` knows; at least one.
         weights: name -> weight, for the same names.
         timeout_s: longest time that one function may take for a batch; None for no limit.
 
@@ -91,7 +90,7 @@ class RewardMix:
 
         Raises:
             ValueError: the arguments do not fit together.
-            RewardError: a function raised, took longer than `timeout_s`, or returned the wrong number of scores or
+            RewardError: a function raised, took longer than ``timeout_s``, or returned the wrong number of scores or
                 non-finite ones; or the weighted sum is too large for float32.
         """
         prompts = list(prompts)
@@ -102,6 +101,7 @@ class RewardMix:
         info: dict[str, dict[str, Any]] = {}
         for name in self.functions:
             parts[name], info[name] = self._score(name, images, prompts, metadata)
+            # In float64, so that large terms may cancel; a sum that stays too large is named below.
             with np.errstate(all="ignore"):
                 total += self.weights[name] * parts[name].astype(np.float64)
         self._check_sum(total, parts, prompts)
@@ -114,19 +114,21 @@ class RewardMix:
         own = images.copy()
         own.flags.writeable = False
         code = self._code[name]
+        # Row by row: images of one prompt share theirs, and one deep copy of the list would keep that so.
         rows = [copy.deepcopy(row) for row in metadata]
         answer = code.run(self.functions[name], own, list(prompts), rows, passing=AnswerError)
         # Reading it runs the function's code again where it returns objects of its own.
         return code.run(read_answer, name, answer, prompts, passing=AnswerError)
 
     def _check_sum(self, total: np.ndarray, parts: Mapping[str, np.ndarray], prompts: Sequence[str]) -> None:
+        # Written so that NaN, as of infinity less infinity, counts too.
         large = np.flatnonzero(~(np.abs(total) <= np.finfo(np.float32).max))
         if large.size:
             first = int(large[0])
             terms = [f"{self.weights[name]:g} x {scores[first]:g} ({name})" for name, scores in parts.items()]
             raise RewardError(
                 f"the weighted sum of the rewards is beyond float32's largest number, 3.4e38, for {large.size} of "
-                f"{total.size} samples; the first is sample {first}, prompt {shown(prompts[first])}: "
+                f"{total.size} samples; the first is sample {first}, prompt {brief_repr(prompts[first])}: "
                 f"{' + '.join(terms)}. Lower the weights or scale the scores down"
             )
 
@@ -138,7 +140,7 @@ class RewardMix:
         sources: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Let every function that can refuse prompts do so before training; see `OCRReward.check_prompts`.
+        """Let every function that can refuse prompts do so before training; see ``OCRReward.check_prompts``.
 
         Args:
             prompts: any number of prompts.
@@ -153,6 +155,7 @@ class RewardMix:
         for name, function in self.functions.items():
             if metadata is not None and isinstance(function, PerImageReward):
                 function.check_metadata(metadata, named)
+            # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
             code = replace(self._code[name], error=ValueError, exit_code=REFUSED)
             check = code.run(getattr, function.function, "check_prompts", None)
             if callable(check):
@@ -167,19 +170,16 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
         ImportError: an engine's extra is not installed.
     """
     config = RewardConfig() if config is None else config
+    # Loads the user's function: what is wrong with it is then known before an engine takes its time.
     config.validate()
     weights = config.weights()
-    return RewardMix({name: _build(name, config) for name in weights}, weights, config.timeout_s)
-
-
-def _build(name: str, config: RewardConfig) -> RewardFunction:
-    if name == "ocr":
-        from flowgrpo_rc.rewards.ocr import OCRReward
-
-        return OCRReward(config.ocr)
-    if name == "jpeg_compressibility":
-        return jpeg_compressibility
-    return load_reward(config.custom_reward_function, config.timeout_s)
+    functions = {}
+    for name in weights:
+        if name in REWARDS:
+            functions[name] = load_builtin(name, getattr(config, name, None))
+        else:
+            functions[name] = load_reward(config.custom_reward_function, config.timeout_s)
+    return RewardMix(functions, weights, config.timeout_s)
 
 
 def _file_of(reward: RewardFunction) -> str | None:

@@ -1,20 +1,25 @@
-"""Reward `ocr`: does the image show the text that the prompt puts in double quotes?
+"""Reward ``ocr``: does the image show the text that the prompt puts in double quotes?
 
-The engine is RapidOCR (PP-OCR models on onnxruntime). Its models lie inside its wheel, nothing is downloaded,
-and with opencv-python-headless it needs no system library beyond the C and C++ runtimes.
+As FlowGRPO defines it: the target is the first text in straight double quotes, and what is read in the image is
+compared with it without white space and in lower case, so that line breaks and capitals do not count.
+
+The engine is RapidOCR (PP-OCR models on onnxruntime). Its models lie inside its wheel, nothing is downloaded, and with
+opencv-python-headless it needs no system library beyond the C and C++ runtimes. It is loaded when an ``OCRReward`` is
+made; importing this module, whose functions on text others use too, loads nothing of it.
 
 Two ways of reading:
 
-* `recognition` feeds each image to the line recogniser as it is. That is right when the image holds one short
-  line and little else, as the 32-pixel images of the tiny model do. It is wrong for a photo with a sign in
-  it: the whole picture is squeezed to 48 pixels of height and taken for one line.
-* `full` finds the lines first, reads each and joins them in reading order. For images of real size, about 256
-  pixels and up: the finder misses text in very small images. It costs some 25 times as much per image.
+* ``recognition`` feeds each image to the line recogniser as it is. That is right when the image holds one short line
+  and little else, as the 32-pixel images of the tiny model do. It is wrong for a photo with a sign in it: the whole
+  picture is squeezed to 48 pixels of height and taken for one line.
+* ``full`` finds the lines first, reads each and joins them in reading order. For images of real size, about 256 pixels
+  and up: the finder misses text in very small images. It costs some 25 times as much per image.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_rc.rewards.config import OCRConfig
-from flowgrpo_rc.rewards.text import normalise, quoted_target, text_similarity
 
 PIXELS_PER_CHARACTER = 8
 """The recogniser emits at most one character per 8 columns of its input."""
@@ -30,9 +34,52 @@ PIXELS_PER_CHARACTER = 8
 CHUNK = 6
 """Images that share one call of the recogniser. Larger calls are not faster."""
 
+INSTALL = "install the extra: pip install 'flowgrpo_rc[ocr]'"
+
+
+def quoted_target(prompt: str) -> str | None:
+    """The first text in straight double quotes, or None when there is none or it holds only white space."""
+    match = re.search(r'"([^"]*)"', prompt)
+    if match is None or not match.group(1).strip():
+        return None
+    return match.group(1)
+
+
+def normalise(text: str) -> str:
+    """``text`` without any white space and in lower case: the form that is compared."""
+    return "".join(text.split()).lower()
+
+
+def text_similarity(text: str, target: str, *, contained_is_match: bool = False) -> float:
+    """``1 - min(lev(text, target), len(target)) / len(target)`` of the normalised strings, in [0, 1].
+
+    ``lev`` is the Levenshtein distance (insertions, deletions and substitutions cost 1). The distance is capped at the
+    length of the target, so a long wrong reading scores 0 and not less.
+
+    Args:
+        text: what was read in the image.
+        target: what should stand there; not blank.
+        contained_is_match: True: a reading that contains the whole target scores 1, whatever is around it.
+
+    Raises:
+        ValueError: ``target`` is blank.
+        ImportError: rapidfuzz is not installed.
+    """
+    read = normalise(text)
+    wanted = normalise(target)
+    if not wanted:
+        raise ValueError(f"the target text {target!r} is blank; there is nothing to compare a reading with")
+    if contained_is_match and wanted in read:
+        return 1.0
+    try:
+        from rapidfuzz.distance import Levenshtein
+    except ImportError as error:
+        raise ImportError(f"comparing texts needs rapidfuzz, which is not installed; {INSTALL}") from error
+    return 1.0 - min(Levenshtein.distance(read, wanted), len(wanted)) / len(wanted)
+
 
 class OCRReward:
-    """`1 - min(lev, len) / len` between the text read in an image and the quoted text of its prompt.
+    """``1 - min(lev, len) / len`` between the text read in an image and the quoted text of its prompt.
 
     Example:
         >>> reward = OCRReward()
@@ -61,7 +108,7 @@ class OCRReward:
             metadata: not used.
 
         Returns:
-            (N,) float32 in [0, 1], and `{"text": what was read in each image}`.
+            (N,) float32 in [0, 1], and ``{"text": what was read in each image}``.
 
         Raises:
             ValueError: a prompt has no target, or one that the recogniser cannot emit at this image size.
@@ -76,7 +123,7 @@ class OCRReward:
         return np.asarray(scores, dtype=np.float32), {"text": texts}
 
     def read(self, images: np.ndarray) -> list[str]:
-        """The text in each of `images`, (N, H, W, 3) uint8 RGB; an empty string where nothing is found."""
+        """The text in each of ``images``, (N, H, W, 3) uint8 RGB; an empty string where nothing is found."""
         if len(images) == 0:
             return []
         bgr = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
@@ -103,7 +150,7 @@ class OCRReward:
         Args:
             prompts: any number of prompts.
             image_size: (height, width) in pixels of the images to come, if known.
-            sources: where each prompt comes from, e.g. `train.txt:3`; by default its index is named.
+            sources: where each prompt comes from, e.g. ``train.txt:3``; by default its index is named.
 
         Raises:
             ValueError: names the prompt, where it stands, and what to do.
@@ -147,9 +194,7 @@ def _load_engine(config: OCRConfig) -> Any:
         import rapidfuzz
         from rapidocr import RapidOCR
     except ImportError as error:
-        raise ImportError(
-            f"the reward 'ocr' cannot be loaded ({error}); install its extra: pip install 'flowgrpo_rc[ocr]'"
-        ) from error
+        raise ImportError(f"the reward 'ocr' cannot be loaded ({error}); {INSTALL}") from error
     del onnxruntime, rapidfuzz
     shape = list(config.rec_image_shape) if config.mode == "recognition" else [3, 48, 320]
     return RapidOCR(

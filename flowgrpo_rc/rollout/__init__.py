@@ -17,9 +17,9 @@ if TYPE_CHECKING:
         RolloutSyncError,
         Trajectories,
     )
-    from flowgrpo_rc.rollout.build import build_engine
     from flowgrpo_rc.rollout.config import RolloutConfig
     from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+    from flowgrpo_rc.rollout.engines import build_engine
 
 __all__ = [
     "DiffusersEngine",
@@ -33,5 +33,5 @@ __all__ = [
     "build_engine",
 ]
 
-_HOMES = {"build_engine": "build", "RolloutConfig": "config", "DiffusersEngine": "diffusers_engine"}
+_HOMES = {"build_engine": "engines", "RolloutConfig": "config", "DiffusersEngine": "diffusers_engine"}
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'base')}" for name in __all__})

@@ -25,21 +25,26 @@ class RolloutRequest:
     """Images to sample: row ``i`` draws ``prompts`` row ``prompt_index[i]`` with its own random stream."""
 
     conditioning: Conditioning
-    """Embeddings of the distinct prompts, guidance and size."""
+    """Embeddings of the distinct prompts, guidance and image size."""
     prompt_index: Int[Tensor, " B"]
+    """The row of the conditioning that each image shows."""
     num_inference_steps: int
+    """How many denoising steps an image takes."""
     seeds: Sequence[int]
-    """One an image. The engine draws from ``torch.Generator().manual_seed(seed)`` on the host: starting noise first,
-    then once per stochastic step."""
+    """One seed for each image. The engine draws from ``torch.Generator().manual_seed(seed)`` on the host: the starting
+    noise first, then once for every stochastic step."""
     window_starts: Int[Tensor, " B"] | None
     """First stochastic step of each image; ``None`` samples the deterministic ODE and records nothing."""
     window_size: int = 0
+    """How many contiguous steps are stochastic and recorded."""
     noise_level: float = 0.0
+    """Noise level of the stochastic steps."""
     sde_type: str = "sde"
+    """Kind of the stochastic steps, a key of ``SDE_TYPES``."""
     record_means: bool = False
-    """Also return ``rollout_means``, the mean of each recorded step."""
+    """Whether ``rollout_means``, the mean of each recorded step, is wanted too."""
     request_id: str = field(default_factory=lambda: uuid4().hex)
-    """Its own; results find their request by it."""
+    """Names this request; results find it again by this name."""
 
 
 @dataclass(frozen=True)
@@ -47,26 +52,31 @@ class Echo:
     """What an engine used, read where it used it and never copied from the request; rows in the order of the images."""
 
     request_id: str
+    """The request that was answered."""
     timesteps: Float[Tensor, " N"]
-    """What it told the transformer at each step; float32, on the host."""
+    """What the transformer was told at each step; float32, on the host."""
     sigmas: Float[Tensor, " N+1"]
-    """Noise levels of the steps it took; float32, on the host."""
+    """Noise levels between which the steps were taken; float32, on the host."""
     true_cfg_scale: float
-    """1 without a negative prompt."""
+    """Scale of classifier-free guidance; 1 without a negative prompt."""
     guidance_scale: float | None
+    """Guidance given to a guidance-distilled model."""
     noise_level: float
-    """Of the stochastic steps; 0 when there were none."""
+    """Noise level of the stochastic steps; 0 when there were none."""
     sde_type: str
+    """Kind of the stochastic steps."""
     window_starts: Int[Tensor, " B"] | None
     """First stochastic step of each image; ``None`` when no step was stochastic."""
     window_size: int
+    """How many steps of an image were stochastic."""
     seeds: tuple[int, ...]
+    """Seed of each image's random stream."""
     dtype: str
     """The transformer's compute dtype, e.g. ``bfloat16``."""
     adapter_version: int
     """The version of the adapter that drew the images."""
     adapter_digest: str
-    """``adapter_digest`` of the weights that drew them."""
+    """``adapter_digest`` of the weights that drew the images."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class Trajectories:
     """What an engine returns."""
 
     images: UInt8[Tensor, "B H W 3"]
+    """The finished images."""
     batch: TensorDict | None
     """``latents``, ``next_latents``, ``timesteps``, ``sigmas``, ``next_sigmas``, ``rollout_log_probs``,
     ``prompt_index`` and on request ``rollout_means``, all on the host, floats in float32; ``None`` for a deterministic
@@ -83,7 +94,7 @@ class Trajectories:
 
     @property
     def adapter_version(self) -> int:
-        """The version of the adapter that drew them."""
+        """The version of the adapter that drew the images."""
         return self.echo.adapter_version
 
 
@@ -112,3 +123,18 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Release the model."""
         ...
+
+
+def check_has_adapter(version: int) -> None:
+    """Raise ``RolloutError`` where an engine, whose ``adapter_version`` this is, has no adapter yet."""
+    if version < 0:
+        raise RolloutError("the rollout engine has no adapter yet: call sync() before generate()")
+
+
+def batch_of(record: Mapping[str, Tensor], request: RolloutRequest) -> TensorDict | None:
+    """The recorded steps of all images as a trajectory batch; ``None`` for a deterministic request."""
+    if request.window_starts is None:
+        return None
+    batch = TensorDict(dict(record), batch_size=[len(request.prompt_index)])
+    batch["prompt_index"] = request.prompt_index.clone()
+    return batch

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
+from flowgrpo_rc.dtypes import DTYPES
+from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rollout.engines import ENGINES
+from flowgrpo_rc.sde.types import SDE_TYPES
+from flowgrpo_rc.sde.window import SDEWindow
 
-ENGINES = ("diffusers", "vllm_omni")
-SDE_TYPES = ("sde", "cps", "dance_sde")
-DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
+"""How the ``diffusers`` engine may round its weights."""
 SHORTEST_SILENCE = 3.0
+"""Seconds. A process of ``vllm_omni`` at work may give no sign of life for a second or two."""
 _HERE = "actor_rollout_ref.rollout"
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RolloutAlgoConfig:
     """The section ``rollout.algo``: the stochastic steps."""
@@ -22,23 +27,23 @@ class RolloutAlgoConfig:
     """``eta`` of the SDE step; 0 would leave nothing to learn from."""
 
     sde_type: str = "sde"
-    """``sde`` (Flow-GRPO), ``cps`` or ``dance_sde``."""
+    """Kind of the stochastic step: ``sde`` (Flow-GRPO), ``cps`` or ``dance_sde``."""
 
     sde_window_size: int | None = None
-    """How many contiguous steps are stochastic and trained; null: every step of the range."""
+    """How many contiguous steps are stochastic and trained. Null takes every step of the range."""
 
     sde_window_range: list[int] | None = None
-    """``[first, stop)`` of the steps the window may lie in, drawn once per prompt; null: the whole schedule."""
+    """``[first, stop)`` of the steps that the window may lie in. Null takes the whole schedule."""
 
     sample_strategy: str = "random"
-    """Where the window lies: ``random``, anew for every prompt, or ``progressive``, sliding through the range."""
+    """Where the window lies: ``random`` draws a place for every prompt, ``progressive`` slides it through the range."""
 
     iters_per_group: int = 1
-    """``progressive``: batches at each place, before the window moves on by its own size."""
+    """With ``sample_strategy=progressive``, how many batches the window stays before it moves on by its own size."""
 
     sde_window_seed: int | None = None
-    """``random``: one place for the whole batch, drawn from this seed and the step, as verl-omni's MixGRPO has it;
-    null: a place for every prompt, from the rollouts' seed."""
+    """With ``sample_strategy=random``, a seed from which one place for the whole batch is drawn at every step, as
+    verl-omni's MixGRPO does. Null draws a place for every prompt, from the rollouts' seed."""
 
     def __post_init__(self) -> None:
         fit_fields(f"{_HERE}.algo", self)
@@ -46,37 +51,40 @@ class RolloutAlgoConfig:
         non_negative(f"{_HERE}.algo.sde_window_seed", self.sde_window_seed, optional=True)
         choice(f"{_HERE}.algo.sample_strategy", self.sample_strategy, ("random", "progressive"))
         positive(f"{_HERE}.algo.iters_per_group", self.iters_per_group)
-        choice(f"{_HERE}.algo.sde_type", self.sde_type, SDE_TYPES)
+        choice(f"{_HERE}.algo.sde_type", self.sde_type, list(SDE_TYPES))
         positive(f"{_HERE}.algo.sde_window_size", self.sde_window_size, optional=True)
         if self.sde_window_range is not None and len(self.sde_window_range) != 2:
             raise ValueError(
                 f"{_HERE}.algo.sde_window_range: got {list(self.sde_window_range)}; give two numbers, [first, stop]"
             )
-        if self.sde_type == "cps" and self.noise_level > 1:
+        largest = SDE_TYPES[self.sde_type].largest_noise_level
+        if largest is not None and self.noise_level > largest:
             raise ValueError(
-                f"{_HERE}.algo.noise_level: got {self.noise_level}; sde_type=cps takes a level between 0 and 1"
+                f"{_HERE}.algo.noise_level: got {self.noise_level}; sde_type={self.sde_type} takes a level between 0 "
+                f"and {largest:g}"
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class PipelineConfig:
     """The section ``rollout.pipeline``: what a plain diffusers call would be given."""
 
     height: int = 512
-    """Pixels."""
+    """Height of the images in pixels."""
 
     width: int = 512
-    """Pixels."""
+    """Width of the images in pixels."""
 
     num_inference_steps: int = 10
-    """Denoising steps."""
+    """How many denoising steps an image takes."""
 
     true_cfg_scale: float = 1.0
-    """Classifier-free guidance; above 1 every step runs the model twice. Stable Diffusion 3's own pipeline calls this
-    ``guidance_scale``."""
+    """Scale of classifier-free guidance. Above 1 every step runs the model twice. Stable Diffusion 3's own pipeline
+    calls this ``guidance_scale``."""
 
     guidance_scale: float | None = None
-    """Guidance embedding of guidance-distilled models; null for all others."""
+    """Guidance that guidance-distilled models take as an input. Null for all other models."""
 
     max_sequence_length: int = 512
     """Prompts are cut to this many embeddings (of T5 with Stable Diffusion 3, which pads to them)."""
@@ -88,27 +96,28 @@ class PipelineConfig:
         non_negative(f"{_HERE}.pipeline.guidance_scale", self.guidance_scale, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValPipelineConfig:
-    """The section ``rollout.val_kwargs.pipeline``; null takes the training value."""
+    """The section ``rollout.val_kwargs.pipeline``: where validation samples otherwise than training does."""
 
     height: int | None = None
-    """Pixels in validation."""
+    """Height of validation images in pixels. Null takes the training value."""
 
     width: int | None = None
-    """Pixels in validation."""
+    """Width of validation images in pixels. Null takes the training value."""
 
     num_inference_steps: int | None = None
-    """Denoising steps in validation."""
+    """How many denoising steps a validation image takes. Null takes the training value."""
 
     true_cfg_scale: float | None = None
-    """Classifier-free guidance in validation."""
+    """Scale of classifier-free guidance in validation. Null takes the training value."""
 
     guidance_scale: float | None = None
-    """Guidance embedding in validation."""
+    """Guidance that guidance-distilled models take as an input in validation. Null takes the training value."""
 
     max_sequence_length: int | None = None
-    """Prompts are cut to this many embeddings in validation."""
+    """How many embeddings prompts are cut to in validation. Null takes the training value."""
 
     def __post_init__(self) -> None:
         fit_fields(f"{_HERE}.val_kwargs.pipeline", self)
@@ -117,23 +126,25 @@ class ValPipelineConfig:
         non_negative(f"{_HERE}.val_kwargs.pipeline.guidance_scale", self.guidance_scale, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValAlgoConfig:
-    """The section ``rollout.val_kwargs.algo``."""
+    """The section ``rollout.val_kwargs.algo``: the noise of validation, of which there is none."""
 
     noise_level: float = 0.0
-    """0: deterministic ODE sampling."""
+    """Must be 0: validation samples the deterministic ODE."""
 
     def __post_init__(self) -> None:
         fit_fields(f"{_HERE}.val_kwargs.algo", self)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValConfig:
-    """The section ``rollout.val_kwargs``."""
+    """The section ``rollout.val_kwargs``: how validation samples."""
 
     n: int = 1
-    """Images per validation prompt."""
+    """How many images are drawn for every validation prompt."""
 
     seed: int = 42
     """Seed of the validation noise, the same at every validation."""
@@ -152,15 +163,16 @@ class ValConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ProbeConfig:
-    """The section ``rollout.probe``: stored steps that the actor rescores, to tell engine gap from staleness."""
+    """The section ``rollout.probe``: recorded steps that the actor rescores, to tell engine gap from staleness."""
 
     images: int = 4
-    """Images a batch, over all prompts and processes, with all their stochastic steps; 0 switches the probe off."""
+    """How many images of a batch are rescored, over all processes, with all their steps. 0 switches the probe off."""
 
     warn_gap: float | None = None
-    """Warn, once a run, when ``rollout_sync/engine_gap_per_dimension`` exceeds this; null: never."""
+    """Warn, once a run, when ``rollout_sync/engine_gap_per_dimension`` exceeds this. Null never warns."""
 
     def __post_init__(self) -> None:
         fit_fields(f"{_HERE}.probe", self)
@@ -168,25 +180,25 @@ class ProbeConfig:
         positive(f"{_HERE}.probe.warn_gap", self.warn_gap, optional=True)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class VllmOmniConfig:
-    """The section ``rollout.vllm_omni``: when ``name=vllm_omni`` gives its process up. A process that was given up is
-    ended and started anew once for every call."""
+    """The section ``rollout.vllm_omni``: when the engine's process is given up, ended and started anew, once a call."""
 
     start_timeout_s: float = 900.0
-    """Seconds from its start until the model is loaded."""
+    """Seconds from the start of the process until the model is loaded."""
 
     request_timeout_s: float = 3600.0
-    """Seconds for one rollout, all its images."""
+    """Seconds that one rollout may take, with all its images."""
 
     sync_timeout_s: float = 600.0
-    """Seconds for one adapter."""
+    """Seconds that taking over one adapter may take."""
 
     silence_timeout_s: float = 60.0
-    """Seconds without a sign of life, of which there are two a second; at least ``SHORTEST_SILENCE``."""
+    """Seconds without a sign of life, of which a process gives two a second. At least ``SHORTEST_SILENCE``."""
 
     close_timeout_s: float = 20.0
-    """Seconds for a clean end, before it is killed."""
+    """Seconds for a clean end, after which the process is killed."""
 
     def __post_init__(self) -> None:
         fit_fields(f"{_HERE}.vllm_omni", self)
@@ -199,18 +211,19 @@ class VllmOmniConfig:
             )
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    """The section ``actor_rollout_ref.rollout``."""
+    """The section ``actor_rollout_ref.rollout``: which engine samples, and how."""
 
     name: str = "diffusers"
     """The engine: ``diffusers`` samples in this process, ``vllm_omni`` in one of its own that runs vllm-omni."""
 
     n: int = 16
-    """Images per prompt: the group that advantages compare."""
+    """How many images are drawn for every prompt. They are the group that advantages compare."""
 
     dtype: str = "bfloat16"
-    """Precision of the engine's transformer and adapter. Latents and log-probs are float32 all the same."""
+    """Precision of the engine's transformer and adapter. Latents and log-probs are float32 in any case."""
 
     quantization: str | None = None
     """``fp8`` rounds every linear weight matrix of the engine, adapter included, through float8_e4m3fn with one scale
@@ -218,17 +231,17 @@ class RolloutConfig:
     without their speed. Validation samples with them too. The actor's weights stay as they are."""
 
     micro_batch_size: int = 32
-    """Images per engine forward."""
+    """How many images one forward of the engine draws."""
 
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Images per forward of the scoring pass; null takes the actor's ``ppo_micro_batch_size_per_gpu``."""
+    """Images per forward of the scoring pass. Null takes the actor's ``ppo_micro_batch_size_per_gpu``."""
 
     adapter_lag: int = 0
     """Draw with the actor's adapter of this many batches ago, as an asynchronous engine would. At the start and after
-    a resume it is the oldest adapter known. Validation always has the newest."""
+    a resume the oldest adapter known is used. Validation always has the newest."""
 
     seed: int | None = None
-    """Seed of the rollouts' noise and window places; null takes ``trainer.seed``."""
+    """Seed of the rollouts' noise and window places. Null takes ``trainer.seed``."""
 
     calculate_log_probs: bool = True
     """Record the engine's log-probs. Rollout correction and bypass mode need them."""
@@ -241,22 +254,19 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         fit_fields(_HERE, self)
-        choice(f"{_HERE}.name", self.name, ENGINES)
+        choice(f"{_HERE}.name", self.name, list(ENGINES))
         non_negative(f"{_HERE}.seed", self.seed, optional=True)
-        choice(f"{_HERE}.dtype", self.dtype, DTYPES)
+        choice(f"{_HERE}.dtype", self.dtype, list(DTYPES))
         choice(f"{_HERE}.quantization", self.quantization, (*QUANTIZATIONS, None))
-        if self.name == "vllm_omni" and self.quantization is not None:
+        if self.quantization is not None and not ENGINES[self.name].quantizes:
+            able = ", ".join(name for name, entry in ENGINES.items() if entry.quantizes)
             raise ValueError(
-                f"{_HERE}.quantization: got {self.quantization}; only the diffusers engine rounds its weights, so "
-                f"leave it null or set {_HERE}.name=diffusers"
+                f"{_HERE}.quantization: got {self.quantization}; only the {able} engine rounds its weights, so "
+                f"leave it null or set {_HERE}.name={able}"
             )
         positive(f"{_HERE}.micro_batch_size", self.micro_batch_size)
         non_negative(f"{_HERE}.adapter_lag", self.adapter_lag)
-        positive(
-            f"{_HERE}.log_prob_micro_batch_size_per_gpu",
-            self.log_prob_micro_batch_size_per_gpu,
-            optional=True,
-        )
+        positive(f"{_HERE}.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu, optional=True)
         if self.n < 2:
             raise ValueError(f"{_HERE}.n: got {self.n}; GRPO compares images of one prompt, so give at least 2")
         if self.algo.noise_level == 0:
@@ -268,25 +278,25 @@ class RolloutConfig:
                 f"{_HERE}.calculate_log_probs: got False; the rollout/training gap is measured from these log-probs, "
                 "so leave it true"
             )
-        self._check_window()
+        _ = self.window  # refuses one that does not fit into the schedule
+
+    @property
+    def window(self) -> SDEWindow:
+        """Where the stochastic steps may lie in the schedule.
+
+        Raises:
+            ValueError: the window does not fit; names the field.
+        """
+        algo = self.algo
+        window_range = None if algo.sde_window_range is None else (algo.sde_window_range[0], algo.sde_window_range[1])
+        steps = self.pipeline.num_inference_steps
+        try:
+            return SDEWindow.for_schedule(steps, algo.sde_window_size, window_range, sde_type=algo.sde_type)
+        except ValueError as error:
+            raise ValueError(f"{_HERE}.algo.{error}") from None
 
     @property
     def validation_pipeline(self) -> PipelineConfig:
         """The pipeline's settings in validation: its own where they are given, else those of training."""
         own = {f.name: getattr(self.val_kwargs.pipeline, f.name) for f in fields(self.val_kwargs.pipeline)}
         return replace(self.pipeline, **{name: value for name, value in own.items() if value is not None})
-
-    def _check_window(self) -> None:
-        steps, algo = self.pipeline.num_inference_steps, self.algo
-        usable = steps - 1 if algo.sde_type == "cps" else steps
-        first, stop = algo.sde_window_range or (0, usable)
-        if not 0 <= first < stop <= usable:
-            raise ValueError(
-                f"{_HERE}.algo.sde_window_range: got [{first}, {stop}]; with num_inference_steps={steps} and "
-                f"sde_type={algo.sde_type} it must lie in [0, {usable}]"
-            )
-        if (algo.sde_window_size or 1) > stop - first:
-            raise ValueError(
-                f"{_HERE}.algo.sde_window_size: got {algo.sde_window_size}; the range [{first}, {stop}] holds "
-                f"{stop - first} steps"
-            )

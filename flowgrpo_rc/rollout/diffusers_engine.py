@@ -5,18 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from flowgrpo_rc.checks import choice
-from flowgrpo_rc.models.base import DiffusionModel, Schedule
+from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, load_adapter_state
-from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest, Trajectories
-from flowgrpo_rc.rollout.config import QUANTIZATIONS
+from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
+from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.quantize import round_fp8_rows, round_linear_weights
-from flowgrpo_rc.rollout.sampling import Used, sample
+from flowgrpo_rc.rollout.sampling import RequestSampler
 
 
 class DiffusersEngine:
@@ -26,11 +26,8 @@ class DiffusersEngine:
     otherwise; the adapter is always the engine's own, in ``dtype``. Create the engine before the actor attaches
     its adapter.
 
-    ``quantization="fp8"`` rounds every linear weight matrix, the base's once and the adapter's at every ``sync``,
-    through ``float8_e4m3fn`` with one scale per output row; arithmetic stays that of ``dtype``. It measures what fp8
-    weights do to the rollout/training gap and needs no fp8 hardware; it saves neither time nor memory. Validation,
-    which samples with this engine, sees the rounded weights as well. The rounded matrices are the engine's own:
-    ``model`` keeps its weights bit for bit.
+    ``quantization="fp8"`` does what ``RolloutConfig.quantization`` says: the base's weights are rounded once, the
+    adapter's at every ``sync``. The rounded matrices are the engine's own; ``model`` keeps its weights bit for bit.
     """
 
     def __init__(
@@ -46,14 +43,30 @@ class DiffusersEngine:
         choice("quantization", quantization, (*QUANTIZATIONS, None))
         self._model = model
         self._device = torch.device(device)
-        self._dtype, self._micro_batch_size = dtype, micro_batch_size
+        self._dtype = dtype
+        self._micro_batch_size = micro_batch_size
         self.transformer = _copy_transformer(model.transformer, dtype)
         self._quantized = quantization is not None
         if self._quantized:
             round_linear_weights(self.transformer, adapter=False)
         attach_lora(self.transformer, model, lora, dtype=dtype)
         self.transformer.requires_grad_(False).eval()
+        # Below every version: nothing is drawn before the actor's adapter has come.
         self.adapter_version = -1
+
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any
+    ) -> "DiffusersEngine":
+        """The engine that the section ``actor_rollout_ref.rollout`` describes."""
+        return cls(
+            model,
+            lora,
+            dtype=torch_dtype(config.dtype),
+            micro_batch_size=config.micro_batch_size,
+            device=device,
+            quantization=config.quantization,
+        )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
         """Copy the actor's adapter into the engine's, rounding to its dtype and then to its quantization.
@@ -80,49 +93,29 @@ class DiffusersEngine:
         """Drop the engine's transformer."""
         self.transformer = nn.Identity()
 
-    @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample every image of the request.
 
         Raises:
             RolloutError: no adapter has been synchronised yet, or an image's latents are not finite.
         """
-        if self.adapter_version < 0:
-            raise RolloutError("the rollout engine has no adapter yet: call sync() before generate()")
-        cond = request.conditioning
-        schedule = self._model.schedule(request.num_inference_steps, cond.height, cond.width)
-        images, records, used = [], [], Used()
-        for rows in torch.arange(len(request.prompt_index)).split(self._micro_batch_size):
-            latents, record = self._sample(request, schedule, rows, used)
-            images.append(self._model.decode(latents, cond.height, cond.width))
-            records.append(record)
-        batch = None
-        if request.window_starts is not None:
-            batch = TensorDict(
-                {k: torch.cat([r[k] for r in records]) for k in records[0]},
-                batch_size=[len(request.prompt_index)],
-            )
-            batch["prompt_index"] = request.prompt_index.clone()
-        return Trajectories(torch.cat(images), batch, self._echo(request.request_id, used))
+        check_has_adapter(self.adapter_version)
+        sampler = RequestSampler(self._model, self.transformer, request, self._device)
+        micro_batches = torch.arange(len(request.prompt_index)).split(self._micro_batch_size)
+        sampled = [sampler.sample(rows) for rows in micro_batches]
+        records = [record for _, record in sampled]
+        record = {name: torch.cat([part[name] for part in records]) for name in records[0]}
+        # Read from the weights after they have drawn, so that a change meanwhile is noticed.
+        echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())
+        return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
 
     def _held_digest(self) -> str:
         return adapter_digest(adapter_parameters(self.transformer))
-
-    def _echo(self, request_id: str, used: Used) -> Echo:
-        dtype = str(next(self.transformer.parameters()).dtype).removeprefix("torch.")
-        digest = self._held_digest()
-        return used.echo(
-            request_id=request_id, dtype=dtype, adapter_version=self.adapter_version, adapter_digest=digest
-        )
-
-    def _sample(
-        self, request: RolloutRequest, schedule: Schedule, rows: Tensor, used: Used
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return sample(self._model, self.transformer, request, schedule, rows, used, self._device)
 
 
 def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A second transformer in ``dtype``; storage is shared where nothing has to be converted."""
     if all(p.dtype == dtype for p in transformer.parameters()):
+        # What stands in the memo counts as copied already: modules are copied around the same parameters.
         return copy.deepcopy(transformer, {id(p): p for p in transformer.parameters()})
     return nn.Module.to(copy.deepcopy(transformer), dtype)

@@ -12,6 +12,7 @@ def adapter_digest(state: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach()
+        # The header keeps apart what has equal bytes: a transposed matrix, or another dtype.
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

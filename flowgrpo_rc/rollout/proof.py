@@ -6,23 +6,26 @@ numbers of the size of a batch's scalars, besides one pass over the latents, so 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel, Schedule
 from flowgrpo_rc.rollout.base import Echo, RolloutRequest, RolloutSyncError, Trajectories
 
 TOLERANCE = 1e-6
 """Relative difference that two float32 computations of one schedule may have."""
 
+_SCALARS = ("timesteps", "sigmas", "next_sigmas", "rollout_log_probs")
 _SCHEDULE_CAUSE = (
     "the engine's scheduler differs from the model's: shift, dynamic shifting, number of steps, image size"
 )
-_SCALARS = ("timesteps", "sigmas", "next_sigmas", "rollout_log_probs")
 _ORDER_CAUSE = "the engine has mixed up its results; match them to requests by id, not by order of arrival"
+_GUIDANCE_CAUSE = "the engine ignored or renamed the setting, or left out the negative prompts"
+_NOISE_CAUSE = "the engine ignored actor_rollout_ref.rollout.algo"
 _SAMPLE = 1024
 """Elements of each row that are looked at for a narrow dtype."""
 
@@ -32,6 +35,7 @@ class HeldAdapter:
     """The adapter that an engine must sample with."""
 
     version: int
+    """Counts the adapters that the actor has pushed."""
     digest: str
     """``RolloutEngine.digest_of`` the actor's weights."""
 
@@ -52,10 +56,10 @@ def check_rollout(
     """
     cond = request.conditioning
     schedule = model.schedule(request.num_inference_steps, cond.height, cond.width)
-    check_adapter(adapter, trajectories.echo.adapter_version, trajectories.echo.adapter_digest)
-    if trajectories.echo.dtype != dtype:
-        _refuse("compute dtype", trajectories.echo.dtype, dtype, "the engine ignored actor_rollout_ref.rollout.dtype")
-    check_echo(request, schedule, trajectories.echo)
+    echo = trajectories.echo
+    check_adapter(adapter, echo.adapter_version, echo.adapter_digest)
+    _check("compute dtype", echo.dtype, dtype, "the engine ignored actor_rollout_ref.rollout.dtype")
+    check_echo(request, schedule, echo)
     check_trajectories(request, trajectories, schedule)
     check_starting_noise(request, trajectories, model)
 
@@ -79,50 +83,52 @@ def check_adapter(expected: HeldAdapter, version: int, digest: str) -> None:
 
 def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     """The engine used what the request and the actor's schedule say."""
-    if echo.request_id != request.request_id:
-        _refuse("request id", echo.request_id, request.request_id, _ORDER_CAUSE)
+    cond = request.conditioning
+    true_cfg_scale = 1.0 if cond.negative is None else cond.true_cfg_scale
+    noise_level = request.noise_level
+    window_size = request.window_size
+    if request.window_starts is None:
+        noise_level = 0.0
+        window_size = 0
+    _check("request id", echo.request_id, request.request_id, _ORDER_CAUSE)
     _check_seeds(list(request.seeds), list(echo.seeds))
     _check_floats("sigmas", echo.sigmas, schedule.sigmas, _SCHEDULE_CAUSE)
     _check_floats("timesteps", echo.timesteps, schedule.timesteps, _SCHEDULE_CAUSE)
-    cond = request.conditioning
-    guided = "the engine ignored or renamed the setting, or left out the negative prompts"
-    _check_float("true_cfg_scale", echo.true_cfg_scale, 1.0 if cond.negative is None else cond.true_cfg_scale, guided)
-    _check_float("guidance_scale", echo.guidance_scale, cond.guidance_scale, "the engine ignored or renamed it")
-    stochastic = request.window_starts is not None
-    cause = "the engine ignored actor_rollout_ref.rollout.algo"
-    _check_float("noise_level", echo.noise_level, request.noise_level if stochastic else 0.0, cause)
-    if echo.sde_type != request.sde_type:
-        _refuse("sde_type", echo.sde_type, request.sde_type, cause)
-    _check_integers("window_starts", echo.window_starts, request.window_starts, cause)
-    if echo.window_size != (request.window_size if stochastic else 0):
-        _refuse("window_size", echo.window_size, request.window_size if stochastic else 0, cause)
+    _check("true_cfg_scale", echo.true_cfg_scale, true_cfg_scale, _GUIDANCE_CAUSE)
+    _check("guidance_scale", echo.guidance_scale, cond.guidance_scale, "the engine ignored or renamed it")
+    _check("noise_level", echo.noise_level, noise_level, _NOISE_CAUSE)
+    _check("sde_type", echo.sde_type, request.sde_type, _NOISE_CAUSE)
+    _check("window_starts", _listed(echo.window_starts), _listed(request.window_starts), _NOISE_CAUSE)
+    _check("window_size", echo.window_size, window_size, _NOISE_CAUSE)
 
 
 def check_trajectories(request: RolloutRequest, trajectories: Trajectories, schedule: Schedule) -> None:
     """Images and recorded steps have the request's shapes and order; the batch is float32 and finite."""
-    size, cond = len(request.prompt_index), request.conditioning
+    size = len(request.prompt_index)
+    cond = request.conditioning
     _check_shape("images", trajectories.images, (size, cond.height, cond.width, 3))
-    starts, batch = request.window_starts, trajectories.batch
-    if starts is None:
+    batch = trajectories.batch
+    if request.window_starts is None:
         return
     if batch is None:
         _refuse("recorded steps", "none", f"{request.window_size} an image", "the engine sampled without noise")
-    means = ("rollout_means",) if request.record_means else ()
-    absent = {"prompt_index", "latents", "next_latents", *_SCALARS, *means} - set(batch.keys())
+    latents = ("latents", "next_latents", *(["rollout_means"] if request.record_means else []))
+    absent = {"prompt_index", *_SCALARS, *latents} - set(batch.keys())
     if absent:
         _refuse("recorded steps", f"no {', '.join(sorted(absent))}", "them all", "the engine records too little")
-    _check_integers("prompt_index", batch["prompt_index"], request.prompt_index, _ORDER_CAUSE)
+    _check("prompt_index", _listed(batch["prompt_index"]), _listed(request.prompt_index), _ORDER_CAUSE)
     window = (size, request.window_size)
     for name in _SCALARS:
         _check_shape(name, batch[name], window)
-    for name in ("latents", "next_latents", *means):
+    for name in latents:
         _check_shape(name, batch[name], (*window, *batch["latents"].shape[2:]))
-    columns = starts[:, None] + torch.arange(request.window_size)
-    for name, values in (
-        ("timesteps", schedule.timesteps[columns]),
-        ("sigmas", schedule.sigmas[columns]),
-        ("next_sigmas", schedule.sigmas[columns + 1]),
-    ):
+    steps = request.window_starts[:, None] + torch.arange(request.window_size)
+    expected = {
+        "timesteps": schedule.timesteps[steps],
+        "sigmas": schedule.sigmas[steps],
+        "next_sigmas": schedule.sigmas[steps + 1],
+    }
+    for name, values in expected.items():
         _check_floats(f"recorded {name}", batch[name].float(), values, f"{_ORDER_CAUSE}, or record the step after")
     _check_values(batch)
 
@@ -131,7 +137,8 @@ def check_starting_noise(request: RolloutRequest, trajectories: Trajectories, mo
     """Images recorded from the first step on start from the noise of their own seed, bit for bit."""
     if request.window_starts is None or trajectories.batch is None:
         return
-    cond, latents = request.conditioning, trajectories.batch["latents"]
+    cond = request.conditioning
+    latents = trajectories.batch["latents"]
     for row in (request.window_starts == 0).nonzero().flatten().tolist():
         generator = torch.Generator().manual_seed(request.seeds[row])
         if not torch.equal(model.initial_noise(generator, cond.height, cond.width), latents[row, 0]):
@@ -147,7 +154,7 @@ def _check_seeds(expected: list[int], got: list[int]) -> None:
     if sorted(got) == sorted(expected):
         row = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
         _refuse(f"seeds: the same in another order, first at row {row}", got[row], expected[row], _ORDER_CAUSE)
-    _refuse("seeds", _short(got), _short(expected), "the engine drew from streams of its own")
+    _refuse("seeds", got, expected, "the engine drew from streams of its own")
 
 
 def _check_values(batch: TensorDict) -> None:
@@ -155,12 +162,12 @@ def _check_values(batch: TensorDict) -> None:
         if name == "prompt_index":
             continue
         if tensor.dtype != torch.float32:
-            _refuse(f"dtype of {name}", _name(tensor.dtype), "float32", "the engine stores in its compute dtype")
+            _refuse(f"dtype of {name}", dtype_name(tensor.dtype), "float32", "the engine stores in its compute dtype")
         finite = torch.isfinite(tensor.flatten(1)).all(1)
         if not finite.all():
             rows = (~finite).nonzero().flatten().tolist()
             raise RolloutSyncError(
-                f"{name}: not finite for {len(rows)} of {len(finite)} images (rows {_short(rows)}), expected finite "
+                f"{name}: not finite for {len(rows)} of {len(finite)} images (rows {_shown(rows)}), expected finite "
                 "numbers; the engine's precision may be too low: try actor_rollout_ref.rollout.dtype=float32"
             )
     for name in ("latents", "next_latents"):
@@ -176,34 +183,29 @@ def _check_width(name: str, latents: Tensor) -> None:
         if rounded.any():
             _refuse(
                 f"{name}: precision of row {int(rounded.nonzero()[0])}",
-                f"values rounded to {_name(dtype)}",
+                f"values rounded to {dtype_name(dtype)}",
                 "float32",
                 "the engine keeps latents in its compute dtype; they are what the actor scores, so keep float32",
             )
 
 
-def _check_float(what: str, got: float | None, expected: float | None, cause: str) -> None:
-    same = got == expected or (
-        got is not None and expected is not None and abs(got - expected) <= TOLERANCE * abs(expected)
-    )
-    if not same:
-        _refuse(what, got, expected, cause)
+def _check(what: str, got: Any, expected: Any, cause: str) -> None:
+    """One setting of the echo; numbers may differ by a rounding."""
+    numbers = isinstance(got, int | float) and isinstance(expected, int | float)
+    if got == expected or (numbers and abs(got - expected) <= TOLERANCE * abs(expected)):
+        return
+    _refuse(what, got, expected, cause)
 
 
 def _check_floats(what: str, got: Tensor, expected: Tensor, cause: str) -> None:
-    _check_shape(what, got, tuple(expected.shape))
-    got, expected = got.double().cpu(), expected.double().cpu()
-    wrong = ~((got - expected).abs() <= TOLERANCE * expected.abs())
+    _check_shape(what, got, expected.shape)
+    got = got.double().cpu()
+    expected = expected.double().cpu()
+    wrong = ~((got - expected).abs() <= TOLERANCE * expected.abs())  # NaN is wrong too
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
         where = f"step {place[0]}" if len(place) == 1 else f"row {place[0]}, step {place[1]} of its window"
         _refuse(f"{what}: {where}", float(got[place]), float(expected[place]), cause)
-
-
-def _check_integers(what: str, got: Tensor | None, expected: Tensor | None, cause: str) -> None:
-    a, b = (None if x is None else x.tolist() for x in (got, expected))
-    if a != b:
-        _refuse(what, None if a is None else _short(a), None if b is None else _short(b), cause)
 
 
 def _check_shape(what: str, got: Tensor, expected: Sequence[int]) -> None:
@@ -212,13 +214,17 @@ def _check_shape(what: str, got: Tensor, expected: Sequence[int]) -> None:
 
 
 def _refuse(what: str, got: object, expected: object, cause: str) -> NoReturn:
-    shown = [f"{value:.7g}" if isinstance(value, float) else value for value in (got, expected)]
-    raise RolloutSyncError(f"{what}: got {shown[0]}, expected {shown[1]}; {cause}")
+    raise RolloutSyncError(f"{what}: got {_shown(got)}, expected {_shown(expected)}; {cause}")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _listed(integers: Tensor | None) -> list[int] | None:
+    return None if integers is None else integers.tolist()
 
 
-def _short(values: Sequence[int], limit: int = 8) -> str:
-    return f"[{', '.join(map(str, values[:limit]))}{', ...' if len(values) > limit else ''}]"
+def _shown(value: object, limit: int = 8) -> str:
+    """A value as a message quotes it: floats rounded, long lists cut."""
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value[:limit]))}{', ...' if len(value) > limit else ''}]"
+    return str(value)

@@ -17,7 +17,7 @@ def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
     """
     wide = weight.float()
     absmax = wide.abs().amax(dim=1, keepdim=True)
-    absmax = torch.where(absmax == 0, 1.0, absmax)
+    absmax = torch.where(absmax == 0, 1.0, absmax)  # a row of zeros would be divided by 0
     codes = (wide / absmax * FP8_MAX).to(torch.float8_e4m3fn)
     return (codes.float() / FP8_MAX * absmax).to(weight.dtype)
 

@@ -1,141 +1,165 @@
 """The sampling loop that every engine runs, around whatever transformer it has, and what it reports of itself."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Schedule
+from flowgrpo_rc.dtypes import dtype_name
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
 from flowgrpo_rc.sde import draw, log_prob, transition
 
 
-class Used:
-    """Collects what the sampling loop works with, micro-batch by micro-batch and step by step, for the echo."""
+class RequestSampler:
+    """Draws the images of one request, micro-batch by micro-batch, and then tells what it used in an ``Echo``.
 
-    def __init__(self) -> None:
+    The echo's numbers are noted where the loop uses them and not copied from the request: ``proof`` compares the two,
+    so that a setting which an engine loses on the way is found.
+
+    Args:
+        model: how this family of models makes noise, velocities and images.
+        transformer: the engine's own.
+        request: what to draw.
+        device: where the transformer is.
+    """
+
+    def __init__(self, model: DiffusionModel, transformer: Any, request: RolloutRequest, device: torch.device) -> None:
+        self._model = model
+        self._transformer = transformer
+        self._request = request
+        self._device = device
+        cond = request.conditioning
+        self._schedule = model.schedule(request.num_inference_steps, cond.height, cond.width)
         self._seeds: list[int] = []
-        self._noise: list[list[Tensor]] = []
-        """Per micro-batch and step the noise level of each image."""
+        self._noise_levels: list[Tensor] = []
+        """For each micro-batch, ``(N, b)``: the noise level of every step and image."""
 
-    def begin(self, generators: list[torch.Generator], conditioning: Conditioning) -> None:
-        """A micro-batch starts with these streams and this guidance."""
-        self._seeds += [g.initial_seed() for g in generators]
-        self._guidance = (
-            1.0 if conditioning.negative is None else float(conditioning.true_cfg_scale),
-            conditioning.guidance_scale,
-        )
-        self._noise.append([])
-        self._timesteps: list[Tensor] = []
-        self._sigmas: list[Tensor] = []
+    @torch.no_grad()
+    def sample(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Take these rows of the request through the whole schedule.
 
-    def step(self, t: Tensor, sigma: Tensor, next_sigma: Tensor, noise_level: Tensor, sde_type: str) -> None:
-        """A step was taken with these, all ``(b,)``."""
-        self._timesteps.append(t[:1])
-        self._sigmas = [*(self._sigmas or [sigma[:1]]), next_sigma[:1]]
-        self._noise[-1].append(noise_level)
-        self._sde_type = sde_type
+        Returns:
+            The images ``(b, H, W, 3)``, and the recorded steps ``(b, W, ...)`` on the host by their key in the batch,
+            none for a deterministic request.
 
-    def echo(self, **rest: Any) -> Echo:
-        """All of it, with what the loop does not know."""
-        noise = torch.cat([torch.stack(steps) for steps in self._noise], dim=1)
-        stochastic = (noise > 0).long()
+        Raises:
+            RolloutError: an image's latents are not finite.
+        """
+        request = self._request
+        size = len(rows)
+        cond = request.conditioning.rows(request.prompt_index[rows], self._device)
+        # Streams on the host, one an image: the same numbers on every device and in every batch.
+        generators = [torch.Generator().manual_seed(request.seeds[row]) for row in rows.tolist()]
+        self._begin_echo(generators, cond)
+        starting_noise = [self._model.initial_noise(generator, cond.height, cond.width) for generator in generators]
+        latents = torch.stack(starting_noise).to(self._device)
+        starts = None if request.window_starts is None else request.window_starts[rows]
+        noise_levels: list[Tensor] = []
+        record: dict[str, Tensor] = {}
+        for step, (t, sigma, next_sigma) in enumerate(self._steps(size)):
+            velocity = self._model.velocity(self._transformer, latents, t, cond)
+            stochastic = _in_window(starts, step, request.window_size, size)
+            noise_level = torch.where(stochastic, request.noise_level, 0.0)
+            noise_levels.append(noise_level)
+            distribution = transition(
+                latents,
+                velocity,
+                sigma,
+                next_sigma,
+                noise_level=noise_level.to(self._device),
+                sde_type=request.sde_type,
+            )
+            next_latents = distribution.mean  # an ODE step, whose noise level is 0, ends there
+            if starts is not None and stochastic.any():
+                noise = _noise_of_stochastic(generators, stochastic, latents.shape[1:])
+                next_latents = draw(distribution, noise.to(self._device))
+                recorded = {
+                    "latents": latents,
+                    "next_latents": next_latents,
+                    "timesteps": t,
+                    "sigmas": sigma,
+                    "next_sigmas": next_sigma,
+                    "rollout_log_probs": log_prob(distribution, next_latents, sde_type=request.sde_type),
+                }
+                if request.record_means:
+                    recorded["rollout_means"] = distribution.mean
+                _write(record, recorded, stochastic, step - starts, request.window_size)
+            latents = next_latents
+        self._noise_levels.append(torch.stack(noise_levels))
+        _check_finite(latents, rows)
+        return self._model.decode(latents, cond.height, cond.width), record
+
+    def echo(self, *, adapter_version: int, adapter_digest: str) -> Echo:
+        """What was used for all images sampled so far."""
+        noise_levels = torch.cat(self._noise_levels, dim=1)
+        stochastic = (noise_levels > 0).long()
         return Echo(
-            sigmas=torch.cat(self._sigmas).float().cpu(),
+            request_id=self._request.request_id,
             timesteps=torch.cat(self._timesteps).float().cpu(),
-            true_cfg_scale=self._guidance[0],
-            guidance_scale=self._guidance[1],
-            noise_level=float(noise.max()),
-            sde_type=self._sde_type,
+            sigmas=torch.cat(self._sigmas).float().cpu(),
+            true_cfg_scale=self._true_cfg_scale,
+            guidance_scale=self._guidance_scale,
+            noise_level=float(noise_levels.max()),
+            sde_type=self._request.sde_type,
             window_starts=stochastic.argmax(0) if stochastic.any() else None,
             window_size=int(stochastic.sum(0).max()),
             seeds=tuple(self._seeds),
-            **rest,
+            dtype=dtype_name(next(self._transformer.parameters()).dtype),
+            adapter_version=adapter_version,
+            adapter_digest=adapter_digest,
         )
 
+    def _begin_echo(self, generators: Sequence[torch.Generator], cond: Conditioning) -> None:
+        """A micro-batch starts with these streams and this guidance."""
+        self._seeds += [generator.initial_seed() for generator in generators]
+        self._true_cfg_scale = 1.0 if cond.negative is None else float(cond.true_cfg_scale)
+        self._guidance_scale = cond.guidance_scale
+        self._timesteps: list[Tensor] = []
+        self._sigmas: list[Tensor] = []
 
-class Record:
-    """Host tensors ``(b, W, ...)`` that the stochastic steps of a micro-batch are written into."""
-
-    def __init__(self, size: int, window: int, latent_shape: tuple[int, ...], means: bool) -> None:
-        shapes = dict.fromkeys(("latents", "next_latents", *(["rollout_means"] if means else [])), latent_shape)
-        scalars = ("timesteps", "sigmas", "next_sigmas", "rollout_log_probs")
-        shapes |= dict.fromkeys(scalars, ())
-        self.tensors = {k: torch.full((size, window, *shape), torch.nan) for k, shape in shapes.items()}
-
-    def write(self, where: Tensor, column: Tensor, **values: Tensor) -> None:
-        """Row ``where[i]``, window column ``column[i]``."""
-        for name, value in values.items():
-            self.tensors[name][where, column] = value.float().cpu()[where]
-
-
-def sample(
-    model: DiffusionModel,
-    transformer: Any,
-    request: RolloutRequest,
-    schedule: Schedule,
-    rows: Tensor,
-    used: Used,
-    device: torch.device,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """These rows of the request through the whole schedule: clean latents ``(b, *L)`` and the recorded window.
-
-    Raises:
-        RolloutError: an image's latents are not finite.
-    """
-    size = len(rows)
-    cond = request.conditioning.rows(request.prompt_index[rows], device)
-    generators = [torch.Generator().manual_seed(request.seeds[int(i)]) for i in rows]
-    used.begin(generators, cond)
-    latents = torch.stack([model.initial_noise(g, cond.height, cond.width) for g in generators]).to(device)
-    starts = None if request.window_starts is None else request.window_starts[rows]
-    record = None
-    if starts is not None:
-        record = Record(size, request.window_size, latents.shape[1:], request.record_means)
-    for step, (t, sigma, next_sigma) in enumerate(_steps(schedule, device)):
-        t, sigma, next_sigma = t.expand(size), sigma.expand(size), next_sigma.expand(size)
-        velocity = model.velocity(transformer, latents, t, cond)
-        stochastic = _in_window(starts, step, request.window_size, size)
-        noise_level = torch.where(stochastic, request.noise_level, 0.0)
-        law = transition(
-            latents, velocity, sigma, next_sigma, noise_level=noise_level.to(device), sde_type=request.sde_type
-        )
-        used.step(t, sigma, next_sigma, noise_level, request.sde_type)
-        next_latents = law.mean
-        if record is not None and starts is not None and stochastic.any():
-            noise = [
-                torch.randn(law.mean.shape[1:], generator=g) if on else torch.zeros(law.mean.shape[1:])
-                for g, on in zip(generators, stochastic.tolist(), strict=True)
-            ]
-            next_latents = draw(law, torch.stack(noise).to(device))
-            log_probs = log_prob(law, next_latents, sde_type=request.sde_type)
-            where = stochastic.nonzero().flatten()
-            record.write(
-                where,
-                step - starts[where],
-                latents=latents,
-                next_latents=next_latents,
-                timesteps=t,
-                sigmas=sigma,
-                next_sigmas=next_sigma,
-                rollout_log_probs=log_probs,
-                **({"rollout_means": law.mean} if request.record_means else {}),
-            )
-        latents = next_latents
-    _check_finite(latents, rows)
-    return latents, {} if record is None else record.tensors
+    def _steps(self, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Timestep and both noise levels of each step, ``(b,)`` each; noted for the echo as they are handed out."""
+        sigmas = self._schedule.sigmas.to(self._device)
+        self._sigmas.append(sigmas[:1])
+        for t, sigma, next_sigma in zip(
+            self._schedule.timesteps.to(self._device), sigmas[:-1], sigmas[1:], strict=True
+        ):
+            self._timesteps.append(t[None])
+            self._sigmas.append(next_sigma[None])
+            yield t.expand(size), sigma.expand(size), next_sigma.expand(size)
 
 
-def _steps(schedule: Schedule, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    sigmas = schedule.sigmas.to(device)
-    return zip(schedule.timesteps.to(device), sigmas[:-1], sigmas[1:], strict=True)
-
-
-def _in_window(starts: Tensor | None, step: int, window: int, size: int) -> Tensor:
+def _in_window(starts: Tensor | None, step: int, window_size: int, size: int) -> Tensor:
+    """Which images take this step stochastically."""
     if starts is None:
         return torch.zeros(size, dtype=torch.bool)
-    return (starts <= step) & (step < starts + window)
+    return (starts <= step) & (step < starts + window_size)
+
+
+def _noise_of_stochastic(generators: Sequence[torch.Generator], stochastic: Tensor, shape: Sequence[int]) -> Tensor:
+    """Standard normal noise for the stochastic images; the others' streams must not move."""
+    drawn = [
+        torch.randn(shape, generator=generator) if on else torch.zeros(shape)
+        for generator, on in zip(generators, stochastic.tolist(), strict=True)
+    ]
+    return torch.stack(drawn)
+
+
+def _write(
+    record: dict[str, Tensor], recorded: dict[str, Tensor], stochastic: Tensor, columns: Tensor, window_size: int
+) -> None:
+    """Put the stochastic rows of ``recorded`` into their column of the window.
+
+    What is never written stays NaN, which ``proof`` refuses.
+    """
+    rows = stochastic.nonzero().flatten()
+    for name, value in recorded.items():
+        value = value.float().cpu()  # float32 whatever the engine computes in: the actor scores these numbers
+        if name not in record:
+            record[name] = torch.full((len(value), window_size, *value.shape[1:]), torch.nan)
+        record[name][rows, columns[rows]] = value[rows]
 
 
 def _check_finite(latents: Tensor, rows: Tensor) -> None:

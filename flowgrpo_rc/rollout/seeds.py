@@ -8,13 +8,17 @@ engine in another process.
 import numpy as np
 import torch
 
-IMAGE, WINDOW, VALIDATION, PROBE = 0, 1, 2, 3
-"""Purposes of a stream."""
+# What a stream is for; part of its address, so that no two purposes share numbers.
+IMAGE = 0
+WINDOW = 1
+VALIDATION = 2
+PROBE = 3
 
 
 def seed_for(seed: int, purpose: int, step: int, index: int) -> int:
     """The number, below 2**63, that seeds one image's noise (or one prompt group's window)."""
     state = np.random.SeedSequence((seed, purpose, step, index)).generate_state(1, np.uint64)[0]
+    # Torch's generators take seeds below 2**63.
     return int(state >> np.uint64(1))
 
 

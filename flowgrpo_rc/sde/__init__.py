@@ -1,18 +1,17 @@
 """One SDE transition for sampling and for scoring, and the windows in which it is stochastic.
 
-Floor 1: imports torch and nothing else of this package.
+Floor 1: imports torch and nothing else of this package but the ground. Names load on first use; the table of SDE types
+and the windows need no torch.
 """
 
-from flowgrpo_rc.sde.transition import (
-    SDE_TYPES,
-    Transition,
-    draw,
-    gaussian_log_prob,
-    log_prob,
-    transition,
-    transition_kl,
-)
-from flowgrpo_rc.sde.window import SDEWindow, draw_window_start, progressive_places, progressive_window_start
+from typing import TYPE_CHECKING
+
+from flowgrpo_rc.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.sde.transitions import Transition, draw, gaussian_log_prob, log_prob, transition, transition_kl
+    from flowgrpo_rc.sde.types import SDE_TYPES
+    from flowgrpo_rc.sde.window import SDEWindow, draw_window_start, progressive_places, progressive_window_start
 
 __all__ = [
     "SDE_TYPES",
@@ -27,3 +26,7 @@ __all__ = [
     "transition",
     "transition_kl",
 ]
+
+_HOMES = {"SDE_TYPES": "types", "SDEWindow": "window", "draw_window_start": "window"}
+_HOMES |= {"progressive_places": "window", "progressive_window_start": "window"}
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'transitions')}" for name in __all__})

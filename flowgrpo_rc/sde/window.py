@@ -1,8 +1,17 @@
-"""SDE windows: which of a schedule's steps are stochastic and trained; every other step is an ODE step."""
+"""SDE windows: which of a schedule's steps are stochastic and trained; every other step is an ODE step.
+
+Loads no torch, so that the configuration checks its window with the code that the run uses.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from flowgrpo_rc.sde.types import sde_type_named
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -19,36 +28,37 @@ class SDEWindow:
     @classmethod
     def for_schedule(
         cls, num_steps: int, size: int | None, window_range: tuple[int, int] | None, *, sde_type: str = "sde"
-    ) -> "SDEWindow":
+    ) -> SDEWindow:
         """The window for a schedule of ``num_steps`` steps.
 
         ``size=None`` trains every step of the range; ``window_range=None`` is the whole schedule. The last
         step of a ``cps`` schedule ends at noise level 0 and is deterministic, so no ``cps`` window holds it.
 
         Raises:
-            ValueError: the range lies outside the schedule, or the window does not fit into the range.
+            ValueError: ``sde_type`` is unknown, the range lies outside the schedule, or the window does not fit into
+                the range.
         """
-        usable = num_steps - 1 if sde_type == "cps" else num_steps
-        first, stop = (0, usable) if window_range is None else (int(window_range[0]), int(window_range[1]))
-        if not 0 <= first < stop:
-            raise ValueError(f"sde_window_range=[{first}, {stop}] must satisfy 0 <= first < stop")
-        if stop > usable:
-            why = " (the last cps step is deterministic)" if sde_type == "cps" else ""
+        usable = num_steps if sde_type_named(sde_type).last_step_is_stochastic else num_steps - 1
+        first, stop = (0, usable) if window_range is None else window_range
+        if not 0 <= first < stop <= usable:
+            why = "" if usable == num_steps else f" (the last {sde_type} step is deterministic)"
             raise ValueError(
-                f"sde_window_range=[{first}, {stop}] lies outside the schedule: num_inference_steps={num_steps} "
-                f"has trainable steps [0, {usable}]{why}; lower the range or raise num_inference_steps"
+                f"sde_window_range: got [{first}, {stop}]; with num_inference_steps={num_steps} and "
+                f"sde_type={sde_type} it must lie in [0, {usable}]{why} and must satisfy 0 <= first < stop"
             )
-        size = stop - first if size is None else int(size)
+        size = stop - first if size is None else size
         if not 1 <= size <= stop - first:
             raise ValueError(
-                f"sde_window_size={size} does not fit into sde_window_range=[{first}, {stop}]; "
-                f"choose a size from 1 to {stop - first}"
+                f"sde_window_size: got {size}; the range [{first}, {stop}] holds {stop - first} steps, so choose a "
+                f"size from 1 to {stop - first}"
             )
         return cls(size, first, stop)
 
 
 def draw_window_start(window: SDEWindow, generator: torch.Generator) -> int:
     """First step of the window, uniform over ``first .. stop - size`` (both included)."""
+    import torch
+
     high = window.stop - window.size + 1
     return int(torch.randint(window.first, high, (), generator=generator))
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from flowgrpo_rc.run_folder import RunFolder
     from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
     from flowgrpo_rc.trainer.config import FlowGRPOConfig
     from flowgrpo_rc.trainer.logging import NonFiniteMetricError
-    from flowgrpo_rc.trainer.run_folder import RunFolder
     from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
 ]
 
 _HOMES = {"CheckpointError": "checkpoint", "CheckpointStore": "checkpoint", "FlowGRPOConfig": "config"}
-_HOMES |= {"NonFiniteMetricError": "logging", "RunFolder": "run_folder", "FlowGRPOTrainer": "trainer"}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES[name]}" for name in __all__})
+_HOMES |= {"NonFiniteMetricError": "logging", "FlowGRPOTrainer": "trainer"}
+_FULL_HOMES = {name: f"{__name__}.{module}" for name, module in _HOMES.items()}
+__getattr__, __dir__ = lazy_names(__name__, {**_FULL_HOMES, "RunFolder": "flowgrpo_rc.run_folder"})

@@ -26,7 +26,9 @@ class AdapterSync:
     """
 
     def __init__(self, engine: RolloutEngine, actor: DiffusionActor, lag: int) -> None:
-        self._engine, self._actor, self._lag = engine, actor, lag
+        self._engine = engine
+        self._actor = actor
+        self._lag = lag
         self._newest = -1
         self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=lag + 1)
         self.held = HeldAdapter(-1, "")
@@ -50,6 +52,7 @@ class AdapterSync:
         """
         self._newest = version
         if self._lag:
+            # On the host: many adapters would fill the device, and only the oldest is needed there.
             state = adapter_state(self._actor.transformer)
             self._waiting.append((version, {name: tensor.cpu() for name, tensor in state.items()}))
         self._sync_for_rollouts()
@@ -77,7 +80,7 @@ class AdapterSync:
         if not self.behind:
             yield
             return
-        own = adapter_state(self._actor.transformer)
+        own = adapter_state(self._actor.transformer)  # a copy, which loading the other one leaves alone
         load_adapter_state(self._actor.transformer, self._waiting[0][1])
         try:
             yield

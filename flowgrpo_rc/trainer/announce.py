@@ -11,9 +11,11 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 def announcement(
     config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path, window: SDEWindow, processes: int
 ) -> list[str]:
-    """Batch arithmetic, the rewards, how rollouts are drawn, and the correction in force; a string a paragraph."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    """Batch arithmetic, the rewards, how rollouts are drawn, and the correction ``rc`` in force, a paragraph each."""
+    rollout = config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
+    prompts = config.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
     micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // processes)
     lag = f", {rollout.adapter_lag} batches behind the actor" if rollout.adapter_lag else ""
     return [

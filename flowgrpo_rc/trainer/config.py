@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.config import DataConfig
+from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.loss.objectives import DEFAULT, Objective
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
 
-LOGGERS = ("console", "tensorboard", "wandb")
+LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+"""Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
+others are trackers of accelerate."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
 RESUME_MODES = ("auto", "disable", "resume_path")
 
+if TYPE_CHECKING:
+    ResolvedCorrection = RolloutCorrectionConfig
+else:
+    # Hydra builds its schema from this annotation, and takes presets and the keys of other dialects only below ``Any``.
+    ResolvedCorrection = Any
 
+
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
     """The section ``algorithm``."""
@@ -35,14 +46,16 @@ class AlgorithmConfig:
     """Decoupled mode: an image whose steps were all rejected does not enter its group's mean and standard deviation
     either. Needs the weights and the rejection before the advantages, so every image gets the scoring pass."""
 
-    rollout_correction: Any = field(default_factory=dict)
-    """Keys of ``RolloutCorrectionConfig``, or a ``preset`` and what differs from it; null switches it off."""
+    rollout_correction: ResolvedCorrection = field(default_factory=dict)  # pyright: ignore[reportAssignmentType]
+    """Given as keys of ``RolloutCorrectionConfig``, or as a ``preset`` and what differs from it; null switches it off.
+    ``FlowGRPOConfig`` resolves it once; from then on it is a ``RolloutCorrectionConfig``, the same as the actor's."""
 
     def __post_init__(self) -> None:
         fit_fields("algorithm", self)
         choice("algorithm.adv_estimator", self.adv_estimator, ("flow_grpo", "grpo"))
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class ActorRolloutRefConfig:
     """The section ``actor_rollout_ref``."""
@@ -57,6 +70,7 @@ class ActorRolloutRefConfig:
         fit_fields("actor_rollout_ref", self)
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """The section ``trainer``."""
@@ -123,7 +137,7 @@ class TrainerConfig:
         non_negative("trainer.seed", self.seed)
         non_negative("trainer.log_val_generations", self.log_val_generations)
         for name in self.logger:
-            choice("trainer.logger", name, LOGGERS)
+            choice("trainer.logger", name, list(LOGGERS))
         for name in ("save_freq", "test_freq"):
             if getattr(self, name) < -1:
                 raise ValueError(f"trainer.{name}: got {getattr(self, name)}; give -1 (at the end only) or more")
@@ -131,6 +145,7 @@ class TrainerConfig:
             raise ValueError("trainer.resume_from_path: is empty; resume_mode=resume_path needs a checkpoint folder")
 
 
+@documented_fields
 @dataclass(kw_only=True, slots=True)
 class FlowGRPOConfig:
     """Everything a training run is configured by."""
@@ -143,12 +158,12 @@ class FlowGRPOConfig:
 
     def __post_init__(self) -> None:
         fit_fields("", self)
+        self._resolve_correction()
         actor = self.actor_rollout_ref.actor
-        if actor.rollout_correction == SHARED_CORRECTION:
-            actor.rollout_correction = self.algorithm.rollout_correction
-            actor.__post_init__()
-        self._check_clip()
-        prompts, mini = self.data.train_batch_size, actor.ppo_mini_batch_size
+        objective = actor.diffusion_loss.objective
+        self._check_clip(objective)
+        prompts = self.data.train_batch_size
+        mini = actor.ppo_mini_batch_size
         if prompts % mini:
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: got {mini}; it counts prompts and must divide "
@@ -170,19 +185,28 @@ class FlowGRPOConfig:
                 "algorithm.rollout_correction.rollout_rs_threshold: got auto, which follows what the probe measures; "
                 "set actor_rollout_ref.rollout.probe.images to 1 or more"
             )
-        sde_type, mode = self.actor_rollout_ref.rollout.algo.sde_type, actor.diffusion_loss.loss_mode
-        if mode == "dance_grpo" and sde_type != "dance_sde":
+        sde_type = self.actor_rollout_ref.rollout.algo.sde_type
+        if objective.sde_type not in (None, sde_type):
             raise ValueError(
-                f"actor_rollout_ref.actor.diffusion_loss.loss_mode: got dance_grpo with sde_type={sde_type}; set "
-                "actor_rollout_ref.rollout.algo.sde_type=dance_sde or loss_mode=flow_grpo"
+                f"actor_rollout_ref.actor.diffusion_loss.loss_mode: got {objective.name} with sde_type={sde_type}; set "
+                f"actor_rollout_ref.rollout.algo.sde_type={objective.sde_type} or loss_mode={DEFAULT}"
             )
 
-    def _check_clip(self) -> None:
-        """A ratio never falls below 0, so a band that reaches it has no lower side."""
+    def _resolve_correction(self) -> None:
+        """One correction for both sections that show it."""
+        actor = self.actor_rollout_ref.actor
+        if actor.rollout_correction == SHARED_CORRECTION:
+            actor.rollout_correction = self.algorithm.rollout_correction
+            actor.__post_init__()
+        # Where Hydra has followed the reference, the actor's section has been made from the same keys already.
+        self.algorithm.rollout_correction = actor.rollout_correction
+
+    def _check_clip(self, objective: Objective) -> None:
+        """A ratio never falls below 0, so a clip band that reaches it has no lower side."""
         loss = self.actor_rollout_ref.actor.diffusion_loss
         side = "clip_ratio" if loss.clip_ratio_low is None else "clip_ratio_low"
         width = loss.clip_ratio if loss.clip_ratio_low is None else loss.clip_ratio_low
-        if not isinstance(width, str) and width >= 1 and loss.loss_mode != "flow_dppo":
+        if not isinstance(width, str) and width >= 1 and objective.clips:
             raise ValueError(
                 f"actor_rollout_ref.actor.diffusion_loss.{side}: got {width:g}, so the lower bound of the band, "
                 f"1 - {side}, would be {1 - width:g}, and a ratio is never at 0 or below: nothing would be clipped "
@@ -197,8 +221,8 @@ class FlowGRPOConfig:
 
     @property
     def rollout_correction(self) -> RolloutCorrectionConfig:
-        """The run's rollout correction, validated."""
-        return self.actor_rollout_ref.actor.rollout_correction
+        """The run's rollout correction."""
+        return self.algorithm.rollout_correction
 
     @property
     def first_mini_batch_is_free(self) -> bool:
@@ -208,6 +232,12 @@ class FlowGRPOConfig:
         """
         needs_all = self.rollout_correction.rollout_is_batch_normalize or self.algorithm.rejection_aware_baseline
         return self.actor_rollout_ref.actor.score == "auto" and not needs_all
+
+    @property
+    def scored_share(self) -> float:
+        """Share of a batch that decoupled mode gives a scoring pass."""
+        free = self.actor_rollout_ref.actor.ppo_mini_batch_size / self.data.train_batch_size
+        return 1 - free if self.first_mini_batch_is_free else 1.0
 
     def check_processes(self, num_processes: int) -> None:
         """Raise ``ValueError`` unless every process gets whole prompt groups of every mini-batch."""

@@ -1,7 +1,7 @@
 """Standard output and standard error that may go away, fill up or stand still without ending a run.
 
 A pipe into ``head``, a closed terminal and a log file on a full disk make every ``print`` raise. What a run is for
-lies in its folder, so inside ``surviving_console`` such errors are told once, on the other stream, and then swallowed.
+lies in its folder, so inside ``surviving_console`` such an error is told once, on the other stream, and is not raised.
 """
 
 import errno
@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from flowgrpo_rc.messages import reason
+
 CHUNK = 1000
 """Characters a write, at most 4 bytes each: a pipe that reports room takes 4096 bytes without blocking."""
 STUCK_SECONDS = 1.0
 """After a request to stop: how long one write waits for a reader that stands still."""
-_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN, errno.EWOULDBLOCK}
+_PASSING_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN, errno.EWOULDBLOCK}
 """Errors after which the stream may work again."""
 
 
@@ -34,8 +36,10 @@ class SurvivingStream:
         self._stream = stream
         self._name = name
         self._gone = stream is None
+        """Whether nothing is written any more."""
         self._stuck = False
-        self._waits = _may_stand_still(stream)
+        """Whether the run is to end and the reader has stood still for ``STUCK_SECONDS``."""
+        self._may_block = _may_block(stream)
         self.failure: BaseException | None = None
         """The first error of writing."""
         self.other: SurvivingStream | None = None
@@ -50,7 +54,7 @@ class SurvivingStream:
                 for start in range(0, len(text), CHUNK):
                     self._write(text[start : start + CHUNK])
             except (OSError, ValueError) as error:
-                self._failed(error)
+                self._tell_failure(error)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -60,12 +64,12 @@ class SurvivingStream:
 
     def flush(self) -> None:
         """Hand on what is buffered; a buffer that cannot be handed on is kept."""
-        if self._gone or not self._takes():
+        if self._gone or not self._wait_for_room():
             return
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._failed(error)
+            self._tell_failure(error)
 
     def isatty(self) -> bool:
         """Whether a terminal is at the other end."""
@@ -87,7 +91,7 @@ class SurvivingStream:
         return iter(self._stream)
 
     def _write(self, text: str) -> None:
-        if not self._takes():
+        if not self._wait_for_room():
             return
         try:
             self._stream.write(text)
@@ -95,31 +99,29 @@ class SurvivingStream:
             self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         self._stream.flush()
 
-    def _takes(self) -> bool:
+    def _wait_for_room(self) -> bool:
         """Wait until a write will not block; false when the run is to end and the reader stands still."""
-        if not self._waits:
+        if not self._may_block:
             return True
-        poller = select.poll()
+        since = time.monotonic()
         try:
-            poller.register(self._stream.fileno(), select.POLLOUT)
+            while not _has_room(self._stream.fileno(), milliseconds=0 if self._stuck else 200):
+                self._stuck = self._stuck or (self.hurry and time.monotonic() - since > STUCK_SECONDS)
+                if self._stuck:
+                    return False
         except (OSError, ValueError):
             return True  # the write tells what is wrong
-        since = time.monotonic()
-        while not poller.poll(0 if self.hurry and self._stuck else 200):
-            self._stuck = self._stuck or (self.hurry and time.monotonic() - since > STUCK_SECONDS)
-            if self.hurry and self._stuck:
-                return False
         self._stuck = False
         return True
 
-    def _failed(self, error: BaseException) -> None:
+    def _tell_failure(self, error: BaseException) -> None:
         first = self.failure is None
         self.failure = self.failure or error
-        if getattr(error, "errno", None) not in _PASSING:
+        if getattr(error, "errno", None) not in _PASSING_ERRORS:
             self._to_null()
         if first and self.other is not None:
-            reason = getattr(error, "strerror", None) or str(error)
-            self.other.write(f"{self._name} cannot be written ({reason}); going on without it\n")
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            self.other.write(f"{self._name} cannot be written ({why}); going on without it\n")
 
     def _to_null(self) -> None:
         """Let the descriptor lead nowhere, so that what is still buffered and what other code writes there is lost
@@ -143,9 +145,10 @@ def surviving_console() -> Iterator[tuple[SurvivingStream, SurvivingStream]]:
         yield _active[0], _active[1]
         return
     _fill_standard_descriptors()
-    before = (sys.stdout, sys.stderr)
-    out = SurvivingStream(before[0], "standard output")
-    err = SurvivingStream(before[1], "standard error")
+    stdout = sys.stdout
+    stderr = sys.stderr
+    out = SurvivingStream(stdout, "standard output")
+    err = SurvivingStream(stderr, "standard error")
     out.other = err
     err.other = out
     _active.extend((out, err))
@@ -157,7 +160,8 @@ def surviving_console() -> Iterator[tuple[SurvivingStream, SurvivingStream]]:
         for stream in (out, err):
             stream.settle()
         _active.clear()
-        sys.stdout, sys.stderr = before
+        sys.stdout = stdout
+        sys.stderr = stderr
 
 
 def hurry() -> None:
@@ -169,15 +173,18 @@ def hurry() -> None:
 def write_at_once(text: str) -> None:
     """Write to standard error if it takes it without waiting. Safe in a signal handler: uses no buffered stream."""
     with suppress(OSError, ValueError):
-        if hasattr(select, "poll"):
-            poller = select.poll()
-            poller.register(2, select.POLLOUT)
-            if not poller.poll(0):
-                return
-        os.write(2, text.encode()[:4000])
+        if not hasattr(select, "poll") or _has_room(2, milliseconds=0):
+            os.write(2, text.encode()[:4000])
 
 
-def _may_stand_still(stream: Any) -> bool:
+def _has_room(descriptor: int, *, milliseconds: int) -> bool:
+    """Whether a write to the descriptor will not block, or will not within this time."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(milliseconds))
+
+
+def _may_block(stream: Any) -> bool:
     """Whether a write may block for long: a pipe, a socket or a terminal."""
     try:
         mode = os.fstat(stream.fileno()).st_mode

@@ -18,10 +18,13 @@ _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 
 
 def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
-    """That of a loaded model and of the adapter that the configuration gives it. Costs a few values of each weight."""
+    """The fingerprint of a loaded model and of the adapter that the configuration gives it.
+
+    It costs a few values of each weight.
+    """
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
-    transformer["weights"] = _coarse_digest(model.transformer)
+    transformer["weights"] = _digest_of_some(model.transformer)
     targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
     return Fingerprint(
         pipeline=type(model.pipe).__name__,
@@ -56,30 +59,32 @@ def _frozen(network: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach() for name, p in network.named_parameters() if ".lora_" not in name]
 
 
-def _coarse_digest(network: torch.nn.Module, tensors: int = 16, values: int = 256) -> str:
-    """A digest of a few values of a few frozen weights, rounded to bfloat16 so that a run's dtype does not matter."""
+def _digest_of_some(network: torch.nn.Module, tensors: int = 16, values: int = 256) -> str:
+    """A digest of the first values of a few frozen weights."""
     frozen = _frozen(network)
-    digest = hashlib.sha256()
-    for parameter in frozen[:: max(1, len(frozen) // tensors)]:
-        digest.update(_bytes(parameter.flatten()[:values]))
-    return digest.hexdigest()[:16]
+    return _digest([p.flatten()[:values] for p in frozen[:: max(1, len(frozen) // tensors)]])
 
 
 def _digest_of_all(network: torch.nn.Module, values: int = 64) -> str:
-    """The same of every frozen weight: values spread evenly over each, brought to the host together."""
-    samples = [p.flatten()[:: max(1, p.numel() // values)][:values] for p in _frozen(network)]
-    return hashlib.sha256(_bytes(torch.cat([sample.float() for sample in samples]))).hexdigest()[:16]
+    """A digest of every frozen weight: values spread evenly over each."""
+    return _digest([p.flatten()[:: max(1, p.numel() // values)][:values] for p in _frozen(network)])
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    return values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+def _digest(samples: list[torch.Tensor]) -> str:
+    """Rounded to bfloat16, so that a run's dtype does not matter; brought to the host together."""
+    values = torch.cat([sample.float() for sample in samples])
+    return _short_hash(values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
 
 
 def _vocabulary_digest(tokenizer: Any) -> str:
     content = (sorted(tokenizer.get_vocab().items()), [tokenizer(text).input_ids for text in _TEXTS])
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return _short_hash(json.dumps(content).encode())
+
+
+def _short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back: tuples become lists."""
+    """The values as JSON gives them back, so that they equal those of a checkpoint: tuples become lists."""
     return json.loads(json.dumps(values, default=str))

@@ -32,28 +32,25 @@ class StopRequest:
 
     def __init__(self, on_request: Callable[[], None]) -> None:
         self._on_request = on_request
-        self._at: float | None = None
-        self._previous: dict[int, Any] = {}
-
-    @property
-    def requested(self) -> bool:
+        self.requested = False
         """Whether this process was asked to stop."""
-        return self._at is not None
+        self._signals = _handling(self._first, self._again)
 
     def __enter__(self) -> "StopRequest":
-        self._previous = _install(self._handle)
+        self._signals.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        _restore(self._previous)
+    def __exit__(self, *error: Any) -> None:
+        self._signals.__exit__(*error)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._at is None:
-            self._at = time.monotonic()
-            console.hurry()
-            with suppress(Exception):  # nothing may be raised into whatever the signal interrupted
-                self._on_request()
-        elif number != HANGUP and time.monotonic() - self._at > SAME_SIGNAL_SECONDS:
+    def _first(self) -> None:
+        self.requested = True
+        with suppress(Exception):  # nothing may be raised into whatever the signal interrupted
+            self._on_request()
+
+    def _again(self, number: int) -> None:
+        # A terminal that closes may send several hangups; nobody grew impatient.
+        if number != HANGUP:
             raise KeyboardInterrupt
 
 
@@ -61,51 +58,49 @@ class StopRequest:
 def ending_on_signals() -> Iterator[None]:
     """Inside, SIGINT, SIGTERM and SIGHUP raise ``KeyboardInterrupt`` once; a later one ends the process where it is,
     with exit code 130. For what comes before and after the loop, where there is nothing to save."""
-    at: list[float] = []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with _handling(interrupt, lambda _number: os._exit(INTERRUPTED)):
+        yield
+
+
+@contextmanager
+def _handling(first: Callable[[], None], again: Callable[[int], None]) -> Iterator[None]:
+    """Inside, the first of the signals ``STOPPING`` calls ``first``, and those that are not an echo of it ``again``."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python sets handlers in the main thread alone
+        return
+    owner = os.getpid()
+    first_at: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if not at:
-            at.append(time.monotonic())
+        nonlocal first_at
+        if os.getpid() != owner:
+            _answer_in_child(number)
+        elif first_at is None:
+            first_at = time.monotonic()
             console.hurry()
-            raise KeyboardInterrupt
-        if time.monotonic() - at[0] > SAME_SIGNAL_SECONDS:
-            os._exit(INTERRUPTED)
+            first()
+        elif time.monotonic() - first_at > SAME_SIGNAL_SECONDS:
+            again(number)
 
-    previous = _install(handle)
+    previous = {number: signal.getsignal(number) for number in STOPPING}
+    if HANGUP is not None and previous[HANGUP] is signal.SIG_IGN:
+        del previous[HANGUP]
+    for number in previous:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        _restore(previous)
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _install(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Handlers may be set in the main thread alone; returns what there was."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    previous: dict[int, Any] = {int(number): signal.getsignal(number) for number in STOPPING}
-    if HANGUP is not None and previous[HANGUP] is signal.SIG_IGN:
-        del previous[HANGUP]
-    owner = os.getpid()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == owner:
-            handler(number, frame)
-        else:
-            _in_child(number)
-
-    for number in previous:
-        signal.signal(number, handle)
-    return previous
-
-
-def _in_child(number: int) -> None:
+def _answer_in_child(number: int) -> None:
     """In a process that a reward has forked: SIGTERM ends it (``multiprocessing.Pool`` waits for that); what the
     terminal sends to all processes is for the run to answer, which still wants the child's work."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-def _restore(previous: dict[int, Any]) -> None:
-    for number, handler in previous.items():
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)

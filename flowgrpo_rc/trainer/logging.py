@@ -1,12 +1,23 @@
-"""What people watch: metrics.jsonl, accelerate's trackers, a progress bar, and a closing table."""
+"""What people watch while a run goes on: ``metrics.jsonl``, trackers, a progress bar, and the closing table."""
 
 import math
 import warnings
 from typing import Any
 
+from flowgrpo_rc.report.checks_gap import GAP
+from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.summary import closing_table
+from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.console import surviving_console
-from flowgrpo_rc.trainer.plots import GAP, GAP_MAX
-from flowgrpo_rc.trainer.run_folder import RunFolder
+
+NOTED = (
+    ("reward", ("reward/mean",), ".3f"),
+    ("held-out", ("val/reward/mean",), ".3f"),
+    ("kl", ("actor/ppo_kl",), "+.1e"),
+    ("clipped", ("actor/pg_clipfrac",), ".0%"),
+    ("gap", (GAP[2], GAP[1]), ".1e"),
+)
+"""What the line of a step says: a name, the metrics of which the first that was logged counts, and its format."""
 
 
 class NonFiniteMetricError(RuntimeError):
@@ -14,13 +25,19 @@ class NonFiniteMetricError(RuntimeError):
 
 
 class RunLogger:
-    """Writes every step's metrics everywhere they are wanted; does nothing but count on other ranks."""
+    """Writes every step's metrics everywhere they are wanted.
+
+    Processes other than the main one hold one too, which checks the metrics and writes nothing.
+    """
 
     def __init__(self, folder: RunFolder, accelerator: Any, trackers: list[str], total_steps: int) -> None:
         from rich.console import Console
 
-        self._folder, self._accelerator, self._trackers = folder, accelerator, trackers
-        self._main, self._total = accelerator.is_main_process, total_steps
+        self._folder = folder
+        self._accelerator = accelerator
+        self._trackers = trackers
+        self._main = accelerator.is_main_process
+        self._total = total_steps
         self._console = Console(
             quiet=not (self._main and "console" in trackers),
             highlight=False,
@@ -32,7 +49,8 @@ class RunLogger:
 
     def start(self, first_step: int, config: dict[str, Any], project: str, experiment: str) -> None:
         """Open trackers and the progress bar."""
-        if any(t != "console" for t in self._trackers):
+        others = [name for name in self._trackers if name != "console"]
+        if others:
             try:
                 self._accelerator.init_trackers(
                     project,
@@ -40,7 +58,7 @@ class RunLogger:
                     init_kwargs={"wandb": {"name": experiment, "dir": str(self._folder.root)}},
                 )
             except Exception as error:  # trackers raise errors of every kind, and none may cost the run
-                self._lost(", ".join(t for t in self._trackers if t != "console"), error)
+                self._report_lost(", ".join(others), error)
         if self._console.is_terminal and not self._console.quiet:
             self._progress = _progress_bar(self._console)
             self._task = self._progress.add_task("training", total=self._total, completed=first_step, note="")
@@ -69,28 +87,41 @@ class RunLogger:
             raise NonFiniteMetricError(f"step {step}: non-finite metrics: {', '.join(sorted(bad))}")
         if self._main:
             self._folder.append({"step": step, **metrics})
-        for tracker in list(getattr(self._accelerator, "trackers", ())):
+        for tracker in self._open_trackers():
             try:
                 tracker.log(metrics, step=step)
             except Exception as error:  # see ``start``
                 self._accelerator.trackers.remove(tracker)
-                self._lost(tracker.name, error)
+                self._report_lost(tracker.name, error)
         self._show(step, metrics)
+
+    def summary(self, history: History, files: list[str]) -> None:
+        """The closing table: what changed, what to worry about, what to open next."""
+        self._stop_progress()
+        self._console.print(closing_table(history, title=f"Run {self._folder.root}"))
+        self._console.print("Open next:")
+        for file in files:
+            self._console.print(f"  {file}", soft_wrap=True)
 
     def close(self) -> None:
         """Close the progress bar and the trackers."""
         self._stop_progress()
-        trackers = list(getattr(self._accelerator, "trackers", ()))
+        trackers = self._open_trackers()
         for tracker in trackers:
             try:
                 tracker.finish()
             except Exception as error:  # see ``start``
-                self._lost(tracker.name, error)
+                self._report_lost(tracker.name, error)
         if trackers:
+            # ``end_training`` would finish them once more.
             self._accelerator.trackers.clear()
         self._accelerator.end_training()
 
-    def _lost(self, name: str, error: Exception) -> None:
+    def _open_trackers(self) -> list[Any]:
+        """A copy, so that a tracker can be removed on the way."""
+        return list(getattr(self._accelerator, "trackers", ()))
+
+    def _report_lost(self, name: str, error: Exception) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__
         self.alert(f"error: {name} takes no more metrics ({reason}); {self._folder.metrics} has them all")
 
@@ -100,50 +131,23 @@ class RunLogger:
             self._progress = None
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
-        note, validated = _note(metrics), "val/reward/mean" in metrics
+        note = _note(metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
-        if validated or (self._progress is None and step % max(1, self._total // 20) == 0):
+        # Without a bar, about twenty lines a run; validations are always worth one.
+        is_due = self._progress is None and step % max(1, self._total // 20) == 0
+        if is_due or "val/reward/mean" in metrics:
             self.say(f"step {step}/{self._total}  {note}")
-
-    def summary(self, rows: list[dict[str, Any]], files: list[str]) -> None:
-        """The closing table: what changed, what to worry about, what to open next."""
-        from rich.table import Table
-
-        self._stop_progress()
-        table = Table(title=f"Run {self._folder.root}", show_header=True)
-        for column in ("", "first", "last"):
-            table.add_column(column, justify="left" if not column else "right")
-        entries = (
-            ("held-out reward (fixed noise)", ("val/reward/mean",), ".3f"),
-            ("training reward", ("reward/mean",), ".3f"),
-            ("mean |log-prob gap|, rollout vs training", GAP, ".2e"),
-            ("largest |log-prob gap|", GAP_MAX, ".2e"),
-            ("share of ratios outside the clip band", ("actor/pg_clipfrac",), ".1%"),
-            ("rejected", tuple(f"{p}rollout_corr/rollout_rs_masked_fraction" for p in ("actor/", "")), ".1%"),
-            ("KL from the previous policy (ppo_kl)", ("actor/ppo_kl",), ".1e"),
-        )
-        for label, names, form in entries:
-            values = [row[n] for row in rows for n in names if n in row]
-            if values:
-                table.add_row(label, format(values[0], form), format(values[-1], form))
-        seconds = [row["timing_s/step"] for row in rows if "timing_s/step" in row]
-        if seconds:
-            table.add_row("seconds per step (median)", "", f"{sorted(seconds)[len(seconds) // 2]:.2f}")
-        self._console.print(table)
-        self._console.print("Open next:")
-        for file in files:
-            self._console.print(f"  {file}", soft_wrap=True)
 
 
 def _note(metrics: dict[str, float]) -> str:
-    parts = [f"reward {metrics['reward/mean']:.3f}"] if "reward/mean" in metrics else []
-    if "val/reward/mean" in metrics:
-        parts.append(f"held-out {metrics['val/reward/mean']:.3f}")
-    if "actor/ppo_kl" in metrics:
-        parts.append(f"kl {metrics['actor/ppo_kl']:+.1e}  clipped {metrics['actor/pg_clipfrac']:.0%}")
-    gap = next((metrics[n] for n in GAP if n in metrics), None)
-    return "  ".join([*parts, *([f"gap {gap:.1e}"] if gap is not None else [])])
+    """``reward 0.573  kl +8.7e-05  clipped 5%  gap 2.3e-04``, as far as the step logged it."""
+    parts = []
+    for name, sources, form in NOTED:
+        value = next((metrics[source] for source in sources if source in metrics), None)
+        if value is not None:
+            parts.append(f"{name} {value:{form}}")
+    return "  ".join(parts)
 
 
 def _progress_bar(console: Any) -> Any:

@@ -1,14 +1,19 @@
 """Sample grids: validation images with their prompt, reward and (from OCR) what was read."""
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from flowgrpo_rc.trainer.run_folder import WRITING
+from flowgrpo_rc.run_folder import write_whole
+
+CELL = 96
+"""Pixels of an image's side."""
+CAPTION = 34
+"""Pixels of the two lines under an image."""
+TITLE = 26
+GAP = 8
 
 
 @dataclass(frozen=True)
@@ -23,60 +28,32 @@ class Sample:
     """What an OCR reward read."""
 
 
-def save_grid(path: Path, rows: Sequence[tuple[str, Sequence[Sample]]], columns: int = 12) -> None:
-    """Write one PNG with a titled block of captioned images per entry of ``rows``."""
+def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 12) -> None:
+    """Write one PNG with captioned images under a title."""
     from PIL import Image, ImageDraw, ImageFont
 
-    cell, caption, title, gap = 96, 34, 26, 8
-    font, bold = ImageFont.load_default(11), ImageFont.load_default(15)
-    blocks = [(name, list(samples)) for name, samples in rows if samples]
-    lines = [-(-len(samples) // columns) for _, samples in blocks]
-    width = columns * (cell + gap) + gap
-    height = sum(title + n * (cell + caption + gap) for n in lines) + gap
-    canvas = Image.new("RGB", (width, max(height, 1)), "white")
-    pen, top = ImageDraw.Draw(canvas), gap
-    for (name, samples), count in zip(blocks, lines, strict=True):
-        pen.text((gap, top), name, fill="black", font=bold)
-        for i, sample in enumerate(samples):
-            x = gap + (i % columns) * (cell + gap)
-            y = top + title + (i // columns) * (cell + caption + gap)
-            picture = Image.fromarray(sample.image)
-            scale = Image.Resampling.NEAREST if max(picture.size) < cell else Image.Resampling.LANCZOS
-            canvas.paste(picture.resize((cell, cell), scale), (x, y))
-            pen.rectangle((x, y, x + cell - 1, y + cell - 1), outline="#bbbbbb")
-            pen.text((x, y + cell + 2), _short(sample.prompt), fill="black", font=font)
-            colour = "#0a7d32" if sample.reward >= 0.999 else "#b3261e"
-            read = "" if sample.text is None else f' read "{sample.text}"'
-            pen.text((x, y + cell + 16), f"{sample.reward:.2f}{read}"[:20], fill=colour, font=font)
-        top += title + count * (cell + caption + gap)
+    font = ImageFont.load_default(11)
+    rows = -(-len(samples) // columns)
+    width = GAP + columns * (CELL + GAP)
+    height = GAP + TITLE + rows * (CELL + CAPTION + GAP)
+    canvas = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(canvas)
+    pen.text((GAP, GAP), title, fill="black", font=ImageFont.load_default(15))
+    for i, sample in enumerate(samples):
+        x = GAP + (i % columns) * (CELL + GAP)
+        y = GAP + TITLE + (i // columns) * (CELL + CAPTION + GAP)
+        picture = Image.fromarray(sample.image)
+        # Small images keep their pixels sharp: what the model drew is to be seen, not what smoothing makes of it.
+        scale = Image.Resampling.NEAREST if max(picture.size) < CELL else Image.Resampling.LANCZOS
+        canvas.paste(picture.resize((CELL, CELL), scale), (x, y))
+        pen.rectangle((x, y, x + CELL - 1, y + CELL - 1), outline="#bbbbbb")
+        pen.text((x, y + CELL + 2), _shortened(sample.prompt), fill="black", font=font)
+        colour = "#0a7d32" if sample.reward >= 0.999 else "#b3261e"
+        read = "" if sample.text is None else f' read "{sample.text}"'
+        pen.text((x, y + CELL + 16), f"{sample.reward:.2f}{read}"[:20], fill=colour, font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_picture(path, lambda temporary: canvas.save(temporary, format="PNG"))
+    write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))
 
 
-def stack_pictures(path: Path, pictures: Sequence[Path]) -> None:
-    """Write one PNG with ``pictures`` below each other, centred."""
-    from PIL import Image
-
-    images = [Image.open(p).convert("RGB") for p in pictures]
-    canvas = Image.new("RGB", (max(i.width for i in images), sum(i.height for i in images)), "white")
-    top = 0
-    for image in images:
-        canvas.paste(image, ((canvas.width - image.width) // 2, top))
-        top += image.height
-    write_picture(path, lambda temporary: canvas.save(temporary, format="PNG"))
-
-
-def write_picture(path: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` write a picture that is at ``path`` whole or not at all; what was there stays until then."""
-    temporary = path.with_name(path.name + WRITING)
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def _short(prompt: str, limit: int = 17) -> str:
+def _shortened(prompt: str, limit: int = 17) -> str:
     return prompt if len(prompt) <= limit else prompt[: limit - 1] + "…"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.actor import DiffusionActor
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
@@ -22,8 +23,9 @@ from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import RolloutEngine, build_engine
 from flowgrpo_rc.rollout.config import PipelineConfig
+from flowgrpo_rc.rollout.engines import check_engine
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
-from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.fingerprint import fingerprint
 
 
@@ -45,9 +47,9 @@ class Run:
     fingerprint: Fingerprint
     guard: Guard
     clip_bands: ClipBands | None = None
-    """With ``clip_ratio=auto``."""
+    """Calibrated clip bands, with ``clip_ratio=auto``."""
     rejection_bands: RejectionBands | None = None
-    """With ``rollout_rs_threshold=auto``."""
+    """Calibrated rejection bands, with ``rollout_rs_threshold=auto``."""
 
 
 def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
@@ -59,10 +61,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
     """
     rollout, data = config.actor_rollout_ref.rollout, config.data
     _check_trackers(config.trainer.logger)
-    if rollout.name == "vllm_omni":
-        from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
-
-        check_versions()
+    check_engine(rollout.name)
     lora = config.actor_rollout_ref.model
     _check_guidance(config, check_pipeline(lora.path))
     if lora.lora_adapter_path:
@@ -88,6 +87,7 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         _check_compiler(accelerator.device.type)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
     model, encoder, engine, actor = _load(config, accelerator, total_steps, train, val)
+    mode = ModeInForce.configured(config.actor_rollout_ref.actor)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -101,9 +101,9 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         actor=actor,
         total_steps=total_steps,
         fingerprint=fingerprint(config, model),
-        guard=Guard(config, actor),
-        clip_bands=clip_bands(config),
-        rejection_bands=rejection_bands(config),
+        guard=Guard(mode),
+        clip_bands=ClipBands.configured(mode.diffusion_loss),
+        rejection_bands=RejectionBands.configured(mode.rollout_correction),
     )
 
 
@@ -164,22 +164,10 @@ def _check_validation_size(model: DiffusionModel, pipeline: PipelineConfig) -> N
         raise ValueError(str(error).replace("actor_rollout_ref.rollout.pipeline.", where)) from error
 
 
-def clip_bands(config: FlowGRPOConfig) -> ClipBands | None:
-    """New ones, for ``clip_ratio=auto``."""
-    loss = config.actor_rollout_ref.actor.diffusion_loss
-    return ClipBands(loss.auto_clip_min, loss.auto_clip_max) if loss.clip_ratio == "auto" else None
-
-
-def rejection_bands(config: FlowGRPOConfig) -> RejectionBands | None:
-    """New ones, for ``rollout_rs_threshold=auto``."""
-    rc = config.rollout_correction
-    return RejectionBands(rc) if rc.plan().calibrated else None
-
-
 def _accelerator(config: FlowGRPOConfig, project_dir: str) -> Any:
     from accelerate import Accelerator
 
-    trackers: list[Any] = [t for t in config.trainer.logger if t != "console"]
+    trackers: list[Any] = [name for name in config.trainer.logger if LOGGERS[name] is not None]
     return Accelerator(
         cpu=config.trainer.device == "cpu",
         mixed_precision=config.trainer.mixed_precision,
@@ -194,7 +182,8 @@ def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) 
 
 
 def _check_trackers(names: list[str]) -> None:
-    missing = [n for n in names if n != "console" and importlib.util.find_spec(n) is None]
+    packages = [package for name in names if (package := LOGGERS[name]) is not None]
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(
             f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "

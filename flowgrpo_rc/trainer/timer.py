@@ -16,18 +16,20 @@ class StageTimer:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        start = self._now()
+        start = self._clock()
         try:
             yield
         finally:
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + self._now() - start
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
 
     def take(self) -> dict[str, float]:
         """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``."""
-        times, self._seconds = self._seconds, {}
+        times = self._seconds
+        self._seconds = {}
         return {**{f"timing_s/{k}": v for k, v in times.items()}, "timing_s/step": sum(times.values())}
 
-    def _now(self) -> float:
+    def _clock(self) -> float:
+        # Kernels run on after a call returns; a stage ends when its own have ended.
         if self._cuda:
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,25 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import NonFiniteUpdateError
-from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch, correct_diffusion_batch
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.gap.rescoring import Probe
+from flowgrpo_rc.gap.probe_images import ProbedRun
+from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
+from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.summary import stack_pictures, write_plots
 from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
-from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
+from flowgrpo_rc.run_folder import MADE_AT_THE_END, RunFolder, RunFolderError
+from flowgrpo_rc.run_lock import starts_as_main
+from flowgrpo_rc.sde import draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.announce import announcement
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
@@ -30,11 +38,8 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
 from flowgrpo_rc.trainer.interrupt import StopRequest
 from flowgrpo_rc.trainer.logging import RunLogger
-from flowgrpo_rc.trainer.plots import write_plots
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
-from flowgrpo_rc.trainer.run_folder import RunFolder, RunFolderError
-from flowgrpo_rc.trainer.run_lock import starts_as_main
-from flowgrpo_rc.trainer.samples import save_grid, stack_pictures
+from flowgrpo_rc.trainer.samples import save_grid
 from flowgrpo_rc.trainer.setup import Run, build_run
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import Validation, validate
@@ -78,30 +83,35 @@ class FlowGRPOTrainer:
         trainer = config.trainer
         self.config = config
         self.accelerator = self.run.accelerator
-        algo = config.actor_rollout_ref.rollout.algo
-        self.window = SDEWindow.for_schedule(
-            config.actor_rollout_ref.rollout.pipeline.num_inference_steps,
-            algo.sde_window_size,
-            None if algo.sde_window_range is None else (algo.sde_window_range[0], algo.sde_window_range[1]),
-            sde_type=algo.sde_type,
-        )
+        self.window = config.actor_rollout_ref.rollout.window
         self.step = 0
         self.timer = StageTimer(self.accelerator.device)
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
         self._fitted = False
-        self._failures: list[tuple[str, Exception]] = []
+        self._unwritten: list[tuple[str, Exception]] = []
+        """Outputs that could not be written, and why; the run went on without them."""
         if self.folder.lock is not None and self.folder.lock.problem is not None:
             self.logger.alert(
                 f"{self.folder.root}: not locked ({self.folder.lock.problem}); start no second run in this folder"
             )
         self.run.guard.say = self.logger.alert
         self._resume()
+        self.mode = self.run.guard.mode
+        """The mode in force: the configured one, or what the guard has put in its place."""
         rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
-        self.probe = Probe(config, actor, self.adapter, self.run.clip_bands, self.run.rejection_bands)
+        self.rescoring = Rescoring(
+            rollout,
+            ModeInForce.configured(config.actor_rollout_ref.actor),
+            config.data.train_batch_size,
+            actor,
+            self.adapter,
+            self.run.clip_bands,
+            self.run.rejection_bands,
+        )
 
     # ------------------------------------------------------------------ one step
 
@@ -111,24 +121,25 @@ class FlowGRPOTrainer:
         with self.timer("rollout"):
             batch, images, cond = self._rollout(prompts, rows)
         with self.timer("probe"), self._naming(batch, prompts):
-            sync_metrics = self.probe(batch, cond, self.step)
+            sync_metrics = self.rescoring(batch, cond, self.step)
         with self.timer("reward"):
             rewards, metrics = self._reward(images, prompts, batch)
         with self.timer("score"):
-            first_scored = self._score(batch, cond)
+            old = self._score(batch, cond)
         with self.timer("correct"):
-            gap = self._correct(batch, first_scored)
+            old, gap = self._correct(batch, old)
         with self.timer("advantage"):
-            batch["advantages"], adv_metrics = self._advantages(rewards, batch)
+            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
-            mini_batches, actor = self._mini_batches(len(batch)), self.run.actor
-            update = actor.update(batch, cond, mini_batches, gap=gap, first_is_old=first_scored > 0)
+            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), self.mode, gap=gap)
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
             self.adapter.push(self.step)
-        metrics |= {**adv_metrics, **update.metrics, **sync_metrics}
-        return metrics | self.run.guard(metrics, self.step)
+        metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
+        outcome = self.run.guard(metrics, self.step)
+        self.mode = outcome.mode
+        return metrics | outcome.metrics
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -144,7 +155,8 @@ class FlowGRPOTrainer:
         return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
 
     def _rollout(self, prompts: list[PromptRecord], rows: Tensor) -> tuple[TensorDict, np.ndarray, Conditioning]:
-        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.rollout_seed
+        rollout = self.config.actor_rollout_ref.rollout
+        seed = self.config.rollout_seed
         cond = self.conditioning(prompts, rollout.pipeline)
         group = rows.repeat_interleave(rollout.n)
         image = group * rollout.n + torch.arange(rollout.n).repeat(len(rows))
@@ -162,7 +174,7 @@ class FlowGRPOTrainer:
             )
         )
         assert trajectories.batch is not None
-        trajectories.batch["group"] = group
+        trajectories.batch[Key.GROUP] = group
         return trajectories.batch, trajectories.images.numpy(), cond
 
     def generate(self, request: RolloutRequest) -> Trajectories:
@@ -187,7 +199,7 @@ class FlowGRPOTrainer:
         self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict
     ) -> tuple[Tensor, dict[str, float]]:
         """This process's rewards and, over all processes, their statistics."""
-        records = [prompts[i] for i in batch["prompt_index"].tolist()]
+        records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
         result = self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
         parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
         gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
@@ -196,15 +208,20 @@ class FlowGRPOTrainer:
         metrics |= {"reward/std": float(total.std(correction=0)), "reward/max": float(total.max())}
         return torch.from_numpy(result.total), metrics | {"reward/min": float(total.min())}
 
-    def _advantages(self, rewards: Tensor, batch: TensorDict) -> tuple[Tensor, dict[str, float]]:
+    def _advantages(self, rewards: Tensor, batch: TensorDict, old: OldPolicy | None) -> tuple[Tensor, dict[str, float]]:
         """This process's advantages, from the rewards of all; a rejected image is one without a kept step."""
         algorithm = self.config.algorithm
+        keep = None
+        if algorithm.rejection_aware_baseline:
+            assert old is not None
+            assert old.keep is not None
+            keep = self._gather(old.keep.any(1))
         result = group_advantages(
             self._gather(rewards),
-            self._gather(batch["group"]),
+            self._gather(batch[Key.GROUP]),
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             global_std=algorithm.global_std,
-            keep=self._gather(batch["rollout_keep"].any(1)) if algorithm.rejection_aware_baseline else None,
+            keep=keep,
         )
         own = slice(self.accelerator.process_index * len(rewards), (self.accelerator.process_index + 1) * len(rewards))
         return result.advantages[own].float(), {
@@ -212,40 +229,30 @@ class FlowGRPOTrainer:
             "reward/zero_std_fraction": result.zero_std_fraction,
         }
 
-    def _score(self, batch: TensorDict, cond: Conditioning) -> int:
-        """The old policy's log-probs: the rollout's in bypass mode, else a pass of the actor.
+    def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
+        """The old policy: the rollout's in bypass mode, else the actor's.
 
-        Returns the first row that was scored. The rows before it are the first mini-batch, whose old policy the
-        update's own forward supplies.
+        It has the last rows of the batch. Those before it are the first mini-batch, whose old policy the update's own
+        forward supplies; ``None``: that is all of them.
         """
         if self.run.rejection_bands is not None:
-            batch["rollout_rs_bounds"] = self.run.rejection_bands.bounds(batch["timesteps"])
+            batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
         if self.correction.bypass_mode:
-            apply_bypass_mode_to_diffusion_batch(batch)
             if self.run.clip_bands is not None:
-                batch["clip_widths"] = self.run.clip_bands.widths(batch["timesteps"])
-            return 0
-        start = len(self._mini_batches(len(batch))[0]) if self.config.first_mini_batch_is_free else 0
-        shapes = {"old_log_probs": batch["rollout_log_probs"], "rollout_is_weights": batch["rollout_log_probs"]}
-        if self.config.actor_rollout_ref.actor.diffusion_loss.needs_old_means:
-            shapes["old_transition_means"] = batch["latents"]
-        for name, like in shapes.items():
-            batch[name] = torch.full_like(like, torch.nan)
-        batch["rollout_keep"] = torch.zeros_like(batch["rollout_log_probs"], dtype=torch.bool)
-        if start < len(batch):
-            for name, values in self.run.actor.score(batch[start:], cond).items():
-                batch[name][start:] = values
-        return start
+                batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
+            return OldPolicy.of_rollout(batch)
+        start = 0
+        if self.config.first_mini_batch_is_free:
+            start = len(batch) // self._mini_batch_count
+        return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
 
-    def _correct(self, batch: TensorDict, start: int) -> MetricAccumulator:
+    def _correct(self, batch: TensorDict, old: OldPolicy | None) -> tuple[OldPolicy | None, MetricAccumulator]:
         """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss makes its own."""
         gap = MetricAccumulator()
-        if not self.correction.bypass_mode and start < len(batch):
-            part = batch[start:].clone(recurse=False)
-            gap.add(correct_diffusion_batch(part, self.correction))
-            for name in ("rollout_is_weights", "rollout_keep"):
-                batch[name][start:] = part[name]
-        return gap
+        if old is not None and not self.correction.bypass_mode:
+            old, correction = correct_old_policy(old, batch[len(batch) - len(old) :], self.correction)
+            gap.add(correction)
+        return old, gap
 
     @contextmanager
     def _naming(self, batch: TensorDict, prompts: list[PromptRecord]) -> Iterator[None]:
@@ -253,13 +260,19 @@ class FlowGRPOTrainer:
         try:
             yield
         except NonFiniteUpdateError as error:
-            texts = dict.fromkeys(prompts[int(batch["prompt_index"][i])].prompt for i in error.samples[:8])
+            texts = dict.fromkeys(prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8])
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
-    def _mini_batches(self, size: int) -> list[Tensor]:
-        count = self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        return list(torch.arange(size).chunk(count))
+    @property
+    def _mini_batch_count(self) -> int:
+        return self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    def _mini_batches(self, size: int, old: OldPolicy | None) -> list[MiniBatch]:
+        """The rows of each optimizer step, with their old policy where they have been scored."""
+        start = size - (0 if old is None else len(old))
+        parts = torch.arange(size).chunk(self._mini_batch_count)
+        return [MiniBatch(rows, None if old is None or rows[0] < start else old.rows(rows - start)) for rows in parts]
 
     # ------------------------------------------------------------------ the run
 
@@ -283,10 +296,10 @@ class FlowGRPOTrainer:
         with surviving_console():
             try:
                 if self._main:
-                    self._tell_moved(self.folder.write_config(self.config.to_dict()))
+                    self._alert_moved_aside(self.folder.write_config(self.config.to_dict()))
                 self._announce()
                 self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
-                with StopRequest(self._say_stopping) as stop:
+                with StopRequest(self._tell_stopping) as stop:
                     self._loop(stop)
                     self._finish()
             finally:
@@ -298,7 +311,7 @@ class FlowGRPOTrainer:
         trainer = self.config.trainer
         if self._validates_first:
             self._log({**self._validate().metrics, **self.timer.take()})
-        while self.step < self.run.total_steps and not self._agreed(stop.requested):
+        while self.step < self.run.total_steps and not self._any_process_says(stop.requested):
             metrics = self.train_step()
             last = self.step == self.run.total_steps
             if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
@@ -345,6 +358,23 @@ class FlowGRPOTrainer:
             pipeline.width,
         )
 
+    def probed_run(self) -> ProbedRun:
+        """What ``flowgrpo_rc.gap.probe`` measures on, before the first step."""
+        parts = self.config.actor_rollout_ref
+        return ProbedRun(
+            model=parts.model,
+            rollout=parts.rollout,
+            mode=ModeInForce.configured(parts.actor),
+            window=self.window,
+            actor=self.run.actor,
+            prompts=self.run.train_prompts,
+            condition=lambda prompts: self.conditioning(prompts, parts.rollout.pipeline),
+            generate=self.generate,
+            device=self.accelerator.device,
+            seed=self.config.trainer.seed,
+            scored_share=self.config.scored_share,
+        )
+
     def save(self, *, last: bool = False) -> None:
         """Write ``checkpoints/step_N``; on several processes the main one writes.
 
@@ -361,45 +391,49 @@ class FlowGRPOTrainer:
             except CheckpointError as error:
                 if not last:
                     raise
-                self._failures.append(("the last checkpoint", error))
+                self._unwritten.append(("the last checkpoint", error))
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
         """Read the checkpoint to resume from whole, and only then move aside what this run would overwrite."""
-        source = self._as_main_says(
+        source = self._decided_by_main(
             lambda: checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.alert)
         )
         if source is not None:
-            self.step = self._saved_step = load_run(self.run, self.checkpoints, source)
+            self.step = load_run(self.run, self.checkpoints, source)
+            self._saved_step = self.step
             self.logger.say(f"Resumed from {source} at step {self.step}")
         self.accelerator.wait_for_everyone()
         if self._main:
             own = source is not None and source.resolve().parent == self.checkpoints.root.resolve()
-            self._tell_moved(self._set_later_aside() if own else self.folder.set_all_aside())
+            self._alert_moved_aside(self._set_later_aside() if own else self.folder.set_all_aside())
         self.accelerator.wait_for_everyone()
 
     def _set_later_aside(self) -> list[str]:
+        """Move aside what the run left of steps after the one it resumes at; says what."""
         number = self.folder.next_number()
-        moved = self.checkpoints.set_aside_after(self.step, number)  # first: a kill after it finds the right ``latest``
+        # Checkpoints first: a start after a kill in between finds the right ``latest``.
+        moved = self.checkpoints.set_aside_after(self.step, number)
         moved += self.folder.set_aside_after(-1 if self._validates_first else self.step, number)
-        if moved:  # what was made of later steps
-            moved += self.folder.set_aside(("lora", "lora_ema", "plots"), number)
+        if moved:
+            moved += self.folder.set_aside(MADE_AT_THE_END, number)
         return moved
 
-    def _tell_moved(self, moved: list[str]) -> None:
+    def _alert_moved_aside(self, moved: list[str]) -> None:
         if moved:
             self.logger.alert(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
 
-    def _as_main_says(self, ask: Callable[[], Path | None]) -> Path | None:
-        """The main process's answer, or its ``CheckpointError``, on every process."""
+    def _decided_by_main(self, decide: Callable[[], Path | None]) -> Path | None:
+        """What the main process decides, or its ``CheckpointError``, on every process: a folder may look otherwise to
+        another process, and all must load the same checkpoint."""
         if self.accelerator.num_processes == 1:
-            return ask()
+            return decide()
         from accelerate.utils import broadcast_object_list
 
         answer: list[Any] = [None]
         if self._main:
             try:
-                answer = [ask()]
+                answer = [decide()]
             except CheckpointError as error:
                 answer = [error]
         broadcast_object_list(answer)
@@ -412,8 +446,8 @@ class FlowGRPOTrainer:
             result = validate(self.run, self.conditioning, self.generate)
         if self._main and result.samples:
             grid = self.folder.samples / f"step_{self.step:05d}.png"
-            with self._output(str(grid)):
-                save_grid(grid, [(f"step {self.step}", result.samples)])
+            with self._wanted_output(str(grid)):
+                save_grid(grid, f"step {self.step}", result.samples)
         return result
 
     # ------------------------------------------------------------------ begin and end
@@ -443,73 +477,71 @@ class FlowGRPOTrainer:
         adapters: list[Path] = []
         if self._main:
             adapters = self._write_adapters()
-            files = [*self._draw(), self.folder.metrics, *adapters]
-            self.logger.summary(self.folder.rows(), [str(path) for path in files])
+            history = History(self.folder.rows(), self.config.to_dict())
+            files = [*self._draw(history), self.folder.metrics, *adapters]
+            self.logger.summary(history, [str(path) for path in files])
         self.run.engine.close()
         self.accelerator.wait_for_everyone()
-        if self._failures:
-            lost = "; ".join(f"{what} ({_in_a_line(error)})" for what, error in self._failures)
+        if self._unwritten:
+            lost = "; ".join(f"{what} ({one_line(error)})" for what, error in self._unwritten)
             there = (self.folder.metrics, *adapters, self.checkpoints.newest_complete())
             kept = ", ".join(str(path) for path in there if path is not None)
             raise RunFolderError(
                 f"trained to step {self.step}, but could not write {lost}. Kept: {kept}"
-            ) from self._failures[0][1]
+            ) from self._unwritten[0][1]
 
     def _write_adapters(self) -> list[Path]:
-        """The final adapter, and its average; returns the files written."""
+        """Write the final adapter, and its average if there is one; returns the files written."""
+        model = self.run.model
+        actor = self.run.actor
+        states: dict[Path, dict[str, Tensor] | None] = {self.folder.lora: None}
+        average = actor.averaged_state()
+        if average is not None:
+            states[self.folder.lora_ema] = average
         written: list[Path] = []
-        model, actor = self.run.model, self.run.actor
-        states = {self.folder.lora: None, self.folder.lora_ema: actor.averaged_state()}
         for folder, state in states.items():
-            if folder == self.folder.lora or state is not None:
-                with self._output(f"{folder}/"):
-                    moved = self.folder.replace_folder(
-                        folder,
-                        lambda into, state=state: save_lora(model, actor.transformer, into, state),
-                        same_lora,
-                    )
-                    self._tell_moved(moved)
-                    written.append(folder / ADAPTER_FILE)
+            write = partial(save_lora, model, actor.transformer, state=state)
+            with self._wanted_output(f"{folder}/"):
+                self._alert_moved_aside(self.folder.replace_folder(folder, write, same_lora))
+                written.append(folder / ADAPTER_FILE)
         return written
 
-    def _draw(self) -> list[Path]:
+    def _draw(self, history: History) -> list[Path]:
         """Plots and pictures, as far as they can be drawn; returns what to look at."""
         pictures: list[Path] = []
-        clip_ratio = self.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
-        if any("reward/mean" in row for row in self.folder.rows()):
-            with self._output(f"{self.folder.plots}/"):
-                pictures.append(write_plots(self.folder, clip_ratio)[-1])
+        if history.trained:
+            with self._wanted_output(f"{self.folder.plots}/"):
+                pictures += write_plots(history, self.folder.plots)[-1:]
         grids = list(self.folder.grids().values())
         if len(grids) > 1:
             both = self.folder.samples / "before_after.png"
-            with self._output(str(both)):
+            with self._wanted_output(str(both)):
                 stack_pictures(both, [grids[0], grids[-1]])
                 pictures.append(both)
         if pictures:
-            with self._output(str(self.folder.summary)):
+            with self._wanted_output(str(self.folder.summary)):
                 stack_pictures(self.folder.summary, pictures)
                 pictures.insert(0, self.folder.summary)
         return pictures
 
     @contextmanager
-    def _output(self, what: str) -> Iterator[None]:
-        """What is written inside is wanted, but the run and its other outputs go on without it; ``_finish`` tells."""
+    def _wanted_output(self, what: str) -> Iterator[None]:
+        """What is written inside is wanted, but where it fails the run and its other outputs go on without it; the
+        error that ends the run names it."""
         try:
             yield
         except Exception as error:  # drawing libraries raise errors of every kind
-            self._failures.append((what, error))
-            self.logger.alert(f"error: {what} could not be written: {_in_a_line(error)}; the run goes on")
+            self._unwritten.append((what, error))
+            self.logger.alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
 
-    def _say_stopping(self) -> None:
+    def _tell_stopping(self) -> None:
         """Called in a signal's handler."""
         if self._main:
             write_at_once("\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
-    def _agreed(self, stop: bool) -> bool:
-        """Whether any process was asked to stop; all processes agree."""
-        if self.accelerator.num_processes == 1:
-            return stop
-        return bool(self._gather(torch.tensor([stop])).any())
+    def _any_process_says(self, answer: bool) -> bool:
+        """Whether the answer is yes on any process; the same on all of them, so that they stop at the same step."""
+        return bool(self._gather(torch.tensor([answer])).any())
 
     @property
     def interrupted(self) -> bool:
@@ -525,13 +557,12 @@ class FlowGRPOTrainer:
     @property
     def _record_means(self) -> bool:
         """In bypass mode the engine is the old policy, so objectives that compare means need its."""
-        loss = self.config.actor_rollout_ref.actor.diffusion_loss
-        return loss.needs_old_means and self.correction.bypass_mode
+        return self.mode.objective.needs_old_means and self.mode.bypasses
 
     @property
     def correction(self) -> RolloutCorrectionConfig:
-        """In force: the configured one, or what the guard has put in its place."""
-        return self.run.actor.config.rollout_correction
+        """The rollout correction in force."""
+        return self.mode.rollout_correction
 
     @property
     def _main(self) -> bool:
@@ -540,7 +571,3 @@ class FlowGRPOTrainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _in_a_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

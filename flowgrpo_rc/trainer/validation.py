@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +17,24 @@ from flowgrpo_rc.trainer.setup import Run
 
 @dataclass(frozen=True)
 class Validation:
-    """Mean rewards as ``val/reward/...`` and the first samples, for the grids (main process)."""
+    """What a validation found, over all processes."""
 
     metrics: dict[str, float]
+    """Mean rewards as ``val/reward/...``."""
     samples: list[Sample]
+    """The first images, for the grids."""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """One image and its rewards, on its way between processes."""
+
+    index: int
+    """Number ``k * prompts + i`` is image ``k`` of prompt ``i``."""
+    rewards: dict[str, float]
+    """By name; ``mean`` is the total."""
+    sample: Sample | None
+    """``None`` where no grid shows the image."""
 
 
 Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
@@ -33,58 +46,49 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> Validation:
 
     Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
     alone. The images are dealt out over the processes.
+
+    Args:
+        run: the parts of the run.
+        conditioning: embeds prompts for a pipeline's settings.
+        generate: samples and proves that it did what was asked.
     """
-    val = run.config.actor_rollout_ref.rollout.val_kwargs
     accelerator = run.accelerator
-    count = len(run.val_prompts) * val.n
+    count = len(run.val_prompts) * run.config.actor_rollout_ref.rollout.val_kwargs.n
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
-    results = _score(run, conditioning, generate, own) if own else []
+    scored = _score(run, conditioning, generate, own) if own else []
     if accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
-        results = gather_object(results)
-    results.sort(key=lambda r: r["index"])
-    names = results[0]["rewards"]
-    metrics = {f"val/reward/{n}": float(np.mean([r["rewards"][n] for r in results])) for n in names}
-    samples = [
-        Sample(
-            r["image"],
-            run.val_prompts[r["index"] % len(run.val_prompts)].prompt,
-            r["rewards"]["mean"],
-            r["text"],
-        )
-        for r in results
-        if r["image"] is not None
-    ]
+        scored = gather_object(scored)
+    scored.sort(key=lambda one: one.index)
+    metrics = {f"val/reward/{n}": float(np.mean([one.rewards[n] for one in scored])) for n in scored[0].rewards}
+    samples = [one.sample for one in scored if one.sample is not None]
     return Validation(metrics, samples)
 
 
-def _score(run: Run, conditioning: Encode, generate: Generate, own: list[int]) -> list[dict[str, Any]]:
-    """Sample and reward image numbers ``own``; number ``k * prompts + i`` is image ``k`` of prompt ``i``."""
+def _score(run: Run, conditioning: Encode, generate: Generate, own: list[int]) -> list[_Scored]:
+    """Sample and reward the images of these numbers."""
     rollout = run.config.actor_rollout_ref.rollout
-    val, shown = rollout.val_kwargs, run.config.trainer.log_val_generations
-    records = [run.val_prompts[i % len(run.val_prompts)] for i in own]
-    distinct = {(r.prompt, r.negative_prompt): r for r in records}
+    shown = run.config.trainer.log_val_generations
+    records = [run.val_prompts[index % len(run.val_prompts)] for index in own]
+    distinct = {(record.prompt, record.negative_prompt): record for record in records}
     row = {key: i for i, key in enumerate(distinct)}
     pipeline = rollout.validation_pipeline
     trajectories = generate(
         RolloutRequest(
             conditioning=conditioning(list(distinct.values()), pipeline),
-            prompt_index=torch.tensor([row[r.prompt, r.negative_prompt] for r in records]),
+            prompt_index=torch.tensor([row[record.prompt, record.negative_prompt] for record in records]),
             num_inference_steps=pipeline.num_inference_steps,
-            seeds=[seed_for(val.seed, VALIDATION, 0, i) for i in own],
+            seeds=[seed_for(rollout.val_kwargs.seed, VALIDATION, 0, index) for index in own],
             window_starts=None,
         )
     )
     images = trajectories.images.numpy()
-    reward = run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
+    reward = run.reward(images, [record.prompt for record in records], [record.metadata for record in records])
     texts = reward.texts or [None] * len(own)
-    return [
-        {
-            "index": index,
-            "rewards": {"mean": float(reward.total[i])} | {n: float(v[i]) for n, v in reward.parts.items()},
-            "image": images[i] if index < shown else None,
-            "text": texts[i],
-        }
-        for i, index in enumerate(own)
-    ]
+    scored = []
+    for i, index in enumerate(own):
+        rewards = {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()}
+        sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
+        scored.append(_Scored(index, rewards, sample))
+    return scored

@@ -1,7 +1,10 @@
 """The actor: exact first ratios, splits that do not matter, NaN that stops, and no pass too many."""
 
+import ast
 import copy
 import dataclasses
+import inspect
+import re
 import shutil
 
 import pytest
@@ -11,10 +14,9 @@ from tolerances import LOG_PROB, RATIO, adam
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
-from flowgrpo_rc.batch import (
-    apply_bypass_mode_to_diffusion_batch,
-    apply_rollout_correction_to_diffusion_batch,
-)
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
+from flowgrpo_rc.loss import OBJECTIVES, Objective
+from flowgrpo_rc.loss.policy import flow_grpo
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
@@ -26,7 +28,7 @@ LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 class Setup:
     """A tiny model, an engine and an actor with the same random adapter, and a rollout of 8 images."""
 
-    def __init__(self, model, dtype=torch.float32, sde_type="sde", cfg=1.0, lora=LORA, **config):
+    def __init__(self, model, dtype=torch.float32, sde_type="sde", cfg=1.0, lora=LORA, record_means=False, **config):
         self.engine = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=8, device="cpu")
         settings = {
             "ppo_micro_batch_size_per_gpu": 8,
@@ -61,14 +63,19 @@ class Setup:
             window_size=2,
             noise_level=0.7,
             sde_type=sde_type,
+            record_means=record_means,
         )
         self.batch = self.engine.generate(request).batch
         self.batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1])
-        if self.config.rollout_correction.bypass_mode:
-            apply_bypass_mode_to_diffusion_batch(self.batch)
-        else:
-            self.batch.update(self.actor.score(self.batch, self.cond))
-            apply_rollout_correction_to_diffusion_batch(self.batch, self.config.rollout_correction)
+        self.old = OldPolicy.of_rollout(self.batch)
+        if not self.config.rollout_correction.bypass_mode:
+            scored = self.actor.score(self.batch, self.cond)
+            self.old, _ = correct_old_policy(scored, self.batch, self.config.rollout_correction)
+
+    def update(self, size=8):
+        """An update by all images, in mini-batches of `size`."""
+        parts = torch.arange(8).split(size)
+        return self.actor.update(self.batch, self.cond, [MiniBatch(rows, self.old.rows(rows)) for rows in parts])
 
     def gradient(self, rows=None, micro=None):
         """Gradient of one mini-batch, without stepping."""
@@ -84,7 +91,8 @@ class Setup:
         self.actor.optimizer.step, step = capture, self.actor.optimizer.step
         try:
             rows = torch.arange(8) if rows is None else rows
-            metrics = self.actor.update(self.batch, self.cond, [rows]).metrics
+            mini = MiniBatch(rows, self.old.rows(rows))
+            metrics = self.actor.update(self.batch, self.cond, [mini]).metrics
         finally:
             self.actor.optimizer.step = step
         return taken, metrics
@@ -94,7 +102,7 @@ class Setup:
 @pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
 def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cfg):
     setup = Setup(tiny_model, sde_type=sde_type, cfg=cfg)
-    scored = setup.actor.score(setup.batch, setup.cond)["old_log_probs"]
+    scored = setup.actor.score(setup.batch, setup.cond).log_probs
     assert_close(scored, setup.batch["rollout_log_probs"], atol=LOG_PROB, rtol=0)
     _, metrics = setup.gradient()
     assert metrics["actor/ratio_deviation_first"] <= RATIO
@@ -103,7 +111,7 @@ def test_float32_rollouts_rescore_to_the_same_log_probs(tiny_model, sde_type, cf
 
 def test_bfloat16_rollouts_leave_a_gap(tiny_model):
     setup = Setup(tiny_model, dtype=torch.bfloat16)
-    gap = (setup.actor.score(setup.batch, setup.cond)["old_log_probs"] - setup.batch["rollout_log_probs"]).abs()
+    gap = (setup.actor.score(setup.batch, setup.cond).log_probs - setup.batch["rollout_log_probs"]).abs()
     assert 1e-5 < gap.mean() < 5e-3
     _, metrics = setup.gradient()
     assert_close(metrics["actor/log_ratio_abs_mean_first"], gap.mean().item(), atol=1e-7, rtol=1e-3)
@@ -148,15 +156,13 @@ def test_rejected_samples_leave_the_gradient(tiny_model):
     rc = {"bypass_mode": False, "rollout_is": None}
     kept = Setup(tiny_model, rollout_correction=rc | {"rejection_normalization": "kept"})
     keep = torch.tensor([True, False, True, True, False, True, True, True])[:, None].expand(8, 2)
-    kept.batch["rollout_keep"] = keep.clone()
-    kept.batch["rollout_is_weights"] = keep.float()
+    kept.old = dataclasses.replace(kept.old, keep=keep, weights=keep.float())
     rejected, metrics = kept.gradient()
     assert metrics["actor/kept_fraction"] == 0.75
-    kept.batch["rollout_keep"] = torch.ones(8, 2, dtype=torch.bool)
-    kept.batch["rollout_is_weights"] = torch.ones(8, 2)
+    kept.old = dataclasses.replace(kept.old, keep=torch.ones(8, 2, dtype=torch.bool), weights=torch.ones(8, 2))
     without, _ = kept.gradient(rows=torch.tensor([0, 2, 3, 5, 6, 7]))
     kept.config.rollout_correction.rejection_normalization = "all"
-    kept.batch["rollout_keep"], kept.batch["rollout_is_weights"] = keep.clone(), keep.float()
+    kept.old = dataclasses.replace(kept.old, keep=keep, weights=keep.float())
     diluted, _ = kept.gradient()
     for name in without:
         assert_close(rejected[name], without[name], atol=1e-7, rtol=1e-4)
@@ -169,7 +175,7 @@ def test_the_share_clipped_at_first_is_of_what_rejection_keeps(tiny_model):
     setup = Setup(tiny_model, diffusion_loss=DiffusionLossConfig(clip_ratio=1e-3), rollout_correction=rc)
     shift = torch.tensor([[0.0, 2e-3], [0.5, 0.5], [0.0, 0.5], [-2e-3, 0.0]]).repeat(2, 1)
     setup.batch["rollout_log_probs"] = setup.batch["rollout_log_probs"] - shift
-    apply_bypass_mode_to_diffusion_batch(setup.batch)
+    setup.old = OldPolicy.of_rollout(setup.batch)
     _, metrics = setup.gradient()
     assert metrics["actor/kept_fraction"] == pytest.approx(5 / 8)
     assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 8)
@@ -186,7 +192,7 @@ def test_everything_rejected_skips_the_step(tiny_model):
     setup = Setup(tiny_model, rollout_correction=rc, optim={"lr": 1e-3, "weight_decay": 0.5})
     before = adapter_state(setup.actor.transformer)
     with pytest.warns(UserWarning, match="rejected a whole mini-batch: its optimizer step is skipped"):
-        result = setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        result = setup.update()
     after = adapter_state(setup.actor.transformer)
     assert result.optimizer_steps == 0
     assert result.metrics["actor/kept_fraction"] == 0.0
@@ -199,15 +205,15 @@ def test_update_moves_log_probs_with_the_advantages(tiny_model):
         optim={"lr": 1e-4},
         diffusion_loss=type(DiffusionActorConfig().diffusion_loss)(clip_ratio=1.0),
     )
-    result = setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
-    change = (setup.actor.score(setup.batch, setup.cond)["old_log_probs"] - setup.batch["rollout_log_probs"]).mean(1)
+    result = setup.update()
+    change = (setup.actor.score(setup.batch, setup.cond).log_probs - setup.batch["rollout_log_probs"]).mean(1)
     assert result.optimizer_steps == 1
     assert (change * setup.batch["advantages"]).sum() > 0
 
 
 def test_epochs_and_mini_batches_make_their_steps(tiny_model):
     setup = Setup(tiny_model, ppo_epochs=3)
-    result = setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(4)))
+    result = setup.update(4)
     assert result.optimizer_steps == 6
     assert setup.actor.averaged_state() is None
     assert result.metrics["actor/ratio_deviation_first"] <= RATIO
@@ -236,7 +242,7 @@ def test_non_finite_log_prob_names_the_samples(tiny_model, bypass):
     with pytest.raises(
         NonFiniteUpdateError, match=r"non-finite log-prob for 1 samples of the batch \(rows \[5\]\)"
     ) as error:
-        setup.actor.update(setup.batch, setup.cond, list(torch.arange(8).split(8)))
+        setup.update()
     assert error.value.samples == [5]
     after = adapter_state(setup.actor.transformer)
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -248,7 +254,7 @@ def test_non_finite_gradient_names_the_samples(tiny_model):
     setup.batch["advantages"][2] = torch.nan
     before = adapter_state(setup.actor.transformer)
     with pytest.raises(NonFiniteUpdateError, match=r"non-finite gradient for 1 samples of the batch \(rows \[2\]\)"):
-        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        setup.update()
     assert not setup.actor.optimizer.state
     after = adapter_state(setup.actor.transformer)
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -282,7 +288,7 @@ def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend
         assert {block._compiled_call_impl is not None for block in blocks} == {compiled}
         assert all(block._compiled_call_impl is None for block in setup.engine.transformer.transformer_blocks)
         before = adapter_state(setup.actor.transformer)
-        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        setup.update()
         states.append(adapter_state(setup.actor.transformer))
     plain, traced = states
     assert plain.keys() == traced.keys()
@@ -298,7 +304,7 @@ def test_the_average_follows_its_definition(tiny_model):
     setup.actor.load_average(None)
     expected = adapter_state(setup.actor.transformer)
     for decay in (0.0, 2 / 11, 0.19, 0.19):  # (1 + 2) / (10 + 2) = 0.25 is above 0.19
-        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        setup.update()
         weights = adapter_state(setup.actor.transformer)
         expected = {n: decay * expected[n].double() + (1 - decay) * weights[n].double() for n in weights}
         averaged = setup.actor.averaged_state()
@@ -311,5 +317,82 @@ def test_a_skipped_step_leaves_the_average(tiny_model):
     rejecting = {"bypass_mode": True, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "2.0_3.0"}
     setup = Setup(tiny_model, rollout_correction=rejecting, ema_decay=0.5)
     with pytest.warns(UserWarning, match="its optimizer step is skipped"):
-        setup.actor.update(setup.batch, setup.cond, [torch.arange(8)])
+        setup.update()
     assert setup.actor.average.optimization_step == 0
+
+
+def test_a_later_mini_batch_needs_its_old_policy(tiny_model):
+    """An optimizer step has moved the policy by then; only the first may find its own."""
+    setup = Setup(tiny_model, rollout_correction={"bypass_mode": False})
+    first, second = torch.arange(8).split(4)
+    with pytest.raises(ValueError, match="a mini-batch after the first without an old policy"):
+        setup.actor.update(setup.batch, setup.cond, [MiniBatch(first), MiniBatch(second)])
+    with pytest.raises(ValueError, match="no mini-batches"):
+        setup.actor.update(setup.batch, setup.cond, [])
+
+
+@pytest.mark.portable
+def test_the_first_mini_batch_finds_its_old_policy_for_all_epochs(tiny_model):
+    """The same two epochs, by a policy that has been scored before and by one that the update scores itself."""
+    from flowgrpo_rc.models import load_model
+
+    correction = {"bypass_mode": False, "rollout_is": "token", "rollout_is_threshold": 1.0001}
+    settings = {"dtype": torch.bfloat16, "ppo_epochs": 2, "rollout_correction": correction}
+    scored = Setup(tiny_model, **settings)
+    expected = scored.update()
+    own = Setup(load_model("asset:tiny_qwen_image"), **settings)
+    result = own.actor.update(own.batch, own.cond, [MiniBatch(torch.arange(8))])
+    assert result.optimizer_steps == expected.optimizer_steps == 2
+    for name, value in expected.metrics.items():
+        assert result.metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    assert "rollout_corr/rollout_is_mean" in result.metrics
+    after = adapter_state(own.actor.transformer)
+    for name, value in adapter_state(scored.actor.transformer).items():
+        assert_close(after[name], value, atol=1e-6, rtol=1e-4)
+
+
+def doubled(inputs, limits):
+    """Flow-GRPO's loss twice; before the first step the policy is the old one."""
+    assert inputs.shift.kl.max() < 1e-9
+    terms = flow_grpo(inputs, limits)
+    return terms._replace(loss=2 * terms.loss)
+
+
+def test_an_objective_that_is_added_at_run_time_trains(tiny_model, monkeypatch):
+    correction = {"bypass_mode": False, "rollout_is": None}
+    record = Objective(name="doubled", function=f"{__name__}:doubled", needs_old_means=True)
+    monkeypatch.setitem(OBJECTIVES, record.name, record)
+    setup = Setup(tiny_model, rollout_correction=correction, diffusion_loss=DiffusionLossConfig(loss_mode="doubled"))
+    assert setup.old.means.shape == setup.batch["latents"].shape
+    twice, _ = setup.gradient()
+    setup.config.diffusion_loss.loss_mode = "flow_grpo"
+    once, _ = setup.gradient()
+    assert max(value.abs().max() for value in once.values()) > 1e-6
+    for name in once:
+        assert_close(twice[name], 2 * once[name], atol=1e-9, rtol=1e-5)
+
+
+def documented_keys():
+    """Of every batch key: its value and what its documentation says first, ``(B, W) float32``."""
+    tree = ast.parse(inspect.getsource(Key)).body[0].body[1:]
+    texts = [node.value.value for node in tree if isinstance(node, ast.Expr)]
+    names = [node.value.value for node in tree if isinstance(node, ast.Assign)]
+    return {
+        name: re.match(r"``(\(.*?\))`` (?:of )?(\w+)", text).groups() for name, text in zip(names, texts, strict=True)
+    }
+
+
+def test_batches_hold_what_the_vocabulary_says(tiny_model):
+    """What the engine records and what the actor adds: every key is documented, with its shape and dtype."""
+    keys = documented_keys()
+    setup = Setup(tiny_model, rollout_correction={"bypass_mode": False}, record_means=True)
+    setup.batch["group"] = torch.arange(8)
+    latents = tuple(setup.batch["latents"].shape[2:])
+    shapes = {"(B,)": (8,), "(B, W)": (8, 2), "(B, W, *L)": (8, 2, *latents)}
+    made = {**dict(setup.batch.items()), **setup.old.batch_keys()}
+    for name, value in made.items():
+        shape, dtype = keys[name]
+        assert tuple(value.shape) == shapes[shape], name
+        assert str(value.dtype) == f"torch.{dtype}", name
+    of_trajectories = {"latents", "next_latents", "timesteps", "sigmas", "next_sigmas", "rollout_log_probs"}
+    assert of_trajectories | {"rollout_means", "prompt_index", "advantages"} <= set(made)

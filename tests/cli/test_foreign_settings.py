@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from flowgrpo_rc.cli.compose import ConfigError, compose
-from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, OTHER_DEFAULTS, SPELLINGS, TABLE, Moved, Renamed, find
+from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, TABLE, find
 from flowgrpo_rc.cli.schema import known_keys, schema, sections
+from flowgrpo_rc.cli.spellings import ALGORITHMS, OTHER_DEFAULTS, SPELLINGS
 from flowgrpo_rc.cli.translate import override
+from flowgrpo_rc.cli.verdicts import Ignored, Moved, Refused, Renamed
+from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 TINY = "tiny_qwen_image_ocr"
 BASE = "flowgrpo_trainer"
@@ -124,15 +127,44 @@ def test_no_key_of_another_trainer_is_unknown():
 
 def test_every_move_leads_to_a_key_that_exists():
     for verdict in TABLE:
-        if isinstance(verdict, Moved) and "{}" not in verdict.target:
-            assert verdict.target in schema(), verdict
+        for pattern, target in verdict.targets.items():
+            assert bool(target) == isinstance(verdict, Moved), pattern
+            assert "*" in target or target in schema() or not target, pattern
 
 
 def test_the_table_takes_no_key_of_our_own():
     """A pattern without wildcards that is a key here would never be asked; it is a key that has been added since."""
-    assert [verdict.pattern for verdict in TABLE if verdict.pattern in known_keys()] == []
+    patterns = [pattern for verdict in TABLE for pattern in verdict.patterns]
+    assert [pattern for pattern in patterns if pattern in known_keys()] == []
+    assert [pattern for pattern in set(patterns) if patterns.count(pattern) > 1] == []
     assert set(SPELLINGS) <= set(known_keys())
     assert set(OTHER_DEFAULTS) <= set(known_keys())
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "reason"),
+    [
+        (f"{A}.fsdp_config.param_offload", Ignored, "nothing is sharded"),
+        (f"{A}.fsdp_config.seed", Moved, "seed of the adapter's start"),
+        (f"{A}.fsdp_config.qat.enable", Refused, "not trained quantized"),
+        (f"{R}.engine_kwargs.vllm_omni.enforce_eager", Ignored, "lays out memory"),
+        (f"{R}.engine_kwargs.vllm_omni.quantization", Refused, "takes its settings from"),
+        (f"{M}.algo.sde_contiguous", Refused, "contiguous"),
+        (f"{M}.algo.noise_level", Moved, "what was drawn"),
+    ],
+)
+def test_the_narrowest_pattern_decides(key, kind, reason):
+    verdict = find(key)
+    assert type(verdict) is kind
+    assert reason in verdict.reason
+
+
+def test_every_objective_is_an_algorithm_of_verl_omni():
+    assert set(OBJECTIVES) <= set(ALGORITHMS)
+    assert ALGORITHMS["dance_grpo"] == {
+        f"{A}.diffusion_loss.loss_mode": "dance_grpo",
+        f"{R}.algo.sde_type": "dance_sde",
+    }
 
 
 # ---------------------------------------------------------------- verl-omni's script

@@ -42,6 +42,8 @@ def test_the_command_gates_on_its_exit_code(probe, tmp_path):
     saved = json.loads((tmp_path / "out" / "probe.json").read_text())
     assert saved["advice"]["safe"] is False
     assert saved["advice"]["verdict"] == "not safe"
+    assert saved["advice"]["clip_ratio"] == saved["advice"]["limit"] > 1e-5
+    assert saved["advice"]["kl_mask_threshold"] is None
     assert saved["overall"]["clipped"] > 0.5
     assert (tmp_path / "out" / "probe.png").stat().st_size > 10_000
     code, said, _ = probe("--images", "8", f"{CLIP}=auto")

@@ -168,3 +168,21 @@ def test_blank_prompt(tmp_path: Path) -> None:
 def test_bad_negative_prompt(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x", "negative_prompt": 3})
     refuses(path, r"a\.jsonl:1: 'negative_prompt' is a int")
+
+
+def test_a_line_in_the_table_makes_a_format(tmp_path, monkeypatch):
+    """A reader of ``prompt;seed`` lines."""
+    from flowgrpo_rc.data.prompts import READERS
+
+    def read(path, prompt_key):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            prompt, seed = line.split(";")
+            yield PromptRecord(prompt=prompt, metadata={"seed": int(seed)}, source=f"{path}:{number}:{prompt_key}")
+
+    path = write_lines(tmp_path / "a.scsv", "a;1", "b;2")
+    refuses(path, r"unknown format '\.scsv'; prompt files end in \.txt, \.jsonl, \.parquet$")
+    monkeypatch.setitem(READERS, ".scsv", read)
+    records = load_prompts([path, path], "caption", max_samples=3)
+    assert [(r.prompt, r.metadata) for r in records] == [("a", {"seed": 1}), ("b", {"seed": 2}), ("a", {"seed": 1})]
+    assert records[1].source == f"{path}:2:caption"
+    refuses(write_lines(tmp_path / "a.csv", "x"), r"end in \.txt, \.jsonl, \.parquet, \.scsv")

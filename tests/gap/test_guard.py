@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.gap.guard import Guard
@@ -24,13 +25,6 @@ HEALTHY = {
 }
 
 
-class Actor:
-    """Only what the guard touches."""
-
-    def __init__(self, config):
-        self.config = config.actor_rollout_ref.actor
-
-
 QUIET = {
     "guard/alarms": 0,
     "guard/alarm_clip": 0,
@@ -43,7 +37,7 @@ QUIET = {
 
 def guarded(*overrides):
     config = compose("tiny_qwen_image_ocr", [*BYPASS, *overrides])
-    guard, said = Guard(config, Actor(config)), []
+    guard, said = Guard(ModeInForce.configured(config.actor_rollout_ref.actor)), []
     guard.say = said.append
     return guard, said
 
@@ -55,7 +49,7 @@ def feed(guard, count, **changes):
     metrics = HEALTHY | {names[name]: value for name, value in changes.items()}
     found = {}
     for step in range(count):
-        found = guard(metrics, step + 1)
+        found = guard(metrics, step + 1).metrics
     return found
 
 
@@ -103,7 +97,7 @@ def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text, 
         assert feed(guard, 3, **change)["guard/fallback"] == 1
         assert text in said[0]
         assert said[0].endswith("Falling back to decoupled mode")
-        now = guard._actor.config
+        now = guard.mode
         assert now.rollout_correction.bypass_mode is False
         assert now.diffusion_loss.clip_ratio == 0.001
         assert feed(guard, 9) == QUIET | {f"guard/alarm_{cause}": 1, "guard/fallback": 1}  # why it is there
@@ -115,7 +109,7 @@ def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text, 
         assert feed(guard, 9)["guard/fallback"] == 1
         assert feed(guard, 1) == QUIET
         assert "safe for 10 updates" in said[1]
-        assert guard._actor.config.rollout_correction.bypass_mode is True
+        assert guard.mode.rollout_correction.bypass_mode is True
         feed(guard, 3, **change)
         assert feed(guard, 19)["guard/fallback"] == 1  # the second time it waits twice as long
         assert feed(guard, 1)["guard/fallback"] == 0
@@ -134,7 +128,7 @@ def test_weights_of_0_are_watched_where_they_enter_the_loss(prefix, settings, al
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
-            found = guard(HEALTHY | {f"{prefix}rollout_corr/rollout_is_oob_ratio": 0.7}, step)
+            found = guard(HEALTHY | {f"{prefix}rollout_corr/rollout_is_oob_ratio": 0.7}, step).metrics
     assert (found["guard/alarm_zeroed"], found["guard/alarm_rejected"]) == (alarm, 0)
     said = "70% of the importance weights were 0 (limit 50%). Widen rollout_is_threshold, or"
     assert [said in str(w.message) for w in caught] == [True] * alarm
@@ -154,7 +148,7 @@ def test_weights_that_bypass_mode_leaves_out_do_not_keep_it_away():
     guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=5")
     feed(guard, 3, clip=0.5)
     for step in range(5):
-        found = guard(HEALTHY | {"rollout_corr/rollout_is_oob_ratio": 0.3}, step)
+        found = guard(HEALTHY | {"rollout_corr/rollout_is_oob_ratio": 0.3}, step).metrics
     assert found["guard/fallback"] == 0
 
 
@@ -164,16 +158,17 @@ def test_without_a_probe_it_stays_where_it_fell():
     for step in range(3):
         guard(without | {"actor/pg_clipfrac_first": 0.5}, step)
     for step in range(30):
-        assert guard(without, step)["guard/fallback"] == 1
+        assert guard(without, step).metrics["guard/fallback"] == 1
 
 
 def test_a_calibrated_clip_falls_back_to_its_lower_bound():
     guard, _ = guarded(
         f"{RC}.guard=fallback", f"{CLIP}=auto", "actor_rollout_ref.actor.diffusion_loss.auto_clip_min=5e-4"
     )
+    configured = guard.mode
     feed(guard, 3, clip=0.5)
-    assert guard._actor.config.diffusion_loss.clip_ratio == 5e-4
-    assert guard._configured.diffusion_loss.clip_ratio == "auto"
+    assert guard.mode.diffusion_loss.clip_ratio == 5e-4
+    assert configured.diffusion_loss.clip_ratio == "auto"
 
 
 def test_off_and_what_cannot_fall_back():
@@ -196,10 +191,10 @@ def test_of_flow_dppo_twice_what_it_leaves_out_is_watched():
     """Its threshold says nothing of the ratio's clip band."""
     guard, said = guarded(f"{RC}.guard=fallback", "actor_rollout_ref.actor.diffusion_loss.loss_mode=flow_dppo")
     for step in range(3):
-        found = guard(HEALTHY | {"actor/pg_clipfrac_first": 0.9, "actor/pg_clipfrac_inert_first": 0.05}, step)
+        found = guard(HEALTHY | {"actor/pg_clipfrac_first": 0.9, "actor/pg_clipfrac_inert_first": 0.05}, step).metrics
     assert found == QUIET
     for step in range(3):
-        found = guard(HEALTHY | {"actor/pg_clipfrac_inert_first": 0.3}, step)
+        found = guard(HEALTHY | {"actor/pg_clipfrac_inert_first": 0.3}, step).metrics
     assert found["guard/fallback"] == 1
     assert "60% of the samples lay outside the trust region before" in said[0]
     assert "Raise diffusion_loss.kl_mask_threshold beyond the gap's KL, or" in said[0]

@@ -8,12 +8,14 @@ import torch
 from tolerances import LOG_PROB, divergence
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
-from flowgrpo_rc.actor.config import DiffusionLossConfig
+from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.cli.probe import report
 from flowgrpo_rc.gap.advice import advise
-from flowgrpo_rc.gap.clipping import clipping
-from flowgrpo_rc.gap.probe import Fate, run_preflight, saved_by_bypass, step_gap
-from flowgrpo_rc.gap.rescored import sample_and_rescore
+from flowgrpo_rc.gap.clipping import what_is_left_out
+from flowgrpo_rc.gap.probe import run_probe, saved_by_bypass, step_gap
+from flowgrpo_rc.gap.probe_images import sample_and_rescore
+from flowgrpo_rc.gap.units import GapSample
 from flowgrpo_rc.rollout import RolloutError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -23,14 +25,40 @@ CLIP = f"{LOSS}.clip_ratio"
 RC = "algorithm.rollout_correction"
 
 
+def left_out(loss, gap, kl, std=0.5):
+    """``what_is_left_out`` of these log ratios and divergences per latent dimension, without a correction."""
+    dimensions = 512
+    full = torch.full_like(gap, dimensions)
+    sample = GapSample(gap, gap, 0 * gap, torch.full_like(gap, std), full, dimensions, dimensions * kl)
+    return what_is_left_out(mode_of(loss), sample)
+
+
 def measured(gap, keep=None, band=(1e-3, 1e-3), *, nats=None, kl=None, timestep=None, zeroed=None, **loss):
-    """``step_gap`` of these samples, with this band and this part of them kept."""
+    """``step_gap`` of these samples, each an image, with this clip band and this part of them kept."""
     options = DiffusionLossConfig(**({"clip_ratio_low": band[0], "clip_ratio_high": band[1]} | loss))
-    keep = torch.ones_like(gap, dtype=torch.bool) if keep is None else keep
     kl = torch.zeros_like(gap) if kl is None else kl
-    clip = clipping(options, gap, kl, torch.full_like(gap, 0.5))
-    fate = Fate(keep, torch.zeros_like(keep) if zeroed is None else zeroed)
-    return step_gap(gap, gap if nats is None else nats, kl, fate, clip, timestep)
+    steps = left_out(options, gap[:, None], kl[:, None])
+    changes = {"nats": gap if nats is None else nats, "kl_nats": kl}
+    changes |= {name: value for name, value in (("keep", keep), ("zeroed", zeroed)) if value is not None}
+    flat = steps.part(torch.ones_like(steps.keep))
+    return step_gap(replace(flat, **changes), timestep)
+
+
+def advised(config, overall, gap, dimensions, steps=(), **others):
+    """``advise`` on this configuration."""
+    parts = config.actor_rollout_ref
+    lag = parts.rollout.adapter_lag
+    return advise(ModeInForce.configured(parts.actor), overall, gap, dimensions, steps, adapter_lag=lag, **others)
+
+
+def probed(trainer, *images):
+    """``run_probe`` of this trainer's run."""
+    return run_probe(trainer.probed_run(), *images)
+
+
+def mode_of(loss):
+    """Bypass mode with these loss options."""
+    return ModeInForce.configured(DiffusionActorConfig(diffusion_loss=loss, rollout_correction={"bypass_mode": True}))
 
 
 def test_statistics_of_a_known_distribution():
@@ -83,9 +111,10 @@ def test_verdicts(small_config, overrides, scale, safe, mode, clip):
     config = small_config(*overrides)
     gap = scale * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     width = config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
-    advice = advise(config, overall(gap, width), gap, 1)
+    advice = advised(config, overall(gap, width), gap, 1)
     assert (advice.safe, advice.mode) == (safe, mode)
-    assert advice.clip_ratio == (None if clip is None else pytest.approx(clip))
+    assert advice.limit == (None if clip is None else pytest.approx(clip))
+    assert advice.limit_key == (None if clip is None else "clip_ratio")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +124,7 @@ def test_verdicts(small_config, overrides, scale, safe, mode, clip):
 def test_the_recommended_rejection_band_holds_the_gap_within_its_bounds(small_config, scale, half):
     """99 % of the images; without a gap the bounds of ``auto``, or rounding alone would reject half of them."""
     gap = scale * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    advice = advise(small_config(BYPASS, f"{CLIP}=0.01"), overall(gap, 0.01), gap, 1)
+    advice = advised(small_config(BYPASS, f"{CLIP}=0.01"), overall(gap, 0.01), gap, 1)
     low, high = map(float, advice.rejection_band.split("_"))
     inside = ((gap.mean(1) > math.log(low)) & (gap.mean(1) < math.log(high))).double().mean()
     assert low * high == pytest.approx(1, rel=1e-5)
@@ -109,7 +138,7 @@ def test_the_recommended_rejection_band_holds_the_gap_within_its_bounds(small_co
 def test_a_narrow_rejection_band_keeps_its_digits(small_config):
     gap = 1e-6 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     config = small_config(BYPASS, f"{CLIP}=0.01", "algorithm.rollout_correction.rollout_rs_auto_min=1e-7")
-    low, high = map(float, advise(config, overall(gap, 0.01), gap, 1).rejection_band.split("_"))
+    low, high = map(float, advised(config, overall(gap, 0.01), gap, 1).rejection_band.split("_"))
     inside = ((gap.mean(1) > math.log(low)) & (gap.mean(1) < math.log(high))).double().mean()
     assert inside == pytest.approx(0.99, abs=2e-3)
 
@@ -118,19 +147,19 @@ def test_a_band_with_two_sides_is_named_with_both(small_config):
     sides = (f"{CLIP}_low=0.00001", f"{CLIP}_high=0.01")
     gap = 1e-3 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = measured(gap.flatten(), band=(1e-5, 1e-2))
-    advice = advise(small_config(BYPASS, *sides), found, gap, 1)
+    advice = advised(small_config(BYPASS, *sides), found, gap, 1)
     assert not advice.safe
     assert "outside clip_ratio_low=1e-05 and clip_ratio_high=0.01 before" in advice.reasons[0]
-    assert advice.clip_ratio == pytest.approx(5e-3)
+    assert advice.limit == pytest.approx(5e-3)
     assert "clip_ratio=0.005 holds the gap" in advice.reasons[1]
 
 
 @pytest.mark.parametrize("sides", [(), (f"{CLIP}_low=0.01", f"{CLIP}_high=0.01"), (f"{CLIP}_high=0.02",)])
 def test_the_recommendation_says_what_would_keep_it_from_working(small_config, sides):
     """A side of its own overrides ``clip_ratio``, also where both are equal."""
-    result = run_preflight(FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01", *sides, folder=str(len(sides)))), 2)
+    result = probed(FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01", *sides, folder=str(len(sides)))), 2)
     said = report(result)
-    assert f"clip_ratio={result.advice.clip_ratio:g}" in said
+    assert f"clip_ratio={result.advice.limit:g}" in said
     assert ("with clip_ratio_low=null clip_ratio_high=null" in said) is bool(sides)
 
 
@@ -142,7 +171,7 @@ def test_a_broken_engine_is_one_in_nats_per_dimension(small_config, scale):
         gap = torch.full((100, 2), mean / scale, dtype=torch.float64)
         flat = gap.flatten()
         found = measured(flat, nats=512 * scale * flat)
-        assert advise(config, found, gap, 512).safe is safe
+        assert advised(config, found, gap, 512).safe is safe
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps"])
@@ -158,7 +187,7 @@ def test_other_weights_in_the_engine_are_broken_for_every_sde_type(small_config,
             if "lora" not in name:  # whose digest is checked
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.data = parameter.data + scale * parameter.data.std(correction=0) * noise
-        result = run_preflight(trainer, 6)
+        result = probed(trainer, 6)
         assert result.advice.safe is safe
         assert ("computes something else" in " ".join(result.advice.reasons)) is not safe
 
@@ -168,14 +197,14 @@ def test_what_the_actor_cannot_score_is_an_error(small_config):
     rescore = trainer.run.actor.rescore
     trainer.run.actor.rescore = lambda *a: {k: v * float("nan") for k, v in rescore(*a).items()}
     with pytest.raises(RolloutError, match=r"gives 8 of 8 steps that the engine sampled a NaN .*model.dtype"):
-        run_preflight(trainer, 2)
+        probed(trainer, 2)
 
 
 @pytest.mark.parametrize(("loss", "mode"), [("reinforce", "bypass"), ("ppo_clip", "decoupled")])
 def test_no_mode_is_recommended_that_the_objective_refuses(small_config, loss, mode):
     gap = 5e-2 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     config = small_config(BYPASS, f"algorithm.rollout_correction.loss_type={loss}")
-    assert advise(config, overall(gap, 1e-3), gap, 1).mode == mode
+    assert advised(config, overall(gap, 1e-3), gap, 1).mode == mode
 
 
 @pytest.mark.parametrize(("kept", "safe"), [(0.6, True), (0.4, False), (0.0, False)])
@@ -183,7 +212,7 @@ def test_a_rejection_of_most_samples_is_not_safe(small_config, kept, safe):
     gap = 4e-3 * torch.ones(100).double()
     keep = torch.arange(100) < 100 * kept
     found = measured(gap, keep, (1e-2, 1e-2))
-    advice = advise(small_config(BYPASS, f"{CLIP}=0.01"), found, gap[:, None], 1)
+    advice = advised(small_config(BYPASS, f"{CLIP}=0.01"), found, gap[:, None], 1)
     assert advice.safe is safe
     assert any(f"rejection removes {1 - kept:.0%}" in reason for reason in advice.reasons)
     assert any("widen rollout_rs_threshold" in reason for reason in advice.reasons) is not safe
@@ -198,8 +227,8 @@ def test_grpo_guard_is_judged_by_its_own_ratio(small_config, std, share):
     generator = torch.Generator().manual_seed(0)
     gap = -kl + deviation * torch.randn(100_000, 2, generator=generator, dtype=torch.float64)
     loss = DiffusionLossConfig(loss_mode="grpo_guard", clip_ratio=0.5 * deviation * 0.5)
-    found = clipping(loss, gap, torch.full_like(gap, kl), torch.full_like(gap, std))
-    assert found.outside.double().mean() == pytest.approx(share, abs=5e-3)
+    found = left_out(loss, gap, torch.full_like(gap, kl), std)
+    assert found.beyond.double().mean() == pytest.approx(share, abs=5e-3)
     assert torch.quantile(found.size.flatten(), 0.9) == pytest.approx(1.645 * deviation * std, rel=1e-2)
 
 
@@ -215,11 +244,11 @@ def test_flow_dppo_is_judged_by_its_trust_region(small_config, kl, safe, said):
     flat = gap.flatten()
     found = measured(flat, kl=torch.full_like(flat, kl), loss_mode="flow_dppo")
     config = small_config(BYPASS, f"{LOSS}.loss_mode=flow_dppo")
-    advice = advise(config, found, gap, 512)
+    advice = advised(config, found, gap, 512)
     assert advice.safe is safe
     assert said in advice.reasons[0]
-    assert advice.clip_ratio is None
-    assert advice.kl_mask_threshold == pytest.approx(5e-5 if safe else 1e-3)  # three times the KL, rounded up
+    assert advice.limit_key == "kl_mask_threshold"
+    assert advice.limit == pytest.approx(5e-5 if safe else 1e-3)  # three times the KL, rounded up
     assert any("kl_mask_threshold=0.001 holds the gap" in reason for reason in advice.reasons) is not safe
 
 
@@ -230,8 +259,8 @@ def test_what_the_probe_says_of_an_objective_is_what_its_first_update_meets(smal
     settings = (BYPASS, f"{LOSS}.loss_mode={loss_mode}", "actor_rollout_ref.rollout.quantization=fp8", limit)
     trainer = FlowGRPOTrainer(small_config(*settings, f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null"))
     update, seen = trainer.run.actor.update, []
-    trainer.run.actor.update = lambda *a: seen.append(update(*a)) or seen[0]
-    result = run_preflight(trainer, 16)
+    trainer.run.actor.update = lambda *a, **k: seen.append(update(*a, **k)) or seen[0]
+    result = probed(trainer, 16)
     assert 0.1 < result.overall.clipped < 0.95
     of_the_update = seen[0].metrics[f"actor/pg_{metric}_first"]
     if metric == "clipfrac":
@@ -245,18 +274,18 @@ def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
     fp8 = "actor_rollout_ref.rollout.quantization=fp8"
     rejects = (f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
     auto = (BYPASS, fp8, *rejects, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-5")
-    fixed = run_preflight(FlowGRPOTrainer(small_config(BYPASS, fp8, *rejects, f"{CLIP}=1e-4", folder="f")), 16)
-    result = run_preflight(FlowGRPOTrainer(small_config(*auto, folder="a")), 16)
+    fixed = probed(FlowGRPOTrainer(small_config(BYPASS, fp8, *rejects, f"{CLIP}=1e-4", folder="f")), 16)
+    result = probed(FlowGRPOTrainer(small_config(*auto, folder="a")), 16)
     assert fixed.overall.abs_mean == result.overall.abs_mean
-    assert (fixed.advice.safe, result.advice.safe, result.advice.clip_ratio) == (False, True, "auto")
+    assert (fixed.advice.safe, result.advice.safe, result.advice.limit) == (False, True, "auto")
     assert result.overall.clipped < 0.03 < 0.5 < fixed.overall.clipped
     assert result.setting["clip_band"] == pytest.approx(
         [min(3 * edge(step.abs_q90 for step in result.steps), 1e-2) for edge in (min, max)]
     )
-    narrow = run_preflight(FlowGRPOTrainer(small_config(*auto, f"{LOSS}.auto_clip_max=1e-4", folder="n")), 16)
+    narrow = probed(FlowGRPOTrainer(small_config(*auto, f"{LOSS}.auto_clip_max=1e-4", folder="n")), 16)
     assert not narrow.advice.safe
     assert "outside clip_ratio=auto (1e-05 to 0.0001) before" in narrow.advice.reasons[0]
-    assert 3 * result.overall.abs_q90 <= narrow.advice.clip_ratio <= 2.5 * 3 * result.overall.abs_q90
+    assert 3 * result.overall.abs_q90 <= narrow.advice.limit <= 2.5 * 3 * result.overall.abs_q90
     assert "clip band auto, 1 +- " in report(result)
     assert "clip_ratio=auto;" in report(result)
 
@@ -266,7 +295,7 @@ def test_one_emptied_timestep_is_named(small_config):
     gap = torch.cat([torch.full((400, 2), 2e-4), 0.1 * torch.randn(100, 2, generator=generator)]).double()
     steps = [measured(gap[:400].flatten(), timestep=900.0), measured(gap[400:].flatten(), timestep=100.0)]
     config = small_config(BYPASS, f"{CLIP}=1e-3")
-    reasons = advise(config, measured(gap.flatten()), gap, 512, steps).reasons
+    reasons = advised(config, measured(gap.flatten()), gap, 512, steps).reasons
     assert "20% of the samples" in reasons[0]
     share = f"{steps[1].clipped:.0%}"
     assert steps[1].clipped == pytest.approx(0.992, abs=0.02)  # a normal gap of .1 outside a band of 1e-3
@@ -277,12 +306,12 @@ def test_one_emptied_timestep_is_named(small_config):
 def test_the_bands_of_a_checkpoint_do_not_enter(small_config):
     """They hold staleness, and gaps of another engine."""
     auto = (BYPASS, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-6", f"{RC}.rollout_rs_threshold=auto")
-    first = run_preflight(FlowGRPOTrainer(small_config(*auto, folder="fresh")), 8)
+    first = probed(FlowGRPOTrainer(small_config(*auto, folder="fresh")), 8)
     resumed = FlowGRPOTrainer(small_config(*auto, folder="resumed"))
     times = torch.tensor([[step.timestep] for step in first.steps] * 64)
     for bands in (resumed.run.clip_bands, resumed.run.rejection_bands):
         bands.observe(times, torch.full_like(times, 0.5))
-    second = run_preflight(resumed, 8)
+    second = probed(resumed, 8)
     assert first.setting["clip_band"] == second.setting["clip_band"]
     assert first.overall == second.overall
 
@@ -290,8 +319,8 @@ def test_the_bands_of_a_checkpoint_do_not_enter(small_config):
 @pytest.mark.parametrize(
     ("settings", "hint"),
     [
-        ((f"{CLIP}=1e-3",), "clip_ratio=auto give every timestep"),
-        ((f"{CLIP}=auto",), "higher auto_clip_max"),
+        ((f"{CLIP}=1e-3",), "set clip_ratio=auto, whose clip band follows each timestep"),
+        ((f"{CLIP}=auto",), "raise diffusion_loss.auto_clip_max, or move"),
         ((f"{CLIP}_low=1e-3",), None),
         ((f"{LOSS}.loss_mode=grpo_guard",), None),
     ],
@@ -300,11 +329,11 @@ def test_hints_are_ones_that_the_configuration_takes(small_config, settings, hin
     gap = 1e-4 * torch.ones(100, 1, dtype=torch.float64)
     step = replace(measured(gap.flatten(), timestep=100.0), clipped=0.9)
     config = small_config(BYPASS, "actor_rollout_ref.rollout.adapter_lag=1", *settings)
-    said = " ".join(advise(config, measured(gap.flatten()), gap, 512, [step]).reasons)
+    said = " ".join(advised(config, measured(gap.flatten()), gap, 512, [step]).reasons)
     assert "at timestep 100 it is 90%" in said
-    assert (hint or "sde_window_range can leave it out") in said
+    assert (hint or "move rollout.algo.sde_window_range") in said
     assert ("clip_ratio=auto follows it" in said) is (hint is not None)
-    assert hint is not None or "clip_ratio=auto give" not in said
+    assert hint is not None or "set clip_ratio=auto" not in said
 
 
 @pytest.mark.parametrize(("zeroed", "safe"), [(0.2, True), (0.8, False)])
@@ -312,7 +341,7 @@ def test_a_weight_of_0_removes_a_sample_too(small_config, zeroed, safe):
     gap = 1e-4 * torch.ones(100, 1, dtype=torch.float64)
     found = measured(gap.flatten(), zeroed=torch.arange(100) < 100 * zeroed)
     assert (found.rejected, found.zeroed) == (0, zeroed)
-    advice = advise(small_config(f"{RC}.bypass_mode=false"), found, gap, 512)
+    advice = advised(small_config(f"{RC}.bypass_mode=false"), found, gap, 512)
     assert advice.safe is safe
     assert any(f"importance weights are 0 for {zeroed:.0%}" in reason for reason in advice.reasons)
     assert any("widen rollout_is_threshold" in reason for reason in advice.reasons) is not safe
@@ -323,7 +352,7 @@ def test_weights_that_only_diagnose_remove_nothing(small_config, loss_type):
     """IcePop with a band that the gap leaves: zero in the loss for reinforce, a diagnosis in bypass mode with PPO."""
     icepop = (f"{RC}.rollout_is=token", f'{RC}.rollout_is_threshold="0.9999999_1.0000001"', f"{CLIP}=0.01")
     none = (f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
-    result = run_preflight(FlowGRPOTrainer(small_config(BYPASS, *icepop, *none, f"{RC}.loss_type={loss_type}")), 8)
+    result = probed(FlowGRPOTrainer(small_config(BYPASS, *icepop, *none, f"{RC}.loss_type={loss_type}")), 8)
     assert result.overall.zeroed > 0.9 if loss_type == "reinforce" else result.overall.zeroed == 0
     assert result.advice.safe is (loss_type == "ppo_clip")
 
@@ -332,7 +361,7 @@ def test_weights_that_only_diagnose_remove_nothing(small_config, loss_type):
 def test_a_lag_is_named_wherever_bypass_is_run_or_recommended(small_config, bypass):
     gap = 1e-5 * torch.ones(100, 1, dtype=torch.float64)
     settings = (f"{RC}.bypass_mode={bypass}", "actor_rollout_ref.rollout.adapter_lag=4")
-    advice = advise(small_config(*settings), measured(gap.flatten()), gap, 512)
+    advice = advised(small_config(*settings), measured(gap.flatten()), gap, 512)
     assert advice.mode == "bypass"
     assert any("adapter_lag=4 adds the policy's own movement" in reason for reason in advice.reasons)
 
@@ -349,18 +378,18 @@ def test_the_time_saved_is_against_decoupled_mode_as_configured(small_config, se
     """Four prompts a batch: with two a mini-batch half of the scoring pass is free, with four all of it."""
     config = small_config("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *settings)
     seconds = {"rollout": 5.0, "score": 2.0, "update": 3.0}
-    assert saved_by_bypass(config, seconds) == pytest.approx(share / (8 + share))
+    assert saved_by_bypass(seconds, config.scored_share) == pytest.approx(share / (8 + share))
 
 
 def test_an_update_that_fails_is_not_safe(small_config):
     """What was measured is kept."""
     trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01"))
 
-    def fails(*_):
+    def fails(*_, **__):
         raise NonFiniteUpdateError("the gradient is nan", [0])
 
     trainer.run.actor.update = fails
-    result = run_preflight(trainer, 2)
+    result = probed(trainer, 2)
     assert not result.advice.safe
     assert result.saved is None
     assert "an optimizer step on these samples fails: the gradient is nan" in report(result)
@@ -373,7 +402,7 @@ def test_a_sliding_window_is_probed_at_its_own_places(small_config):
     found = {}
     for strategy in ("random", "progressive"):
         trainer = FlowGRPOTrainer(small_config(BYPASS, *window, f"{algo}.sample_strategy={strategy}", folder=strategy))
-        found[strategy] = run_preflight(trainer, 2)
+        found[strategy] = probed(trainer, 2)
     assert (found["random"].setting["images"], found["progressive"].setting["images"]) == (3 * 2, 2 * 2)
     assert [step.count for step in found["random"].steps] == [2, 4, 4, 2]  # from 0, 1, 2
     assert [step.count for step in found["progressive"].steps] == [2, 2, 2, 2]  # from 0, 2
@@ -381,7 +410,7 @@ def test_a_sliding_window_is_probed_at_its_own_places(small_config):
 
 def test_equal_engines_have_no_gap(small_config):
     trainer = FlowGRPOTrainer(small_config(BYPASS, "actor_rollout_ref.rollout.dtype=float32"))
-    result = run_preflight(trainer, 8)
+    result = probed(trainer, 8)
     assert result.overall.abs_max < LOG_PROB
     assert result.overall.kl_nats < divergence(512)
     assert result.advice.safe
@@ -396,8 +425,8 @@ def test_rejection_is_taken_into_account(small_config, threshold):
     rc = "algorithm.rollout_correction"
     settings = (BYPASS, "actor_rollout_ref.rollout.quantization=fp8", f"{CLIP}=1e-3", f"{rc}.rollout_rs=seq_mean_k1")
     auto = (f"{rc}.rollout_rs_auto_share=0.25", f"{rc}.rollout_rs_auto_min=1e-6")
-    without = run_preflight(FlowGRPOTrainer(small_config(*settings, f"{rc}.rollout_rs_threshold=0.5_2.0")), 8)
-    result = run_preflight(FlowGRPOTrainer(small_config(*settings, f"{rc}.rollout_rs_threshold={threshold}", *auto)), 8)
+    without = probed(FlowGRPOTrainer(small_config(*settings, f"{rc}.rollout_rs_threshold=0.5_2.0")), 8)
+    result = probed(FlowGRPOTrainer(small_config(*settings, f"{rc}.rollout_rs_threshold={threshold}", *auto)), 8)
     assert without.overall.rejected == 0
     assert result.overall.abs_mean == without.overall.abs_mean
     assert 0.1 < result.overall.rejected < 0.9
@@ -410,7 +439,7 @@ def test_the_gap_is_that_of_the_means(small_config, sde_type):
     """For a Gaussian step the gap in nats and the KL come from the same shift of the mean, whatever its scale."""
     algo = f"actor_rollout_ref.rollout.algo.sde_type={sde_type}"
     trainer = FlowGRPOTrainer(small_config(BYPASS, "actor_rollout_ref.rollout.quantization=fp8", algo))
-    result = run_preflight(trainer, 8)
+    result = probed(trainer, 8)
     for step in result.steps:
         # the gap is N(-KL, 2 KL) in nats for a draw of the engine: its size is that of sqrt(2 KL)
         assert 0.3 < step.nats / math.sqrt(2 * step.kl_nats) < 1.6
@@ -424,10 +453,9 @@ def out_of(images, steps, outside, width=1e-3):
     """``StepGap`` of ``images`` x ``steps`` samples of which the first ``outside`` leave the band."""
     gap = torch.full((images, steps), 0.1 * width, dtype=torch.float64)
     gap.view(-1)[torch.randperm(images * steps, generator=torch.Generator().manual_seed(0))[:outside]] = 3 * width
-    flat, keep = gap.flatten(), torch.ones(images * steps, dtype=torch.bool)
-    clip = clipping(DiffusionLossConfig(clip_ratio=width), flat, 0 * flat, torch.full_like(flat, 0.5))
-    numbers = torch.arange(images).repeat_interleave(steps)
-    return step_gap(flat, flat, 0 * flat, Fate(keep, ~keep), clip, None, numbers), gap
+    found = left_out(DiffusionLossConfig(clip_ratio=width), gap, 0 * gap)
+    flat = replace(found, nats=gap).part(torch.ones_like(found.keep))
+    return step_gap(flat, None), gap
 
 
 @pytest.mark.parametrize(
@@ -445,7 +473,7 @@ def out_of(images, steps, outside, width=1e-3):
 )
 def test_a_share_is_judged_by_its_interval(small_config, images, outside, verdict):
     found, gap = out_of(images, 4, outside)
-    advice = advise(small_config(BYPASS, f"{CLIP}=1e-3"), found, gap, 512, images=images)
+    advice = advised(small_config(BYPASS, f"{CLIP}=1e-3"), found, gap, 512, images=images)
     said = " ".join(advice.reasons)
     assert advice.verdict == verdict
     assert advice.safe is (verdict == "safe")
@@ -460,19 +488,19 @@ def test_it_says_how_many_images_would_settle_it(small_config):
     """If the share is what it seems: as many then do, and no other number up to the most where it is at its limit."""
     found, gap = out_of(16, 4, 15)
     config = small_config(BYPASS, f"{CLIP}=1e-3")
-    said = next(r for r in advise(config, found, gap, 512, images=16).reasons if "--images" in r)
+    said = next(r for r in advised(config, found, gap, 512, images=16).reasons if "--images" in r)
     images = int(said.partition("--images ")[2].partition(" ")[0])
     assert said == (
         "16 images a place do not show on which side of its limit the share lies (outside clip_ratio=0.001); "
         f"--images {images} would, if it is what it seems, 23%"
     )
     again, gap = out_of(images, 4, round(images * 4 * 15 / 64))
-    assert advise(config, again, gap, 512, images=images).verdict == "safe"
+    assert advised(config, again, gap, 512, images=images).verdict == "safe"
     at_the_limit, gap = out_of(16, 4, 16)
-    said = " ".join(advise(config, at_the_limit, gap, 512, images=16).reasons)
+    said = " ".join(advised(config, at_the_limit, gap, 512, images=16).reasons)
     assert "not even --images 4096 would show" in said
     assert "take it for too much" in said
-    assert "--images" not in " ".join(advise(config, found, gap, 512).reasons)
+    assert "--images" not in " ".join(advised(config, found, gap, 512).reasons)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +511,7 @@ def test_it_says_how_many_images_would_settle_it(small_config):
 def test_what_is_removed_is_judged_by_its_interval_too(small_config, what, count, share, verdict):
     gap, gone = 1e-4 * torch.ones(count, 1, dtype=torch.float64), torch.arange(count) < round(count * share)
     found = measured(gap.flatten(), **({"keep": ~gone} if what == "rejected" else {"zeroed": gone}))
-    advice = advise(small_config(f"{RC}.bypass_mode=false"), found, gap, 512, images=count)
+    advice = advised(small_config(f"{RC}.bypass_mode=false"), found, gap, 512, images=count)
     assert advice.verdict == verdict
     assert next(one.verdict for one in advice.judged if what[:6] in one.what or "of 0" in one.what) == verdict
 
@@ -493,7 +521,7 @@ def test_flow_dppo_s_share_is_judged_by_its_interval(small_config):
         gap = torch.zeros(count, dtype=torch.float64)
         kl = torch.where(torch.arange(count) < count * 0.19, 1e-4, 1e-6).double()
         found = measured(gap, kl=kl, loss_mode="flow_dppo")
-        advice = advise(small_config(BYPASS, f"{LOSS}.loss_mode=flow_dppo"), found, gap[:, None], 512, images=count)
+        advice = advised(small_config(BYPASS, f"{LOSS}.loss_mode=flow_dppo"), found, gap[:, None], 512, images=count)
         assert advice.verdict == verdict
         assert advice.because.startswith("beyond kl_mask_threshold=1e-05: 19%")
 
@@ -503,7 +531,7 @@ def test_an_engine_that_may_be_broken_is_not_shown_safe(small_config):
     for count, verdict in ((8, "not shown safe"), (4000, "safe")):
         gap = 0.045 * torch.linspace(0.2, 1.8, count, dtype=torch.float64)
         found = measured(gap, nats=512 * gap)
-        advice = advise(small_config(f"{RC}.bypass_mode=false"), found, gap[:, None], 512)
+        advice = advised(small_config(f"{RC}.bypass_mode=false"), found, gap[:, None], 512)
         assert advice.verdict == verdict
         assert ("more images would show it" in " ".join(advice.reasons)) is (verdict == "not shown safe")
 
@@ -511,7 +539,7 @@ def test_an_engine_that_may_be_broken_is_not_shown_safe(small_config):
 def test_what_cannot_happen_needs_no_images_to_show_it(small_config):
     """Decoupled mode without a rejection: two images are enough to find the engine sound."""
     settings = (f"{RC}.bypass_mode=false", f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
-    result = run_preflight(FlowGRPOTrainer(small_config(*settings)), 2)
+    result = probed(FlowGRPOTrainer(small_config(*settings)), 2)
     assert result.advice.verdict == "safe"
     assert [one.what for one in result.advice.judged] == ["mean |log ratio| per latent dimension"]
 
@@ -520,11 +548,11 @@ def test_a_timestep_s_share_has_its_interval(small_config):
     found, gap = out_of(16, 1, 5)
     config = small_config(BYPASS, f"{CLIP}=1e-3")
     step = replace(found, timestep=500.0)
-    said = " ".join(advise(config, found, gap, 512, [step]).reasons)
+    said = " ".join(advised(config, found, gap, 512, [step]).reasons)
     assert "at timestep 500 it is 31% (13.9% to 55.9%), which may be too much there" in said
     certain = replace(out_of(400, 1, 125)[0], timestep=500.0)
     assert "and what is learned there chosen by that error" in " ".join(
-        advise(config, found, gap, 512, [certain]).reasons
+        advised(config, found, gap, 512, [certain]).reasons
     )
 
 
@@ -533,12 +561,12 @@ def test_it_samples_on_until_it_is_settled(small_config):
     settings = (BYPASS, "actor_rollout_ref.rollout.quantization=fp8", f"{CLIP}=2e-4", *WINDOW_4)
     settings += ("actor_rollout_ref.rollout.pipeline.num_inference_steps=6", f"{RC}.rollout_rs=null")
     settings += (f"{RC}.rollout_rs_threshold=null",)
-    narrow = run_preflight(FlowGRPOTrainer(small_config(*settings, folder="narrow")), 4, 128)
+    narrow = probed(FlowGRPOTrainer(small_config(*settings, folder="narrow")), 4, 128)
     assert narrow.advice.verdict == "not safe"
     assert narrow.images < 128  # as soon as it is clear
     assert narrow.overall.count == 4 * narrow.images
     assert narrow.overall.images == narrow.images
-    whole = run_preflight(FlowGRPOTrainer(small_config(*settings, folder="whole")), narrow.images)
+    whole = probed(FlowGRPOTrainer(small_config(*settings, folder="whole")), narrow.images)
     assert whole.overall.clipped == narrow.overall.clipped  # the same images, asked for at once
     assert whole.overall.abs_mean == pytest.approx(narrow.overall.abs_mean, rel=1e-3)
     assert whole.confidence == pytest.approx(0.95)
@@ -549,21 +577,20 @@ def test_without_a_gap_few_images_are_enough(small_config):
     """A window of one place, so that the default number of images is all there are to start with."""
     settings = (BYPASS, "actor_rollout_ref.rollout.dtype=float32", *WINDOW_4)
     trainer = FlowGRPOTrainer(small_config(*settings, "actor_rollout_ref.rollout.pipeline.num_inference_steps=6"))
-    result = run_preflight(trainer, 16, 128)
+    result = probed(trainer, 16, 128)
     assert result.advice.verdict == "safe"
     assert result.images <= 32
 
 
 def test_images_that_come_later_are_new_ones(small_config):
     trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=1e-3"))
-    first, second = sample_and_rescore(trainer, 3), sample_and_rescore(trainer, 3, 3)
-    together = first.rescored.followed_by(second.rescored)
-    assert together.images == 6
-    assert len(together.gap) == len(first.trajectories) + len(second.trajectories)
-    assert len(together.gap.unique()) == together.gap.numel()
+    first, second = sample_and_rescore(trainer.probed_run(), 3), sample_and_rescore(trainer.probed_run(), 3, 3)
+    together = GapSample.concatenate([first.sample, second.sample])
+    assert len(together.engine) == len(first.trajectories) + len(second.trajectories)
+    assert len(together.engine.unique()) == together.engine.numel()
     asked = []
     trainer.conditioning = lambda prompts, _: asked.append(prompts) or second.conditioning
-    sample_and_rescore(trainer, 3, 3)
+    sample_and_rescore(trainer.probed_run(), 3, 3)
     assert asked == [trainer.run.train_prompts[3:6]]
 
 
@@ -582,13 +609,13 @@ def test_a_transition_that_is_not_finite_is_an_error(small_config, name, says):
 
     trainer.run.actor.rescore = broken
     with pytest.raises(RolloutError, match=f"1 of 8 steps that the engine sampled a NaN or infinite {says}"):
-        run_preflight(trainer, 2)
+        probed(trainer, 2)
 
 
 def test_where_everything_is_rejected_nothing_is_said_of_the_clip(small_config):
     gap = 1e-4 * torch.ones(32, dtype=torch.float64)
     found = measured(gap, torch.zeros(32, dtype=torch.bool))
-    advice = advise(small_config(BYPASS, f"{CLIP}=1e-3"), found, gap[:, None], 512, images=32)
+    advice = advised(small_config(BYPASS, f"{CLIP}=1e-3"), found, gap[:, None], 512, images=32)
     said = " ".join(advice.reasons)
     assert advice.verdict == "not safe"
     assert "leave no sample of which the clip could be measured" in said
@@ -599,7 +626,7 @@ def test_where_everything_is_rejected_nothing_is_said_of_the_clip(small_config):
 def test_no_fixed_clip_is_offered_where_a_calibrated_one_is_recommended(small_config):
     gap = 1e-3 * torch.randn(4, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = measured(gap.flatten(), band=(3e-3, 3e-3))
-    advice = advise(small_config(BYPASS, f"{CLIP}=auto"), found, gap, 512, images=4)
-    assert (advice.verdict, advice.clip_ratio) == ("not shown safe", "auto")
+    advice = advised(small_config(BYPASS, f"{CLIP}=auto"), found, gap, 512, images=4)
+    assert (advice.verdict, advice.limit) == ("not shown safe", "auto")
     assert "holds the gap" not in " ".join(advice.reasons)
     assert "decoupled mode does without" in advice.reasons

@@ -1,4 +1,4 @@
-"""The probe: its numbers by hand, the split into engine gap and staleness, and that it leaves no trace."""
+"""Rescoring every batch: its numbers by hand, the split into engine gap and staleness, and that it leaves no trace."""
 
 import warnings
 
@@ -12,9 +12,9 @@ from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import RolloutConfig
 from flowgrpo_rc.rollout.config import ProbeConfig
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.sde import log_prob, transition
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
 
 PROBE = "actor_rollout_ref.rollout.probe"
 LAG = "actor_rollout_ref.rollout.adapter_lag"
@@ -25,11 +25,11 @@ RC = "algorithm.rollout_correction"
 
 
 def watched(config):
-    """A trainer and what its probe was given: ``(batch, conditioning, step)``."""
+    """A trainer and what its rescoring was given: ``(batch, conditioning, step)``."""
     trainer, calls = FlowGRPOTrainer(config), []
-    probe = trainer.probe
-    trainer.probe = lambda *args: (calls.append((args[0].clone(), *args[1:])), probe(*args))[1]
-    return trainer, probe, calls
+    rescoring = trainer.rescoring
+    trainer.rescoring = lambda *args: (calls.append((args[0].clone(), *args[1:])), rescoring(*args))[1]
+    return trainer, rescoring, calls
 
 
 def by_hand(trainer, batch, conditioning, rows):
@@ -50,18 +50,18 @@ def by_hand(trainer, batch, conditioning, rows):
 
 @pytest.mark.portable
 def test_its_numbers_are_a_rescoring_by_hand(small_config):
-    trainer, probe, calls = watched(small_config())
-    original = trainer.probe
+    trainer, rescoring, calls = watched(small_config())
+    original = trainer.rescoring
     for step in range(2):
         rows, scores = torch.tensor([0, 4, 8, 12]) + step, []
 
-        def rescoring(*args, scores=scores, rows=rows):
+        def first_by_hand(*args, scores=scores, rows=rows):
             scores.append(by_hand(trainer, args[0], args[1], rows))
             return original(*args)
 
-        trainer.probe = rescoring
+        trainer.rescoring = first_by_hand
         row, batch = trainer.train_step(), calls[-1][0]
-        assert probe.rows(batch, step).tolist() == rows.tolist()
+        assert rescoring.rows(batch, step).tolist() == rows.tolist()
         gap = (batch["rollout_log_probs"][rows] - scores[0]).abs()
         assert row["rollout_sync/engine_gap_abs_mean"] == pytest.approx(float(gap.mean()), abs=LOG_PROB)
         assert row["rollout_sync/engine_gap_abs_max"] == pytest.approx(float(gap.max()), abs=LOG_PROB)
@@ -106,9 +106,9 @@ def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
     trainer = FlowGRPOTrainer(small_config(f"{LAG}=2", FAST))
     for _ in range(3):
         trainer.train_step()
-    (batch, _, cond), probe, step = trainer._rollout(*trainer._next_prompts()), trainer.probe, trainer.step
-    rows = probe.rows(batch, step)
-    scored = probe.rescore(batch, rows, cond)
+    (batch, _, cond), rescoring, step = trainer._rollout(*trainer._next_prompts()), trainer.rescoring, trainer.step
+    rows = rescoring.rows(batch, step)
+    scored = rescoring.rescore(batch, rows, cond)
     recorded, now = batch["rollout_log_probs"][rows].double(), by_hand(trainer, batch, cond, rows).double()
     assert_close(scored.total, now - recorded, rtol=0, atol=LOG_PROB)
     with trainer.adapter.actor_at_rollout_version():
@@ -117,7 +117,7 @@ def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
     assert_close(scored.staleness, now - then, rtol=0, atol=LOG_RATIO)
     assert torch.equal(scored.timesteps.float(), batch["timesteps"][rows])
     assert (scored.to_nats == 512).all()
-    metrics = probe(batch, cond, step)
+    metrics = rescoring(batch, cond, step)
     gap, stale = scored.engine.abs(), scored.staleness.abs()
     assert metrics["rollout_sync/engine_gap_abs_mean"] == pytest.approx(float(gap.mean()), rel=1e-5)
     assert metrics["rollout_sync/staleness_abs_mean"] == pytest.approx(float(stale.mean()), rel=1e-5)
@@ -126,7 +126,7 @@ def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
 
 
 def test_the_adapter_and_the_random_streams_stay(small_config):
-    trainer, probe, calls = watched(small_config(f"{LAG}=1", "actor_rollout_ref.actor.ema_decay=0.5"))
+    trainer, rescoring, calls = watched(small_config(f"{LAG}=1", "actor_rollout_ref.actor.ema_decay=0.5"))
     for _ in range(2):
         trainer.train_step()
     actor, engine = trainer.run.actor, trainer.run.engine
@@ -138,7 +138,7 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
         assert not same(adapter_state(actor.transformer), states[0])
     batch, cond, step = calls[-1]
     before = batch.clone()
-    probe(batch, cond, step)
+    rescoring(batch, cond, step)
     after = [adapter_state(actor.transformer), adapter_state(engine.transformer), actor.averaged_state()]
     assert all(same(a, b) for a, b in zip(after, states, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
@@ -148,13 +148,13 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
 
 
 def test_the_adapter_comes_back_when_scoring_fails(small_config):
-    trainer, probe, calls = watched(small_config(f"{LAG}=1"))
+    trainer, rescoring, calls = watched(small_config(f"{LAG}=1"))
     for _ in range(2):
         trainer.train_step()
     own = adapter_state(trainer.run.actor.transformer)
     trainer.run.actor.rescore = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        probe(*calls[-1])
+        rescoring(*calls[-1])
     assert same(adapter_state(trainer.run.actor.transformer), own)
 
 
@@ -172,14 +172,14 @@ def strip(row):
 
 
 def test_its_images_do_not_depend_on_the_processes_and_move_on(small_config):
-    trainer, probe, calls = watched(small_config(f"{PROBE}.images=5"))
+    trainer, rescoring, calls = watched(small_config(f"{PROBE}.images=5"))
     trainer.train_step()
     batch = calls[0][0]
     seen = set()
     for step in range(16):
-        rows = probe.rows(batch, step).tolist()
+        rows = rescoring.rows(batch, step).tolist()
         halves = [(half.nonzero().flatten(), half) for half in (batch["group"] % 2 == 0, batch["group"] % 2 == 1)]
-        dealt = [int(numbers[i]) for numbers, half in halves for i in probe.rows(batch[half], step).tolist()]
+        dealt = [int(numbers[i]) for numbers, half in halves for i in rescoring.rows(batch[half], step).tolist()]
         assert (len(rows), sorted(dealt)) == (5, rows)
         seen |= set(rows)
     assert seen == set(range(16))

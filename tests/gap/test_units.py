@@ -40,6 +40,7 @@ def sample(kl=None):
         timesteps=torch.tensor([[900.0, 800.0], [800.0, 700.0]]).double(),
         engine=torch.tensor([[1e-3, -2e-3], [4e-3, -8e-3]]).double(),
         staleness=torch.tensor([[0.0, 1e-3], [-2e-3, 0.0]]).double(),
+        stds=torch.full((2, 2), 0.5).double(),
         to_nats=torch.full((2, 2), 100.0).double(),
         dimensions=25,
         kl=kl,
@@ -78,7 +79,7 @@ def test_timesteps_of_one_name_share_their_mean():
 
 
 def test_processes_are_put_together():
-    other = GapSample(*(torch.zeros(0, 2) for _ in range(4)), dimensions=25, kl=None)
+    other = GapSample(*(torch.zeros(0, 2) for _ in range(5)), dimensions=25, kl=None)
     both = GapSample.concatenate([sample(), other, sample()])
     assert both.engine.shape == (4, 2)
     assert both.kl is None

@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from flowgrpo_rc.loss import LossMetrics
+from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms
 
 F64 = torch.float64
 BAND = {"clip_low": 0.1, "clip_high": 0.3}
@@ -16,15 +17,15 @@ def tensor(*values):
     return torch.tensor(values, dtype=F64)
 
 
-def metrics_of(log_ratio, advantages, keep=None, loss_sum=1.0, denominator=None, kl_sum=0.0, **band):
+def metrics_of(log_ratio, advantages, keep=None, loss_sum=1.0, denominator=None, kl_sum=0.0, valid=None, **limits):
     return LossMetrics.of(
+        PolicyInputs(log_ratio, torch.zeros_like(log_ratio), advantages, keep=keep),
+        PolicyTerms(torch.zeros_like(log_ratio), log_ratio),
+        PolicyLimits(**{**BAND, **limits}),
         loss_sum=tensor(loss_sum)[0],
         denominator=tensor(log_ratio.numel() if denominator is None else denominator)[0],
-        keep=keep,
-        log_ratio=log_ratio,
-        advantages=advantages,
         kl_sum=tensor(kl_sum)[0],
-        **{**BAND, **band},
+        valid=valid,
     )
 
 

@@ -1,6 +1,7 @@
 """The token path of the loss: a slow float64 loop in every mode, hand-worked numbers, padding, cuts and ranks."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig
-from flowgrpo_rc.actor.config import LOSS_AGG_MODES
 from flowgrpo_rc.correction import compute_rollout_correction
-from flowgrpo_rc.loss import diffusion_loss, diffusion_loss_sums
+from flowgrpo_rc.loss import diffusion_loss, diffusion_loss_sums, token_loss, token_loss_sums
+from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 
 F64 = torch.float64
 EXACT = {"rtol": 0, "atol": 0}
@@ -91,9 +92,21 @@ def prepared(mode, rc, data):
 
 
 def run(config, log_probs, data):
-    """`loss, gradient, metrics`."""
+    """`loss, gradient, metrics` of tokens, equal for both functions; without a mask of SDE steps."""
+    if data.get("response_mask") is None:
+        return run_once(diffusion_loss, config, log_probs, data)
+    results = run_once(token_loss, config, log_probs, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handed_on = run_once(diffusion_loss, config, log_probs, data)
+    assert_close(handed_on[:2], results[:2], **EXACT)
+    assert handed_on[2] == results[2]
+    return results
+
+
+def run_once(function, config, log_probs, data):
     log_probs = log_probs.detach().clone().requires_grad_()
-    loss, metrics = diffusion_loss(config, {"log_probs": log_probs}, data)
+    loss, metrics = function(config, {"log_probs": log_probs}, data)
     loss.backward()
     return loss.detach(), log_probs.grad, metrics
 
@@ -170,7 +183,7 @@ def loop_loss(mode, rc, new, data, agg_mode, factor=None, kl=0.0):
     return tensor(loop_aggregate(values, keep, agg_mode, factor))[0], gradient, int(keep.sum()) / int(mask.sum())
 
 
-@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("agg_mode", AGGREGATIONS)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_equals_the_loop(mode, correction, agg_mode):
@@ -187,7 +200,7 @@ def test_every_mode_equals_the_loop(mode, correction, agg_mode):
         assert (0.1 < kept < 0.95) is ("rollout_rs" in rc)
 
 
-@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("agg_mode", AGGREGATIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradcheck_between_the_kinks(mode, agg_mode):
     """Ratios exp(+-.02) are in the band, exp(.4) between band and dual clip, exp(.6) and exp(-.5) beyond both."""
@@ -200,7 +213,7 @@ def test_gradcheck_between_the_kinks(mode, agg_mode):
     config = make_config(mode, rc, kl=0.3, loss_agg_mode=agg_mode)
     data = prepared(mode, rc, data)
     data["ref_log_probs"] = data["old_log_probs"] + 0.1
-    assert torch.autograd.gradcheck(lambda x: diffusion_loss(config, {"log_probs": x}, data)[0], new)
+    assert torch.autograd.gradcheck(lambda x: token_loss(config, {"log_probs": x}, data)[0], new)
 
 
 # ---------------------------------------------------------------- by hand
@@ -295,7 +308,7 @@ def verl_agg_loss(loss, mask, agg_mode):
     }[agg_mode]
 
 
-@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("agg_mode", AGGREGATIONS)
 def test_equals_verls_formulas(agg_mode):
     """Decoupled with weights, and KL by its k3 estimate."""
     rc, bounded = CORRECTIONS["token TIS"], 0.0
@@ -351,11 +364,11 @@ def test_decoupled_mask_is_response_mask_and_keep():
     ones = {"rollout_keep": torch.ones_like(data["response_mask"])}
     same(make_config(), new, data, {**data, **ones})
     zero = {"rollout_is_weights": torch.zeros_like(new)}
-    sums = diffusion_loss_sums(make_config(), {"log_probs": new}, {**data, **zero})
+    sums = token_loss_sums(make_config(), {"log_probs": new}, {**data, **zero})
     assert (sums.loss_sum, sums.denominator) == (0.0, data["response_mask"].sum())
     keep = data["response_mask"].roll(1, 0)
     both = data["response_mask"] & keep
-    sums = diffusion_loss_sums(make_config(), {"log_probs": new}, {**data, "rollout_keep": keep})
+    sums = token_loss_sums(make_config(), {"log_probs": new}, {**data, "rollout_keep": keep})
     assert sums.denominator == both.sum()
     same(make_config(), new, {**data, "rollout_keep": keep.long()}, {**data, "response_mask": both})
 
@@ -482,7 +495,7 @@ def test_masked_equals_removed(mode, agg_mode):
             continue
         cut = {k: v[i : i + 1, :length] for k, v in data.items()}
         log_probs = new[i : i + 1, :length].clone().requires_grad_()
-        part = diffusion_loss_sums(config, {"log_probs": log_probs}, cut)
+        part = token_loss_sums(config, {"log_probs": log_probs}, cut)
         part.loss_sum.backward()
         gradient[i, :length] = log_probs.grad
         total, denominator = total + part.loss_sum.detach(), denominator + part.denominator
@@ -494,7 +507,7 @@ PADDED = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "a
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("agg_mode", AGGREGATIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_may_hold_anything(mode, agg_mode, value):
     rc = CORRECTIONS["sequence TIS, seq_mean_k1"]
@@ -530,7 +543,7 @@ def test_rejected_tokens_may_hold_anything_in_decoupled_mode(name, value):
 
 
 @pytest.mark.parametrize("how", ["masked", "rejected"])
-@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("agg_mode", AGGREGATIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_left_is_zero_with_zero_gradients_and_a_warning(mode, agg_mode, how):
     rc = {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "50_60"}
@@ -564,7 +577,7 @@ def test_only_log_probs_get_a_gradient_and_inputs_stay_as_they_are(mode):
 # ---------------------------------------------------------------- cuts
 
 
-@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("agg_mode", AGGREGATIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_any_cut_and_any_order_give_the_same_update(mode, agg_mode):
     """In float32, to 1e-6; one of the micro-batches is the empty response alone."""
@@ -577,7 +590,7 @@ def test_any_cut_and_any_order_give_the_same_update(mode, agg_mode):
         log_probs = new.float().requires_grad_()
         sums, denominator, metrics = 0.0, 0.0, None
         for rows in cut:
-            part = diffusion_loss_sums(config, {"log_probs": log_probs[rows]}, {k: v[rows] for k, v in data.items()})
+            part = token_loss_sums(config, {"log_probs": log_probs[rows]}, {k: v[rows] for k, v in data.items()})
             part.loss_sum.backward()
             sums, denominator = sums + part.loss_sum.detach(), denominator + part.denominator
             metrics = part.metrics if metrics is None else metrics + part.metrics
@@ -599,7 +612,7 @@ def test_any_cut_and_any_order_give_the_same_update(mode, agg_mode):
 def test_objectives_on_transition_means_are_refused(loss_mode):
     new, data = random_batch()
     with pytest.raises(ValueError, match=f"loss_mode: got {loss_mode} with a response_mask in data, but tokens have"):
-        diffusion_loss(make_config(loss_mode=loss_mode), {"log_probs": new}, data)
+        token_loss(make_config(loss_mode=loss_mode), {"log_probs": new}, data)
 
 
 @pytest.mark.parametrize(
@@ -622,14 +635,31 @@ def test_errors_name_what_is_missing_or_misshapen(change, message):
     for name, shape in change.items():
         data[name] = None if shape is None else torch.ones(shape, dtype=F64)
     with pytest.raises(ValueError, match=message):
-        diffusion_loss(make_config(kl=0.1), {"log_probs": new}, data)
+        token_loss(make_config(kl=0.1), {"log_probs": new}, data)
+
+
+def test_diffusion_loss_says_where_tokens_go():
+    new, data = random_batch()
+    with pytest.warns(UserWarning, match="response_mask, so diffusion_loss hands it to flowgrpo_rc.token_loss"):
+        loss, _ = diffusion_loss(make_config(), {"log_probs": new}, data)
+    with pytest.warns(UserWarning, match="flowgrpo_rc.token_loss"):
+        sums = diffusion_loss_sums(make_config(), {"log_probs": new}, data)
+    assert_close(loss, token_loss(make_config(), {"log_probs": new}, data)[0], **EXACT)
+    assert_close(sums.loss_sum / sums.denominator, loss, **EXACT)
+
+
+def test_tokens_need_a_mask():
+    new, data = random_batch()
+    del data["response_mask"]
+    with pytest.raises(ValueError, match="data lacks 'response_mask'; it holds: advantages, old_log_probs"):
+        token_loss(make_config(), {"log_probs": new}, data)
 
 
 def test_a_flat_mask_beside_flat_log_probs_is_refused():
     new, data = random_batch()
     flat = {k: v[:, 0] for k, v in data.items()}
     with pytest.raises(ValueError, match=r"on the token path both must be \(B, T\)"):
-        diffusion_loss(make_config(), {"log_probs": new[:, 0]}, flat)
+        token_loss(make_config(), {"log_probs": new[:, 0]}, flat)
 
 
 @pytest.mark.parametrize("mode", ["bypass ppo_clip", "bypass reinforce"])
@@ -637,12 +667,12 @@ def test_a_non_finite_log_prob_at_a_valid_token_is_an_error_in_bypass(mode):
     new, data = random_batch()
     new[1, 1] = math.nan
     with pytest.raises(ValueError, match=r"1 of 48 positions .* the first is \(1, 1\)"):
-        diffusion_loss(make_config(mode), {"log_probs": new}, data)
+        token_loss(make_config(mode), {"log_probs": new}, data)
 
 
 # ---------------------------------------------------------------- ranks
 
-RANK_CASES = [(mode, agg_mode, full) for mode in MODES for agg_mode in LOSS_AGG_MODES for full in (True, False)]
+RANK_CASES = [(mode, agg_mode, full) for mode in MODES for agg_mode in AGGREGATIONS for full in (True, False)]
 """`full=False`: rank 0 has no valid token."""
 
 
@@ -665,7 +695,7 @@ def _rank(rank, folder):
         log_probs = new.requires_grad_()
         shard = {k: v[rows] for k, v in data.items()}
         group = torch.distributed.group.WORLD
-        loss, metrics = diffusion_loss(config, {"log_probs": log_probs[rows]}, shard, dp_group=group)
+        loss, metrics = token_loss(config, {"log_probs": log_probs[rows]}, shard, dp_group=group)
         loss.backward()
         torch.distributed.all_reduce(log_probs.grad)
         losses = loss.detach().clone()

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.loss import diffusion_loss
+from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, TransitionShift
 from flowgrpo_rc.loss.trust_region import flow_dppo, grpo_guard
 
 F64 = torch.float64
@@ -29,16 +30,9 @@ def tensor(*values):
     ],
 )
 def test_guard_by_hand(advantage, log_ratio, shift, std, dt, loss):
-    terms = grpo_guard(
-        tensor(log_ratio - 1),
-        tensor(-1.0),
-        tensor(advantage),
-        mean_shift=tensor(shift),
-        step_std=tensor(std),
-        dt=tensor(dt),
-        clip_low=0.1,
-        clip_high=0.3,
-    )
+    shift = TransitionShift(tensor(shift / (2 * std**2)), tensor(std), tensor(dt))
+    inputs = PolicyInputs(tensor(log_ratio - 1), tensor(-1.0), tensor(advantage), shift=shift)
+    terms = grpo_guard(inputs, PolicyLimits(clip_low=0.1, clip_high=0.3))
     assert_close(terms.loss, tensor(loss))
 
 
@@ -54,11 +48,13 @@ def test_guard_by_hand(advantage, log_ratio, shift, std, dt, loss):
 )
 def test_dppo_by_hand(advantage, ratio, kl, loss, masked):
     log_prob = tensor(math.log(ratio)).requires_grad_()
-    terms, out = flow_dppo(log_prob, tensor(0.0), tensor(advantage), kl=tensor(kl), kl_threshold=1.0)
+    shift = TransitionShift(tensor(kl), tensor(1.0))
+    inputs = PolicyInputs(log_prob, tensor(0.0), tensor(advantage), shift=shift)
+    terms = flow_dppo(inputs, PolicyLimits(clip_low=0.1, clip_high=0.1, threshold=1.0))
     terms.loss.sum().backward()
     assert_close(terms.loss.detach(), tensor(loss))
     assert_close(log_prob.grad, tensor(loss))  # d(-A r)/d log_prob = -A r, and 0 where masked
-    assert out.tolist() == [masked]
+    assert terms.left_out.tolist() == [masked]
 
 
 def case(seed=0, b=5, w=2, dims=6):

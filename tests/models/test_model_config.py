@@ -7,8 +7,7 @@ import torch
 
 from flowgrpo_rc.checks import path
 from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, check_adapter_file
-from flowgrpo_rc.models.adapter_file import FILE
-from flowgrpo_rc.models.lora import attach_lora, save_lora
+from flowgrpo_rc.models.lora import ADAPTER_FILE, attach_lora, save_lora
 
 
 @pytest.mark.parametrize(
@@ -87,15 +86,15 @@ def test_a_starting_lora_that_is_damaged_or_not_there(adapter, tmp_path):
     with pytest.raises(AdapterMismatchError, match=f"{field}.*gone is no folder; give the one that holds"):
         check_adapter_file(str(tmp_path / "gone"), 4, 12)
     with pytest.raises(AdapterMismatchError, match=f"{field}.* is no folder"):
-        check_adapter_file(str(adapter / FILE), 4, 12)
+        check_adapter_file(str(adapter / ADAPTER_FILE), 4, 12)
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(AdapterMismatchError, match=f"{field}.*empty holds no {FILE}"):
+    with pytest.raises(AdapterMismatchError, match=f"{field}.*empty holds no {ADAPTER_FILE}"):
         check_adapter_file(str(empty), 4, 12)
-    content = (adapter / FILE).read_bytes()
+    content = (adapter / ADAPTER_FILE).read_bytes()
     for part in (content[:-5], content[:100], b"", b"\xff" * 64):
-        (adapter / FILE).write_bytes(part)
-        with pytest.raises(AdapterMismatchError, match=f"{field}.*{FILE} cannot be read"):
+        (adapter / ADAPTER_FILE).write_bytes(part)
+        with pytest.raises(AdapterMismatchError, match=f"{field}.*{ADAPTER_FILE} cannot be read"):
             check_adapter_file(str(adapter), 4, 12)
 
 
@@ -105,7 +104,7 @@ def test_a_run_refuses_its_starting_lora_before_it_loads_the_model(adapter, smal
     loaded = []
     monkeypatch.setattr(setup, "load_model", lambda *a, **k: loaded.append(a))
     wrong = shutil.copytree(adapter, adapter.parent / "wrong")
-    (wrong / FILE).write_bytes(b"")
+    (wrong / ADAPTER_FILE).write_bytes(b"")
     with pytest.raises(AdapterMismatchError, match="cannot be read"):
         FlowGRPOTrainer(small_config(f"actor_rollout_ref.model.lora_adapter_path={wrong}"))
     assert not loaded

@@ -249,7 +249,7 @@ def test_guard(alarms, fled, level):
     [
         ("clip", "at step 30: samples outside the clip band before", "Widen diffusion_loss.clip_ratio."),
         ("rejected", "at step 30: samples rejected", "Widen rollout_rs_threshold or set it to auto"),
-        ("zeroed", "at step 30: importance weights of 0", "Widen the band of rollout_is_threshold"),
+        ("zeroed", "at step 30: importance weights of 0", "Widen rollout_is_threshold"),
         ("engine_gap", "at step 30: engine and actor with equal", "Compare dtype"),
     ],
 )

@@ -160,10 +160,9 @@ def test_the_band_is_drawn_where_the_gap_fills_it(title):
         history = History(rows(), settings(**{BYPASS: bypass}))
         axes = Figure().subplots()
         panel(title).draw(history, axes, LIGHT)
-        assert any("band" in label for label in axes.get_legend_handles_labels()[1]) == bypass
-        assert ("band" in panel(title).look_for(history)) == bypass
-    assert ("band" in panel("Gap between engine and actor").describe(history)) == bypass
-    assert panel("Gap between engine and actor").describe(History([{"reward/mean": 1.0}], settings())) is None
+        assert any("clip band" in label for label in axes.get_legend_handles_labels()[1]) == bypass
+        assert ("clip band 0.001" in panel("Gap between engine and actor").words(history)) == bypass
+    assert panel("Gap between engine and actor").words(History([{"reward/mean": 1.0}], settings())) == ""
 
 
 def drawn(title, made, *config):
@@ -174,7 +173,7 @@ def drawn(title, made, *config):
 
     history, axes = History(made, *(config or [settings()])), Figure().subplots()
     panel(title).draw(history, axes, LIGHT)
-    return panel(title).describe(history), {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    return panel(title).words(history), {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_divergences_are_drawn_against_their_reference(title, values, reference,
         assert [value] * 5 in lines.values()
         assert number(value) in says
     assert reference in lines.values()
-    assert panel(title).describe(History([{"reward/mean": 1.0}])) is None
+    assert panel(title).words(History([{"reward/mean": 1.0}])) == ""
 
 
 def test_the_lines_of_a_figure_are_the_limits_of_its_check():
@@ -300,18 +299,10 @@ def test_the_caller_s_matplotlib_is_left_alone(tmp_path):
 
 
 def test_a_reward_s_parts_are_drawn_and_named():
-    from matplotlib.figure import Figure
-
-    from flowgrpo_rc.report.panel import LIGHT
-    from flowgrpo_rc.report.panels import describe_reward, draw_reward
-
     both = {"reward/ocr": 0.25, "reward/jpeg_compressibility": -3.0, "reward/zero_std_fraction": 0.1}
     for given, names in ((both, ["ocr", "jpeg_compressibility"]), ({"reward/ocr": 0.25}, [])):
-        history = History(rows(20, **given))
-        axes = Figure().add_subplot()
-        draw_reward(history, axes, LIGHT)
-        labels = [line.get_label() for line in axes.get_lines()]
-        assert [label for label in labels if label in ("ocr", "jpeg_compressibility", "zero_std_fraction")] == names
-        assert [
-            name for name in ("ocr from 0.25", "jpeg_compressibility from -3") if name in describe_reward(history)
-        ] == [f"{name} from {text}" for name, text in zip(names, ("0.25", "-3"), strict=False)]
+        says, lines = drawn("Reward", rows(20, **given))
+        assert [label for label in lines if label in ("ocr", "jpeg_compressibility", "zero_std_fraction")] == names
+        assert [name for name in ("ocr from 0.25", "jpeg_compressibility from -3") if name in says] == [
+            f"{name} from {text}" for name, text in zip(names, ("0.25", "-3"), strict=False)
+        ]

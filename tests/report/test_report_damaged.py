@@ -139,8 +139,8 @@ def test_names_that_cannot_be_shown_are_escaped(run, name):
     shown = [n for n in read.rows[0] if n.startswith("reward/\\")]
     assert len(shown) == 2
     assert all(n.isprintable() for n in read.rows[0])
-    reward = next(panel for panel in figures.PANELS if panel.describe(History(read.rows)))
-    assert figures.render(reward, History(read.rows, read.config), figures.LIGHT)
+    reward = figures.panels_of(read.history)[0]
+    assert figures.render(reward, read.history, figures.LIGHT)
 
 
 @pytest.mark.usefixtures("unfigured")

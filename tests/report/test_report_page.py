@@ -137,7 +137,7 @@ def test_clipping_is_not_shown_where_nothing_clips(tmp_path):
     for number, changes in enumerate(({}, {"algorithm__rollout_correction__loss_type": "reinforce"})):
         run = folder(tmp_path / str(number), rows(30, actor__pg_clipfrac_first=0.9), settings(**changes))
         _, page = page_of(read_run(run))
-        assert ("Outside the clip" in page.text) is ("Clipped samples" in page.text) is (not changes)
+        assert ("clipped before learning" in page.text) is ("Clipped samples" in page.text) is (not changes)
 
 
 def test_names_and_pictures_that_cannot_be_shown(tmp_path):

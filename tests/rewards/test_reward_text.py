@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flowgrpo_rc.rewards.text import normalise, quoted_target, text_similarity
+from flowgrpo_rc.rewards.ocr import normalise, quoted_target, text_similarity
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 import numpy as np
 from reward_files import build
-from flowgrpo_rc.rewards import RewardError, watch
+from flowgrpo_rc.rewards import RewardError
+from flowgrpo_rc.rewards.isolation import watch
 watch.GRACE_S = 0.5
 def score():
     mix = build(Path({path!r}), timeout_s=0.3)

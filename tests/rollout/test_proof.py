@@ -8,9 +8,10 @@ from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest, RolloutSyncError
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest, RolloutSyncError, diffusers_engine
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter, check_echo, check_rollout
+from flowgrpo_rc.rollout.sampling import RequestSampler
 from flowgrpo_rc.rollout.seeds import generator_for, seed_for
 
 STARTS = torch.tensor([0, 0, 2, 2])
@@ -80,15 +81,15 @@ def test_the_echo_of_a_deterministic_request_has_no_window(tiny_model, make_engi
     check_rollout(request, trajectories, tiny_model, adapter, "bfloat16")
 
 
-def test_the_echo_comes_from_the_loop_and_not_from_the_request(tiny_model, make_engine, make_request):
-    """An engine whose velocity runs with other numbers than the request's reports those."""
+def test_the_echo_comes_from_the_loop_and_not_from_the_request(make_engine, make_request, monkeypatch):
+    """An engine whose loop runs with other numbers than the request's reports those."""
     engine = make_engine()
-    sample = engine._sample
 
-    def other(request, *rest):
-        return sample(replace(request, noise_level=0.5, seeds=SEEDS[::-1], window_starts=STARTS + 1), *rest)
+    def with_other_numbers(model, transformer, request, device):
+        other = replace(request, noise_level=0.5, seeds=SEEDS[::-1], window_starts=STARTS + 1)
+        return RequestSampler(model, transformer, other, device)
 
-    engine._sample = other
+    monkeypatch.setattr(diffusers_engine, "RequestSampler", with_other_numbers)
     echo = engine.generate(make_request()).echo
     assert (echo.noise_level, echo.seeds, echo.window_starts.tolist()) == (0.5, tuple(SEEDS[::-1]), [1, 1, 3, 3])
 

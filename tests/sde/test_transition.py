@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowgrpo_rc.sde import SDE_TYPES, Transition, draw, log_prob, transition, transition_kl
+from flowgrpo_rc.rollout import RolloutConfig
+from flowgrpo_rc.rollout.config import RolloutAlgoConfig
+from flowgrpo_rc.sde import SDE_TYPES, SDEWindow, Transition, draw, log_prob, transition, transition_kl
+from flowgrpo_rc.sde.types import SDEType
 
 
 def scalar_step(x, v, s, s_next, eta, kind):
@@ -144,5 +147,32 @@ def test_low_precision_velocity_is_promoted_and_inputs_stay():
 
 def test_unknown_type_lists_the_known_ones():
     x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="sde_type='ddim' is unknown; choose one of sde, cps, dance_sde"):
-        transition(x, x, torch.ones(1), torch.ones(1) * 0.5, noise_level=0.5, sde_type="ddim")
+    for of_type in (
+        lambda name: transition(x, x, torch.ones(1), torch.ones(1) * 0.5, noise_level=0.5, sde_type=name),
+        lambda name: log_prob(Transition(x, torch.ones(1)), x, sde_type=name),
+        lambda name: SDEWindow.for_schedule(4, None, None, sde_type=name),
+    ):
+        with pytest.raises(ValueError, match="sde_type='ddim' is unknown; choose one of sde, cps, dance_sde"):
+            of_type("ddim")
+
+
+def constant_step(x, v, s, s_next, eta):
+    """The Euler step with the same noise at every level."""
+    return Transition(x + v * (s_next - s), eta * torch.ones_like(s))
+
+
+def test_a_type_of_step_is_added_by_one_row(monkeypatch):
+    """The configuration takes its name and asks its row; the transition computes with its function."""
+    with pytest.raises(ValueError, match=r"sde_type: got 'constant'; choose one of sde, cps, dance_sde$"):
+        RolloutAlgoConfig(sde_type="constant")
+    row = SDEType(f"{__name__}:constant_step", last_step_is_stochastic=False, largest_noise_level=0.5)
+    monkeypatch.setitem(SDE_TYPES, "constant", row)
+    with pytest.raises(ValueError, match="sde_type=constant takes a level between 0 and 0.5"):
+        RolloutAlgoConfig(sde_type="constant", noise_level=0.7)
+    algo = RolloutAlgoConfig(sde_type="constant", noise_level=0.25)
+    assert RolloutConfig(algo=algo).window == SDEWindow(9, 0, 9)
+    step = transition(one(2.0)[None], one(-1.0)[None], one(0.5), one(0.25), noise_level=0.25, sde_type="constant")
+    assert (step.mean.item(), step.step_std.item()) == (2.25, 0.25)
+    # One standard deviation off: -1/2 - log(.25) - log(2 pi)/2.
+    expected = -0.5 - math.log(0.25) - 0.5 * math.log(2 * math.pi)
+    assert log_prob(step, one(2.5)[None], sde_type="constant").item() == pytest.approx(expected, rel=1e-12)

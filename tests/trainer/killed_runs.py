@@ -55,15 +55,15 @@ def hang_in_checkpoint(place, tell):
         if (place, os.path.basename(new)[:5]) in (("renamed", "step_"), ("latest renamed", "lates")):
             hang(tell)
 
-    def before_pointer(path, text):
+    def before_pointer(path, content):
         if place == "latest written":
-            path.with_name(path.name + ".writing").write_text(text)
+            path.with_name(path.name + ".writing").write_bytes(content)
             hang(tell)
-        pointer(path, text)
+        pointer(path, content)
 
-    pointer = checkpoint._write_atomically
+    pointer = checkpoint.write_durably
     torch.save, checkpoint.sync_path, checkpoint.give_umask_mode = half_saved, before_sync, before_mode
-    checkpoint._write_atomically, checkpoint.os.replace = before_pointer, around_replace
+    checkpoint.write_durably, checkpoint.os.replace = before_pointer, around_replace
 
 
 def run(overrides, place, tell):

@@ -7,9 +7,9 @@ from tolerances import RATIO
 from torch import nn
 
 from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
-from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
 
 LAG = "actor_rollout_ref.rollout.adapter_lag"
 EMA = "actor_rollout_ref.actor.ema_decay"

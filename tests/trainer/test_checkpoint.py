@@ -14,9 +14,8 @@ from flowgrpo_rc.trainer.checkpoint import (
     CheckpointStore,
     DamagedCheckpointError,
     Fingerprint,
-    random_states,
-    restore_random_states,
 )
+from flowgrpo_rc.trainer.random_states import random_states, restore_random_states
 
 FINGERPRINT = Fingerprint("QwenImagePipeline", {"num_layers": 4, "axes": [8, 12]}, {"rank": 8})
 
@@ -268,12 +267,16 @@ def test_a_stale_latest_is_said(tmp_path):
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
     save(store, 2)
-    assert store.stale_pointer() is None
+    said = []
+    store.latest(said.append)
+    assert said == []
     (tmp_path / "latest").write_text("step_5")
-    assert store.latest() == tmp_path / "step_2"
-    assert "latest names step_5, which is no complete checkpoint; the newest" in store.stale_pointer()
+    assert store.latest(said.append) == tmp_path / "step_2"
+    assert len(said) == 1
+    assert "latest names step_5, which is no complete checkpoint; the newest" in said[0]
     (tmp_path / "latest").write_text("")
-    assert store.latest() == tmp_path / "step_2"
+    assert store.latest(said.append) == tmp_path / "step_2"
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("name", ["step_²", "step_٣", "step_007", "step_", "step_-1", "step_1.0", "step_" + "9" * 200])

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -109,8 +110,8 @@ def test_a_reader_that_stands_still_holds_up_no_end(monkeypatch):
         filling.join(0.5)
         assert filling.is_alive(), "nobody reads: without a request to stop it waits"
         since = time.monotonic()
-        with StopRequest(lambda: None) as stop:
-            stop._handle(15, None)
+        with StopRequest(lambda: None):
+            os.kill(os.getpid(), signal.SIGTERM)
         filling.join(10)
         assert not filling.is_alive()
         assert time.monotonic() - since < 5

@@ -9,8 +9,8 @@ import pytest
 from tests_support import overrides_of
 
 from flowgrpo_rc.models.lora import same_lora
+from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES, RunFolder
 
 KILLS = 20
 SMALLER = (

@@ -1,4 +1,4 @@
-"""What people look at: metrics lines, plots, grids, the closing table."""
+"""What people look at: metrics lines, grids, the closing table."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.summary import stack_pictures
+from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.logging import NonFiniteMetricError, RunLogger
-from flowgrpo_rc.trainer.plots import series, write_plots
-from flowgrpo_rc.trainer.run_folder import RunFolder
-from flowgrpo_rc.trainer.samples import Sample, save_grid, stack_pictures
+from flowgrpo_rc.trainer.samples import Sample, save_grid
 
 ROW = {
     "reward/mean": 0.5,
@@ -39,7 +40,6 @@ class OneProcess:
 
 def test_lines_after_a_resume_point_move_aside(tmp_path):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
-    folder.create()
     for step in range(4):
         folder.append({"step": step, "x": step / 2})
     with folder.metrics.open("a") as handle:
@@ -118,14 +118,12 @@ def test_grids_are_in_the_order_of_their_steps(tmp_path):
 def test_fresh_folders_number_on(tmp_path):
     for expected in ("run", "run-2", "run-3"):
         folder = RunFolder.open(str(tmp_path / "run"), fresh=True)
-        folder.create()
         folder.append({"step": 0})
         assert folder.root.name == expected
 
 
 def test_non_finite_metrics_stop_the_run_and_are_not_written(tmp_path):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
-    folder.create()
     logger = RunLogger(folder, OneProcess(), [], total_steps=2)
     with pytest.raises(NonFiniteMetricError, match="step 1: non-finite metrics: actor/loss, reward/mean"):
         logger.log(1, {"reward/mean": float("nan"), "actor/loss": float("inf"), "x": 1.0})
@@ -134,11 +132,10 @@ def test_non_finite_metrics_stop_the_run_and_are_not_written(tmp_path):
 
 def test_terminal_shows_reward_kl_and_gap(tmp_path, capsys):
     folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
-    folder.create()
     logger = RunLogger(folder, OneProcess(), ["console"], total_steps=2)
     logger.log(1, {**ROW, "val/reward/mean": 0.625})
     logger.log(2, ROW)
-    logger.summary(folder.rows(), ["a.png"])
+    logger.summary(History(folder.rows()), ["a.png"])
     shown = capsys.readouterr().out
     assert "step 1/2  reward 0.500  held-out 0.625  kl +1.0e-05  clipped 10%  gap 2.0e-04" in shown
     assert "held-out reward" in shown
@@ -151,7 +148,7 @@ def test_names_are_shown_as_they_are(tmp_path, capsys, name):
     folder = RunFolder.open(str(tmp_path / name), fresh=False)
     logger = RunLogger(folder, OneProcess(), ["console"], total_steps=2)
     logger.say(f"Moved aside in {name}")
-    logger.summary([ROW], [f"{name}/metrics.jsonl"])
+    logger.summary(History([ROW]), [f"{name}/metrics.jsonl"])
     shown = capsys.readouterr().out
     assert f"Moved aside in {name}" in shown
     assert f"  {name}/metrics.jsonl" in shown
@@ -159,35 +156,10 @@ def test_names_are_shown_as_they_are(tmp_path, capsys, name):
     folder.close()
 
 
-def test_series_takes_the_first_name_a_row_has():
-    rows = [{"step": 1, "a": 1.0}, {"step": 2, "b": 2.0}, {"step": 3}]
-    assert series(rows, "a", "b") == ([1, 2], [1.0, 2.0])
-
-
-@pytest.mark.parametrize("rows", [1, 30])
-def test_plots_are_pictures_with_something_in_them(tmp_path, rows):
-    folder = RunFolder.open(str(tmp_path), fresh=False)
-    folder.create()
-    for step in range(1, rows + 1):
-        folder.append({"step": step, **ROW, "reward/mean": step / 30})
-    written = write_plots(folder, clip_ratio=1e-3)
-    assert [p.name for p in written] == [
-        "reward.png",
-        "clip_fraction.png",
-        "log_prob_gap.png",
-        "rejected_fraction.png",
-        "overview.png",
-    ]
-    for path in written:
-        pixels = np.asarray(Image.open(path).convert("L"))
-        assert pixels.min() < 100
-        assert pixels.max() == 255
-
-
 def test_grid_shows_every_image_in_its_place(tmp_path):
     colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
     samples = [Sample(np.full((32, 32, 3), c, np.uint8), f"prompt {i}", 1.0, "42") for i, c in enumerate(colours)]
-    save_grid(tmp_path / "grid.png", [("step 0", samples)], columns=2)
+    save_grid(tmp_path / "grid.png", "step 0", samples, columns=2)
     picture = np.asarray(Image.open(tmp_path / "grid.png"))
     cell, step = 96, 104
     for i, colour in enumerate(colours):

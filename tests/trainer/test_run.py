@@ -18,8 +18,8 @@ from tolerances import RATIO, adam, of_metric
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import shipped
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
-from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
 
 
 def rows_of(folder):
@@ -428,13 +428,13 @@ def test_a_rejected_image_does_not_move_its_group(small_config):
     actor, reward = trainer.run.actor, trainer.run.reward
     score, update = actor.score, actor.update
     actor.score = lambda batch, cond: (images.append(len(batch)), score(batch, cond))[1]
-    actor.update = lambda batch, *args, **kw: (updates.append((batch.clone(), kw)), update(batch, *args, **kw))[1]
+    actor.update = lambda batch, *args, **kw: (updates.append((batch.clone(), args)), update(batch, *args, **kw))[1]
     trainer.run.reward = lambda *args: (rewards.append(reward(*args)), rewards[-1])[1]
     trainer.train_step()
-    (batch, settings), totals = updates[0], torch.from_numpy(rewards[0].total)
-    keep = batch["rollout_keep"].any(1)
+    (batch, (_, mini_batches, *_)), totals = updates[0], torch.from_numpy(rewards[0].total)
+    assert torch.equal(torch.cat([mini.rows for mini in mini_batches]), torch.arange(16))
+    keep = torch.cat([mini.old.keep for mini in mini_batches]).any(1)
     assert images == [16]
-    assert settings["first_is_old"] is False
     assert 0 < keep.sum() < 16
     assert batch["advantages"][~keep].tolist() == [0.0] * int((~keep).sum())
     for group in batch["group"].unique():
@@ -549,8 +549,8 @@ def test_an_extended_run_keeps_the_earlier_adapter(small_config):
 
 
 def test_a_run_holds_its_folder_from_before_loading_to_its_end(small_config, monkeypatch):
+    from flowgrpo_rc.run_lock import RunFolderInUseError
     from flowgrpo_rc.trainer import trainer as module
-    from flowgrpo_rc.trainer.run_lock import RunFolderInUseError
 
     first = FlowGRPOTrainer(small_config("trainer.resume_mode=auto"))
     with monkeypatch.context() as patch:
@@ -600,8 +600,8 @@ def broken(*args, **kwargs):
 )
 def test_what_cannot_be_written_keeps_nothing_else_from_it(small_config, monkeypatch, module, function, failure, lost):
     """The run trains to its end, everything else is there, and the error at the end names both."""
+    from flowgrpo_rc.run_folder import RunFolderError
     from flowgrpo_rc.trainer import trainer as home
-    from flowgrpo_rc.trainer.run_folder import RunFolderError
 
     def fail(*args, **kwargs):
         if isinstance(failure, Exception):
@@ -624,8 +624,8 @@ def test_what_cannot_be_written_keeps_nothing_else_from_it(small_config, monkeyp
 
 
 def test_a_failed_final_adapter_leaves_the_earlier_one(small_config, monkeypatch):
+    from flowgrpo_rc.run_folder import RunFolderError
     from flowgrpo_rc.trainer import trainer as home
-    from flowgrpo_rc.trainer.run_folder import RunFolderError
 
     settings = ("trainer.resume_mode=auto", "trainer.save_freq=1")
     folder = FlowGRPOTrainer(small_config(*settings)).fit().root
@@ -638,7 +638,7 @@ def test_a_failed_final_adapter_leaves_the_earlier_one(small_config, monkeypatch
 
 def test_a_full_disk_under_the_metrics_stops_with_what_was_kept(small_config, monkeypatch):
     """The row that did not fit leaves no part of itself, and the run goes on from its checkpoint."""
-    from flowgrpo_rc.trainer.run_folder import RunFolderError
+    from flowgrpo_rc.run_folder import RunFolderError
 
     whole = FlowGRPOTrainer(small_config("trainer.total_training_steps=3", folder="whole")).fit().root
     settings = ("trainer.resume_mode=auto", "trainer.save_freq=1", "trainer.total_training_steps=3")

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from flowgrpo_rc.trainer import run_lock
-from flowgrpo_rc.trainer.run_folder import RunFolder
-from flowgrpo_rc.trainer.run_lock import RunFolderInUseError, RunLock, starts_as_main
+from flowgrpo_rc import run_lock
+from flowgrpo_rc.run_folder import RunFolder
+from flowgrpo_rc.run_lock import RunFolderInUseError, RunLock, starts_as_main
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from flowgrpo_rc.trainer.run_lock import RunLock
+from flowgrpo_rc.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

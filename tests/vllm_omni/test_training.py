@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 
 from tolerances import LOG_RATIO, adam
 
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
 
 SETTINGS = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=3")
 

@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 from tests_support import overrides_of, run_process
 from tolerances import LOG_PROB, of_metric
 
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.run_folder import TIMING_PREFIXES
 
 SETTINGS = (
     "trainer.resume_mode=disable",

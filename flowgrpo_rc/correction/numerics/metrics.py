@@ -157,13 +157,9 @@ def _criterion(c: Criterion, moments: Moments) -> Metrics:
 
 
 def _element_extremes(c: Criterion, moments: Moments) -> tuple[float, float]:
-    """Smallest and largest statistic of an element; k2 and k3 are convex, so theirs is largest at an extreme ``l``."""
-    least = max(moments.figures["least_log_ratio"].smallest, -SAFETY_BOUND)
-    most = min(moments.figures["largest_log_ratio"].largest, SAFETY_BOUND)
-    if c.statistic == "k1":
-        return -most, -least
-    if c.statistic == "k2":
-        largest = max(least * least, most * most) / 2
-    else:
-        largest = max(math.expm1(least) - least, math.expm1(most) - most)
-    return moments.figures[f"{c.name}/smallest"].smallest, largest
+    """Smallest and largest statistic of an element."""
+    if c.statistic != "k1":
+        return moments.figures[f"{c.name}/smallest"].smallest, moments.figures[f"{c.name}/largest"].largest
+    ends = (moments.figures["least_log_ratio"].smallest, moments.figures["largest_log_ratio"].largest)
+    least, most = (min(max(end, -SAFETY_BOUND), SAFETY_BOUND) for end in ends)
+    return -most, -least

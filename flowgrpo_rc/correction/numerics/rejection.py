@@ -28,7 +28,7 @@ def judge_elements(criterion: Criterion, x: Elements, sums: RowSums, figures: Ro
     sums.add(f"{name}/inside_squared", inside * inside)
     sums.add(f"{name}/below", below)
     sums.add(f"{name}/above", above)
-    if criterion.statistic != "k1":  # the other extremes follow from those of the log ratio
+    if criterion.statistic != "k1":  # whose extremes are those of the log ratio
         figures.add((f"{name}/smallest", f"{name}/largest"), x.extremes(statistic))
     return below + above
 

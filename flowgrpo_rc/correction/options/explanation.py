@@ -1,4 +1,4 @@
-"""`explain`: in words, which algorithm a configuration is, and which classic mistakes it makes."""
+"""``explain``: in words, which algorithm a configuration is, and which classic mistakes it makes."""
 
 import math
 from dataclasses import dataclass, fields
@@ -6,6 +6,18 @@ from dataclasses import dataclass, fields
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.plan import SAFETY_BOUND, Criterion, ImportanceSampling
 
+_WEIGHTS = {
+    "truncate": ("truncated importance sampling", "at most {upper:g}"),
+    "zero": ("IcePop", "0 outside [{lower:g}, {upper:g}]"),
+    "clip": ("clipped importance sampling", "clipped into [{lower:g}, {upper:g}]"),
+    "mask": ("masked importance sampling", "unbounded, with what lies outside [{lower:g}, {upper:g}] rejected"),
+}
+"""What each mode of the weights is called, and what it does at the bounds."""
+_LEVELS = {
+    "token": "each element's ratio",
+    "sequence": "the product of a row's ratios",
+    "geometric": "the geometric mean of a row's ratios",
+}
 _STATISTICS = {"k1": "the ratio", "k2": "k2 = l^2/2", "k3": "k3 = r - 1 - l"}
 _AGGREGATES = {
     "token": "each element alone",
@@ -14,11 +26,6 @@ _AGGREGATES = {
     "seq_max": "a row's largest value",
 }
 _ROW_RATIOS = {"token": "ratio", "seq_sum": "product of ratios", "seq_mean": "geometric-mean ratio"}
-_LEVELS = {
-    "token": "each element's ratio",
-    "sequence": "the product of a row's ratios",
-    "geometric": "the geometric mean of a row's ratios",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +52,26 @@ def explain(config: RolloutCorrectionConfig) -> Explanation:
 
 def in_force(config: RolloutCorrectionConfig) -> str:
     """What acts on the loss, in one line: mode, weights, rejection; what only measures is said to do so."""
-    plan = config.plan()
-    mode = "decoupled mode (pi_old recomputed)"
-    if config.bypass_mode:
-        mode = f"bypass mode (pi_old = pi_rollout, {config.loss_type})"
-    parts = []
+    weights = config.plan().importance
+    parts: list[str] = []
     if not config.weights_act:
         parts.append("the PPO ratio pi_theta/pi_rollout is the importance weight itself")
-        if plan.importance is not None and plan.importance.mode != "mask":
+        if weights is not None and weights.mode != "mask":
             parts.append(f"rollout_is={config.rollout_is} is measured, not applied")
-    elif plan.importance is not None:
-        norm = ", divided by their batch mean" if plan.importance.batch_normalize else ""
-        parts.append(f"weights {_LEVELS[plan.importance.level]} {_ratio(config)}, {_bounds(plan.importance)}{norm}")
+    elif weights is not None:
+        norm = ", divided by their batch mean" if weights.batch_normalize else ""
+        parts.append(f"weights {_weights(config, weights)}{norm}")
     rejected = _rejections(config)
     if rejected:
         parts.append(f"rejects {'; '.join(rejected)}")
-    if config.weights_act and plan.importance is None and not rejected:
+    if config.weights_act and weights is None and not rejected:
         parts.append("no importance weights, no rejection: the gap to pi_rollout is measured, not corrected")
-    return f"{mode}: {'; '.join(parts)}"
+    bypass = f"bypass mode (pi_old = pi_rollout, {config.loss_type})"
+    return f"{bypass if config.bypass_mode else 'decoupled mode (pi_old recomputed)'}: {'; '.join(parts)}"
 
 
 def _ratio(config: RolloutCorrectionConfig) -> str:
+    """Whose ratio weights and rejection look at."""
     return "pi_theta/pi_rollout" if config.bypass_mode else "pi_old/pi_rollout"
 
 
@@ -73,12 +79,7 @@ def _algorithm(config: RolloutCorrectionConfig) -> str:
     plan = config.plan()
     parts = []
     if plan.importance is not None and config.weights_act:
-        names = {
-            "truncate": "truncated importance sampling",
-            "zero": "IcePop",
-            "clip": "clipped importance sampling",
-        }
-        parts.append(names.get(plan.importance.mode, "masked importance sampling"))
+        parts.append(_WEIGHTS[plan.importance.mode][0])
     if plan.can_reject:
         parts.append("rejection sampling")
     extras = " with " + " and ".join(parts) if parts else ""
@@ -94,31 +95,26 @@ def _policies(config: RolloutCorrectionConfig) -> str:
 
 
 def _clipped(config: RolloutCorrectionConfig) -> str:
-    if config.bypass_mode and config.loss_type == "reinforce":
+    if config.loss_type == "reinforce":
         return "nothing"
     return f"the PPO ratio {'pi_theta/pi_rollout' if config.bypass_mode else 'pi_theta/pi_old'}, around 1"
 
 
 def _weighted(config: RolloutCorrectionConfig) -> str:
-    spec = config.plan().importance
-    if spec is None:
+    weights = config.plan().importance
+    if weights is None:
         return "nothing"
     if not config.weights_act:
-        does = "rejects (rollout_is_mode=mask)" if spec.mode == "mask" else "adds diagnostics"
+        does = "rejects (rollout_is_mode=mask)" if weights.mode == "mask" else "adds diagnostics"
         return f"nothing: the PPO ratio is the importance weight; rollout_is only {does}"
     when = "at every mini-step" if config.bypass_mode else "once per batch"
-    norm = ", then divided by their mean over the batch" if spec.batch_normalize else ""
-    return f"the loss, by {_LEVELS[spec.level]} {_ratio(config)}, {_bounds(spec)}{norm}; fixed {when}, no gradient"
+    norm = ", then divided by their mean over the batch" if weights.batch_normalize else ""
+    return f"the loss, by {_weights(config, weights)}{norm}; fixed {when}, no gradient"
 
 
-def _bounds(spec: ImportanceSampling) -> str:
-    if spec.mode == "truncate":
-        return f"at most {spec.upper:g}"
-    if spec.mode == "zero":
-        return f"0 outside [{spec.lower:g}, {spec.upper:g}]"
-    if spec.mode == "clip":
-        return f"clipped into [{spec.lower:g}, {spec.upper:g}]"
-    return f"unbounded, with what lies outside [{spec.lower:g}, {spec.upper:g}] rejected"
+def _weights(config: RolloutCorrectionConfig, weights: ImportanceSampling) -> str:
+    bounds = _WEIGHTS[weights.mode][1].format(lower=weights.lower, upper=weights.upper)
+    return f"{_LEVELS[weights.level]} {_ratio(config)}, {bounds}"
 
 
 def _rejected(config: RolloutCorrectionConfig) -> str:
@@ -130,14 +126,15 @@ def _rejected(config: RolloutCorrectionConfig) -> str:
 
 
 def _rejections(config: RolloutCorrectionConfig) -> list[str]:
-    """What each criterion rejects, the veto and `rollout_is_mode=mask` included."""
+    """What each criterion rejects, the veto and ``rollout_is_mode=mask`` included."""
     plan = config.plan()
-    parts = [_criterion(c, _ratio(config)) for c in plan.criteria]
-    if plan.importance is not None and plan.importance.mode == "mask":
-        spec = plan.importance
-        parts.append(f"what has {_LEVELS[spec.level]} outside [{spec.lower:g}, {spec.upper:g}]")
+    ratio = _ratio(config)
+    parts = [_criterion(criterion, ratio) for criterion in plan.criteria]
+    weights = plan.importance
+    if weights is not None and weights.mode == "mask":
+        parts.append(f"what has {_LEVELS[weights.level]} outside [{weights.lower:g}, {weights.upper:g}]")
     if plan.log_veto is not None:
-        parts.append(f"rows with one ratio {_ratio(config)} below {math.exp(plan.log_veto):g} (veto)")
+        parts.append(f"rows with one ratio {ratio} below {math.exp(plan.log_veto):g} (veto)")
     return parts
 
 
@@ -146,8 +143,8 @@ def _criterion(c: Criterion, ratio: str) -> str:
     if c.calibrated:
         return f"rows of which {c.name} is beyond what the measured gap of their timesteps explains (auto)"
     if c.statistic == "k1":
-        low, high = math.exp(c.lower), math.exp(c.upper)
-        return f"{unit} whose {_ROW_RATIOS[c.aggregate]} {ratio} is outside [{low:g}, {high:g}] ({c.name})"
+        bounds = f"[{math.exp(c.lower):g}, {math.exp(c.upper):g}]"
+        return f"{unit} whose {_ROW_RATIOS[c.aggregate]} {ratio} is outside {bounds} ({c.name})"
     return f"{unit} where {_STATISTICS[c.statistic]}, {_AGGREGATES[c.aggregate]}, exceeds {c.upper:g} ({c.name})"
 
 
@@ -160,22 +157,23 @@ def _cost(config: RolloutCorrectionConfig) -> str:
 
 
 def _guard(config: RolloutCorrectionConfig) -> str:
-    """Of a training run; thresholds may be text."""
+    """What the guard of a training run does, and at which limits."""
     if config.guard == "off":
         return "none"
     does = "falls back to decoupled mode" if config.guard == "fallback" and config.bypass_mode else "warns"
-    clip = f"{float(config.guard_clip_fraction):.0%} clipped before anything is learned, "
+    clip = f"{config.guard_clip_fraction:.0%} clipped before anything is learned, "
     return (
         f"{does} after {config.guard_patience} updates in a row with more than "
-        f"{clip if config.loss_type == 'ppo_clip' else ''}{float(config.guard_rejected_fraction):.0%} rejected, or an "
-        f"engine gap of {float(config.guard_engine_gap):g} per latent dimension"
+        f"{clip if config.loss_type == 'ppo_clip' else ''}{config.guard_rejected_fraction:.0%} rejected, or an "
+        f"engine gap of {config.guard_engine_gap:g} per latent dimension"
     )
 
 
 def _mistakes(config: RolloutCorrectionConfig) -> list[str]:
     plan = config.plan()
-    found = []
     corrects = plan.importance is not None or plan.can_reject
+    by_row = [criterion.name for criterion in plan.criteria if criterion.aggregate != "token"]
+    found: list[str] = []
     if not config.bypass_mode and not corrects:
         found.append(
             "PPO against pi_old while the rollout policy is ignored: nothing corrects pi_old/pi_rollout. "
@@ -186,19 +184,22 @@ def _mistakes(config: RolloutCorrectionConfig) -> list[str]:
             "rollout_is in bypass mode with ppo_clip: applied weights would count pi_theta/pi_rollout twice, so they "
             "are diagnostics only. Set rollout_is=null, or loss_type=reinforce."
         )
-    if config.bypass_mode and config.loss_type == "reinforce" and not corrects:
+    if config.loss_type == "reinforce" and not corrects:
         found.append("REINFORCE on off-policy data without weights or rejection is biased. Set rollout_is.")
     if config.guard == "fallback" and not config.bypass_mode:
         found.append("guard=fallback has nothing to fall back to: the run is in decoupled mode already.")
-    found.extend(_one_step_warnings(config))
-    found.extend(_never_binding(config))
+    if config.bypass_mode and by_row:
+        found.append(
+            f"{', '.join(by_row)} in bypass mode: a loss that is fed one SDE step at a time, (B,) or (B, 1), can only "
+            "see that step, and every criterion then acts per step. Feed it (B, W)."
+        )
+    found += _never_binding(config)
     if plan.can_reject and config.rejection_normalization == "all":
         found.append(
             "rejected elements stay in the denominator of the diffusion loss, which shrinks the gradient by "
             "kept/total. rejection_normalization=kept avoids that."
         )
-    found.extend(_idle(config))
-    return found
+    return found + _idle(config)
 
 
 def _idle(config: RolloutCorrectionConfig) -> list[str]:
@@ -206,31 +207,20 @@ def _idle(config: RolloutCorrectionConfig) -> list[str]:
     found = []
     if config.rollout_rs is None and config.rollout_rs_threshold is not None:
         found.append(f"rollout_rs_threshold={config.rollout_rs_threshold!r} has no rollout_rs to act on.")
-    if config.rollout_is is None:
-        for field in fields(config):
-            name, value = field.name, getattr(config, field.name)
-            if name.startswith("rollout_is_") and value not in (field.default, None):
-                found.append(f"{name}={value!r} has no rollout_is to act on: there are no weights.")
+    for field in fields(config) if config.rollout_is is None else ():
+        value = getattr(config, field.name)
+        if field.name.startswith("rollout_is_") and value not in (field.default, None):
+            found.append(f"{field.name}={value!r} has no rollout_is to act on: there are no weights.")
     return found
-
-
-def _one_step_warnings(config: RolloutCorrectionConfig) -> list[str]:
-    rows = [c.name for c in config.plan().criteria if c.aggregate != "token"]
-    if not (config.bypass_mode and rows):
-        return []
-    return [
-        f"{', '.join(rows)} in bypass mode: a loss that is fed one SDE step at a time, (B,) or (B, 1), can only see "
-        "that step, and every criterion then acts per step. Feed it (B, W)."
-    ]
 
 
 def _never_binding(config: RolloutCorrectionConfig) -> list[str]:
     """Bounds that the safety clamp, or the scale of mean-pooled SDE log-probs, keeps out of reach."""
     plan = config.plan()
+    weights = plan.importance
     found = []
-    spec = plan.importance
-    if spec is not None and math.log(spec.upper) >= SAFETY_BOUND:
-        found.append(f"rollout_is_threshold: the upper bound {spec.upper:g} can never bind; ratios end at exp(20).")
+    if weights is not None and math.log(weights.upper) >= SAFETY_BOUND:
+        found.append(f"rollout_is_threshold: the upper bound {weights.upper:g} can never bind; ratios end at exp(20).")
     if plan.log_veto is not None and plan.log_veto >= 0:
         found.append("rollout_token_veto_threshold of 1 or more rejects rows with any ratio below it: usually all.")
     for c in plan.criteria:

@@ -1,6 +1,6 @@
-"""Bands in text. `0.5_5` is a lower and an upper bound here; YAML and Hydra take `_` for a separator of digits: 0.55.
+"""Bounds in text. ``0.5_5`` is a lower and an upper bound here; to YAML and Hydra ``_`` separates digits: 0.55.
 
-On the command line what follows a threshold's key can only be a band, and is read as one. A YAML file is refused: what
+On the command line what follows a threshold's key can only be bounds, and is read as such. A YAML file is refused: what
 it holds without quotes is a number by YAML's own rules.
 """
 
@@ -9,37 +9,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo_rc.correction.options.slime import slime_name
 from flowgrpo_rc.correction.plan import shown
 
 if TYPE_CHECKING:
     from yaml import Node, ScalarNode
 
-THRESHOLD_KEYS = (
+_THRESHOLD_KEYS = (
     *("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold", "rollout_rs_threshold_lower"),
     *("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
-# slime's also with `mis_` before, or in place of `tis_` and `rs_`
-_SLIME = tuple(key for key in THRESHOLD_KEYS if key.startswith(("tis_", "rs_")))
-_SPELLINGS = frozenset(
-    (*THRESHOLD_KEYS, *(f"mis_{key}" for key in _SLIME), *(f"mis_{key.partition('_')[2]}" for key in _SLIME))
-)
 _BAND = r"[-+]?[.\d][\w.+-]*"
-_ENTRY = re.compile(rf"\b((?:{'|'.join(sorted(_SPELLINGS))})\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
-_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_ENTRY = re.compile(rf"\b(\w+)(\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
+"""``key: 0.5_5`` inside of braces."""
 
 
 def quote_bands(override: str) -> str:
-    """A Hydra override with bands in quotes: of `key=0.5_5`, and inside of `section={key: 0.5_5}`."""
+    """A Hydra override with bounds in quotes: those of ``key=0.5_5``, and inside of ``section={key: 0.5_5}``."""
     key, equals, value = override.partition("=")
     if _is_threshold(key.rpartition(".")[2].strip("+ ")):
         return f'{key}="{value.strip()}"' if _is_band(value) else override
     if not value.lstrip().startswith("{"):
         return override
-    return key + equals + _ENTRY.sub(lambda m: f'{m[1]}"{m[2]}"' if _is_band(m[2]) else m[0], value)
+    return key + equals + _ENTRY.sub(_quoted_entry, value)
 
 
 def read_value(key: str, text: str) -> Any:
-    """The value of `key=text` by YAML's rules, except that a threshold's band needs no quotes.
+    """The value of ``key=text`` by YAML's rules, except that a threshold's bounds need no quotes.
 
     Raises:
         ValueError: the text is no value to YAML.
@@ -58,7 +54,7 @@ def refuse_unquoted_bands(path: Path) -> None:
     """Checks a YAML file.
 
     Raises:
-        ValueError: a threshold without quotes that has a `_` and is a number to YAML; or the file is not YAML.
+        ValueError: a threshold without quotes that has a ``_`` and is a number to YAML; or the file is not YAML.
     """
     import yaml
 
@@ -66,7 +62,7 @@ def refuse_unquoted_bands(path: Path) -> None:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
-    for key, node in () if root is None else _thresholds(root):
+    for key, node in _thresholds(root):
         if node.style is None and "_" in node.value and _is_number(node):
             raise ValueError(
                 f"{path}, line {node.start_mark.line + 1}: {key}: got {node.value} without quotes, which YAML reads as "
@@ -74,34 +70,36 @@ def refuse_unquoted_bands(path: Path) -> None:
             )
 
 
+def _quoted_entry(entry: re.Match[str]) -> str:
+    key, colon, value = entry.groups()
+    return f'{key}{colon}"{value}"' if _is_threshold(key) and _is_band(value) else entry[0]
+
+
 def _is_threshold(key: str) -> bool:
-    return key.replace("-", "_") in _SPELLINGS
+    return (slime_name(key) or key.replace("-", "_")) in _THRESHOLD_KEYS
 
 
 def _is_band(text: str) -> bool:
     return "_" in text and re.fullmatch(_BAND, text.strip(), re.ASCII) is not None
 
 
-def _thresholds(node: "Node") -> "Iterator[tuple[str, ScalarNode]]":
-    """Keys and values of all thresholds below a node; slime's file spells them with dashes, or with `mis_` before."""
+def _thresholds(node: "Node | None") -> "Iterator[tuple[str, ScalarNode]]":
+    """Keys and values of all thresholds below a node; slime's file spells them with dashes, or with ``mis_`` before."""
     from yaml import MappingNode, ScalarNode, SequenceNode
 
-    if isinstance(node, SequenceNode):
-        for child in node.value:
-            yield from _thresholds(child)
-    if not isinstance(node, MappingNode):
-        return
-    for key, value in node.value:
-        if isinstance(key, ScalarNode) and isinstance(value, ScalarNode):
-            if _is_threshold(key.value):
-                yield key.value, value
-        else:
-            yield from _thresholds(value)
+    children = node.value if isinstance(node, SequenceNode) else []
+    for key, value in node.value if isinstance(node, MappingNode) else []:
+        if not (isinstance(key, ScalarNode) and isinstance(value, ScalarNode)):
+            children.append(value)
+        elif _is_threshold(key.value):
+            yield key.value, value
+    for child in children:
+        yield from _thresholds(child)
 
 
 def _is_number(node: "ScalarNode") -> bool:
     """By YAML 1.1, or by Python, whose exponents without a point OmegaConf reads too."""
-    if node.tag in _NUMBER_TAGS:
+    if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
         return True
     try:
         float(node.value)

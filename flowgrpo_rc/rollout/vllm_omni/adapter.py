@@ -13,7 +13,8 @@ from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 
-_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+_A = ".lora_A.default.weight"
+_B = ".lora_B.default.weight"
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,11 @@ class AdapterPush:
     state: dict[str, Tensor]
     """Tensors of their own on the host, named as the actor names them."""
     version: int
+    """The trainer's number of the adapter."""
     rank: int
+    """``lora_rank``."""
     alpha: int
+    """``lora_alpha``."""
 
 
 def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -66,6 +70,6 @@ def unpaired(held: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 
 def engine_module(module: str, present: Container[str]) -> str:
-    """The actor's module name as vllm-omni has it, where those in ``present`` are: diffusers' ``to_out`` is a list of a
-    linear layer and a dropout, and some of vllm-omni's are the layer itself."""
+    """The actor's module name as vllm-omni has it, whose model has the modules ``present``."""
+    # Diffusers' to_out is a list of a linear layer and a dropout; some of vllm-omni's are the layer itself.
     return module.removesuffix(".0") if module.endswith(".to_out.0") and module not in present else module

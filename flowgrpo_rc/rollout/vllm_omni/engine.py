@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_rc.dtypes import dtype_name, torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel, Prompts
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import check_adapter_state
 from flowgrpo_rc.paths import resolve_asset
-from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories
-from flowgrpo_rc.rollout.config import VllmOmniConfig
+from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories, batch_of, check_has_adapter
+from flowgrpo_rc.rollout.config import RolloutConfig, VllmOmniConfig
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, expected_shapes
 from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
@@ -68,26 +68,38 @@ class VllmOmniEngine:
                 f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
                 "without; use rollout.name=diffusers, or the whole model"
             )
-        self._lora, self._dtype = lora, dtype
+        self._lora = lora
+        self._dtype = dtype
         self._expected = expected_shapes(model, lora)
         self._timeouts = VllmOmniConfig() if timeouts is None else timeouts
         self._environment = engine_environment(device)
         self._settings = Settings(
             model=resolve_asset(lora.path),
             pipeline=pipeline,
-            dtype=str(dtype).removeprefix("torch."),
-            vae_dtype=str(model.pipe.vae.dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
+            vae_dtype=dtype_name(model.pipe.vae.dtype),
             max_batch=micro_batch_size,
-            batch_wait_ms=100.0,
             init_timeout=self._timeouts.start_timeout_s,
-            parent=0,
-            die_with_thread=False,
         )
         self.adapter_version = -1
         self.restarts = 0
         """How often the process has been started anew."""
         self._pushed: tuple[AdapterPush, str] | None = None
         self._start()
+
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any
+    ) -> "VllmOmniEngine":
+        """The engine that the section ``actor_rollout_ref.rollout`` describes."""
+        return cls(
+            model,
+            lora,
+            dtype=torch_dtype(config.dtype),
+            micro_batch_size=config.micro_batch_size,
+            device=device,
+            timeouts=config.vllm_omni,
+        )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
         """Send copies of the adapter; returns the digest of what vllm-omni's layers then hold.
@@ -96,11 +108,13 @@ class VllmOmniEngine:
             AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
             RolloutError: the process is down and does not come back.
         """
+        # Before anything is copied and sent.
         check_adapter_state(state, self._expected)
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
         push = AdapterPush(copies, version, self._lora.lora_rank, self._lora.lora_alpha)
         digest = self._call("sync", push)
-        self._pushed, self.adapter_version = (push, digest), version
+        self._pushed = (push, digest)
+        self.adapter_version = version
         return digest
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
@@ -114,14 +128,9 @@ class VllmOmniEngine:
             RolloutError: no adapter has been synchronised yet, an image could not be drawn, or the process is down
                 and does not come back.
         """
-        if self.adapter_version < 0:
-            raise RolloutError("the rollout engine has no adapter yet: call sync() before generate()")
+        check_has_adapter(self.adapter_version)
         sampled: Sampled = self._call("generate", (_on_host(request), self.adapter_version))
-        batch = None
-        if request.window_starts is not None:
-            batch = TensorDict(dict(sampled.record), batch_size=[len(request.prompt_index)])
-            batch["prompt_index"] = request.prompt_index.clone()
-        return Trajectories(sampled.images, batch, sampled.echo)
+        return Trajectories(sampled.images, batch_of(sampled.record, request), sampled.echo)
 
     def close(self) -> None:
         """End the process."""
@@ -131,11 +140,6 @@ class VllmOmniEngine:
     def pid(self) -> int:
         """The engine's process."""
         return self._process.pid
-
-    @property
-    def startup_seconds(self) -> float:
-        """From the start of the process until the model was loaded."""
-        return self._process.ready.seconds
 
     def _start(self) -> None:
         self._process = EngineProcess(self._settings, self._timeouts, self._environment)
@@ -149,6 +153,7 @@ class VllmOmniEngine:
             warnings.warn(f"{error}; starting it anew", stacklevel=3)
         self.restarts += 1
         self._start()
+        # A new process holds no adapter; one that is being pushed replaces the last one anyway.
         if self._pushed is not None and method != "sync":
             push, digest = self._pushed
             again = self._process.call("sync", push)

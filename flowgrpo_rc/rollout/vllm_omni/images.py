@@ -11,7 +11,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from flowgrpo_rc.models.base import Prompts
 from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest
 from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
-from flowgrpo_rc.rollout.vllm_omni.pipeline import EXTRA, PROMPT_FIELDS
+from flowgrpo_rc.rollout.vllm_omni.pipeline import EXTRA, PROMPT_FIELDS, SHARED
 from flowgrpo_rc.rollout.vllm_omni.protocol import Sampled
 
 _SCHEDULE = ("request_id", "true_cfg_scale", "guidance_scale", "dtype", "window_size", "sde_type", "noise_level")
@@ -38,11 +38,7 @@ def image_request(
             EXTRA: {
                 "row": row,
                 "window_start": None if request.window_starts is None else int(request.window_starts[row]),
-                "request_id": request.request_id,
-                "window_size": request.window_size,
-                "noise_level": request.noise_level,
-                "sde_type": request.sde_type,
-                "record_means": request.record_means,
+                **{name: getattr(request, name) for name in SHARED},
             }
         },
     )

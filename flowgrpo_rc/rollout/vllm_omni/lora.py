@@ -64,10 +64,13 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
         for i, engine_name in enumerate(_slices(manager, module, layer)):
             if not layer._diffusion_lora_active_slices[i]:
                 continue
-            a, b = layer.lora_a_stacked[i][0, 0], layer.lora_b_stacked[i][0, 0]
-            if bool(a[push.rank :].any()) or bool(b[:, push.rank :].any()):
+            wide_a = layer.lora_a_stacked[i][0, 0]
+            wide_b = layer.lora_b_stacked[i][0, 0]
+            # vllm's buffers have room for the largest rank; a smaller adapter leaves the rest at 0.
+            if bool(wide_a[push.rank :].any()) or bool(wide_b[:, push.rank :].any()):
                 raise AdapterMismatchError(f"{module}: the engine's buffer holds a rank above {push.rank}")
-            a, b = a[: push.rank], b[:, : push.rank]
+            a = wide_a[: push.rank]
+            b = wide_b[:, : push.rank]
             if engine_name in names:
                 held[names[engine_name]] = a, b
             else:

@@ -17,17 +17,20 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.family import Family
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
-from flowgrpo_rc.rollout.sampling import Used, sample
+from flowgrpo_rc.rollout.sampling import RequestSampler
 from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import check_plain_torch
 
 EXTRA = "flowgrpo"
 """Where a request's ``extra_args`` hold what vllm-omni has no field for, and a result's metadata what came of it."""
+SHARED = ("request_id", "window_size", "noise_level", "sde_type", "record_means")
+"""What all images of one ``RolloutRequest`` have in common and vllm-omni has no field for."""
 PROMPT_FIELDS = ("embeds", "mask", "pooled")
 """What an image's prompt carries of ``Prompts``, each after ``prompt_`` or ``negative_``."""
 
@@ -81,9 +84,9 @@ class Rollout:
         self.model: Any = None
 
     def prepare(self, vae_dtype: str, lora_manager: Any) -> None:
-        """Once, after loading: decode in the trainer's precision; know who switches adapters."""
+        """Called once after loading: decode in the trainer's precision, and keep who switches adapters."""
         check_plain_torch(self.transformer)
-        dtype = getattr(torch, vae_dtype)
+        dtype = torch_dtype(vae_dtype)
         if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
             exact = type(self.vae).from_pretrained(self.od_config.model, subfolder="vae", torch_dtype=dtype)
             self.vae.to(dtype).load_state_dict(exact.state_dict())
@@ -98,17 +101,10 @@ class Rollout:
         if req.is_dummy_run():
             return [DiffusionOutput(output=torch.zeros(1, 3, 16, 16)) for _ in range(req.num_reqs)]
         request, own = _rollout_request(req, self.device)
-        cond = request.conditioning
-        used, rows = Used(), torch.arange(req.num_reqs)
-        schedule = self.model.schedule(request.num_inference_steps, cond.height, cond.width)
-        latents, record = sample(self.model, self.transformer, request, schedule, rows, used, self.device)
-        images = self.model.decode(latents, cond.height, cond.width)
-        echo = used.echo(
-            request_id=request.request_id,
-            dtype=str(_dtype(self.transformer)).removeprefix("torch."),
-            adapter_version=-1,
-            adapter_digest="",
-        )
+        sampler = RequestSampler(self.model, self.transformer, request, self.device)
+        images, record = sampler.sample(torch.arange(req.num_reqs))
+        # The server, which knows what was pushed, fills in version and digest.
+        echo = sampler.echo(adapter_version=-1, adapter_digest="")
         adapter = self.lora_manager._active_adapter_id
         return [
             DiffusionOutput(
@@ -123,13 +119,13 @@ class Rollout:
 
 
 class QwenImageRollout(Rollout, QwenImagePipeline):
-    """Of ``QwenImagePipeline``."""
+    """Sampling for ``QwenImagePipeline``."""
 
     family = VllmQwenImage
 
 
 class StableDiffusion3Rollout(Rollout, StableDiffusion3Pipeline):
-    """Of ``StableDiffusion3Pipeline``."""
+    """Sampling for ``StableDiffusion3Pipeline``."""
 
     family = VllmStableDiffusion3
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -144,13 +140,14 @@ def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[
     """The batch as one request, from what arrived with each image; and each image's own settings."""
     params = req.sampling_params_list
     own = [p.extra_args[EXTRA] for p in params]
-    shared = ("request_id", "window_size", "noise_level", "sde_type", "record_means")
-    if any(o[name] != own[0][name] for o in own for name in shared):
+    if any(o[name] != own[0][name] for o in own for name in SHARED):
         raise RolloutError("vllm-omni put images of different rollouts into one batch")
-    first, start = params[0], own[0]["window_start"]
+    first = params[0]
+    start = own[0]["window_start"]
+    negative = _prompts(req, "negative", device) if "negative_embeds" in req.prompts[0] else None
     conditioning = Conditioning(
         prompts=_prompts(req, "prompt", device),
-        negative=_prompts(req, "negative", device) if "negative_embeds" in req.prompts[0] else None,
+        negative=negative,
         true_cfg_scale=first.true_cfg_scale,
         guidance_scale=first.guidance_scale if first.guidance_scale_provided else None,
         height=first.height,
@@ -162,7 +159,7 @@ def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[
         num_inference_steps=first.num_inference_steps,
         seeds=[p.generator.initial_seed() for p in params],
         window_starts=None if start is None else torch.tensor([o["window_start"] for o in own]),
-        **{name: own[0][name] for name in shared},
+        **{name: own[0][name] for name in SHARED},
     )
     return request, own
 
@@ -176,6 +173,7 @@ def _prompts(req: DiffusionRequestBatch, name: str, device: torch.device) -> Pro
 
 
 def _row(echo: Echo, i: int) -> Echo:
+    """The echo of one image, with tensors of its own: each travels in a result of its own."""
     starts = None if echo.window_starts is None else echo.window_starts[i : i + 1].clone()
     return replace(
         echo,

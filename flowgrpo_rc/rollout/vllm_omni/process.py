@@ -51,7 +51,7 @@ class EngineProcess:
             )
         main_thread = threading.current_thread() is threading.main_thread()
         self._send(replace(settings, parent=os.getpid(), die_with_thread=main_thread), "starting")
-        self.ready: Ready = self._wait(Ready, 0, timeouts.start_timeout_s, "starting")
+        self._wait(Ready, 0, timeouts.start_timeout_s, "starting")
 
     @property
     def pid(self) -> int:
@@ -101,11 +101,10 @@ class EngineProcess:
         thread.start()
         thread.join(self._timeouts.silence_timeout_s)
         if thread.is_alive():
-            self._down(
-                f"did not take a request for {self._timeouts.silence_timeout_s:g} s while {_ing(doing)}; it was ended"
-            )
+            silence = self._timeouts.silence_timeout_s
+            self._down(f"did not take a request for {silence:g} s while {_activity(doing)}; it was ended")
         if errors:
-            self._down(f"{self._exit()} before {_ing(doing)}")
+            self._down(f"{self._exit()} before {_activity(doing)}")
 
     def _wait(self, kind: type, id: int, limit: float, doing: str) -> Any:
         """The message of this kind and id; answers to calls that were given up are dropped."""
@@ -117,12 +116,12 @@ class EngineProcess:
                 heard = self._connection.poll(min(left, silence))
                 message = receive(self._connection) if heard else None
             except (EOFError, OSError):
-                self._down(f"{self._exit()} while {_ing(doing)}")
+                self._down(f"{self._exit()} while {_activity(doing)}")
             if not heard and left > silence:
-                self._down(f"gave no sign of life for {silence:g} s while {_ing(doing)}; it was ended")
+                self._down(f"gave no sign of life for {silence:g} s while {_activity(doing)}; it was ended")
             if isinstance(message, kind) and getattr(message, "id", id) == id:
                 return message
-        self._down(f"took more than {limit:g} s for {_ing(doing)}; it was ended")
+        self._down(f"took more than {limit:g} s for {_activity(doing)}; it was ended")
 
     def _exit(self) -> str:
         try:
@@ -168,5 +167,6 @@ def _send_into(connection: Connection, message: Any, errors: list[OSError]) -> N
         errors.append(error)
 
 
-def _ing(doing: str) -> str:
-    return {"generate": "sampling", "sync": "taking an adapter"}.get(doing, doing)
+def _activity(method: str) -> str:
+    """What a process does that answers this call, for messages."""
+    return {"generate": "sampling", "sync": "taking an adapter"}.get(method, method)

@@ -20,17 +20,21 @@ class Settings:
     model: str
     """Folder or hub name of the diffusers pipeline."""
     pipeline: str
-    """Its class, a key of ``PIPELINES``."""
+    """Class of the pipeline, a key of ``PIPELINES``."""
     dtype: str
+    """Compute dtype of the transformer and of the adapter."""
     vae_dtype: str
+    """Precision in which images are decoded, which is the trainer's."""
     max_batch: int
     """Images per forward."""
-    batch_wait_ms: float
     init_timeout: float
-    parent: int
-    """Process id of the trainer; the engine ends when it does."""
-    die_with_thread: bool
-    """The trainer's main thread starts the engine, so the kernel may end it with that thread."""
+    """Seconds until vllm-omni gives the loading of the model up."""
+    batch_wait_ms: float = 100.0
+    """Milliseconds that the scheduler waits for more images before it draws a batch that is not full."""
+    parent: int = 0
+    """Process id of the trainer, known at the start of the process; the engine ends when the trainer does."""
+    die_with_thread: bool = False
+    """Whether the trainer's main thread starts the engine, so that the kernel may end it with that thread."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,11 @@ class Call:
     """A request to the engine's process."""
 
     id: int
+    """Counts the calls."""
     method: str
+    """``generate``, ``sync`` or ``close``."""
     argument: Any
+    """What the method takes."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +54,13 @@ class Reply:
     """The answer to the call of the same id."""
 
     id: int
+    """The call that is answered."""
     value: Any = None
+    """What the method returned."""
     error: str | None = None
-    """One line: what went wrong."""
+    """What went wrong, in a line; ``None`` where nothing did."""
     error_type: str = ""
+    """Class of the error."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +70,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded."""
-
-    pid: int
-    seconds: float
-    """From the start of the process."""
-    versions: dict[str, str]
+    """The model is loaded, and calls are answered from now on."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,11 @@ class Sampled:
     """Images of one rollout, in the order of its rows, all tensors on the host."""
 
     images: Tensor
+    """``(B, H, W, 3)`` uint8."""
     record: dict[str, Tensor]
+    """The recorded steps by their key in the batch; empty for a deterministic request."""
     echo: Echo
+    """What was used for all of them."""
 
 
 def send(connection: Connection, message: Any) -> None:

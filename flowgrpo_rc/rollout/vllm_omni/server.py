@@ -13,10 +13,10 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
 
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rollout.vllm_omni.protocol import (
     PIPELINES,
     Call,
@@ -30,23 +30,23 @@ from flowgrpo_rc.rollout.vllm_omni.protocol import (
 )
 
 HEARTBEAT_SECONDS = 0.5
+"""Seconds between two signs of life."""
 _PR_SET_PDEATHSIG = 1
+"""Linux's ``prctl`` option for a signal at the end of the parent's thread."""
 
 
 def main() -> None:
     """Serve until the pipe closes, ``close`` arrives or the trainer is gone."""
-    started = time.monotonic()
     connection = Connection(int(sys.argv[1]))
     settings: Settings = receive(connection)
-    _end_with(settings)
+    _end_with_trainer(settings)
     lock = threading.Lock()
-    threading.Thread(target=_beat, args=(connection, lock, settings.parent), daemon=True).start()
+    threading.Thread(target=_send_heartbeats, args=(connection, lock, settings.parent), daemon=True).start()
     with asyncio.Runner() if sys.version_info >= (3, 11) else _Runner() as runner:
         server = _Server(settings)
         runner.run(server.prepare())
-        packages = {name: version(name) for name in ("vllm", "vllm-omni", "diffusers", "torch")}
         with lock:
-            send(connection, Ready(os.getpid(), time.monotonic() - started, packages))
+            send(connection, Ready())
         while True:
             try:
                 call: Call = receive(connection)
@@ -83,7 +83,8 @@ class _Server:
         from vllm_omni.diffusion.registry import register_diffusion_model
         from vllm_omni.entrypoints import AsyncOmni
 
-        here, pipeline = "flowgrpo_rc.rollout.vllm_omni", PIPELINES[settings.pipeline]
+        here = "flowgrpo_rc.rollout.vllm_omni"
+        pipeline = PIPELINES[settings.pipeline]
         # For the images' way out alone: only some of vllm-omni's own post-processors let metadata through.
         register_diffusion_model(
             settings.pipeline, f"{here}.pipeline", pipeline, post_process_func_name="leave_as_they_are"
@@ -108,7 +109,7 @@ class _Server:
         self._last_id = 0
 
     async def prepare(self) -> None:
-        """Everything after loading."""
+        """What is left to do after loading."""
         await self._worker("flowgrpo_prepare", self._settings.vae_dtype)
 
     async def answer(self, call: Call) -> Reply:
@@ -119,8 +120,7 @@ class _Server:
             import traceback
 
             traceback.print_exc()
-            line = " ".join(str(error).split()) or type(error).__name__
-            return Reply(call.id, error=line[:1000], error_type=type(error).__name__)
+            return Reply(call.id, error=one_line(error, 1000), error_type=type(error).__name__)
 
     async def do_close(self, argument: None) -> None:
         """Answer first; ``main`` closes."""
@@ -131,7 +131,8 @@ class _Server:
         from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
 
         self._last_id += 1
-        new, old = self._last_id, self._adapter
+        new = self._last_id
+        old = self._adapter
         try:
             await self.omni.add_lora(lora_request(new, push))
             if new not in await self.omni.list_loras():
@@ -143,14 +144,16 @@ class _Server:
             if active != new:
                 raise AdapterMismatchError(f"the adapter does not bind: vllm-omni has {active} active, not {new}")
         except Exception as error:
-            await self._back_to(old, new)
+            await self._bind_again(old, new)
             raise AdapterMismatchError(str(error)) from error
+        # Only now that the new one is proven to be in the layers.
         if old:
             await self.omni.remove_lora(old)
         listed = await self.omni.list_loras()
         if listed != [new]:
             raise AdapterMismatchError(f"a stale adapter was left in place: vllm-omni lists {listed}, not [{new}]")
-        self._adapter, self._pushed = new, push
+        self._adapter = new
+        self._pushed = push
         return digest
 
     async def do_generate(self, argument: tuple[Any, int]) -> Sampled:
@@ -179,7 +182,7 @@ class _Server:
             raise RuntimeError(f"vllm-omni returned nothing for image {name}")
         return last
 
-    async def _back_to(self, old: int, new: int) -> None:
+    async def _bind_again(self, old: int, new: int) -> None:
         """Drop a refused adapter and bind the one before it again."""
         from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
 
@@ -199,14 +202,15 @@ class _Server:
         return result
 
 
-def _end_with(settings: Settings) -> None:
+def _end_with_trainer(settings: Settings) -> None:
+    """Have the kernel end this process with the trainer's, and end now where that one has gone already."""
     if settings.die_with_thread and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != settings.parent:
         os._exit(1)
 
 
-def _beat(connection: Connection, lock: threading.Lock, parent: int) -> None:
+def _send_heartbeats(connection: Connection, lock: threading.Lock, parent: int) -> None:
     """Show life, and end when the trainer is gone."""
     while True:
         time.sleep(HEARTBEAT_SECONDS)

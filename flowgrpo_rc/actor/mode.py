@@ -1,0 +1,61 @@
+"""The mode in force: the correction and the objective by which the next update learns. Needs no torch.
+
+A run starts in the mode that it is configured for. The guard may move it from bypass to decoupled mode and back; then
+the trainer holds another value of this class, and hands it to everything that depends on the mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
+from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
+from flowgrpo_rc.loss.objectives import Objective
+
+
+@dataclass(frozen=True)
+class ModeInForce:
+    """What the loss reads: rollout correction, objective and KL term. It has the fields that ``diffusion_loss`` takes
+    of a configuration, so it can be handed to that as it is."""
+
+    rollout_correction: RolloutCorrectionConfig
+    diffusion_loss: DiffusionLossConfig
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.0
+
+    @classmethod
+    def configured(cls, actor: DiffusionActorConfig) -> ModeInForce:
+        """The mode that the section ``actor_rollout_ref.actor`` asks for."""
+        return cls(actor.rollout_correction, actor.diffusion_loss, actor.use_kl_loss, actor.kl_loss_coef)
+
+    @property
+    def objective(self) -> Objective:
+        """The objective's row in the table of objectives."""
+        return self.diffusion_loss.objective
+
+    @property
+    def bypasses(self) -> bool:
+        """Whether the rollout engine's log-probs stand in for the old policy's."""
+        return self.rollout_correction.bypass_mode
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether the objective's limit acts: REINFORCE in bypass mode has none."""
+        return self.rollout_correction.loss_type == "ppo_clip"
+
+    @property
+    def limits_the_gap(self) -> bool:
+        """Whether the objective's limit is centred at the engine's log-probs, so that the gap alone can exceed it."""
+        return self.bypasses and self.has_limit
+
+    def decoupled(self) -> ModeInForce:
+        """The same objective in decoupled mode, where the limit is centred at the actor's own log-probs.
+
+        A calibrated clip band becomes as narrow as it may be, since there is no gap to hold.
+        """
+        loss = self.diffusion_loss
+        if loss.clip_ratio == "auto":
+            loss = replace(loss, clip_ratio=loss.auto_clip_min)
+        return replace(
+            self, diffusion_loss=loss, rollout_correction=replace(self.rollout_correction, bypass_mode=False)
+        )

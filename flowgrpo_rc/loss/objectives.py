@@ -1,0 +1,250 @@
+"""The table of objectives: one record for each ``loss_mode``, with the answers to everything that is asked of one.
+
+Configuration, loss, actor, probe, guard and report look an objective up here instead of comparing names. A new
+objective is a record in ``OBJECTIVES`` and the function that the record names; only one with a setting of its own also
+needs a field in ``DiffusionLossConfig``.
+
+Every objective limits how far an update may move the policy: it holds a *measure* of the distance between the old and
+the new policy against a *limit*. In bypass mode the rollout engine is the old policy, so the same measure of the
+off-policy gap tells how much of a batch lies beyond the limit before anything is learned.
+
+Nothing here imports torch. Where tensors come in, only their operators and methods are used.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+Measure: TypeAlias = Callable[[Any, Any, Any], Any]
+"""From log ratio, KL per latent dimension and standard deviation of each step to what is held against the limit."""
+
+
+@runtime_checkable
+class LossOptions(Protocol):
+    """What a limit and a loss read of ``DiffusionLossConfig``, besides a threshold's own ``key``."""
+
+    loss_mode: str
+    clip_ratio: float | str
+    clip_ratio_low: float | None
+    clip_ratio_high: float | None
+    auto_clip_min: float
+    auto_clip_max: float
+    clip_ratio_c: float | None
+    adv_clip_max: float
+    loss_agg_mode: str
+    loss_scale_factor: float | None
+
+
+def log_ratio(log_ratio: Any, kl: Any, step_std: Any) -> Any:
+    """The log ratio itself."""
+    return log_ratio
+
+
+def normalised_log_ratio(log_ratio: Any, kl: Any, step_std: Any) -> Any:
+    """``(log_ratio + kl) * step_std``: without the bias and the scale that depend on the timestep.
+
+    Source: GRPO-Guard, arXiv 2510.22319.
+    """
+    return (log_ratio + kl) * step_std.to(log_ratio)
+
+
+def kl_per_dimension(log_ratio: Any, kl: Any, step_std: Any) -> Any:
+    """The KL divergence of the two policies' steps, per latent dimension."""
+    return kl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What an objective holds its measure against, and the words for it.
+
+    ``ClipBand`` and ``Threshold`` add how it is set and when it is exceeded.
+    """
+
+    key: str
+    """Field of ``DiffusionLossConfig`` that sets it."""
+    name: str
+    """What it bounds, as in "outside the clip band"."""
+    edge: str
+    """Where it ends, as in "beyond the KL threshold"."""
+    preposition: str
+    """``outside`` or ``beyond``: how messages say that a sample exceeds it."""
+    enlarge: str
+    """The verb of the remedy: ``Widen`` or ``Raise``."""
+    holds: str
+    """What the remedy must make room for: the gap, or a measure of it."""
+    share_metric: str
+    """Metric of an update's first mini-step from which the share of samples beyond the limit is read."""
+    share_per_metric: int = 1
+    """What that metric is multiplied by: 2 where the objective leaves out the half of those samples that would move
+    further away, and the metric counts only what is left out."""
+
+    def share_beyond(self, metric: float) -> float:
+        """Share of samples beyond the limit, from the value of ``share_metric``."""
+        return min(self.share_per_metric * metric, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipBand(Limit):
+    """A band around a ratio of 1, which may be calibrated (``auto``) or have two widths."""
+
+    def sides(self, options: LossOptions, widths: Any = None) -> tuple[Any, Any]:
+        """Half widths below and above a ratio of 1: numbers, or with ``clip_ratio=auto`` the batch's ``widths``.
+
+        Raises:
+            ValueError: ``auto`` without ``widths``.
+        """
+        width: Any = options.clip_ratio
+        if width == "auto":
+            if widths is None:
+                raise ValueError(
+                    "data lacks 'clip_widths', which clip_ratio=auto reads; add it, or give clip_ratio a number"
+                )
+            width = widths
+        low = width if options.clip_ratio_low is None else options.clip_ratio_low
+        high = width if options.clip_ratio_high is None else options.clip_ratio_high
+        return low, high
+
+    def exceeded(self, measured: Any, options: LossOptions, widths: Any = None) -> Any:
+        """Which log ratios lie outside, as a tensor of the shape of ``measured``."""
+        low, high = self.sides(options, widths)
+        ratio = measured.exp()
+        return (ratio < 1 - low) | (ratio > 1 + high)
+
+    def ends(self, options: LossOptions, widths: Any = None) -> list[float]:
+        """Half widths below and above 1; of calibrated ``widths`` the narrowest and the widest."""
+        if widths is None:
+            return list(self.sides(options))
+        return [float(widths.min()), float(widths.max())]
+
+    def narrowest(self, options: LossOptions) -> float:
+        """The narrower configured half width; of ``auto`` the least that it can be."""
+        width = float(options.auto_clip_min if options.clip_ratio == "auto" else options.clip_ratio)
+        return min(width if side is None else float(side) for side in (options.clip_ratio_low, options.clip_ratio_high))
+
+    def setting(self, options: LossOptions) -> str:
+        """The limit as the configuration writes it."""
+        if options.clip_ratio == "auto":
+            return f"{self.key}=auto ({options.auto_clip_min:g} to {options.auto_clip_max:g})"
+        low, high = self.sides(options)
+        return f"{self.key}={low:g}" if low == high else f"{self.key}_low={low:g} and {self.key}_high={high:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Limit):
+    """One number, the field ``key`` of the options, at which what is measured lies beyond the limit."""
+
+    def value(self, options: object) -> float:
+        """The configured number."""
+        return float(getattr(options, self.key))
+
+    def exceeded(self, measured: Any, options: LossOptions, widths: Any = None) -> Any:
+        """Which samples have reached the threshold, as a tensor of the shape of ``measured``."""
+        return measured >= self.value(options)
+
+    def ends(self, options: LossOptions, widths: Any = None) -> list[float]:
+        """The threshold alone."""
+        return [self.value(options)]
+
+    def narrowest(self, options: LossOptions) -> float:
+        """The threshold."""
+        return self.value(options)
+
+    def setting(self, options: LossOptions) -> str:
+        """The limit as the configuration writes it."""
+        return f"{self.key}={self.value(options):g}"
+
+
+CLIP_BAND = ClipBand(
+    key="clip_ratio",
+    name="clip band",
+    edge="clip band",
+    preposition="outside",
+    enlarge="Widen",
+    holds="the gap",
+    share_metric="actor/pg_clipfrac_first",
+)
+KL_TRUST_REGION = Threshold(
+    key="kl_mask_threshold",
+    name="trust region",
+    edge="KL threshold",
+    preposition="beyond",
+    enlarge="Raise",
+    holds="the gap's KL",
+    share_metric="actor/pg_clipfrac_inert_first",
+    share_per_metric=2,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """One value of ``actor.diffusion_loss.loss_mode``."""
+
+    name: str
+    function: str
+    """``package.module:function``, called with ``PolicyInputs`` and ``PolicyLimits`` and returning ``PolicyTerms``."""
+    limit: ClipBand | Threshold = CLIP_BAND
+    """How far an update may move the policy."""
+    measure: Measure = log_ratio
+    """What is held against the limit."""
+    needs_old_means: bool = False
+    """Whether the function reads ``PolicyInputs.shift``, and so the transition means of the old policy (in bypass mode
+    the rollout engine's) and of the new one. Tokens have none."""
+    needs_sigmas: bool = False
+    """Whether it reads ``PolicyInputs.dt``, and so the noise levels around each step."""
+    sde_type: str | None = None
+    """The only ``rollout.algo.sde_type`` that it is meant for; ``None``: any."""
+
+    @property
+    def clips(self) -> bool:
+        """Whether it clips a ratio."""
+        return isinstance(self.limit, ClipBand)
+
+    @property
+    def clips_plain_ratio(self) -> bool:
+        """Whether it clips ``pi_theta/pi_old`` itself, so that the log-prob gap compares with the clip band."""
+        return self.clips and self.measure is log_ratio
+
+    @property
+    def takes_auto(self) -> bool:
+        """Whether ``clip_ratio=auto`` suits it: the calibration measures the plain log ratio."""
+        return self.clips_plain_ratio
+
+    @property
+    def beyond(self) -> str:
+        """The words for a sample that exceeds the limit: ``outside the clip band``."""
+        whose = f" of {self.name}'s own ratio" if self.clips and not self.clips_plain_ratio else ""
+        return f"{self.limit.preposition} the {self.limit.edge}{whose}"
+
+    def load(self) -> Callable[..., Any]:
+        """The function, imported now."""
+        return pkgutil.resolve_name(self.function)
+
+
+DEFAULT = "flow_grpo"
+"""The objective that ``loss_mode`` names where nothing is configured."""
+
+OBJECTIVES: dict[str, Objective] = {
+    objective.name: objective
+    for objective in (
+        Objective(name="flow_grpo", function="flowgrpo_rc.loss.policy:flow_grpo"),
+        Objective(name="dance_grpo", function="flowgrpo_rc.loss.policy:flow_grpo", sde_type="dance_sde"),
+        Objective(
+            name="grpo_guard",
+            function="flowgrpo_rc.loss.trust_region:grpo_guard",
+            measure=normalised_log_ratio,
+            needs_old_means=True,
+            needs_sigmas=True,
+        ),
+        Objective(
+            name="flow_dppo",
+            function="flowgrpo_rc.loss.trust_region:flow_dppo",
+            limit=KL_TRUST_REGION,
+            measure=kl_per_dimension,
+            needs_old_means=True,
+        ),
+    )
+}
+"""Every objective by its name; ``DiffusionLossConfig.loss_mode`` is validated against it."""

@@ -1,0 +1,89 @@
+"""The actor's loss on tokens: ``diffusion_loss``'s objectives for log-probs ``(B, T)`` with a ``response_mask``.
+
+It differs from the loss of SDE steps in four things: the mean is one of ``aggregation``'s over the modified mask, PPO
+clips dually, the KL is the k3 estimate from ``ref_log_probs``, and advantages are not clamped.
+"""
+
+from dataclasses import replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from flowgrpo_rc.batch import Key
+from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, response_mask
+from flowgrpo_rc.loss import inputs
+from flowgrpo_rc.loss.aggregation import aggregation
+from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
+from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs
+from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES
+from flowgrpo_rc.loss.policy import k3_kl
+
+
+def token_loss(
+    config: ActorLossConfig,
+    model_output: TensorMapping,
+    data: TensorMapping | BatchHolder,
+    dp_group: object | None = None,
+) -> tuple[Float[Tensor, ""], dict[str, float]]:
+    """Mean loss of one batch of token sequences and its metrics.
+
+    Args:
+        config: a ``DiffusionActorConfig``; of its ``diffusion_loss`` also ``clip_ratio_c``, ``loss_agg_mode`` and
+            ``loss_scale_factor`` count, and ``adv_clip_max`` does not.
+        model_output: ``log_probs`` ``(B, T)``, with gradient.
+        data: ``response_mask`` ``(B, T)`` of any dtype (non-zero: a valid token); ``old_log_probs`` (bypass mode:
+            ``rollout_log_probs``, or what was put into ``old_log_probs`` for it), ``advantages`` ``(B,)`` or
+            ``(B, T)``; decoupled correction adds ``rollout_is_weights`` and ``rollout_keep``. ``use_kl_loss`` reads
+            ``ref_log_probs`` ``(B, T)``, ``clip_ratio=auto`` reads ``clip_widths`` ``(B, T)``, and
+            ``rollout_rs_threshold=auto`` in bypass mode reads ``rollout_rs_bounds`` ``(B,)``. What masked positions
+            hold has no effect. A dict, a ``TensorDict``, or an object with such a mapping in ``.batch``; not modified.
+        dp_group: as for ``diffusion_loss``.
+
+    Returns:
+        ``(loss, metrics)``, as ``diffusion_loss``.
+
+    Raises:
+        ValueError: a missing key or a shape that does not fit, by name; an objective on transition means, which tokens
+            do not have; a loss or log ratio that is NaN or infinite, naming the inputs that are.
+
+    Warns:
+        UserWarning: everything is rejected; or decoupled mode is to weight, and ``data`` has no weights.
+    """
+    model_output = as_mapping(model_output)
+    data = as_mapping(data)
+    inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=False)
+    sums = loss_sums(_read_tokens(config, model_output, data))
+    return mean_loss(config, sums, dp_group, model_output=model_output, data=data)
+
+
+def token_loss_sums(
+    config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder
+) -> LossSums:
+    """The loss of ``token_loss`` before its division: see ``LossSums``. At least float32, whatever the input.
+
+    Unlike ``token_loss`` it does not say whether the sums are finite: that is the caller's to see.
+    """
+    data = as_mapping(data)
+    inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=False)
+    return loss_sums(_read_tokens(config, as_mapping(model_output), data))
+
+
+def _read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
+    """Everything that the loss of tokens depends on, read and checked."""
+    options = config.diffusion_loss
+    inputs.require(data, Key.RESPONSE_MASK, "data")
+    valid = response_mask(data, inputs.require(model_output, "log_probs", "model_output"))
+    if OBJECTIVES[options.loss_mode].needs_old_means:
+        raise ValueError(
+            f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens have no "
+            f"transition means; set loss_mode={DEFAULT}, or leave response_mask out for SDE steps"
+        )
+    shared = inputs.read_inputs(config, model_output, data, aggregation(options.loss_agg_mode), valid=valid)
+    policy = shared.policy
+    reference_kl = None
+    if config.use_kl_loss:
+        inputs.like_log_probs(data, Key.REF_LOG_PROBS, policy.log_prob)
+        reference = inputs.require(data, Key.REF_LOG_PROBS, "data (use_kl_loss=true)")
+        reference_kl = k3_kl(policy.log_prob, reference, keep=policy.keep)
+    limits = shared.limits._replace(dual_clip=options.clip_ratio_c)
+    return replace(shared, limits=limits, scale_factor=options.loss_scale_factor, reference_kl=reference_kl)

@@ -1,0 +1,11 @@
+"""How an error is quoted in a message of ours."""
+
+
+def one_line(error: BaseException, limit: int | None = None) -> str:
+    """The text of ``error`` in a line, cut to ``limit`` characters; its type where it has no text."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def reason(error: OSError) -> str:
+    """The system's words for what went wrong, without the file's name, which a message already has."""
+    return error.strerror or str(error)

@@ -1,0 +1,37 @@
+"""The model families by the name of their diffusers pipeline.
+
+To add one, write its adapter, a subclass of ``family.Family``, in a file of this folder and add an entry to
+``FAMILIES``. Importing this loads neither torch nor diffusers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyEntry:
+    """What has to be known about a model family before anything of it is loaded."""
+
+    adapter: str
+    """Where the adapter's class is, as ``module:class``."""
+
+    guidance_scale_is_cfg: bool = False
+    """Whether the pipeline calls the scale of classifier-free guidance ``guidance_scale``, which is ``true_cfg_scale``
+    here. The transformer of such a family embeds no guidance."""
+
+    optional_parts: tuple[str, ...] = ()
+    """Parts that the pipeline draws without where its index gives them as ``[null, null]``. A tokenizer among them is
+    left out only together with its text encoder."""
+
+
+FAMILIES = {
+    "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage"),
+    "StableDiffusion3Pipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
+        guidance_scale_is_cfg=True,
+        # Its T5 is by far its largest part, and the two CLIPs do without it.
+        optional_parts=("text_encoder_3", "tokenizer_3"),
+    ),
+}
+"""Class name in a pipeline's ``model_index.json`` -> its family."""

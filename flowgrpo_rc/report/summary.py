@@ -1,0 +1,114 @@
+"""What a run shows when it ends: ``summary.png``, the pictures under ``plots/`` and the closing table.
+
+All are drawn from ``panels``, as the page is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc.report.finding import number
+from flowgrpo_rc.report.history import WINDOW, History
+from flowgrpo_rc.report.panel import LIGHT, LinePanel, Panel, draw_panel, theme_settings
+from flowgrpo_rc.report.panels import panels_of
+from flowgrpo_rc.run_folder import write_whole
+
+PANEL_SIZE = (5.25, 3.3)
+"""Inches of one panel; two of them stand side by side, as wide as a grid of samples."""
+DOTS_PER_INCH = 120
+
+
+@dataclass(frozen=True)
+class KeyNumber:
+    """What became of one of the few metrics that come first."""
+
+    name: str
+    first: float
+    """The mean over the first steps that logged it: a third of them, at most ``WINDOW``; of validations the first."""
+    last: float
+    """The mean over as many of the last steps."""
+    is_share: bool
+    """Whether it is a share of the samples."""
+
+    def text(self, value: float) -> str:
+        """``first`` or ``last`` for people."""
+        return f"{value:.1%}" if self.is_share else number(value)
+
+
+def key_numbers(history: History) -> list[KeyNumber]:
+    """The key numbers that the run still logs, in the panels' order."""
+    found = []
+    for panel in panels_of(history):
+        is_share = isinstance(panel, LinePanel) and panel.scale == "share"
+        for line, series in panel.logged(history):
+            if not line.key or history.now(series) is None:
+                continue
+            # Training batches differ too much for one of them to say anything; validations repeat their prompts.
+            count = 1 if series.metric.startswith("val/") else max(1, min(WINDOW, len(series) // 3))
+            first = series.part(0, count)
+            last = series.part(-count, len(series))
+            found.append(KeyNumber(line.spoken, first.mean, last.mean, is_share))
+    return found
+
+
+def closing_table(history: History, title: str) -> Any:
+    """The key numbers as a table of ``rich``."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column("")
+    table.add_column("first", justify="right")
+    table.add_column("last", justify="right")
+    for entry in key_numbers(history):
+        table.add_row(entry.name, entry.text(entry.first), entry.text(entry.last))
+    return table
+
+
+def write_plots(history: History, folder: Path) -> list[Path]:
+    """One picture a panel that has a file, and ``overview.png`` with all of them; returns the files written.
+
+    Raises:
+        OSError: one cannot be written; matplotlib raises errors of its own beside.
+    """
+    panels = [panel for panel in panels_of(history) if panel.file]
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {folder / f"{panel.file}.png": [panel] for panel in panels}
+    if panels:
+        pictures[folder / "overview.png"] = panels
+    for path, shown in pictures.items():
+        _write_picture(path, shown, history)
+    return list(pictures)
+
+
+def _write_picture(path: Path, panels: Sequence[Panel], history: History) -> None:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    settings: Any = {**theme_settings(LIGHT), "figure.facecolor": "white"}
+    with matplotlib.rc_context(settings):
+        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06)
+        figure = Figure(figsize=(PANEL_SIZE[0] * columns, PANEL_SIZE[1] * rows), layout=layout)
+        FigureCanvasAgg(figure)
+        places = figure.subfigures(rows, columns, squeeze=False)
+        for place, panel in zip(places.flat, panels, strict=False):
+            draw_panel(panel, history, place, LIGHT, title=panel.title)
+        write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH))
+
+
+def stack_pictures(path: Path, pictures: Sequence[Path]) -> None:
+    """Write one PNG with ``pictures`` below each other, centred: ``summary.png`` of the plots and the samples."""
+    from PIL import Image
+
+    images = [Image.open(picture).convert("RGB") for picture in pictures]
+    width = max(image.width for image in images)
+    canvas = Image.new("RGB", (width, sum(image.height for image in images)), "white")
+    top = 0
+    for image in images:
+        canvas.paste(image, ((width - image.width) // 2, top))
+        top += image.height
+    write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))

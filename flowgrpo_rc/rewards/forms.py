@@ -1,0 +1,265 @@
+"""The forms in which a reward function may be written: which one it has, and calling it with a batch.
+
+Two forms are known, synchronous or ``async``. Which one a function has is read off its signature, before anything is
+loaded:
+
+* ours, for a batch: ``fn(images, prompts, metadata)``. The three are given by position, or by name where the function
+  declares them in another order, as keywords only, or takes some through ``**kwargs``. flow_grpo's scorers have this
+  form; its ``only_strict`` is given as True where it has no default.
+* verl-omni's, for one image: any function with a parameter ``solution_image``, see ``PerImageReward``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flowgrpo_rc.rewards.errors import AnswerError, brief_repr
+from flowgrpo_rc.rewards.isolation import coroutines
+
+BATCH = ("images", "prompts", "metadata")
+"""The arguments of our form, in order."""
+
+IMAGE = "solution_image"
+"""The argument by which verl-omni's form is known."""
+
+COLUMNS = {"data_source": "data_source", "ground_truth": "reward_model.ground_truth", "extra_info": "extra_info"}
+"""What verl-omni's form is given besides the image -> the column of the prompt file that holds it."""
+
+SCORE = "score"
+"""Where a dict that a function of verl-omni's form returns holds the score."""
+
+FORMS = (
+    "fn(images, prompts, metadata) for a batch, or fn(data_source, solution_image, ground_truth, extra_info) for one "
+    "image"
+)
+KWARGS_FIELD = "reward.custom_reward_function.reward_kwargs"
+
+
+class Signature:
+    """What a reward function declares; as text ``'name'(its, parameters)``, for messages.
+
+    Raises:
+        ValueError: Python cannot read it.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        try:
+            self._signature = inspect.signature(function)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"reward function {name!r} has no signature that Python can read ({error}); wrap it in a function of "
+                f"your own, {FORMS}"
+            ) from error
+        self.parameters = self._signature.parameters
+        bare = [p.replace(annotation=p.empty) for p in self.parameters.values()]
+        self._text = f"{name!r}({', '.join(map(str, bare))})"
+
+    def __str__(self) -> str:
+        return self._text
+
+    @property
+    def takes_any_keyword(self) -> bool:
+        """Whether it has ``**kwargs``."""
+        return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+
+    @property
+    def required(self) -> list[str]:
+        """Parameters that can be given by name and have no default."""
+        named = [p for p in self.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return [p.name for p in named if p.default is p.empty]
+
+    def refusal(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TypeError | None:
+        """Why a call with these arguments would fail; None where it would not."""
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            return error
+        return None
+
+
+class BatchReward:
+    """A function of our form, with its own keyword arguments and its coroutine, if it returns one, awaited."""
+
+    def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, by_name: bool) -> None:
+        self.function = function
+        self._kwargs = dict(kwargs)
+        self._by_name = by_name
+
+    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
+        """The function's answer."""
+        batch = (images, prompts, metadata)
+        if self._by_name:
+            answer = self.function(**dict(zip(BATCH, batch, strict=True)), **self._kwargs)
+        else:
+            answer = self.function(*batch, **self._kwargs)
+        return coroutines.gather([answer])[0] if inspect.isawaitable(answer) else answer
+
+
+class PerImageReward:
+    """Calls ``fn(data_source=, solution_image=, ground_truth=, extra_info=)`` for every image of a batch.
+
+    The image is a uint8 torch tensor (3, H, W) in RGB. The others are columns of the prompt file as verl-omni's data
+    preparation lays them out: ``data_source``, ``reward_model: {"ground_truth": ...}`` (a column ``ground_truth`` will
+    do) and ``extra_info``, to which ``num_turns`` (None) and ``rollout_reward_scores`` ({}) are added as there. Only
+    parameters that the function declares are given, unless it takes ``**kwargs``. It returns a number or a dict with
+    ``"score"``, whose other entries become ``info``. Coroutines of a batch are awaited side by side.
+
+    Args:
+        function: the function.
+        signature: of the function.
+        kwargs: further keyword arguments of every call.
+
+    Raises:
+        ValueError: the function needs a parameter that nobody gives it, or torch is not installed.
+    """
+
+    def __init__(self, function: Callable[..., Any], signature: Signature, kwargs: Mapping[str, Any]) -> None:
+        self.function = function
+        self._signature = signature
+        self._kwargs = dict(kwargs)
+        if importlib.util.find_spec("torch") is None:
+            raise ValueError(f"reward function {signature} takes its image as a torch tensor; install torch")
+        self._takes = [name for name in COLUMNS if signature.takes_any_keyword or name in signature.parameters]
+        # extra_info is made where the prompt file has none.
+        self._needs = [name for name in signature.required if name in ("data_source", "ground_truth")]
+        lacking = [name for name in signature.required if name not in (IMAGE, *COLUMNS, *kwargs)]
+        if lacking:
+            raise ValueError(
+                f"reward function {signature} needs {', '.join(lacking)}, which nothing here supplies; give it with "
+                f"{KWARGS_FIELD}.{lacking[0]}=..."
+            )
+        refusal = signature.refusal((), {**dict.fromkeys([IMAGE, *self._takes]), **self._kwargs})
+        if refusal is not None:
+            raise ValueError(
+                f"reward function {signature} does not take its arguments by name ({refusal}); declare {IMAGE} and "
+                f"what else it needs of {', '.join(COLUMNS)} as ordinary parameters"
+            ) from refusal
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Any], dict[str, list[Any]]]:
+        """The score of every image, and the other entries of what the function returned."""
+        # All arguments before the first call: a row that lacks a column is an error before anything is scored.
+        calls = [
+            self._arguments(image, row, f"sample {index}, prompt {brief_repr(prompts[index])},")
+            for index, (image, row) in enumerate(zip(images, metadata, strict=True))
+        ]
+        answers: list[Any] = []
+        try:
+            for arguments in calls:
+                answers.append(self.function(**arguments))
+        except BaseException:
+            coroutines.close_unawaited(answers)
+            raise
+        waiting = [index for index, answer in enumerate(answers) if inspect.isawaitable(answer)]
+        if waiting:
+            results = coroutines.gather([answers[index] for index in waiting])
+            for index, result in zip(waiting, results, strict=True):
+                answers[index] = result
+        parts = [self._score_and_info(answer, index) for index, answer in enumerate(answers)]
+        keys = dict.fromkeys(key for _, info in parts for key in info)
+        return [score for score, _ in parts], {key: [info.get(key) for _, info in parts] for key in keys}
+
+    def check_metadata(self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
+        """Raise ``ValueError`` for the first row that lacks a column which the function needs."""
+        for row, source in zip(metadata, sources, strict=True):
+            self._columns(row, source, ValueError)
+
+    def _arguments(self, image: np.ndarray, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        import torch
+
+        # A copy, which the function may write into.
+        pixels = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
+        return {IMAGE: pixels, **self._columns(row, where, AnswerError), **self._kwargs}
+
+    def _columns(self, row: Mapping[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
+        """What the function takes of one row of the prompt file; raises ``error`` where that is not there."""
+        nested = row.get("reward_model")
+        truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
+        found = {
+            "data_source": row.get("data_source"),
+            "ground_truth": row.get("ground_truth") if truth is None else truth,
+        }
+        for name in self._needs:
+            if found[name] is None:
+                raise error(
+                    f"{where} has no {COLUMNS[name]}, which the reward function {self._signature} needs; add it as a "
+                    "column of a .parquet or .jsonl file (a .txt file has none but the prompt), as "
+                    "flowgrpo-rc prepare-data writes them"
+                )
+        extra = row.get("extra_info")
+        if extra is not None and not isinstance(extra, Mapping):
+            raise error(
+                f"{where} has extra_info={brief_repr(extra)}; the reward function {self._signature} expects a mapping "
+                "there"
+            )
+        found["extra_info"] = {**(extra or {}), "num_turns": None, "rollout_reward_scores": {}}
+        return {name: found[name] for name in self._takes if found[name] is not None}
+
+    def _score_and_info(self, answer: Any, index: int) -> tuple[Any, dict[str, Any]]:
+        """Score and other entries of one image's answer."""
+        if not isinstance(answer, Mapping):
+            return answer, {}
+        if SCORE not in answer:
+            keys = ", ".join(map(brief_repr, answer)) or "none"
+            raise AnswerError(
+                f"reward function {self._signature} returned for sample {index} a dict without the key {SCORE!r} (it "
+                f"has {keys}); return a float, or a dict with {SCORE!r}"
+            )
+        return answer[SCORE], {key: value for key, value in answer.items() if key != SCORE}
+
+
+def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """``function`` as a reward that is called with a batch.
+
+    Args:
+        function: anything callable: a function, a method, an object with ``__call__``, a ``functools.partial``.
+        name: of the reward, for messages.
+        kwargs: further keyword arguments of every call.
+
+    Raises:
+        ValueError: the signature is of neither form, cannot be read, or does not take ``kwargs``; names the
+            parameters.
+    """
+    if isinstance(function, (BatchReward, PerImageReward)):
+        return function
+    kwargs = dict(kwargs or {})
+    signature = Signature(function, name)
+    declared = signature.parameters
+    _check_kwargs(signature, kwargs)
+    if IMAGE in declared:
+        return PerImageReward(function, signature, kwargs)
+    foreign = [parameter for parameter in declared if parameter in (*COLUMNS, "solution_str")]
+    if foreign:
+        raise ValueError(
+            f"reward function {signature} takes {', '.join(foreign)} but no {IMAGE}, so it is not one for images; "
+            f"write {FORMS}"
+        )
+    if "only_strict" in signature.required:
+        kwargs.setdefault("only_strict", True)
+    # By name only where the images are spelled out: **kwargs alone says nothing of what the function is for.
+    if BATCH[0] in declared and signature.refusal((), {**dict.fromkeys(BATCH), **kwargs}) is None:
+        return BatchReward(function, kwargs, by_name=True)
+    misplaced = [name for position, name in enumerate(declared) if name in BATCH and BATCH.index(name) != position]
+    if not misplaced and signature.refusal(BATCH, kwargs) is None:
+        return BatchReward(function, kwargs, by_name=False)
+    lacking = [name for name in signature.required if name not in (*BATCH, *kwargs)]
+    if lacking and all(name in declared for name in BATCH):
+        raise ValueError(
+            f"reward function {signature} needs {', '.join(lacking)} too; give it with "
+            f"{KWARGS_FIELD}.{lacking[0]}=..., or give the parameter a default"
+        )
+    raise ValueError(f"reward function {signature} cannot be called as a reward; write {FORMS}")
+
+
+def _check_kwargs(signature: Signature, kwargs: Mapping[str, Any]) -> None:
+    for key in kwargs:
+        if key in (*BATCH, *COLUMNS, IMAGE):
+            raise ValueError(f"{KWARGS_FIELD}.{key}: this argument is given by the trainer; remove it")
+        if key not in signature.parameters and not signature.takes_any_keyword:
+            raise ValueError(f"{KWARGS_FIELD}.{key}: reward function {signature} has no parameter of this name")

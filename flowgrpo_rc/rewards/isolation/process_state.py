@@ -1,0 +1,240 @@
+"""What a reward function may leave changed in the process that also trains, and setting it back.
+
+A function that turns gradients off, changes the default dtype or moves to another folder would change training, or
+lose its files, without a word. ``ProcessState.read()`` before the call and ``.restore()`` after it put back what
+``_settings`` names.
+
+The global random generators are the rewards' own: training draws from generators of its own alone, and checkpoints
+hold the global ones' states for rewards that use them. Environment variables, ``sys.path`` and patched modules are not
+looked after.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+_LEFT_INFERENCE_MODES: list[Any] = []
+"""Guards that take the thread out of an inference mode somebody left on; each must outlive the run."""
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One thing that is set back. ``write`` gets what ``read`` returned."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+    def has(self, value: Any) -> bool:
+        """Whether it has this value now; no where it cannot be read, as of a working folder that is gone."""
+        try:
+            present = self.read()
+        except Exception:
+            return False
+        return present is value or bool(present == value)
+
+
+@dataclass
+class ProcessState:
+    """The settings as they were."""
+
+    before: list[tuple[_Setting, Any]]
+
+    @classmethod
+    def read(cls) -> ProcessState:
+        """The settings as they are now; torch's only where torch is loaded."""
+        before = []
+        for setting in _settings():
+            try:
+                before.append((setting, setting.read()))
+            except Exception:  # this version of a library does not tell it
+                continue
+        return cls(before)
+
+    def restore(self) -> tuple[list[str], list[str]]:
+        """Set back what differs; the names of what was set back, and of what could not be."""
+        changed = []
+        stuck = []
+        for setting, value in self.before:
+            if setting.has(value):
+                continue
+            try:
+                setting.write(value)
+            except Exception:
+                stuck.append(setting.name)
+                continue
+            (changed if setting.has(value) else stuck).append(setting.name)
+        return changed, stuck
+
+
+def _settings() -> Iterator[_Setting]:
+    yield _Setting("the working folder", os.getcwd, os.chdir)
+    yield _Setting("the mode mask of new files", _umask, os.umask)
+    yield _Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
+    yield _Setting("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+    yield _Setting("numpy's error state", np.geterr, lambda state: np.seterr(**state))
+    yield _Setting("the warning filters that raise", _raising_filters, _remove_raising_filters)
+    for name in ("stdin", "stdout", "stderr"):
+        yield _stream(name)
+    # Python sets signal handlers in the main thread alone.
+    if threading.current_thread() is threading.main_thread():
+        yield from _signals()
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_grad_enabled"):
+        yield from _torch_settings(torch)
+
+
+# ---------------------------------------------------------------------- Python
+
+
+def _umask() -> int:
+    """It can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _raising_filters() -> list[Any]:
+    return [entry for entry in warnings.filters if entry[0] == "error"]
+
+
+def _remove_raising_filters(before: list[Any]) -> None:
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters[:] = [entry for entry in filters if entry[0] != "error" or entry in before]
+    # Entering and leaving makes the interpreter forget which filter applied where.
+    with warnings.catch_warnings():
+        pass
+
+
+def _stream(name: str) -> _Setting:
+    """``sys.stdout`` and its like: the same object, and open."""
+    original = getattr(sys, name)
+    was_open = not getattr(original, "closed", True)
+    number = _file_number(original)
+
+    def read() -> tuple[int, bool]:
+        stream = getattr(sys, name)
+        return _identity(stream), was_open and not getattr(stream, "closed", True)
+
+    def write(before: tuple[int, bool]) -> None:
+        setattr(sys, name, original)
+        if not was_open or not original.closed or number is None:
+            return
+        # Closing the stream leaves the descriptor open: Python's own standard streams do not own theirs.
+        mode = "r" if name == "stdin" else "w"
+        stream = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        stream._stands_for = _identity(original)  # type: ignore[attr-defined]
+        setattr(sys, name, stream)
+
+    return _Setting(f"sys.{name}", read, write)
+
+
+def _identity(stream: Any) -> int:
+    """Of the stream, or of the closed one that it was opened for."""
+    return getattr(stream, "_stands_for", id(stream))
+
+
+def _file_number(stream: Any) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _signals() -> Iterator[_Setting]:
+    for number in signal.valid_signals():
+        # None: installed by something other than Python, which Python cannot put back.
+        if signal.getsignal(number) is not None:
+            name = f"the handler of {_signal_name(number)}"
+            yield _Setting(name, partial(signal.getsignal, number), partial(signal.signal, number))
+    if hasattr(signal, "pthread_sigmask"):
+        read = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [])
+        yield _Setting("the blocked signals", read, partial(signal.pthread_sigmask, signal.SIG_SETMASK))
+    for timer in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
+        number = getattr(signal, timer, None)
+        # One that was running before the call has run on meanwhile.
+        if number is not None and not _is_pending(number):
+            yield _Setting(f"the timer {timer}", partial(_is_pending, number), partial(signal.setitimer, number))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _is_pending(timer: int) -> bool:
+    return signal.getitimer(timer)[0] > 0
+
+
+# ---------------------------------------------------------------------- torch
+
+
+def _torch_settings(torch: Any) -> Iterator[_Setting]:
+    # Before the gradient mode: entering and leaving inference mode sets that too.
+    yield _Setting("torch's inference mode", torch.is_inference_mode_enabled, partial(_set_inference_mode, torch))
+    yield _Setting("torch's gradient mode", torch.is_grad_enabled, torch.set_grad_enabled)
+    yield _Setting("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
+    yield _Setting(
+        "torch's default device",
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    )
+    yield _Setting(
+        "torch.use_deterministic_algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1]),
+    )
+    yield _Setting("torch's anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
+    yield _Setting(
+        "torch's float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    )
+    yield _Setting("torch.set_flush_denormal", _flushes_denormals, torch.set_flush_denormal)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        yield _Setting("torch's current CUDA device", torch.cuda.current_device, torch.cuda.set_device)
+    yield _Setting("torch's number of threads", torch.get_num_threads, torch.set_num_threads)
+    cudnn = torch.backends.cudnn
+    for flag in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+        yield _Setting(f"torch.backends.cudnn.{flag}", partial(getattr, cudnn, flag), partial(setattr, cudnn, flag))
+    for kernel in ("flash", "mem_efficient", "math", "cudnn"):
+        read = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled", None)
+        write = getattr(torch.backends.cuda, f"enable_{kernel}_sdp", None)
+        if read is not None and write is not None:
+            yield _Setting(f"torch's {kernel} attention kernel", read, write)
+    for device in ("cpu", "cuda"):
+        yield _autocast(torch, device)
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's processor takes the smallest numbers for zero; torch does not tell."""
+    smallest = np.full(1, 5e-324)
+    return bool((smallest + smallest)[0] == 0)
+
+
+def _set_inference_mode(torch: Any, on: bool) -> None:
+    guard = torch.inference_mode(on)
+    guard.__enter__()
+    _LEFT_INFERENCE_MODES.append(guard)
+
+
+def _autocast(torch: Any, device: str) -> _Setting:
+    def read() -> tuple[bool, Any]:
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    def write(state: tuple[bool, Any]) -> None:
+        torch.set_autocast_enabled(device, state[0])
+        torch.set_autocast_dtype(device, state[1])
+
+    return _Setting(f"torch's autocast on {device}", read, write)

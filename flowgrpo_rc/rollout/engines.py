@@ -1,0 +1,67 @@
+"""The rollout engines by name: the table that the configuration checks against. Importing this loads no torch.
+
+A new engine is a class of its own and a row here. The class follows ``rollout.base.RolloutEngine`` and has the class
+method ``from_config(config, model, lora, device)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.models.base import DiffusionModel
+    from flowgrpo_rc.models.config import ModelConfig
+    from flowgrpo_rc.rollout.base import RolloutEngine
+    from flowgrpo_rc.rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """Where an engine is, and what must be known of it before it is loaded."""
+
+    engine: str
+    """``module:class`` of the engine."""
+
+    check: str | None = None
+    """``module:function`` that takes nothing and raises ``ImportError`` where a package that the engine needs is
+    missing; called before anything expensive is loaded. ``None`` where nothing is needed."""
+
+    quantizes: bool = False
+    """Whether the engine acts on ``rollout.quantization``; an engine that does not refuses the setting."""
+
+
+ENGINES: dict[str, EngineEntry] = {
+    "diffusers": EngineEntry("flowgrpo_rc.rollout.diffusers_engine:DiffusersEngine", quantizes=True),
+    "vllm_omni": EngineEntry(
+        "flowgrpo_rc.rollout.vllm_omni:VllmOmniEngine",
+        check="flowgrpo_rc.rollout.vllm_omni.versions:check_versions",
+    ),
+}
+
+
+def check_engine(name: str) -> None:
+    """Make sure that the packages of the engine ``name`` are there.
+
+    Raises:
+        ImportError: one is missing; the message names it and the remedy.
+    """
+    check = ENGINES[name].check
+    if check is not None:
+        resolve_name(check)()
+
+
+def build_engine(config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any) -> RolloutEngine:
+    """The engine ``config.name`` around ``model``, before the actor attaches its adapter.
+
+    Args:
+        config: the section ``actor_rollout_ref.rollout``.
+        model: the trainer's.
+        lora: the section ``actor_rollout_ref.model``.
+        device: the trainer's.
+
+    Raises:
+        ImportError, ValueError, RolloutError: see ``VllmOmniEngine``.
+    """
+    return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)

@@ -1,0 +1,113 @@
+"""docs/metrics.md against the code: every metric that is logged has a row, and every row a metric that is logged."""
+
+import re
+
+import pytest
+import torch
+from conftest import SMALL_RUN
+from doc_page import DOCS
+
+from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
+from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
+from flowgrpo_rc.correction.plan import RS_OPTIONS
+
+STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
+PLACEHOLDERS = {
+    "t": r"[\d.e+-]+",
+    "reward": r"(?!mean$|std$|max$|min$|group_std_mean$|zero_std_fraction$)\w+",
+    "option": "|".join(RS_OPTIONS),
+    "stage": STAGES,
+    "figure": "clip|rejected|zeroed|engine_gap",
+}
+
+
+@pytest.fixture(scope="module")
+def documented():
+    """Row name -> pattern of the metrics that it stands for."""
+    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "metrics.md").read_text(), re.M)
+    assert len(rows) == len(set(rows)), sorted(name for name in rows if rows.count(name) > 1)
+    return {row: _pattern(row) for row in rows}
+
+
+def _pattern(row):
+    parts = re.split(r"\{(\w+)\}", row)
+    text = "".join(re.escape(part) if i % 2 == 0 else f"(?:{PLACEHOLDERS[part]})" for i, part in enumerate(parts))
+    return re.compile(f"(?:actor/)?{text}" if row.startswith("rollout_corr/") else text)
+
+
+@pytest.fixture(scope="module")
+def logged(finished_run, tmp_path_factory):
+    """Names of the metrics of a bypass run, of a run with other options, and of the functions that users call."""
+    names = {name for row in finished_run.rows() for name in row}
+    assert any(name.startswith("actor/rollout_corr/") for name in names)
+    names |= _names_of_a_run_with_other_options(tmp_path_factory.mktemp("other"))
+    return names | _names_of_the_loss_of_tokens() | _names_of_the_correction()
+
+
+def _names_of_a_run_with_other_options(folder):
+    """Calibrated bands, and an engine with an old adapter."""
+    from flowgrpo_rc import FlowGRPOTrainer, compose
+
+    overrides = (
+        "actor_rollout_ref.actor.diffusion_loss.clip_ratio=auto",
+        "algorithm.rollout_correction.rollout_rs_threshold=auto",
+        "actor_rollout_ref.rollout.adapter_lag=1",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "trainer.val_before_train=false",
+        f"trainer.default_local_dir={folder / 'run'}",
+    )
+    trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", [*SMALL_RUN, *overrides]))
+    try:
+        return set(trainer.train_step())
+    finally:
+        trainer.run.engine.close()
+        trainer.folder.close()
+
+
+def _names_of_the_loss_of_tokens():
+    config = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(clip_ratio=0.2), rollout_correction=None)
+    old = -torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
+    data = {"old_log_probs": old, "response_mask": torch.ones(4, 3), "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5])}
+    return set(token_loss(config, {"log_probs": old + 0.01}, data)[1])
+
+
+def _names_of_the_correction():
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(6, 4, generator=generator)
+    train = rollout + 0.1 * torch.randn(6, 4, generator=generator)
+    names = set()
+    for mode in ("zero", "mask"):
+        config = RolloutCorrectionConfig(
+            rollout_is="token",
+            rollout_is_threshold="0.6_1.9",
+            rollout_is_mode=mode,
+            rollout_is_batch_normalize=True,
+            rollout_rs=",".join(RS_OPTIONS),
+            rollout_rs_threshold=",".join("0.6_1.9" if "k1" in option else "0.4" for option in RS_OPTIONS),
+            rollout_token_veto_threshold=0.3,
+        )
+        names |= set(compute_rollout_correction(train, rollout, torch.ones(6, 4), config=config).metrics)
+    return names
+
+
+def test_every_logged_metric_is_documented(documented, logged):
+    assert len(logged) > 150
+    assert sorted(name for name in logged if not any(p.fullmatch(name) for p in documented.values())) == []
+
+
+def test_every_documented_metric_is_logged(documented, logged):
+    assert len(documented) > 90
+    assert sorted(row for row, p in documented.items() if not any(p.fullmatch(name) for name in logged)) == []
+
+
+def test_a_metric_has_one_row(documented, logged):
+    for name in logged:
+        assert len([row for row, p in documented.items() if p.fullmatch(name)]) == 1, name
+
+
+def test_a_row_is_told_from_its_neighbours(documented):
+    assert documented["reward/{reward}"].fullmatch("reward/ocr")
+    assert not documented["reward/{reward}"].fullmatch("reward/std")
+    assert documented["rollout_corr/kl"].fullmatch("actor/rollout_corr/kl")
+    assert not documented["rollout_corr/kl"].fullmatch("rollout_corr/k3_kl")
+    assert not documented["actor/pg_clipfrac"].fullmatch("actor/pg_clipfrac_new")

@@ -1,0 +1,154 @@
+"""The pages of the documentation do what they say: their blocks run, and print what they show."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import diffusers
+import pytest
+import torch
+from doc_page import DOCS, assert_shown, blocks, run_page
+
+from flowgrpo_rc import FlowGRPOConfig, diffusion_loss
+from flowgrpo_rc.loss import OBJECTIVES
+from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.report import health
+from flowgrpo_rc.rewards.registry import REWARDS
+from flowgrpo_rc.rollout.engines import ENGINES
+
+
+def test_quickstart(tmp_path, monkeypatch):
+    scope = run_page("quickstart.md", tmp_path, monkeypatch)
+    scope["trainer"].folder.close()
+    assert (tmp_path / "outputs/first_run/report.html").is_file()
+
+
+def test_training_in_micro_batches_equals_the_whole_batch(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    scope = run_page("training.md", tmp_path, monkeypatch, only=slice(0, 1))
+    scale = scope["scale"].detach().requires_grad_()
+    loss, metrics = diffusion_loss(scope["config"], {"log_probs": scale * scope["rollout"]}, scope["batch"])
+    loss.backward()
+    assert abs(float(scale.grad)) > 1e-3
+    torch.testing.assert_close(scope["scale"].grad, scale.grad)
+    together = scope["metrics"].compute()
+    assert 0.2 < metrics["actor/kept_fraction"] < 0.9
+    assert 0.1 < metrics["actor/pg_clipfrac"] < 0.9
+    for name in ("actor/kept_fraction", "actor/pg_clipfrac", "actor/ppo_kl"):
+        assert abs(together[name] - metrics[name]) < 1e-6, name
+
+
+def test_training_on_tokens_leaves_masked_ones_alone(tmp_path, monkeypatch):
+    scope = run_page("training.md", tmp_path, monkeypatch, only=slice(1, 2))
+    gradient = scope["log_probs"].grad
+    assert gradient[scope["mask"]].abs().sum() > 0
+    assert gradient[~scope["mask"]].abs().sum() == 0
+
+
+def test_output_is_compared_number_by_number():
+    shown = "gap 0.22 in 25 checks\n... 1.5e-04"
+    assert_shown(shown, "gap 0.22 in 25 checks\nabc\ndef 1.6e-04\n", "page")
+    for printed in ("gap 0.24 in 25 checks\nabc 1.5e-04", "gap 0.22 in 26 checks\nabc 1.5e-04", "gap 0.22"):
+        with pytest.raises(AssertionError, match="page shows"):
+            assert_shown(shown, printed, "page")
+
+
+def test_blocks_have_their_lines():
+    first = blocks("quickstart.md")[0]
+    assert (first.language, first.title) == ("bash", None)
+    assert first.text.startswith("pip install")
+
+
+def test_every_test_that_a_page_names_exists():
+    """Statements about behaviour name the test that holds them, in brackets."""
+    pages = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    files = "\n".join(file.read_text() for file in Path(__file__).parents[1].rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", pages))
+    assert len(named) > 80
+    assert named - set(re.findall(r"^def (test_\w+)", files, re.M)) == set()
+
+
+def test_every_name_of_the_package_is_in_the_reference():
+    import flowgrpo_rc
+
+    rows = re.findall(r"^\| \[`(\w+)`\]", (DOCS / "reference" / "package.md").read_text(), re.M)
+    assert sorted(rows) == sorted(flowgrpo_rc.__all__)
+
+
+def test_every_section_of_the_configuration_is_in_the_reference():
+    named = set(
+        re.findall(r"^::: flowgrpo_rc\.[\w.]*\.(\w+)$", (DOCS / "reference/configuration.md").read_text(), re.M)
+    )
+    assert _classes_of(FlowGRPOConfig()) | {"RolloutCorrectionConfig"} == named
+
+
+def _classes_of(section):
+    """Names of the dataclasses of a section and of those within it."""
+    values = [getattr(section, field.name) for field in dataclasses.fields(section)]
+    return {type(section).__name__}.union(*[_classes_of(value) for value in values if dataclasses.is_dataclass(value)])
+
+
+def test_functions_named_as_their_module_are_in_the_reference():
+    """The reference's generator takes a room's name that is also a module's for the module."""
+    pages = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    for room in re.findall(r"^::: flowgrpo_rc\.(\w+)$", pages, re.M):
+        package = importlib.import_module(f"flowgrpo_rc.{room}")
+        for name in getattr(package, "__all__", ()):
+            if (Path(package.__file__).parent / f"{name}.py").is_file():
+                assert f"::: flowgrpo_rc.{room}.{name}.{name}" in pages, (room, name)
+
+
+def test_adding_a_reward(tmp_path, monkeypatch):
+    with patch.dict(REWARDS):
+        run_page("howto/reward.md", tmp_path, monkeypatch)
+
+
+def test_adding_a_model_family(tmp_path, monkeypatch):
+    monkeypatch.setattr(diffusers, "NegativeImagePipeline", None, raising=False)
+    with patch.dict(FAMILIES):
+        run_page("howto/model_family.md", tmp_path, monkeypatch)
+
+
+def test_adding_an_objective(tmp_path, monkeypatch):
+    with patch.dict(OBJECTIVES):
+        run_page("howto/objective.md", tmp_path, monkeypatch)
+
+
+def test_adding_an_engine(tmp_path, monkeypatch):
+    with patch.dict(ENGINES):
+        run_page("howto/engine.md", tmp_path, monkeypatch)
+
+
+def test_adding_a_metric_with_its_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "CHECKS", health.CHECKS)
+    scope = run_page("howto/metric.md", tmp_path, monkeypatch)
+    scope["trainer"].run.engine.close()
+    scope["trainer"].folder.close()
+
+
+def test_every_name_and_file_that_a_page_mentions_exists():
+    """Dotted names and paths of this package, in the text outside of code blocks."""
+    root = DOCS.parent
+    names, paths = set(), set()
+    for page in [*root.glob("*.md"), *DOCS.rglob("*.md")]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+        names |= set(re.findall(r"`(flowgrpo_rc(?:\.\w+)+)`", text))
+        paths |= set(
+            re.findall(r"`((?:flowgrpo_rc|benchmarks|configs|examples|scripts|tests|assets)/[\w./]*\w/?)`", text)
+        )
+    assert len(names) > 10
+    assert len(paths) > 15
+    assert sorted(path for path in paths if not (root / path).exists()) == []
+    assert sorted(name for name in names if not _resolves(name)) == []
+
+
+def _resolves(name):
+    """Whether it is a module, imported or not (the drop-ins need what they stand in for), or a name in one."""
+    with contextlib.suppress(ModuleNotFoundError):  # where the parent is no package
+        if importlib.util.find_spec(name) is not None:
+            return True
+    parent, _, last = name.rpartition(".")
+    return _resolves(parent) and hasattr(importlib.import_module(parent), last)

@@ -1,0 +1,166 @@
+"""The one table of limits and the one function of remedies: what probe, guard and report say comes from them."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.correction import RolloutCorrectionConfig
+from flowgrpo_rc.gap.advice import StepGap, advise, judge_all
+from flowgrpo_rc.gap.clipping import what_is_left_out
+from flowgrpo_rc.gap.guard import Guard
+from flowgrpo_rc.gap.intervals import Interval
+from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED
+from flowgrpo_rc.gap.probe import step_gap
+from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
+from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective, Threshold
+from flowgrpo_rc.report.health import CHECKS
+from flowgrpo_rc.report.history import History
+
+ROOT = Path(__file__).parents[2]
+CHECK_OF = {CLIP: "clip_first", REJECTED: "rejected", ZEROED: "is_dropped", ENGINE_GAP: "engine_gap"}
+
+
+def mode(loss=None, **correction):
+    options = DiffusionLossConfig(**(loss or {}))
+    actor = DiffusionActorConfig(diffusion_loss=options, rollout_correction={"bypass_mode": True, **correction})
+    return ModeInForce.configured(actor)
+
+
+def test_the_table():
+    """The numbers, so that none moves unnoticed: from where a figure costs, is not safe, and is alarmed of."""
+    correction = RolloutCorrectionConfig()
+    assert {name: (x.costs, x.not_safe, x.alarm(correction)) for name, x in LIMITS.items()} == {
+        CLIP: (0.1, 0.25, 0.1),
+        REJECTED: (0.1, 0.5, 0.5),
+        ZEROED: (0.05, 0.5, 0.5),
+        ENGINE_GAP: (0.005, 0.05, 0.05),
+    }
+
+
+def test_the_documentation_has_the_same_table():
+    page = (ROOT / "docs" / "gap.md").read_text().split("### Three verdicts")[0]
+    rows = {m[1]: m[0] for m in re.finditer(r"^\| `(clip|rejected|zeroed|engine_gap)` \|.*$", page, re.M)}
+    assert rows.keys() == LIMITS.keys()
+    for name, limit in LIMITS.items():
+        for text in (f"| {limit.costs:g} |", f"| {limit.not_safe:g} |", f"`{limit.setting}`", limit.source):
+            assert text in rows[name], (name, text)
+
+
+@pytest.mark.parametrize("figure", LIMITS)
+def test_the_report_s_check_has_the_limits_and_the_remedy_of_the_table(figure):
+    check = next(check for check in CHECKS if check.name == CHECK_OF[figure])
+    assert (check.sde.high, check.sde.problem_high) == (LIMITS[figure].costs, LIMITS[figure].not_safe)
+    assert check.advice == f"{remedy(figure, RunSetup())}."
+    assert LIMITS[figure].source in check.reason
+
+
+def measured(share, interval):
+    """A measurement with every share and the engine's gap at one value."""
+    values = {field.name: interval if field.name.endswith("_interval") else share for field in fields(StepGap)}
+    return StepGap(**values | {"timestep": None, "count": 50, "images": 50})
+
+
+def test_the_probe_judges_by_what_the_guard_is_set_to():
+    """Of rejection, weights of 0 and the engine; the guard's limit of the clip is one of cost, not of safety."""
+    settings = {"guard_rejected_fraction": 0.3, "guard_engine_gap": 0.2, "guard_clip_fraction": 0.05}
+    judged = judge_all(mode(**settings), measured(0.1, Interval(0.05, 0.15, 50.0)), 1)
+    assert {name: one.limit for name, one in judged.items()} == {
+        CLIP: 0.25,
+        REJECTED: 0.3,
+        ZEROED: 0.3,
+        ENGINE_GAP: 0.2,
+    }
+
+
+@pytest.mark.parametrize("figure", [REJECTED, ENGINE_GAP])
+def test_the_guard_is_quiet_below_its_setting_and_not_above(figure):
+    guard = Guard(mode(guard_rejected_fraction=0.3, guard_engine_gap=0.2, guard_patience=1))
+    limits = {REJECTED: 0.3, ENGINE_GAP: 0.2}
+
+    def update(excess):
+        values = {name: limit + (excess if name == figure else -1e-3) for name, limit in limits.items()}
+        metrics = {"actor/pg_clipfrac_first": 0.0, "actor/kept_fraction": 1 - values[REJECTED]}
+        return guard(metrics | {"rollout_sync/engine_gap_per_dimension": values[ENGINE_GAP]}, 1).metrics
+
+    assert update(-1e-3)["guard/alarms"] == 0
+    with pytest.warns(UserWarning, match=re.escape(remedy(figure, RunSetup.of(mode())))):
+        assert update(1e-3)["guard/alarms"] == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "widening"),
+    [
+        ({}, "Widen diffusion_loss.clip_ratio"),
+        ({"clip_ratio": "auto"}, "Raise diffusion_loss.auto_clip_max"),
+        ({"clip_ratio_low": 1e-3}, "Widen diffusion_loss.clip_ratio_low and clip_ratio_high"),
+        ({"loss_mode": "grpo_guard"}, "Widen diffusion_loss.clip_ratio"),
+        ({"loss_mode": "flow_dppo"}, "Raise diffusion_loss.kl_mask_threshold"),
+        ({"loss_mode": "flow_dppo", "clip_ratio_low": 1e-3}, "Raise diffusion_loss.kl_mask_threshold"),
+    ],
+)
+def test_the_limit_that_is_set_is_given_more_room(loss, widening):
+    setup = RunSetup.of(mode(loss))
+    assert widen_limit(setup) == widening
+    for finding in (CLIP, CLIP_AT_TIMESTEP):
+        text = remedy(finding, setup)
+        assert text.startswith(widening) or "auto, whose" in text
+        assert ("auto" in text.replace("auto_clip", "")) is (loss == {})  # no other objective or band takes it
+
+
+def test_a_mode_that_is_in_force_is_no_remedy():
+    bypass = RunSetup.of(mode())
+    decoupled = RunSetup.of(mode().decoupled())
+    assert remedy(CLIP, bypass).endswith("or set it to auto, or set rollout_correction.bypass_mode=false")
+    assert remedy(CLIP, decoupled) == "Widen diffusion_loss.clip_ratio"
+
+
+def test_a_limit_that_was_measured_to_hold_the_gap_is_named():
+    setup = RunSetup.of(mode())
+    holding = remedy(CLIP, setup, holding="clip_ratio=0.005")
+    assert holding == "clip_ratio=0.005 holds the gap; decoupled mode does without"
+    assert remedy(CLIP, setup, holding="") == "decoupled mode does without"
+
+
+def test_limits_and_remedies_need_no_torch():
+    """The report reads them, on machines that have none."""
+    code = "import sys, flowgrpo_rc.gap.limits, flowgrpo_rc.gap.remedies; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_an_objective_that_is_added_is_judged_guarded_and_remedied_by_its_record(monkeypatch):
+    """One that bounds the squared log ratio: what the gap does to it, and what to do, follows from the table alone."""
+    squared = Threshold(
+        key="adv_clip_max",
+        name="trust region",
+        edge="squared log ratio",
+        preposition="beyond",
+        enlarge="Raise",
+        holds="the squared gap",
+        share_metric="actor/pg_clipfrac_first",
+    )
+    record = Objective(name="squared", function="none:at_all", limit=squared, measure=lambda ratio, kl, std: ratio**2)
+    monkeypatch.setitem(OBJECTIVES, "squared", record)
+    own = mode({"loss_mode": "squared", "adv_clip_max": 4e-6}, guard_patience=1)
+    gap = torch.tensor([[1e-3, -1e-3], [3e-3, -3e-3]], dtype=torch.float64).repeat(50, 1)
+    full = torch.full_like(gap, 16.0)
+    steps = what_is_left_out(own, GapSample(gap, gap, 0 * gap, full, full, 16, 0 * gap))
+    assert torch.equal(steps.beyond, gap.abs() > 2e-3)  # 1e-6 and 9e-6 against 4e-6
+    found = step_gap(steps.part(torch.ones_like(steps.keep)), None)
+    advice = advise(own, found, gap, 16)
+    assert (advice.verdict, advice.limit_key, advice.limit) == ("not safe", "adv_clip_max", pytest.approx(5e-5))
+    assert "50% of the samples lie beyond adv_clip_max=4e-06" in advice.reasons[0]
+    assert advice.reasons[-1] == "adv_clip_max=5e-05 holds the gap; decoupled mode does without"
+    with pytest.warns(UserWarning, match="the trust region before .* Raise diffusion_loss.adv_clip_max beyond the squ"):
+        Guard(own)({"actor/pg_clipfrac_first": 0.2, "actor/kept_fraction": 1.0}, 1)
+    actor = {"diffusion_loss": {"loss_mode": "squared"}, "rollout_correction": {"bypass_mode": True}}
+    history = History([{"actor/pg_clipfrac_first": 0.2}], {"actor_rollout_ref": {"actor": actor}})
+    check = next(check for check in CHECKS if check.name == "clip_first")
+    assert check.run(history).advice.startswith("Raise diffusion_loss.adv_clip_max beyond the squared gap, or set")

@@ -1,0 +1,60 @@
+"""The table of built-in rewards: what is added to it can be configured, built and trained with at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowgrpo_rc.rewards import REWARD_NAMES, CustomRewardConfig, RewardConfig, build_reward
+from flowgrpo_rc.rewards.registry import REWARDS, load_builtin
+
+SOURCE = """
+import numpy as np
+
+def redness(images, prompts, metadata):
+    return images[..., 0].mean((1, 2)) / 255
+
+class Contrast:
+    def __call__(self, images, prompts, metadata):
+        return np.ptp(images.reshape(len(images), -1), axis=1)
+"""
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with two rewards, and their lines in the table."""
+    (tmp_path / "added_rewards.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(REWARDS, "redness", "added_rewards:redness")
+    monkeypatch.setitem(REWARDS, "contrast", "added_rewards:Contrast")
+    yield
+    sys.modules.pop("added_rewards", None)
+
+
+@pytest.mark.usefixtures("added")
+def test_a_line_in_the_table_makes_a_reward() -> None:
+    config = RewardConfig(functions={"redness": 2.0, "contrast": -0.5})
+    assert {"redness", "contrast"} <= set(REWARD_NAMES)
+    images = np.zeros((2, 4, 4, 3), np.uint8)
+    images[1, ..., 0] = 51
+    result = build_reward(config)(images, ["a", "b"])
+    # 2 * [0, 51 / 255] - 0.5 * [0, 51]
+    np.testing.assert_allclose(result.total, [0.0, 0.4 - 25.5], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("added")
+def test_messages_know_it_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="known are jpeg_compressibility, ocr, redness, contrast, and a function"):
+        RewardConfig(functions={"oxr": 1.0})
+    path = tmp_path / "mine.py"
+    path.write_text("def redness(images, prompts, metadata): ...\n")
+    with pytest.raises(ValueError, match="'redness' is the name of a built-in reward"):
+        CustomRewardConfig(path=str(path), name="redness")
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_line_leads_somewhere(name: str) -> None:
+    assert callable(load_builtin(name, getattr(RewardConfig(), name, None)))

@@ -1,0 +1,107 @@
+"""``help()`` of every configuration class shows every field, with the text that stands below it in the source."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowgrpo_rc.field_docs import documented_fields, field_texts
+
+PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
+MODULES = ("actor", "trainer", "rollout", "models", "rewards", "data", "correction.options")
+
+
+def config_classes():
+    for room in MODULES:
+        module = importlib.import_module(f"flowgrpo_rc.{room}.config")
+        for name, value in vars(module).items():
+            if name.endswith("Config") and dataclasses.is_dataclass(value) and value.__module__ == module.__name__:
+                yield value
+
+
+CLASSES = list(config_classes())
+
+
+def on_one_line(text):
+    return " ".join(text.split())
+
+
+def literals(cls):
+    """Field -> the literal that follows it, read from the whole file by another way than the product's."""
+    tree = ast.parse(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
+    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__]
+    found = {}
+    field = None
+    for node in body:
+        if isinstance(node, ast.AnnAssign):
+            field = node.target.id
+        elif field is not None and isinstance(node, ast.Expr):
+            found[field] = ast.literal_eval(node.value)
+            field = None
+        else:
+            field = None
+    return found
+
+
+def test_all_sections_are_among_the_classes():
+    names = {cls.__name__ for cls in CLASSES}
+    assert len(names) >= 20
+    assert {"FlowGRPOConfig", "DiffusionLossConfig", "RolloutCorrectionConfig", "ModelConfig", "OCRConfig"} <= names
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_help_shows_every_field_with_its_text(cls):
+    page = pydoc.render_doc(cls, renderer=pydoc.plaintext).replace(" |  ", " ")
+    shown = " " + on_one_line(page.partition("Fields:")[2])
+    written = literals(cls)
+    texts = field_texts(cls)
+    for field in dataclasses.fields(cls):
+        assert len(texts.get(field.name, "")) > 5, f"{cls.__name__}.{field.name} has no text below it"
+        text = on_one_line(texts[field.name])
+        start = shown.index(f" {field.name}: ")
+        assert text in shown[start:], f"{cls.__name__}.{field.name}"
+        if field.name in written:
+            assert on_one_line(written[field.name]) == text
+
+
+def test_a_default_stands_beside_its_field():
+    from flowgrpo_rc.actor.config import OptimizerConfig
+
+    shown = pydoc.render_doc(OptimizerConfig, renderer=pydoc.plaintext)
+    assert "lr: float = 0.0001" in shown
+    assert "Learning rate." in shown
+
+
+def test_a_class_without_a_source_file_keeps_its_docstring():
+    space = {"dataclasses": dataclasses}
+    exec("@dataclasses.dataclass\nclass Made:\n    'What it is.'\n    size: int = 3\n    'How large.'\n", space)
+    made = documented_fields(space["Made"])
+    assert made.__doc__.startswith("What it is.\n\nFields:\n    size: int = 3")
+
+
+IMPORTS = """
+import sys
+import flowgrpo_rc.trainer.config
+before = "ast" in sys.modules and sys.modules["ast"].parse
+import ast
+calls = []
+ast.parse = lambda *given, **more: calls.append(given) or before(*given, **more)
+import importlib
+for room in {rooms!r}:
+    importlib.reload(importlib.import_module(f"flowgrpo_rc.{{room}}.config"))
+assert calls == [], calls
+flowgrpo_rc.trainer.config.TrainerConfig.__doc__
+assert calls
+"""
+
+
+def test_importing_a_configuration_parses_no_source():
+    code = IMPORTS.format(rooms=MODULES)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
