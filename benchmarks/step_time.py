@@ -35,8 +35,7 @@ from machine import describe
 
 from flowgrpo_rc.actor import actor as actor_module
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.correction import calibrated
-from flowgrpo_rc.correction.numerics.compute import run_plan
+from flowgrpo_rc.correction.numerics import compute
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import trainer as trainer_module
@@ -80,24 +79,26 @@ class ModelClock:
     @contextmanager
     def watching_rejection(self) -> Iterator[list[int]]:
         """Time the calibrated rejection, and one bound for all on the same rows; gives the number of bounds by call."""
-        original, groups = calibrated.run_calibrated, []
+        original, groups = compute.run_plan, []
 
-        def twice(log_prob, rollout_log_prob, mask, *, plan, bounds, timesteps=None):
-            groups.append(len(bounds.unique()))
-            fixed = calibrated.with_bound(plan, float(bounds.max()))
+        def twice(*args, plan, row_bounds=None, **kwargs):
+            if row_bounds is None:
+                return original(*args, plan=plan, **kwargs)
+            groups.append(len(row_bounds.unique()))
+            one_bound = row_bounds.max().expand_as(row_bounds)
             start = self._now()
-            run_plan(log_prob, rollout_log_prob, mask, plan=fixed, timesteps=timesteps)
+            original(*args, plan=plan, row_bounds=one_bound, **kwargs)
             between = self._now()
-            result = original(log_prob, rollout_log_prob, mask, plan=plan, bounds=bounds, timesteps=timesteps)
+            result = original(*args, plan=plan, row_bounds=row_bounds, **kwargs)
             self.seconds["one_bound"] += between - start
             self.seconds["calibrated"] += self._now() - between
             return result
 
-        calibrated.run_calibrated = twice
+        compute.run_plan = twice
         try:
             yield groups
         finally:
-            calibrated.run_calibrated = original
+            compute.run_plan = original
 
     def _wrap(self, owner: object, name: str, label: str) -> None:
         original = getattr(owner, name)

@@ -83,7 +83,12 @@ class OldPolicy:
 
     @classmethod
     def of_rollout(cls, batch: TensorMapping) -> "OldPolicy":
-        """Bypass mode: the rollout engine's policy is the old one."""
+        """Bypass mode: the rollout engine's policy is the old one.
+
+        Raises:
+            ValueError: the batch has no ``rollout_log_probs``.
+        """
+        _require(batch, (Key.ROLLOUT_LOG_PROBS,), "bypass mode")
         return cls(log_probs=batch[Key.ROLLOUT_LOG_PROBS], means=optional(batch, Key.ROLLOUT_MEANS))
 
     @classmethod
@@ -185,6 +190,7 @@ def correct_old_policy(
     """
     if not isinstance(config, RolloutCorrectionConfig):
         config = RolloutCorrectionConfig.from_dict(config)
+    _require(batch, (Key.ROLLOUT_LOG_PROBS,), "rollout correction")
     rollout = batch[Key.ROLLOUT_LOG_PROBS]
     _check_shapes(old.log_probs, rollout)
     valid = response_mask(batch, old.log_probs)

@@ -268,3 +268,10 @@ def test_correcting_the_value_is_correcting_the_batch():
             assert torch.equal(old.batch_keys()[name], values), name
     assert correction.metrics == metrics
     assert scored.weights is scored.keep is None
+
+
+def test_an_old_policy_without_the_rollouts_log_probs_says_who_must_record_them():
+    old = OldPolicy(log_probs=torch.zeros(2, 3))
+    for make in (OldPolicy.of_rollout, lambda batch: correct_old_policy(old, batch, {})):
+        with pytest.raises(ValueError, match=r"needs rollout_log_probs .* has \['advantages'\].*engine must record"):
+            make({"advantages": torch.zeros(2)})

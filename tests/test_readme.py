@@ -38,6 +38,9 @@ def test_every_named_file_exists():
     links = re.findall(r"\]\((?!http)([^)#]+)\)", README + (ROOT / "CONTRIBUTING.md").read_text())
     assert len(links) > 20
     assert [link for link in links if not (ROOT / link).exists()] == []
+    modules = re.findall(r"`(\w+/[\w/]+\.py)`", README)
+    assert len(modules) > 4
+    assert [module for module in modules if not (ROOT / "flowgrpo_rc" / module).exists()] == []
 
 
 def test_the_citation_is_of_this_version():

@@ -73,7 +73,8 @@ class ImportanceSampling:
     """How importance weights are made: level, mode, and the bounds on the train/rollout ratio."""
 
     level: Literal["token", "sequence", "geometric"]
-    mode: Literal["truncate", "zero", "clip", "mask"]
+    mode: str
+    """One of ``WEIGHT_MODES``."""
     lower: float
     """0 means that nothing is done to small weights."""
     upper: float
@@ -100,7 +101,7 @@ class ImportanceSampling:
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One rejection criterion. k1 keeps ``lower <= aggregate of l <= upper``; k2 and k3 keep a statistic ``<= upper``."""
+    """One rejection criterion. k1 keeps ``lower <= aggregate of l <= upper``; k2 and k3 keep what is ``<= upper``."""
 
     name: str
     aggregate: Literal["token", "seq_sum", "seq_mean", "seq_max"]
@@ -198,20 +199,21 @@ def parse_is_threshold(
     """``(mode, lower, upper)`` of an importance-sampling threshold; ``lower`` is 0 where there is none.
 
     A number ``u`` alone means ``truncate``, and ``"lower_upper"`` means ``zero`` (IcePop). An explicit ``mode`` of
-    ``zero``, ``clip`` or ``mask`` reads a lone ``u`` as ``1/u_u``. A lower bound of 0 ("none") needs ``clip`` or ``mask``.
+    ``zero``, ``clip`` or ``mask`` reads a lone ``u`` as ``1/u_u``. A lower bound of 0, for none, needs ``clip`` or
+    ``mask``.
     """
     if mode is not None and mode not in IS_MODES:
         raise ValueError(f"rollout_is_mode must be one of {IS_MODES} or null, got {mode!r}.")
     lower_text, upper_text = split_band(spec, name)
     upper = _positive(upper_text, name, _BAND_FORM, spec)
     if lower_text is None:
-        if mode in (None, "truncate"):
-            return "truncate", 0.0, upper
+        if mode is None or WEIGHT_MODES[mode].one_bound:
+            return mode or "truncate", 0.0, upper
         _check_order(1.0 / upper, upper, spec, name)
-        return str(mode), 1.0 / upper, upper
-    if mode == "truncate":
+        return mode, 1.0 / upper, upper
+    if mode is not None and WEIGHT_MODES[mode].one_bound:
         raise ValueError(f"{name}={spec!r}: truncation has one bound, the upper; give a single number.")
-    lower = _lower_bound(lower_text, name, spec, zero_allowed=mode in ("clip", "mask"))
+    lower = _lower_bound(lower_text, name, spec, zero_allowed=WEIGHT_MODES[mode or "zero"].lower_may_be_zero)
     _check_order(lower, upper, spec, name)
     return mode or "zero", lower, upper
 
@@ -330,10 +332,10 @@ def _made_plan(
                 "rollout_is=null for no weights."
             )
         mode, lower, upper = parse_is_threshold(rollout_is_threshold, rollout_is_mode)
-        reported = 1.0 / upper if mode == "truncate" else lower
+        reported = 1.0 / upper if WEIGHT_MODES[mode].one_bound else lower
         importance = ImportanceSampling(
             rollout_is,  # pyright: ignore[reportArgumentType]
-            mode,  # pyright: ignore[reportArgumentType]
+            mode,
             lower,
             upper,
             reported,

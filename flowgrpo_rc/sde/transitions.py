@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.sde.types import SDE_TYPES
+from flowgrpo_rc.sde.types import sde_type_named
 
 
 class Transition(NamedTuple):
@@ -64,14 +64,13 @@ def transition(
     Raises:
         ValueError: ``sde_type`` is not one of ``SDE_TYPES``.
     """
-    if sde_type not in SDE_TYPES:
-        raise ValueError(f"sde_type={sde_type!r} is unknown; choose one of {', '.join(SDE_TYPES)}")
+    row = sde_type_named(sde_type)
     x = _promote(latents)
     v = _promote(velocity).to(x.dtype)
     s = _per_sample(sigma, x)
     s_next = _per_sample(next_sigma, x)
     eta = _per_sample(torch.as_tensor(noise_level, dtype=x.dtype, device=x.device).expand(x.shape[0]), x)
-    step: Callable[..., Transition] = resolve_name(SDE_TYPES[sde_type].step)
+    step: Callable[..., Transition] = resolve_name(row.step)
     mean, step_std = step(x, v, s, s_next, eta)
     return Transition(mean, step_std.flatten())
 
@@ -113,8 +112,11 @@ def log_prob(step: Transition, next_latents: Float[Tensor, " B *L"], *, sde_type
 
     ``sde`` and ``dance_sde``: the Gaussian log-density. ``cps``: ``-(x' - mean)^2``, without ``1/(2 std^2)``
     and without the normaliser, as its authors define it; log ratios of ``cps`` therefore have another scale.
+
+    Raises:
+        ValueError: ``sde_type`` is not one of ``SDE_TYPES``.
     """
-    if SDE_TYPES[sde_type].log_prob_is_density:
+    if sde_type_named(sde_type).log_prob_is_density:
         return gaussian_log_prob(next_latents, step)
     squared = (_promote(next_latents) - step.mean) ** 2
     return -squared.flatten(1).mean(1)

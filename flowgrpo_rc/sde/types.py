@@ -30,3 +30,14 @@ SDE_TYPES: dict[str, SDEType] = {
     ),
     "dance_sde": SDEType("flowgrpo_rc.sde.transitions:dance_sde_step"),
 }
+
+
+def sde_type_named(name: str) -> SDEType:
+    """The row of ``SDE_TYPES``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in SDE_TYPES:
+        raise ValueError(f"sde_type={name!r} is unknown; choose one of {', '.join(SDE_TYPES)}")
+    return SDE_TYPES[name]

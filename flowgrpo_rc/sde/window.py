@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flowgrpo_rc.sde.types import SDE_TYPES
+from flowgrpo_rc.sde.types import sde_type_named
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,10 @@ class SDEWindow:
         step of a ``cps`` schedule ends at noise level 0 and is deterministic, so no ``cps`` window holds it.
 
         Raises:
-            ValueError: the range lies outside the schedule, or the window does not fit into the range.
+            ValueError: ``sde_type`` is unknown, the range lies outside the schedule, or the window does not fit into
+                the range.
         """
-        usable = num_steps if SDE_TYPES[sde_type].last_step_is_stochastic else num_steps - 1
+        usable = num_steps if sde_type_named(sde_type).last_step_is_stochastic else num_steps - 1
         first, stop = (0, usable) if window_range is None else window_range
         if not 0 <= first < stop <= usable:
             why = "" if usable == num_steps else f" (the last {sde_type} step is deterministic)"

@@ -13,8 +13,10 @@ from flowgrpo_rc.correction import (
     compute_offpolicy_metrics,
     compute_rollout_correction,
     compute_rollout_correction_and_rejection_mask,
+    compute_rollout_rejection_mask,
     slime_metrics,
 )
+from flowgrpo_rc.correction.numerics import elements
 
 FORMS = (
     ("truncate", 1.3, 0.0, 1.3),
@@ -154,6 +156,32 @@ def test_float32_metrics_at_the_scale_of_sde_steps():
     for name in ("k3_kl", "chi2_token", "chi2_seq", "kl", "log_ppl_abs_diff", "rollout_is_std"):
         key = f"rollout_corr/{name}"
         assert actual[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-9), name
+
+
+@pytest.mark.parametrize("log_ratio", [1e-6, -3e-6, 1e-5, -1e-4, 1e-3, -0.0299, 0.0301, -0.1, 1.0, -5.0, 19.0])
+@pytest.mark.parametrize("option", ["token_k3", "seq_mean_k3", "seq_sum_k3", "seq_max_k3"])
+def test_k3_keeps_its_digits_in_float32(log_ratio, option):
+    """At |l| of 1e-5 the float32 difference of expm1(l) and l has one digit of k3; it would reject by chance."""
+    p = torch.full((3, 1), log_ratio)
+    exact = p[0, 0].double()
+    k3 = (torch.expm1(exact) - exact).item()
+    metrics = compute_rollout_rejection_mask(p, torch.zeros(3, 1), rollout_rs=option, rollout_rs_threshold=1e9).metrics
+    for name in ("k3_kl", *(f"rollout_rs_{option}_{figure}" for figure in ("mean", "min", "max", "seq_mean"))):
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(k3, rel=1e-5), name
+
+
+@pytest.mark.parametrize("shift", [25.0, -25.0, 1000.0, -1000.0])
+@pytest.mark.parametrize("statistic", ["k1", "k2", "k3"])
+def test_extremes_beyond_the_safety_bound_are_those_of_the_bound(shift, statistic):
+    """All elements on one side of the bound: both extremes are that of 20."""
+    q = torch.zeros(2, 3, dtype=torch.float64)
+    p = q + shift + torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    bound = math.copysign(20.0, shift)
+    expected = {"k1": -bound, "k2": 200.0, "k3": math.expm1(bound) - bound}[statistic]
+    name = f"token_{statistic}"
+    metrics = compute_rollout_rejection_mask(p, q, rollout_rs=name, rollout_rs_threshold=2.0).metrics
+    for figure in ("min", "max"):
+        assert metrics[f"rollout_corr/rollout_rs_{name}_{figure}"] == pytest.approx(expected, rel=1e-12), figure
 
 
 def test_hand_worked_metrics():
@@ -376,7 +404,9 @@ def _tensors(values) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("shape", [(12, 2), (6, 300), (40, 4000)])
 @pytest.mark.parametrize("config", [EVERYTHING, RolloutCorrectionConfig(), RolloutCorrectionConfig.geo_rs()])
-def test_one_transfer_per_call(config, shape):
+def test_one_transfer_per_call(config, shape, monkeypatch):
+    # As on an accelerator, where looking whether the mask has a gap would be a transfer.
+    monkeypatch.setattr(elements, "is_known_whole", lambda ones: False)
     p, q, mask = reference.random_case(2, *shape, dtype=torch.float32)
     timesteps = torch.full(shape, 500.0)
     compute_rollout_correction(p, q, mask, config=config)

@@ -147,8 +147,13 @@ def test_low_precision_velocity_is_promoted_and_inputs_stay():
 
 def test_unknown_type_lists_the_known_ones():
     x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="sde_type='ddim' is unknown; choose one of sde, cps, dance_sde"):
-        transition(x, x, torch.ones(1), torch.ones(1) * 0.5, noise_level=0.5, sde_type="ddim")
+    for of_type in (
+        lambda name: transition(x, x, torch.ones(1), torch.ones(1) * 0.5, noise_level=0.5, sde_type=name),
+        lambda name: log_prob(Transition(x, torch.ones(1)), x, sde_type=name),
+        lambda name: SDEWindow.for_schedule(4, None, None, sde_type=name),
+    ):
+        with pytest.raises(ValueError, match="sde_type='ddim' is unknown; choose one of sde, cps, dance_sde"):
+            of_type("ddim")
 
 
 def constant_step(x, v, s, s_next, eta):

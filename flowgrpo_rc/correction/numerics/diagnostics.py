@@ -16,20 +16,18 @@ def add_off_policy_sums(x: Elements, sums: RowSums) -> None:
     sums.add("log_ratio", x.log_ratio)
     sums.add("log_ratio_abs", x.log_ratio.abs())
     sums.add("excess", x.excess)
-    sums.add("excess_squared", x.excess.square())
+    sums.add("excess_squared", x.excess * x.excess)
     sums.add("k3", x.k3)
 
 
-def add_off_policy_figures(x: Elements, rows: Rows, figures: RowFigures) -> None:
+def add_off_policy_figures(rows: Rows, figures: RowFigures) -> None:
     """Adds each row's figures; its log perplexity is ``-mean(log_prob)``, its ratio the product of its elements'."""
     difference = -rows.mean("log_ratio")
     training = -rows.mean("log_prob")
-    logs = torch.stack([training, training - difference, difference, rows.sums["log_ratio"]])
+    logs = torch.stack([training, training - difference, difference, rows.sum("log_ratio")])
     figures.add(("training_log_ppl", "rollout_log_ppl", "log_ppl_diff", "row_log_ratio"), logs)
     figures.add(("training_ppl", "rollout_ppl", "ppl_ratio", "row_ratio"), safe_exp(logs))
-    ends = torch.stack([difference.abs(), *x.extremes(x.log_ratio)])
-    figures.add(("log_ppl_abs_diff", "least_log_ratio", "largest_log_ratio"), ends)
-    figures.add(("rows",), torch.ones_like(logs[:1]))
+    figures.add(("log_ppl_abs_diff",), difference.abs()[None])
 
 
 def timestep_table(

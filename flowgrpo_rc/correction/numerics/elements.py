@@ -7,17 +7,18 @@ Blocks are held transposed, as ``(T, B)``: a figure ``(B,)`` of rows broadcasts 
 of many short rows run over contiguous memory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
 FAR = 1e38
-"""Beyond any value, to keep invalid elements out of minima; its square is finite in float64."""
+"""Beyond any value, to keep invalid elements out of minima and maxima; its square is finite in float64."""
 SHORT_ROW = 64
 """Length up to which rows are laid out anew, steps first in memory; longer ones stay as they lie."""
 SUMMED_TOGETHER = 1 << 14
@@ -38,35 +39,42 @@ class Elements:
     """``r - 1`` of the clamped ``l``: near ``l = 0`` it keeps the digits that ``exp(l)`` rounds away."""
     k3: Float[Tensor, "T B"]
     """``r - 1 - l`` of the clamped ``l``."""
-    valid: Bool[Tensor, "T B"] | None
-    """Which elements count; ``None`` when all do."""
     ones: Float[Tensor, "T B"]
-    """The same as 1 and 0."""
+    """1 at valid elements."""
+    away: Float[Tensor, "T B"] | None
+    """``FAR`` at invalid elements and 0 at valid ones; ``None`` when all are valid."""
 
     def zero_invalid(self, values: Float[Tensor, "T B"]) -> Float[Tensor, "T B"]:
         """Finite values, with 0 at invalid elements."""
-        return values if self.valid is None else values * self.ones
+        return values if self.away is None else values * self.ones
 
     def beyond(
         self, values: Float[Tensor, "T B"], lower: float, upper: float
-    ) -> tuple[Bool[Tensor, "T B"], Bool[Tensor, "T B"]]:
-        """Which valid elements lie below and above bounds, which are rounded to the compute dtype.
+    ) -> tuple[Float[Tensor, "T B"], Float[Tensor, "T B"]]:
+        """Flags of the valid elements below and above bounds, which are rounded to the compute dtype.
 
         The values are 0 at invalid elements.
         """
-        below = values < lower
-        above = values > upper
-        if self.valid is not None and not lower <= 0.0 <= upper:
-            below = below & self.valid
-            above = above & self.valid
-        return below, above
+        below = flags(torch.lt, values, lower)
+        above = flags(torch.gt, values, upper)
+        if lower <= 0.0 <= upper:
+            return below, above
+        return self.zero_invalid(below), self.zero_invalid(above)
 
-    def extremes(self, values: Float[Tensor, "T B"]) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """Smallest and largest valid value of each row; finite for a row without one."""
-        if self.valid is None:
-            return values.amin(0), values.amax(0)
-        invalid = ~self.valid
-        return values.masked_fill(invalid, FAR).amin(0), values.masked_fill(invalid, -FAR).amax(0)
+    def extremes(self, *values: Float[Tensor, "T B"]) -> Float[Tensor, "two_each B"]:
+        """Smallest of each of the values in each row's valid elements, then largest, in float64.
+
+        For a row without a valid element they are beyond any value.
+        """
+        away = self.away
+        smallest = [(each if away is None else each + away).amin(0) for each in values]
+        largest = [(each if away is None else each - away).amax(0) for each in values]
+        return torch.stack(smallest + largest).double()
+
+
+def flags(compare: Callable[..., Tensor], values: Float[Tensor, "*shape"], bound: Any) -> Float[Tensor, "*shape"]:
+    """1 where a comparison holds, else 0, in the values' dtype; on a CPU bools are slower to make and to sum."""
+    return compare(values, bound, out=torch.empty_like(values))
 
 
 def make_elements(
@@ -75,44 +83,60 @@ def make_elements(
     mask: Shaped[Tensor, "B T"] | None,
     dtype: torch.dtype,
 ) -> Elements:
-    """The elements of some rows; ``dtype`` is the compute dtype.
-
-    Invalid elements are selected away before any arithmetic, so that a NaN there reaches nothing.
-    """
-    valid = None if mask is None else (mask != 0).t()
-    log_prob = log_prob.t().to(dtype)
+    """The elements of some rows; ``dtype`` is the compute dtype."""
+    log_prob = log_prob.t().to(dtype).resolve_neg()
     if len(log_prob) <= SHORT_ROW:
         log_prob = log_prob.contiguous()
-        valid = None if valid is None else valid.contiguous()
     log_ratio = log_prob - rollout_log_prob.t().to(dtype)
-    if valid is None:
-        ones = torch.ones_like(log_ratio)
-    else:
-        ones = valid.to(dtype)
-        zero = log_ratio.new_zeros(())
-        log_prob = torch.where(valid, log_prob, zero)
-        log_ratio = torch.where(valid, log_ratio, zero)
+    ones = torch.ones_like(log_ratio)
+    away = None
+    if mask is not None:
+        torch.ne(mask.t(), 0, out=ones)
+    if mask is not None and not is_known_whole(ones):
+        away = (1.0 - ones) * FAR
+        bits = -ones.to(_INTEGERS[dtype])
+        log_prob = _select(log_prob, bits)
+        log_ratio = _select(log_ratio, bits)
     clamped = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    # in float64, as k3 is a small difference: at |l| near 1e-4 it has three digits left in float32
+    # In float32 the difference of r - 1 and l would be rounding noise at |l| near 1e-4, where SDE steps are.
     exact = clamped.double()
     excess = torch.expm1(exact)
-    return Elements(log_prob, log_ratio, clamped, excess.to(dtype), (excess - exact).to(dtype), valid, ones)
+    k3 = (excess - exact).to(dtype)
+    return Elements(log_prob, log_ratio, clamped, excess.to(dtype), k3, ones, away)
+
+
+def is_known_whole(ones: Float[Tensor, "T B"]) -> bool:
+    """Whether every element is known to be valid, which saves most of what a mask costs.
+
+    That is looked up in host memory alone: on an accelerator looking would be a transfer.
+    """
+    return ones.device.type == "cpu" and bool(ones.sum() == ones.numel())
+
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _select(values: Float[Tensor, "T B"], bits: Int[Tensor, "T B"]) -> Float[Tensor, "T B"]:
+    """The values where all bits are set, and 0 where none is, also of NaN; ``torch.where`` is far slower on a CPU."""
+    return (values.view(bits.dtype) & bits).view(values.dtype)
 
 
 class Rows(NamedTuple):
     """Sums of elements along each row of a block, in float64."""
 
     names: tuple[str, ...]
-    table: Float[Tensor, "K B"]
-    """One sum of every row for each name."""
-    sums: dict[str, Float[Tensor, " B"]]
-    """The same by name; ``elements`` counts the valid ones."""
-    divisor: Float[Tensor, " B"]
-    """The number of valid elements, at least 1."""
+    sums: Float[Tensor, "K B"]
+    """A line for each name; the first, ``elements``, counts the valid ones."""
+    means: Float[Tensor, "K B"]
+    """The same over the row's valid elements; 0 for a row without one."""
+
+    def sum(self, name: str) -> Float[Tensor, " B"]:
+        """One line of the sums."""
+        return self.sums[self.names.index(name)]
 
     def mean(self, name: str) -> Float[Tensor, " B"]:
-        """Over the row's valid elements; 0 for a row without one."""
-        return self.sums[name] / self.divisor
+        """One line of the means."""
+        return self.means[self.names.index(name)]
 
 
 class RowSums:
@@ -121,17 +145,12 @@ class RowSums:
     def __init__(self, x: Elements) -> None:
         steps, rows = x.log_ratio.shape
         self._together = steps <= SHORT_ROW and steps * rows <= SUMMED_TOGETHER
-        self._dtype = x.log_ratio.dtype
         self._values: dict[str, Tensor] = {}
         self.add("elements", x.ones)
 
-    def add(self, name: str, values: Shaped[Tensor, "T B"]) -> None:
+    def add(self, name: str, values: Float[Tensor, "T B"]) -> None:
         """Numbers or flags, 0 at invalid elements."""
-        if not self._together:
-            values = values.sum(0)
-        elif values.dtype == torch.bool:
-            values = values.to(self._dtype)
-        self._values[name] = values
+        self._values[name] = values if self._together else values.sum(0)
 
     def rows(self) -> Rows:
         """The sums of everything added."""
@@ -140,7 +159,7 @@ class RowSums:
         if self._together:
             table = table.sum(1)
         table = table.double()
-        return Rows(names, table, dict(zip(names, table.unbind(), strict=True)), table[0].clamp(min=1.0))
+        return Rows(names, table, table / table[0].clamp(min=1.0))
 
 
 def safe_exp(log: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

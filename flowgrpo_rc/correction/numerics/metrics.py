@@ -157,8 +157,9 @@ def _criterion(c: Criterion, moments: Moments) -> Metrics:
 
 
 def _element_extremes(c: Criterion, moments: Moments) -> tuple[float, float]:
+    """Smallest and largest statistic of an element."""
     if c.statistic != "k1":
         return moments.figures[f"{c.name}/smallest"].smallest, moments.figures[f"{c.name}/largest"].largest
-    least = max(moments.figures["least_log_ratio"].smallest, -SAFETY_BOUND)
-    largest = min(moments.figures["largest_log_ratio"].largest, SAFETY_BOUND)
-    return -largest, -least
+    ends = (moments.figures["least_log_ratio"].smallest, moments.figures["largest_log_ratio"].largest)
+    least, most = (min(max(end, -SAFETY_BOUND), SAFETY_BOUND) for end in ends)
+    return -most, -least

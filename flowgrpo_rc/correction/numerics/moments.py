@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.elements import Rows
+from flowgrpo_rc.correction.numerics.elements import FAR, Rows
 from flowgrpo_rc.correction.plan import CorrectionPlan
 
 
@@ -51,31 +51,36 @@ class RowFigures:
         self.names: list[str] = []
         self._figures: list[Tensor] = []
 
-    def add(self, names: Iterable[str], figures: Shaped[Tensor, "K B"]) -> None:
-        """One line for each name: numbers or flags, of which those of rows without a valid element are left out."""
+    def add(self, names: Iterable[str], figures: Float[Tensor, "K B"]) -> None:
+        """One line for each name: float64 numbers or flags; those of rows without a valid element are left out."""
         self.names += names
-        self._figures.append(figures.double())
+        self._figures.append(figures)
 
     def totals(self, rows: Rows, *, masked: bool) -> "Totals":
         """Everything reduced over rows; ``masked`` says whether some may have no valid element."""
+        count = rows.sum("elements")
+        nonempty = count.clamp(max=1.0)
+        self.add(("rows",), nonempty[None])
         figures = torch.cat(self._figures)
         smallest = largest = figures
-        count = rows.sums["elements"]
-        nonempty = count > 0
         if masked:
-            smallest = figures.masked_fill(~nonempty, math.inf)
-            largest = figures.masked_fill(~nonempty, -math.inf)
-        # sums over rows, each counted once or as often as it has elements
-        weights = torch.stack([nonempty.double(), count], 1)
-        sums = torch.cat([figures @ weights, figures.square() @ weights], 1)
-        return Totals(rows.table.sum(1), sums.t(), smallest.amin(1), largest.amax(1))
+            away = (1.0 - nonempty) * FAR
+            smallest = figures + away
+            largest = figures - away
+            figures = figures * nonempty
+        # each row once, and as often as it has elements
+        counted = torch.stack([figures, figures * count])
+        squares = counted * figures
+        return Totals(rows.sums.sum(1), counted.sum(2), squares.sum(2), smallest.amin(1), largest.amax(1))
 
 
 class Totals(NamedTuple):
     """Sums over elements, and the moments of rows' figures, still on the device, in the order of their names."""
 
     element_sums: Float[Tensor, " sums"]
-    figure_sums: Float[Tensor, "4 figures"]
+    figure_sums: Float[Tensor, "2 figures"]
+    """With each row once, and with each as often as it has elements."""
+    figure_squares: Float[Tensor, "2 figures"]
     smallest: Float[Tensor, " figures"]
     largest: Float[Tensor, " figures"]
 
@@ -84,8 +89,8 @@ def merge_blocks(blocks: Sequence[Totals]) -> Totals:
     """Totals of all blocks of one batch together."""
     if len(blocks) == 1:
         return blocks[0]
-    element_sums, figure_sums, smallest, largest = (torch.stack(parts) for parts in zip(*blocks, strict=True))
-    return Totals(element_sums.sum(0), figure_sums.sum(0), smallest.amin(0), largest.amax(0))
+    elements, figures, squares, smallest, largest = (torch.stack(parts) for parts in zip(*blocks, strict=True))
+    return Totals(elements.sum(0), figures.sum(0), squares.sum(0), smallest.amin(0), largest.amax(0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.numerics.diagnostics import (
@@ -16,7 +15,7 @@ from flowgrpo_rc.correction.numerics.diagnostics import (
     gaps_by_timestep,
     timestep_table,
 )
-from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, make_elements
+from flowgrpo_rc.correction.numerics.elements import Elements, RowSums, flags, make_elements
 from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
 from flowgrpo_rc.correction.numerics.moments import FigureMoments, Moments, RowFigures, Totals, merge_blocks
 from flowgrpo_rc.correction.numerics.rejection import (
@@ -85,7 +84,8 @@ class Block(NamedTuple):
     """What a plan makes of some rows."""
 
     weights: Float[Tensor, "T B"] | None
-    rejected: Bool[Tensor, "*T B"] | None
+    keep: Float[Tensor, "T B"] | None
+    """Flags of what nothing rejects; ``None`` without rejection."""
     totals: Totals
     sum_names: tuple[str, ...]
     figure_names: list[str]
@@ -131,10 +131,10 @@ def run_plan(
         x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
         block = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows])
         if weights is not None and block.weights is not None:
-            weights[rows] = block.weights.t()
-        if block.rejected is not None:
-            kept[rows].t().masked_fill_(block.rejected, 0)
-        blocks.append(block._replace(weights=None, rejected=None))  # copied: of large batches two would be many
+            weights[rows].copy_(block.weights.t())
+        if block.keep is not None:
+            kept[rows].masked_fill_(block.keep.t() == 0, 0)
+        blocks.append(block._replace(weights=None, keep=None))  # copied: of large batches two would be many
     block = blocks[-1]  # its names are those of all
     total = merge_blocks([each.totals for each in blocks])
     parts = total._asdict()
@@ -147,11 +147,8 @@ def run_plan(
     host = _to_host(parts)
     _check_bound_values(host.get("row_bounds", []))
     figures = len(block.figure_names)
-    columns = (
-        *(host["figure_sums"][i * figures : (i + 1) * figures] for i in range(4)),
-        host["smallest"],
-        host["largest"],
-    )
+    columns = [host[name][i : i + figures] for name in ("figure_sums", "figure_squares") for i in (0, figures)]
+    columns += [host["smallest"], host["largest"]]
     moments = Moments(
         plan,
         dict(zip(block.sum_names, host["element_sums"], strict=True)),
@@ -187,10 +184,14 @@ def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, 
         veto_elements(log_veto, x, sums)
 
     rows = sums.rows()
-    add_off_policy_figures(x, rows, figures)
-    if importance is not None and weights is not None:
-        add_element_weight_figures(importance, x, rows, weights, figures)
-    elif importance is not None:
+    add_off_policy_figures(rows, figures)
+    if importance is None or weights is None:
+        figures.add(("least_log_ratio", "largest_log_ratio"), x.extremes(x.log_ratio))
+    else:
+        names = ("least_log_ratio", "is_smallest", "largest_log_ratio", "is_largest")
+        figures.add(names, x.extremes(x.log_ratio, weights.values))
+        add_element_weight_figures(importance, rows, figures)
+    if importance is not None and weights is None:
         weights = row_weights(importance, x, rows, figures)
     if plan.criteria:
         rejections.append(judge_rows([*of_elements, *of_rows], x, rows, row_bounds, figures))
@@ -198,20 +199,14 @@ def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, 
         rejections.append(veto_rows(rows, figures))
     if importance is not None and weights is not None and importance.rejects:
         rejections.append(weights.outside)
-    rejected = reduce(torch.bitwise_or, rejections) if rejections else None
-    if rejected is not None:
-        count = _count_rejected(rejected, x, rows)
+    keep = None
+    if rejections:
+        rejected = sum(rejections[1:], rejections[0])
+        keep = flags(torch.eq, rejected, 0).to(x.ones.dtype).expand_as(x.ones)
+        count = rows.sum("elements") - x.zero_invalid(keep).sum(0)
         figures.add(("rejected", "any_rejected"), torch.stack([count, count.clamp(max=1.0)]))
-    totals = figures.totals(rows, masked=x.valid is not None)
-    return Block(None if weights is None else weights.values, rejected, totals, rows.names, figures.names)
-
-
-def _count_rejected(rejected: Bool[Tensor, "*T B"], x: Elements, rows: Rows) -> Float[Tensor, " B"]:
-    """Valid elements of each row that are rejected."""
-    if rejected.dim() == 1:
-        return rows.sums["elements"] * rejected
-    found = rejected if x.valid is None else rejected & x.valid
-    return found.sum(0).double()
+    totals = figures.totals(rows, masked=x.away is not None)
+    return Block(None if weights is None else weights.values, keep, totals, rows.names, figures.names)
 
 
 def _divisor_sums(spec: ImportanceSampling, block: Block, total: Totals) -> Float[Tensor, "3"]:
@@ -258,7 +253,7 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
             raise ValueError(f"log_prob has shape {tuple(shape)}, but {name} has shape {tuple(other.shape)}.")
         if other.device != log_prob.device:
             raise ValueError(f"log_prob is on {log_prob.device}, but {name} is on {other.device}; move one.")
-        if other.untyped_storage().device.type == "meta":
+        if other.is_meta or (type(other) is not Tensor and other.untyped_storage().device.type == "meta"):
             raise ValueError(f"{name} is a tensor without memory (fake or meta); give one with data.")
     if log_prob.numel() == 0:
         raise ValueError(f"The batch is empty: log_prob has shape {tuple(shape)}.")

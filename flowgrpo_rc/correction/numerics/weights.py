@@ -7,10 +7,10 @@ near 0 the first. A new ``rollout_is_mode`` is a case of ``bound_weights``, with
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums
+from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, flags
 from flowgrpo_rc.correction.numerics.moments import RowFigures
 from flowgrpo_rc.correction.plan import SAFETY_BOUND, ImportanceSampling
 
@@ -20,19 +20,20 @@ class Weights(NamedTuple):
 
     values: Float[Tensor, "T B"]
     """0 at invalid elements."""
-    outside: Bool[Tensor, "*T B"]
-    """Where the ratio is beyond the bounds; mode ``mask`` rejects that."""
+    outside: Float[Tensor, "*T B"]
+    """Flags of where the ratio is beyond the bounds; mode ``mask`` rejects that."""
 
 
 def bound_weights(
     spec: ImportanceSampling,
     ratio: Float[Tensor, "*shape"],
     excess: Float[Tensor, "*shape"],
-    outside: Bool[Tensor, "*shape"],
+    outside: Float[Tensor, "*shape"],
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """``w`` and ``w - 1`` of ratios ``r``, given ``r``, ``r - 1`` and whether ``r`` is beyond the bounds."""
+    """``w`` and ``w - 1`` of ratios ``r``, given ``r``, ``r - 1`` and flags of the ``r`` beyond the bounds."""
     if spec.mode == "zero":
-        return ratio.masked_fill(outside, 0.0), excess.masked_fill(outside, -1.0)
+        inside = 1.0 - outside
+        return ratio * inside, excess * inside - outside
     if spec.mode == "mask":
         return ratio, excess
     # truncate and clip; truncation has a lower bound of 0
@@ -42,44 +43,42 @@ def bound_weights(
 def element_weights(spec: ImportanceSampling, x: Elements, sums: RowSums) -> Weights:
     """``w = exp(l)`` of each element (``rollout_is=token``), and the sums behind its metrics."""
     low, high = x.beyond(x.clamped, spec.log_lower, spec.log_upper)
-    outside = low | high
+    outside = low + high
     weight, excess = bound_weights(spec, x.clamped.exp(), x.excess, outside)
     weight = x.zero_invalid(weight)
     excess = x.zero_invalid(excess)
     sums.add("is_low", low)
     sums.add("is_high", high)
     sums.add("is_weight", weight)
-    sums.add("is_weight_squared", weight.square())
+    sums.add("is_weight_squared", weight * weight)
     sums.add("is_excess", excess)
-    sums.add("is_excess_squared", excess.square())
+    sums.add("is_excess_squared", excess * excess)
     return Weights(weight, outside)
 
 
-def add_element_weight_figures(
-    spec: ImportanceSampling, x: Elements, rows: Rows, weights: Weights, figures: RowFigures
-) -> None:
+def add_element_weight_figures(spec: ImportanceSampling, rows: Rows, figures: RowFigures) -> None:
     """Figures of the rows of ``element_weights``: a row's weight is the mean of its elements'."""
-    mean, raw_excess = rows.mean("is_weight"), rows.mean("excess")
+    mean = rows.mean("is_weight")
+    raw_excess = rows.mean("excess")
     weight = torch.where(mean < 0.5, mean, 1.0 + rows.mean("is_excess"))
-    names = ("is_weight", "is_excess", "is_smallest", "is_largest")
-    figures.add(names, torch.stack([weight, weight - 1.0, *x.extremes(weights.values)]))
-    low, high = raw_excess < spec.reported_lower - 1.0, raw_excess > spec.upper - 1.0
-    figures.add(("is_low", "is_high"), torch.stack([low, high]))
+    low = flags(torch.lt, raw_excess, spec.reported_lower - 1.0)
+    high = flags(torch.gt, raw_excess, spec.upper - 1.0)
+    figures.add(("is_weight", "is_excess", "is_low", "is_high"), torch.stack([weight, weight - 1.0, low, high]))
 
 
 def row_weights(spec: ImportanceSampling, x: Elements, rows: Rows, figures: RowFigures) -> Weights:
     """``w = exp(sum of l)`` ("sequence") or ``exp(mean of l)`` ("geometric") at each element of a row; adds figures."""
-    log_ratio = rows.sums["log_ratio"] if spec.level == "sequence" else rows.mean("log_ratio")
+    log_ratio = rows.sum("log_ratio") if spec.level == "sequence" else rows.mean("log_ratio")
     # decided in the compute dtype, to which the bounds are rounded
     log_ratio = log_ratio.to(x.log_ratio.dtype).clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    low = log_ratio < spec.log_lower
-    high = log_ratio > spec.log_upper
-    outside = low | high
+    low = flags(torch.lt, log_ratio, spec.log_lower).double()
+    high = flags(torch.gt, log_ratio, spec.log_upper).double()
+    outside = low + high
     log_ratio = log_ratio.double()
     ratio = log_ratio.exp()
     weight, excess = bound_weights(spec, ratio, torch.expm1(log_ratio), outside)
-    figures.add(("is_weight", "is_excess", "is_ratio"), torch.stack([weight, excess, ratio]))
-    figures.add(("is_low", "is_high"), torch.stack([low, high]))
+    names = ("is_weight", "is_excess", "is_ratio", "is_low", "is_high")
+    figures.add(names, torch.stack([weight, excess, ratio, low, high]))
     values = weight.to(x.log_ratio.dtype).expand_as(x.log_ratio)
     return Weights(x.zero_invalid(values), outside)
 
