@@ -59,7 +59,7 @@ class UserCode:
         result = None
         raised = None
         with Watch(self.timeout_s, self._describe_overrun, self.exit_code) as watch:
-            before = ProcessState.read()
+            before = ProcessState()
             try:
                 # The deadline may pass between any two instructions in here, but it raises only once.
                 try:
