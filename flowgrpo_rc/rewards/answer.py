@@ -17,9 +17,6 @@ WANTED = "return one float per image, or (floats, info dict)"
 CAPTIONS = "text"
 """The key of ``info`` whose strings caption the samples."""
 
-TOTAL = "avg"
-"""Where flow_grpo's ``multi_score`` puts the sum in its dict of scores."""
-
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
     """The scores, (N,) float32, and the info of a reward function's answer.
@@ -47,13 +44,12 @@ def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndar
 
 def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
     """Scores and info; a pair of two numbers is two scores."""
-    pair = isinstance(answer, tuple) and len(answer) == 2
-    if not (pair and isinstance(answer[1], Mapping)):
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
         return answer, {}
     scores, info = answer
-    if isinstance(scores, Mapping) and TOTAL in scores:
-        parts = {key: value for key, value in scores.items() if key != TOTAL}
-        return scores[TOTAL], {**parts, **info}
+    # Where flow_grpo's ``multi_score`` puts the sum in its dict of scores.
+    if isinstance(scores, Mapping) and "avg" in scores:
+        return scores["avg"], {**{key: value for key, value in scores.items() if key != "avg"}, **info}
     return scores, info
 
 
@@ -145,14 +141,13 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
     if not isinstance(key, str):
         raise AnswerError(f"{returned} info with the key {brief_repr(key)}; its keys must be strings")
     where = f"{returned} info[{brief_repr(key)}]"
-    entries = value.detach().to("cpu") if _is_tensor(value) else value
-    listed = hasattr(entries, "__len__") and hasattr(entries, "__getitem__")
-    scalar = getattr(entries, "ndim", 1) == 0
-    if not listed or scalar or isinstance(entries, (str, bytes, Mapping)):
+    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    scalar = getattr(value, "ndim", 1) == 0
+    if not listed or scalar or isinstance(value, (str, bytes, Mapping)):
         raise AnswerError(
             f"{where} of type {type(value).__name__}; give a list with one entry for each of the {count} images"
         )
-    entries = entries.tolist() if hasattr(entries, "tolist") else list(entries)
+    entries = value.tolist() if hasattr(value, "tolist") else list(value)
     if len(entries) != count:
         raise AnswerError(f"{where} with {len(entries)} entries for {count} images; give one entry for each image")
     for index, entry in enumerate(entries):

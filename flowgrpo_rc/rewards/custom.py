@@ -74,7 +74,7 @@ def _look_up(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
     return function
 
 
-@cache  # making it may take long, and the file is loaded for the checks and again for the run
+@cache  # making it may take long, and the reward may be built more than once
 def _object_of(cls: type, name: str) -> Any:
     if not any("__call__" in vars(base) for base in cls.__mro__):
         raise _UnfitError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
