@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,12 +76,15 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
     modules = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-    unmatched = [t for t in names if t != ALL_LINEAR and not any(m == t or m.endswith(f".{t}") for m in modules)]
+    unmatched = [t for t in names if t != ALL_LINEAR and not any(f".{m}".endswith(f".{t}") for m in modules)]
     if unmatched:
-        endings = sorted({_ending(name) for name in modules})
+        # ``blocks.0.attn.to_out.0`` -> ``to_out.0``: the part of a layer's name that repeats over blocks.
+        endings = sorted({re.findall(r"[^.]+(?:\.\d+)?$", name)[0] for name in modules})
+        others = [type(m).__name__ for n, m in transformer.named_modules() if f".{n}".endswith(f".{unmatched[0]}")]
+        hint = f" ({unmatched[0]} is a {others[0]}; only linear layers take a LoRA here)" if others else ""
         raise ValueError(
-            f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer"
-            f"{_other_kind(transformer, unmatched[0])}; its layers end in: {', '.join(endings)}"
+            f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer{hint}; its layers "
+            f"end in: {', '.join(endings)}"
         )
     # peft's name for Kaiming's is True.
     init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
@@ -244,17 +248,3 @@ def _settings(adapter: Any) -> dict[str, Any]:
     if not isinstance(settings, dict):
         return {}
     return {name: sorted(value, key=str) if isinstance(value, list) else value for name, value in settings.items()}
-
-
-def _other_kind(transformer: nn.Module, target: str) -> str:
-    """What kind of module a target is that is no linear layer; nothing where there is none of that name."""
-    for name, module in transformer.named_modules():
-        if name == target or name.endswith(f".{target}"):
-            return f" ({target} is a {type(module).__name__}; only linear layers take a LoRA here)"
-    return ""
-
-
-def _ending(name: str) -> str:
-    """``blocks.0.attn.to_out.0`` -> ``to_out.0``: the part of a layer name that repeats over blocks."""
-    parts = name.split(".")
-    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
