@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +51,8 @@ class DataConfig:
                 raise ValueError(f"data.{name}: got {value}; it must be 1 or more")
         if not self.prompt_key:
             raise ValueError("data.prompt_key: got ''; name the column that holds the prompt")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"data.seed: got {self.seed}; it must be 0 or more and below 2**63")
+        if self.seed < 0:
+            raise ValueError(f"data.seed: got {self.seed}; it must be 0 or more")
 
 
 def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
@@ -60,14 +61,11 @@ def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
     Raises:
         ValueError: ``files`` is neither a string nor a sequence of strings, or one holds a NUL character.
     """
-    if files is None:
+    if files is None or files == "":
         return []
-    files = plain(files)
-    if isinstance(files, str):
-        paths = [files] if files else []
-    elif isinstance(files, Sequence) and all(isinstance(plain(file), str) and file for file in files):
-        paths = [plain(file) for file in files]
-    else:
+    several = [files] if isinstance(files, str | os.PathLike) else files
+    paths: list[Any] = [plain(file) for file in several] if isinstance(several, Sequence) else [None]
+    if not all(isinstance(path, str) and path for path in paths):
         raise ValueError(f"{field_name}: got {files!r}; give a path or a list of paths")
     if any("\0" in path for path in paths):
         raise ValueError(f"{field_name}: got {files!r}; a path cannot hold a NUL character")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.messages import one_line
+
 
 def parquet_rows(path: Path, check_columns: Callable[[Sequence[str]], None]) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows with their numbers from 1.
@@ -28,7 +30,7 @@ def parquet_rows(path: Path, check_columns: Callable[[Sequence[str]], None]) -> 
         file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
         names = file.schema_arrow.names
     except damage as error:
-        raise ValueError(f"{path} is not a parquet file ({_reason(error)}); write or copy it again") from error
+        raise ValueError(f"{path} is not a parquet file ({one_line(error, 200)}); write or copy it again") from error
     with file:
         check_columns(names)
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -42,7 +44,7 @@ def parquet_rows(path: Path, check_columns: Callable[[Sequence[str]], None]) -> 
                 table.validate(full=True)
             except damage as error:
                 raise ValueError(
-                    f"{path} is damaged in rows {first} to {first + rows - 1} ({_reason(error)}); copy it again"
+                    f"{path} is damaged in rows {first} to {first + rows - 1} ({one_line(error, 200)}); copy it again"
                 ) from error
             columns = {name: _values(path, name, table.column(name), first, damage) for name in names}
             for offset in range(table.num_rows):
@@ -56,8 +58,7 @@ def _values(path: Path, name: str, column: Any, first: int, damage: tuple[type[E
     Times are cut to microseconds, the finest that Python's have: pandas writes nanoseconds, whatever the times.
     """
     try:
-        column = column.cast(_in_microseconds(column.type), safe=False)
-        return column.to_pylist()
+        return column.cast(_in_microseconds(column.type), safe=False).to_pylist()
     except damage:
         pass
     values = []
@@ -66,8 +67,8 @@ def _values(path: Path, name: str, column: Any, first: int, damage: tuple[type[E
             values.append(scalar.as_py())
         except damage as error:
             raise ValueError(
-                f"{path}:{first + offset}: {name!r} cannot be read as {column.type} ({_reason(error)}); correct it "
-                "or leave the column out"
+                f"{path}:{first + offset}: {name!r} cannot be read as {column.type} ({one_line(error, 200)}); "
+                "correct it or leave the column out"
             ) from error
     return values
 
@@ -81,8 +82,3 @@ def _in_microseconds(kind: Any) -> Any:
     if pyarrow.types.is_timestamp(kind):
         return pyarrow.timestamp("us", kind.tz)
     return pyarrow.duration("us") if pyarrow.types.is_duration(kind) else pyarrow.time64("us")
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

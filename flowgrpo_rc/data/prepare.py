@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from flowgrpo_rc.data.prompts import PromptRecord, load_prompts
+from flowgrpo_rc.messages import reason
 from flowgrpo_rc.rewards.ocr import quoted_target
 
 SYSTEM_PROMPT = (
@@ -17,8 +16,6 @@ SYSTEM_PROMPT = (
     "relationships of the objects and background:"
 )
 """Qwen-Image's system prompt: rows carry it for trainers that send them through the model's chat template."""
-
-OCR_SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +58,15 @@ def prepare_ocr(
         ValueError: ``train.txt`` is missing or empty, or a line has no text in double quotes; names file and
             line. Or ``output_dir`` cannot be made.
     """
-    splits = {
-        split: _load_split(Path(input_dir) / f"{split}.txt")
-        for split in OCR_SPLITS
-        if split == "train" or (Path(input_dir) / f"{split}.txt").exists()
-    }
+    import pyarrow.parquet
+
+    files = {split: Path(input_dir) / f"{split}.txt" for split in ("train", "test")}
+    splits = {split: _load_split(file) for split, file in files.items() if split == "train" or file.exists()}
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{output_dir} cannot be made a folder ({error.strerror}); give another for the output"
+            f"{output_dir} cannot be made a folder ({reason(error)}); give another for the output"
         ) from error
     written = []
     for split, records in splits.items():
@@ -86,7 +82,10 @@ def prepare_ocr(
             for index, record in enumerate(records)
         ]
         path = Path(output_dir) / f"{split}.parquet"
-        _write_parquet(path, rows)
+        # Renamed when it is whole, so that a reader never sees half a file.
+        temporary = path.with_name(path.name + ".tmp")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary, write_page_checksum=True)
+        os.replace(temporary, path)
         written.append(PreparedFile(path=path, split=split, num_prompts=len(rows)))
     return written
 
@@ -105,13 +104,3 @@ def _load_split(path: Path) -> list[PromptRecord]:
 def _messages(content: str, system_prompt: str | None) -> list[dict[str, str]]:
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": content}]
-
-
-def _write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write beside ``path`` and rename, so that a reader never sees half a file."""
-    import pyarrow
-    import pyarrow.parquet
-
-    temporary = path.with_name(path.name + ".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, write_page_checksum=True)
-    os.replace(temporary, path)

@@ -12,7 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.data.text import character_fault, is_blank, parse_row, undecodable
+from flowgrpo_rc.data.text import character_fault, is_blank, parse_row
+from flowgrpo_rc.messages import reason
 from flowgrpo_rc.paths import LFS_POINTER
 
 NEGATIVE_KEY = "negative_prompt"
@@ -93,15 +94,13 @@ def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:
 
 
 def _text_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
-    for number, line in _lines(path):
-        source = f"{path}:{number}"
+    for source, line in _lines(path):
         _check_characters(line, "the prompt", source)
         yield _record(line, "the prompt", source)
 
 
 def _json_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
-    for number, line in _lines(path):
-        source = f"{path}:{number}"
+    for source, line in _lines(path):
         yield _row_record(parse_row(line, source), prompt_key, source)
 
 
@@ -121,24 +120,28 @@ READERS: dict[str, Callable[[Path, str], Iterator[PromptRecord]]] = {
 """Ending of a file's name -> what reads its prompts, given the path and the column that holds the prompt."""
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The non-blank lines, stripped, with their numbers from 1."""
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Where each non-blank line stands, ``train.txt:3``, and the line, stripped."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from error
+        raise ValueError(f"{path} cannot be read ({reason(error)}); check its permissions") from error
     if content.startswith(LFS_POINTER):  # three lines, which would be three prompts
         raise ValueError(f"{path} is a Git LFS pointer, not the file itself; run ``git lfs pull``")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{undecodable(path, content, error)}; save it as UTF-8") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        found = f"(line {line}, byte 0x{content[error.start]:02x}: {error.reason})"
+        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+            found = "but UTF-16"
+        raise ValueError(f"{path} is not UTF-8 text {found}; save it as UTF-8") from error
     # Only line ends end a line: str.splitlines would also break at separators inside a prompt. A byte order mark
     # stands at the beginning, twice where an editor has added its own, and inside where files were put together.
     for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), start=1):
         stripped = line.lstrip("\ufeff").strip()
         if stripped:
-            yield number, stripped
+            yield f"{path}:{number}", stripped
 
 
 def _row_record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecord:
@@ -174,12 +177,11 @@ def _text(value: Any, key: str, source: str) -> str:
         raise ValueError(
             f"{source}: {key!r} is a {type(value).__name__}; it must be a string or a list of chat messages"
         )
-    messages = [message for message in value if isinstance(message, dict)]
-    for message in messages:
-        content = message.get("content")
+    said = [(message.get("role"), message.get("content")) for message in value if isinstance(message, dict)]
+    for _, content in said:
         if isinstance(content, str):
             _check_characters(content, repr(key), source)
-    contents = [message.get("content") for message in messages if message.get("role") == "user"]
+    contents = [content for role, content in said if role == "user"]
     if not contents or not isinstance(contents[-1], str):
         raise ValueError(
             f"{source}: {key!r} is a list without a user's text; its last message of role 'user' must have a "
@@ -189,10 +191,9 @@ def _text(value: Any, key: str, source: str) -> str:
 
 
 def _check_has(prompt_key: str, columns: Sequence[str], where: str) -> None:
-    if prompt_key in columns:
-        return
-    named = ", ".join(columns[:COLUMNS_NAMED]) + (", ..." if len(columns) > COLUMNS_NAMED else "")
-    raise ValueError(
-        f"{where} has no column {prompt_key!r}; it has {named or 'none'}. Set data.prompt_key to the one that holds "
-        "the prompt"
-    )
+    if prompt_key not in columns:
+        named = ", ".join(columns[:COLUMNS_NAMED]) + (", ..." if len(columns) > COLUMNS_NAMED else "")
+        raise ValueError(
+            f"{where} has no column {prompt_key!r}; it has {named or 'none'}. Set data.prompt_key to the one that "
+            "holds the prompt"
+        )

@@ -47,14 +47,9 @@ class PromptSampler:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self._epoch = 0
-        self._position = 0
-        self._order = self._permutation(0)
-
-    @property
-    def epoch(self) -> int:
+        self.epoch = 0
         """Number of the epoch, from 0, that the next batch belongs to."""
-        return self._epoch
+        self._position = 0
 
     @property
     def batches_per_epoch(self) -> int:
@@ -67,18 +62,17 @@ class PromptSampler:
     def __next__(self) -> np.ndarray:
         """The next batch: (batch_size,) int64 indices, all different."""
         start = self._position * self.batch_size
-        batch = self._order[start : start + self.batch_size].copy()
+        batch = self._order()[start : start + self.batch_size]
         self._position += 1
         if self._position == self.batches_per_epoch:
-            self._epoch += 1
+            self.epoch += 1
             self._position = 0
-            self._order = self._permutation(self._epoch)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue, as JSON-compatible values."""
         settings = {name: getattr(self, name) for name in _SETTINGS}
-        return {"epoch": self._epoch, "position": self._position, **settings}
+        return {"epoch": self.epoch, "position": self._position, **settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken.
@@ -101,13 +95,12 @@ class PromptSampler:
                 f"the saved data position, epoch {epoch} and batch {position}, does not exist: an epoch has "
                 f"{self.batches_per_epoch} batches; the checkpoint is damaged"
             )
-        self._epoch = epoch
+        self.epoch = epoch
         self._position = position
-        self._order = self._permutation(epoch)
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        """(num_prompts,) int64: the order of one epoch."""
+    def _order(self) -> np.ndarray:
+        """(num_prompts,) int64: the order of the present epoch."""
         if not self.shuffle:
             return np.arange(self.num_prompts, dtype=np.int64)
-        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        generator = np.random.Generator(np.random.PCG64([self.seed, self.epoch]))
         return generator.permutation(self.num_prompts).astype(np.int64)

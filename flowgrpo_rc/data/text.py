@@ -1,19 +1,24 @@
-"""What can be wrong with a line of text: characters that no tokenizer takes, bytes that are no text, broken JSON."""
+"""What can be wrong with a line of text: characters that no tokenizer takes, or JSON that is broken."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
-from collections.abc import Iterator
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
+
+from flowgrpo_rc.messages import one_line
 
 _INVISIBLE = {"Cc", "Cf", "Zs", "Zl", "Zp", "Mn", "Me"}
 """Unicode categories of what shows nothing by itself: controls, formats (zero-width characters), spaces, marks."""
 _BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 """Fillers and the empty braille cell: letters and symbols by category, blank to the eye."""
-_ALLOWED_CONTROLS = "\t\n\r"
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+"""Surrogates, and the control characters besides tab and line ends."""
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 DEEPEST = 100
 """Levels of a row; what copies or writes rows later recurses, and Python allows little more."""
 _EXAMPLE = 60
@@ -25,25 +30,16 @@ def is_blank(text: str) -> bool:
     return all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text)
 
 
-def character_fault(text: str) -> str | None:
+def character_fault(text: str, unfit: re.Pattern[str] = _UNFIT) -> str | None:
     """The first character that no tokenizer or no log takes, in words; None where there is none."""
-    # Most texts have none, and this says so quickly.
-    if text.isprintable():
+    found = unfit.search(text)
+    if found is None:
         return None
-    for place, c in enumerate(text, start=1):
-        if "\ud800" <= c <= "\udfff":
-            return f"half a surrogate pair (U+{ord(c):04X}) at character {place}, which is no text"
-        if (c < " " and c not in _ALLOWED_CONTROLS) or c == "\x7f":
-            return f"the control character U+{ord(c):04X} at character {place}"
-    return None
-
-
-def undecodable(path: Path, content: bytes, error: UnicodeDecodeError) -> str:
-    """What a file is whose bytes are not UTF-8, and in which line that shows."""
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return f"{path} is not UTF-8 text but UTF-16"
-    line = content.count(b"\n", 0, error.start) + 1
-    return f"{path} is not UTF-8 text (line {line}, byte 0x{content[error.start]:02x}: {error.reason})"
+    code = f"U+{ord(found.group()):04X}"
+    place = f"at character {found.start() + 1}"
+    if found.group() >= "\ud800":
+        return f"half a surrogate pair ({code}) {place}, which is no text"
+    return f"the control character {code} {place}"
 
 
 def parse_row(line: str, source: str) -> dict[str, Any]:
@@ -53,35 +49,31 @@ def parse_row(line: str, source: str) -> dict[str, Any]:
         ValueError: it is not JSON (``NaN`` is not), no object, names a key twice, nests too deeply, or holds a number
             that is too large or a character that no tokenizer takes; names ``source``.
     """
+    if _depth(line) > DEEPEST:
+        raise ValueError(f"{source} is not usable JSON (it nests too deeply); write one flat object a line")
     try:
         row = json.loads(line, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
-    except RecursionError:
-        raise _too_deep(source) from None
     # Besides JSONDecodeError: what the hooks raise, and Python itself for an integer of too many digits.
     except ValueError as error:
-        raise ValueError(f"{source} is not JSON ({_brief(error)}); write one object a line") from error
+        raise ValueError(f"{source} is not JSON ({one_line(error, 2 * _EXAMPLE)}); write one object a line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{source} is a JSON {type(row).__name__}; write one object a line")
-    containers = (depth for _, value, depth in _walk(row) if isinstance(value, (dict, list)))
-    # Counting brackets first is quick and spares nearly every row the walk.
-    if line.count("[") + line.count("{") > DEEPEST and max(containers, default=0) >= DEEPEST:
-        raise _too_deep(source)
     # Only an escape can bring a lone surrogate into text that was decoded.
-    texts = _walk(row) if "\\ud" in line.lower() else ()
-    for key, text, _ in texts:
-        fault = character_fault(text) if isinstance(text, str) else None
-        if fault is not None and "surrogate" in fault:
-            raise ValueError(f"{source}: {key!r} holds {fault}; write the character itself, or remove it")
+    for key, value in row.items() if "\\ud" in line.lower() else ():
+        for part in (value, key):
+            text = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+            fault = character_fault(text, _SURROGATES)
+            if fault is not None:
+                raise ValueError(f"{source}: {key!r} holds {fault}; write the character itself, or remove it")
     return row
 
 
-def _too_deep(source: str) -> ValueError:
-    return ValueError(f"{source} is not usable JSON (it nests too deeply); write one flat object a line")
-
-
-def _brief(error: ValueError) -> str:
-    text = str(error).partition(";")[0]
-    return text if len(text) <= 2 * _EXAMPLE else f"{text[: 2 * _EXAMPLE]}..."
+def _depth(line: str) -> int:
+    """How deeply the brackets outside its strings nest."""
+    # Counting brackets first is quick and spares nearly every row the walk.
+    if line.count("[") + line.count("{") <= DEEPEST:
+        return 0
+    return max(accumulate((c in "[{") - (c in "]}") for c in _JSON_STRING.sub("", line)))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,18 +94,3 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:_EXAMPLE]} is too large")
     return value
-
-
-def _walk(row: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    """Every key and value in a row: the key of the row that it stands under, itself, how many containers hold it.
-
-    Without recursion, which a row that nests too deeply would exhaust.
-    """
-    waiting: list[tuple[str, Any, int]] = [(key, part, 1) for key, value in row.items() for part in (value, key)]
-    while waiting:
-        key, value, depth = waiting.pop()
-        yield key, value, depth
-        if isinstance(value, dict):
-            waiting += [(key, part, depth + 1) for part in (*value.values(), *value)]
-        elif isinstance(value, list):
-            waiting += [(key, part, depth + 1) for part in value]

@@ -110,7 +110,7 @@ class DiffusionModel(Protocol):
         ...
 
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        """The tokenizers, each with how many tokens of a prompt it keeps."""
+        """The tokenizers, each with how many tokens of a prompt it keeps; the special ones are not counted."""
         ...
 
     def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:

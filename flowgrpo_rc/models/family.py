@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import Conditioning, NonFiniteImageError, Prompts, Schedule
 
 
@@ -90,19 +91,10 @@ class Family(ABC):
             )
 
     def _forward(
-        self,
-        transformer: Any,
-        latents: Tensor,
-        timesteps: Tensor,
-        prompts: Prompts,
-        conditioning: Conditioning,
+        self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> Tensor:
         inputs = self._inputs(transformer.dtype, latents, timesteps, prompts, conditioning)
         return transformer(**inputs, return_dict=False)[0].float()
-
-    @abstractmethod
-    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        """The tokenizers, each with how many tokens of a prompt it keeps; the special ones are not counted."""
 
     @abstractmethod
     def _inputs(
@@ -133,8 +125,7 @@ class Family(ABC):
 
 def _check_pixels(decoded: Tensor, latents: Tensor) -> None:
     """Refuse pixels that are not finite: converted to whole numbers they would become an ordinary grey or white."""
-    finite = torch.isfinite(decoded.flatten(1)).all(1).tolist()
-    bad = [index for index, fine in enumerate(finite) if not fine]
+    bad = (~torch.isfinite(decoded.flatten(1)).all(1)).nonzero().flatten().tolist()
     if not bad:
         return
     if decoded.dtype == torch.float32:
@@ -147,8 +138,8 @@ def _check_pixels(decoded: Tensor, latents: Tensor) -> None:
         if decoded.dtype == torch.float16:
             remedy += " or bfloat16 (float16 ends at 65504)"
     raise NonFiniteImageError(
-        f"the vae decoded {len(bad)} of {len(finite)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
-        f"{str(decoded.dtype).removeprefix('torch.')}; {remedy}"
+        f"the vae decoded {len(bad)} of {len(decoded)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
+        f"{dtype_name(decoded.dtype)}; {remedy}"
     )
 
 

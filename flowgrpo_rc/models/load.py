@@ -1,5 +1,6 @@
 """Load a diffusers pipeline part by part, so that nothing of it is missing, damaged or left at random."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,18 +9,19 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.models.base import DiffusionModel, NonFiniteImageError
-from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, describe, one_line
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImageError
+from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, describe
+from flowgrpo_rc.models.prompts import pad
 from flowgrpo_rc.models.quiet import only_errors
 from flowgrpo_rc.models.registry import FAMILIES
-from flowgrpo_rc.models.vocabulary import check_tokenizer
 from flowgrpo_rc.paths import resolve_asset
 
 SUPPORTED_PIPELINES = FAMILIES.keys()
 """Pipeline classes with an adapter in this package."""
-_LOGGERS_OF_TABLES = ("transformers.modeling_utils", "diffusers.models.modeling_utils")
-"""What logs tables of missing weights, which here are an error of one line."""
 
 
 def read_pipeline_class(path: str) -> str:
@@ -40,10 +42,9 @@ def check_pipeline(path: str) -> str:
         UnsupportedModelError: see ``read_pipeline_class``; or a file of the folder is missing or damaged.
     """
     files = _find(path)
-    name = files.class_name
     if os.path.isdir(resolve_asset(path)):
         files.check()
-    return name
+    return files.class_name
 
 
 def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> DiffusionModel:
@@ -57,11 +58,12 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
             weights or some that are not finite, does not fit the other parts, or a tokenizer lacks its vocabulary.
     """
     import diffusers
-    import torch
 
-    class_name = check_pipeline(path)
-    pipeline_class = getattr(diffusers, class_name)
-    files = _find_whole(path, pipeline_class)
+    files = _find(path)
+    pipeline_class = getattr(diffusers, files.class_name)
+    if not os.path.isdir(resolve_asset(path)):
+        with _explaining(files, "the download failed"):
+            files = PipelineFiles(path, Path(pipeline_class.download(path)))
     files.check()
     classes = {part.name: _class_of(files, part, pipeline_class) for part in files.parts}
     _check_complete(files, pipeline_class)
@@ -70,23 +72,23 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
         for part in sorted(files.parts, key=files.size):
             if part.has_weights:
                 loaded[part.name] = _load_weights(files, part, classes[part.name], torch_dtype(dtype))
-            elif part.is_tokenizer or part.is_scheduler:
+            elif part.name.startswith(("tokenizer", "scheduler")):
                 with _explaining(files, f"{part.name} cannot be read as a {part.class_name}"):
                     loaded[part.name] = classes[part.name].from_pretrained(str(files.folder / part.name))
         with _explaining(files, INDEX):
             pipe = pipeline_class.from_pretrained(str(files.folder), **loaded)
     for name, tokenizer in loaded.items():
         if name.startswith("tokenizer") and tokenizer is not None:
-            check_tokenizer(files, name, tokenizer, loaded.get(name.replace("tokenizer", "text_encoder")))
+            _check_tokenizer(files, name, tokenizer, loaded.get(name.replace("tokenizer", "text_encoder")))
     # What is left to check needs the weights, and is quicker on the device.
     pipe.to(device)
-    networks = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    for name, network in networks.items():
-        network.requires_grad_(False).eval()
-        _check_finite(files, name, network, dtype)
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False).eval()
+            _check_finite(files, name, part, dtype)
     # Whatever the adapter's checks stumble over is a fault of the parts; what they refuse has words of its own.
     with _explaining(files, "its parts do not fit together"):
-        model = resolve_name(FAMILIES[class_name].adapter)(pipe)
+        model = resolve_name(FAMILIES[files.class_name].adapter)(pipe)
         try:
             model.check_parts()
         except ValueError as error:
@@ -101,11 +103,6 @@ def _try_out(files: PipelineFiles, model: DiffusionModel) -> None:
     A configuration can have the right shapes and still give a network that stops at its first input, such as with
     rotary embeddings of another size than the heads.
     """
-    import torch
-
-    from flowgrpo_rc.models.base import Conditioning
-    from flowgrpo_rc.models.prompts import pad
-
     transformer: Any = model.transformer
     device = transformer.device
     size = model.smallest_image
@@ -141,18 +138,8 @@ def _find(path: str) -> PipelineFiles:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UnsupportedModelError(
             f"{FIELD}: {path} is neither an existing folder nor a pipeline on the hub "
-            f"({type(error).__name__}: {one_line(error)})"
+            f"({type(error).__name__}: {one_line(error, 300)})"
         ) from error
-
-
-def _find_whole(path: str, pipeline_class: Any) -> PipelineFiles:
-    """The pipeline's folder; that of a hub repository is its snapshot in the cache, downloaded where it is missing."""
-    files = _find(path)
-    if os.path.isdir(resolve_asset(path)):
-        return files
-    with _explaining(files, "the download failed"):
-        folder = Path(pipeline_class.download(path))
-    return PipelineFiles(path, folder)
 
 
 def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
@@ -171,7 +158,7 @@ def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
         )
     wanted = [kind for kind in pipeline_class._get_signature_types().get(part.name, ()) if isinstance(kind, type)]
     # A tokenizer's slow and fast class are not derived from each other; what it does is checked when it is loaded.
-    if (part.has_weights or part.is_scheduler) and wanted and not issubclass(found, tuple(wanted)):
+    if (part.has_weights or part.name == "scheduler") and wanted and not issubclass(found, tuple(wanted)):
         raise UnsupportedModelError(
             f"{FIELD}: {files.path}/{INDEX} names {part.class_name} as its {part.name}; {pipeline_class.__name__} "
             f"takes {' or '.join(kind.__name__ for kind in wanted)}"
@@ -193,26 +180,19 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any) -> An
     """
     name, variant = files.weights(part)
     file = Path(str(name)).name
-    options: dict[str, Any] = {"variant": variant} if variant else {}
+    options = {"variant": variant} if variant else {}
     if part.library == "transformers":
         _check_configured_size(files, part, kind)
-        options["dtype"] = dtype
-    else:
-        options["torch_dtype"] = dtype
+    options["dtype" if part.library == "transformers" else "torch_dtype"] = dtype
     with _explaining(files, f"{part.name}/config.json and {file} do not give a {part.class_name}"):
         network, info = kind.from_pretrained(
             str(files.folder / part.name), output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     misshaped = [f"{name} {list(here)} instead of {list(wanted)}" for name, here, wanted in info["mismatched_keys"]]
-    faults = [
-        describe(sorted(info["missing_keys"]), "missing"),
-        describe(sorted(info["unexpected_keys"]), "unexpected"),
-        describe(sorted(misshaped), "of another shape"),
-    ]
-    if any(faults):
-        raise files.damaged(
-            f"{part.name}/{file} and config.json are not of one {part.class_name}: {'; '.join(filter(None, faults))}"
-        )
+    loaded = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": misshaped}
+    faults = describe(loaded)
+    if faults:
+        raise files.damaged(f"{part.name}/{file} and config.json are not of one {part.class_name}: {faults}")
     return network
 
 
@@ -223,8 +203,6 @@ def _check_configured_size(files: PipelineFiles, part: Part, kind: Any) -> None:
     damaged configuration leaves out takes the defaults of a large model, whose missing weights it then draws at random:
     tens of gigabytes. Here the network is built without memory first.
     """
-    import torch
-
     name = f"{part.name}/config.json"
     with _explaining(files, name):
         config = kind.config_class.from_pretrained(str(files.folder / part.name))
@@ -241,10 +219,32 @@ def _check_configured_size(files: PipelineFiles, part: Part, kind: Any) -> None:
         raise files.damaged(f"{name} describes a network of {described:,} parameters, its files hold {held:,}")
 
 
+def _check_tokenizer(files: PipelineFiles, name: str, tokenizer: Any, encoder: Any) -> None:
+    """It tells texts apart, with tokens that its text encoder (None where the pipeline has none) has.
+
+    transformers builds one without its vocabulary too, and every prompt then gives the same tokens.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise files.damaged(f"{name} is a {type(tokenizer).__name__}, which is no tokenizer")
+    # Any vocabulary has tokens for these texts, all different.
+    tokens = {tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in ("a", "the cat", "1 2 3")}
+    if len(tokens) < 3 or not all(tokens) or any(tokenizer.unk_token_id in row for row in tokens):
+        raise files.damaged(
+            f"{name} has a vocabulary of {len(tokenizer)} tokens and cannot tell texts apart; are its files "
+            f"there and whole? It reads {', '.join(sorted({*tokenizer.vocab_files_names.values()}))}"
+        )
+    largest = max(tokenizer.get_vocab().values())
+    rows = math.inf if encoder is None else encoder.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise files.damaged(
+            f"{name} has tokens up to {largest}, its text encoder only {rows}; it is that of another model"
+        )
+
+
 def _check_finite(files: PipelineFiles, name: str, network: Any, dtype: str) -> None:
     """No weight is NaN or infinite: in the file, or because it does not fit into ``dtype``."""
-    import torch
-
     weights = {key: p for key, p in network.state_dict().items() if p.is_floating_point() and p.numel()}
     if not weights:
         return
@@ -252,7 +252,8 @@ def _check_finite(files: PipelineFiles, name: str, network: Any, dtype: str) -> 
     largest = torch.stack([torch.linalg.vector_norm(p.detach(), float("inf")).float() for p in weights.values()])
     wrong = [key for key, fine in zip(weights, torch.isfinite(largest).tolist(), strict=True) if not fine]
     if wrong:
-        raise files.damaged(f"{name}: {describe(wrong, 'of its weights hold values that are not finite')} in {dtype}")
+        faults = describe({"of its weights hold values that are not finite": wrong})
+        raise files.damaged(f"{name}: {faults} in {dtype}")
 
 
 @contextmanager
@@ -262,8 +263,6 @@ def _explaining(files: PipelineFiles, what: str) -> Iterator[None]:
     diffusers and transformers have no common class of errors: a damaged file shows as an ``OSError``, ``KeyError``,
     ``RuntimeError``, ``TypeError`` or others, by where it strikes.
     """
-    import torch
-
     try:
         yield
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
@@ -272,11 +271,10 @@ def _explaining(files: PipelineFiles, what: str) -> Iterator[None]:
         raise UnsupportedModelError(f"{FIELD}: {files.path}: {error}") from error
     except ImportError as error:
         raise UnsupportedModelError(
-            f"{FIELD}: {files.path} needs a package that is not installed ({one_line(what)}: {one_line(error)}); "
-            "install it"
+            f"{FIELD}: {files.path} needs a package that is not installed ({what}: {one_line(error, 300)}); install it"
         ) from error
     except Exception as error:
-        raise files.damaged(f"{what}: {type(error).__name__}: {one_line(error)}") from error
+        raise files.damaged(f"{what}: {type(error).__name__}: {one_line(error, 300)}") from error
 
 
 @contextmanager
@@ -288,7 +286,7 @@ def _quiet() -> Iterator[None]:
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     try:
-        with only_errors(*_LOGGERS_OF_TABLES):
+        with only_errors("transformers.modeling_utils", "diffusers.models.modeling_utils"):
             yield
     finally:
         diffusers_logging.enable_progress_bar()

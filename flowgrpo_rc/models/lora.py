@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ALL_LINEAR, ModelConfig
 
@@ -31,8 +35,6 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
     Raises:
         AdapterMismatchError: names the file, what is wrong and the remedy.
     """
-    from safetensors import SafetensorError, safe_open
-
     file = Path(folder) / ADAPTER_FILE
     if not os.path.isdir(folder):
         raise AdapterMismatchError(f"{START_FIELD}: {folder} is no folder; give the one that holds {ADAPTER_FILE}")
@@ -43,10 +45,10 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
     try:
         with safe_open(str(file), "pt") as content:
             ranks = {content.get_slice(name).get_shape()[0] for name in content.keys() if ".lora_A." in name}  # noqa: SIM118
-            settings = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            scale = _settings(content).get("transformer.lora_alpha")
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise AdapterMismatchError(
-            f"{START_FIELD}: {file} cannot be read ({str(error).splitlines()[0]}); copy it again, or start from another"
+            f"{START_FIELD}: {file} cannot be read ({one_line(error)}); copy it again, or start from another"
         ) from error
     if ranks and ranks != {rank}:
         there = ", ".join(map(str, sorted(ranks)))
@@ -54,7 +56,6 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
             f"{START_FIELD}: {file} has rank {there}, actor_rollout_ref.model.lora_rank is {rank}; set it to that of "
             "the file"
         )
-    scale = settings.get("transformer.lora_alpha") if isinstance(settings, dict) else None
     if scale is not None and scale != alpha:
         raise AdapterMismatchError(
             f"{START_FIELD}: {file} has lora_alpha {scale}, actor_rollout_ref.model.lora_alpha is {alpha}, which would "
@@ -75,12 +76,15 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
     modules = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-    unmatched = [t for t in names if t != ALL_LINEAR and not any(m == t or m.endswith(f".{t}") for m in modules)]
+    unmatched = [t for t in names if t != ALL_LINEAR and not any(f".{m}".endswith(f".{t}") for m in modules)]
     if unmatched:
-        endings = sorted({_ending(name) for name in modules})
+        # ``blocks.0.attn.to_out.0`` -> ``to_out.0``: the part of a layer's name that repeats over blocks.
+        endings = sorted({re.findall(r"[^.]+(?:\.\d+)?$", name)[0] for name in modules})
+        others = [type(m).__name__ for n, m in transformer.named_modules() if f".{n}".endswith(f".{unmatched[0]}")]
+        hint = f" ({unmatched[0]} is a {others[0]}; only linear layers take a LoRA here)" if others else ""
         raise ValueError(
-            f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer"
-            f"{_other_kind(transformer, unmatched[0])}; its layers end in: {', '.join(endings)}"
+            f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer{hint}; its layers "
+            f"end in: {', '.join(endings)}"
         )
     # peft's name for Kaiming's is True.
     init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
@@ -117,7 +121,8 @@ def check_adapter_state(state: Mapping[str, Tensor], expected: Mapping[str, tupl
     if missing or unexpected:
         raise AdapterMismatchError(
             f"the adapter does not bind: {len(missing)} of {len(expected)} weights missing (first: "
-            f"{next(iter(missing), '-')}), {len(unexpected)} unexpected (first: {next(iter(unexpected), '-')})"
+            f"{next(iter(missing), '-')}), {len(unexpected)} unexpected (first: {next(iter(unexpected), '-')}); "
+            "lora_rank or target_modules differ, or it is of another model"
         )
     for name, shape in expected.items():
         if tuple(state[name].shape) != shape:
@@ -200,25 +205,13 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
         AdapterMismatchError: there is no such file, it cannot be read, its adapter is not of this shape, or a weight of
             it is NaN or infinite.
     """
-    from peft.utils import get_peft_model_state_dict
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     file = folder / ADAPTER_FILE
     if not file.is_file():
         raise AdapterMismatchError(f"{folder} holds no {file.name}; give a folder with a LoRA in diffusers' format")
     try:
         saved = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
     except (SafetensorError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise AdapterMismatchError(f"{file} cannot be read ({reason}); is it complete?") from error
-    expected = get_peft_model_state_dict(transformer)
-    if saved.keys() != expected.keys():
-        raise AdapterMismatchError(
-            f"{file} holds {len(saved)} tensors, this adapter has {len(expected)}; "
-            f"{len(saved.keys() & expected.keys())} names agree. lora_rank or target_modules differ, or it was "
-            "trained on another model"
-        )
+        raise AdapterMismatchError(f"{file} cannot be read ({one_line(error)}); is it complete?") from error
     bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
@@ -236,14 +229,12 @@ def same_lora(one: Path, other: Path) -> bool:
 
     Not byte for byte: the order of a file's entries, and of the layers named in it, is left to chance.
     """
-    from safetensors import SafetensorError, safe_open
-
-    if [p.name for p in one.iterdir()] != [ADAPTER_FILE] or [p.name for p in other.iterdir()] != [ADAPTER_FILE]:
+    if not all([p.name for p in folder.iterdir()] == [ADAPTER_FILE] for folder in (one, other)):
         return False
     try:
         with safe_open(one / ADAPTER_FILE, "pt") as first, safe_open(other / ADAPTER_FILE, "pt") as second:
             names = sorted(first.keys())
-            if _settings(first.metadata()) != _settings(second.metadata()) or names != sorted(second.keys()):
+            if _settings(first) != _settings(second) or names != sorted(second.keys()):
                 return False
             pairs = ((first.get_tensor(name), second.get_tensor(name)) for name in names)
             return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
@@ -251,25 +242,9 @@ def same_lora(one: Path, other: Path) -> bool:
         return False
 
 
-def _settings(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """A safetensors file's metadata with its JSON parsed and lists, which were sets, in order."""
-    settings: dict[str, Any] = {}
-    for key, text in (metadata or {}).items():
-        parsed = json.loads(text) if text.startswith("{") else {"": text}
-        for name, value in parsed.items():
-            settings[f"{key}/{name}"] = sorted(value, key=str) if isinstance(value, list) else value
-    return settings
-
-
-def _other_kind(transformer: nn.Module, target: str) -> str:
-    """What kind of module a target is that is no linear layer; nothing where there is none of that name."""
-    for name, module in transformer.named_modules():
-        if name == target or name.endswith(f".{target}"):
-            return f" ({target} is a {type(module).__name__}; only linear layers take a LoRA here)"
-    return ""
-
-
-def _ending(name: str) -> str:
-    """``blocks.0.attn.to_out.0`` -> ``to_out.0``: the part of a layer name that repeats over blocks."""
-    parts = name.split(".")
-    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+def _settings(adapter: Any) -> dict[str, Any]:
+    """How an opened adapter's layers were made, with lists, which were sets, in order."""
+    settings = json.loads((adapter.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    if not isinstance(settings, dict):
+        return {}
+    return {name: sorted(value, key=str) if isinstance(value, list) else value for name, value in settings.items()}

@@ -9,11 +9,14 @@ import math
 import os
 import re
 import zipfile
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.checks import show
+from flowgrpo_rc.messages import one_line, reason
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import LFS_POINTER
 
@@ -52,33 +55,16 @@ class Part:
     class_name: str
 
     @property
-    def is_tokenizer(self) -> bool:
-        """Whether it turns text into tokens; its files hold no weights."""
-        return self.name.startswith("tokenizer")
-
-    @property
-    def is_scheduler(self) -> bool:
-        """Whether it is the noise schedule; its only file is a configuration."""
-        return self.name == "scheduler"
-
-    @property
     def has_weights(self) -> bool:
         """Whether it is a neural network of the pipeline that is used here."""
         return self.name in ("transformer", "vae") or self.name.startswith("text_encoder")
 
 
-def one_line(text: object, limit: int = 300) -> str:
-    """The first non-blank line of a message, cut where it is longer than ``limit``."""
-    first = next((line.strip() for line in str(text).splitlines() if line.strip()), "no message")
-    return first if len(first) <= limit else f"{first[:limit]}..."
-
-
-def describe(names: list[str], what: str) -> str:
-    """``3 missing (a, b, c)``: how many, and the first few; nothing of none."""
-    if not names:
-        return ""
-    more = ", ..." if len(names) > 3 else ""
-    return f"{len(names)} {what} ({', '.join(names[:3])}{more})"
+def describe(faults: Mapping[str, Collection[str]]) -> str:
+    """What is wrong with which tensors: ``3 missing (a, b, c); 5 unexpected (d, e, f, ...)``; empty without a fault."""
+    found = {what: sorted(names) for what, names in faults.items() if names}
+    told = [f"{len(n)} {what} ({', '.join(n[:3])}{', ...' if len(n) > 3 else ''})" for what, n in found.items()]
+    return "; ".join(told)
 
 
 class PipelineFiles:
@@ -106,7 +92,7 @@ class PipelineFiles:
         """
         name = self.index.get("_class_name")
         if not isinstance(name, str):
-            raise self.damaged(f"{INDEX}: _class_name is {name!r}; it must name a pipeline class")
+            raise self.damaged(f"{INDEX}: _class_name is {show(name)}; it must name a pipeline class")
         if name not in FAMILIES:
             raise UnsupportedModelError(f"{FIELD}: {self.path} is a {name}; supported: {', '.join(FAMILIES)}")
         return name
@@ -123,7 +109,7 @@ class PipelineFiles:
             if name.startswith("_") or not isinstance(entry, list) or entry in LEFT_OUT or name in self.left_out:
                 continue
             if len(entry) != 2 or not all(isinstance(value, str) and value for value in entry):
-                raise self.damaged(f"{INDEX}: {name} is {entry!r}; it must be [library, class]")
+                raise self.damaged(f"{INDEX}: {name} is {show(entry)}; it must be [library, class]")
             if os.sep in name or name in (".", ".."):
                 raise self.damaged(f"{INDEX}: {name!r} is no name of a part")
             found.append(Part(name, *entry))
@@ -138,11 +124,11 @@ class PipelineFiles:
         absent = [name for name in FAMILIES[self.class_name].optional_parts if self.index.get(name) in LEFT_OUT]
         return [name for name in absent if name.replace("tokenizer", "text_encoder") in absent]
 
-    def damaged(self, reason: str) -> UnsupportedModelError:
-        """The refusal of an incomplete or damaged pipeline; ``reason`` names the file and what is wrong with it."""
+    def damaged(self, fault: str) -> UnsupportedModelError:
+        """The refusal of an incomplete or damaged pipeline; ``fault`` names the file and what is wrong with it."""
         return UnsupportedModelError(
-            f"{FIELD}: {self.path} cannot be loaded; is the download complete? ({one_line(reason)}). Repair it or "
-            "download it again"
+            f"{FIELD}: {self.path} cannot be loaded; is the download complete? ({fault}). Repair it or download it "
+            "again"
         )
 
     def check(self) -> None:
@@ -158,10 +144,14 @@ class PipelineFiles:
             if part.has_weights:
                 self._check_configuration(part, "config.json")
                 self._check_weights(part)
-            elif part.is_scheduler:
+            elif part.name == "scheduler":
                 self._check_configuration(part, "scheduler_config.json")
-            elif part.is_tokenizer:
-                self._check_tokenizer(part)
+            elif part.name.startswith("tokenizer"):
+                # Whether the vocabulary is whole is asked of the loaded tokenizer.
+                self._require(f"{part.name}/tokenizer_config.json")
+                for file in TOKENIZER_FILES:
+                    if os.path.lexists(self.folder / part.name / file):
+                        self.read_json(f"{part.name}/{file}")
 
     def size(self, part: Part) -> int:
         """Bytes of the part's files."""
@@ -175,10 +165,7 @@ class PipelineFiles:
         """
         safe, pickled = _STEMS.get(part.library, _STEMS["diffusers"])
         formats = ((safe, "safetensors"), (pickled, "bin"))
-        try:
-            names = sorted(os.listdir(self.folder / part.name))
-        except OSError:
-            return None, None
+        names = sorted(file.name for file in (self.folder / part.name).glob("*"))
         for stem, ending in formats:
             single = f"{stem}.{ending}"
             index = f"{stem}.{ending}.index.json"
@@ -202,9 +189,9 @@ class PipelineFiles:
         file, _ = self.weights(part)
         if file is None:
             return None
-        files = [file]
+        files = {file}
         if file.endswith(".json"):
-            files = [f"{part.name}/{shard}" for shard in sorted(set(self.read_json(file)["weight_map"].values()))]
+            files = {f"{part.name}/{shard}" for shard in self.read_json(file)["weight_map"].values()}
         held = [self._tensor_shapes(name) for name in files]
         return sum(math.prod(shape) for shapes in held if shapes for shape in shapes.values()) or None
 
@@ -220,17 +207,15 @@ class PipelineFiles:
         except (ValueError, RecursionError) as error:
             raise self.damaged(f"{name} is not JSON: {one_line(error, 120)}") from error
         except OSError as error:
-            raise self.damaged(f"{name} cannot be read: {error.strerror or error}") from error
+            raise self.damaged(f"{name} cannot be read: {reason(error)}") from error
         if not isinstance(content, dict):
             raise self.damaged(f"{name} holds a JSON {type(content).__name__}; it must be an object")
         return content
 
     def _require(self, name: str) -> None:
-        if os.path.isfile(self.folder / name):
-            return
-        if os.path.islink(self.folder / name):
-            raise self.damaged(f"{name} is a link to a file that is not there")
-        raise self.damaged(f"{name} is missing")
+        if not os.path.isfile(self.folder / name):
+            linked = os.path.islink(self.folder / name)
+            raise self.damaged(f"{name} is {'a link to a file that is not there' if linked else 'missing'}")
 
     def _check_configuration(self, part: Part, file: str) -> None:
         name = f"{part.name}/{file}"
@@ -238,13 +223,6 @@ class PipelineFiles:
         other = self.read_json(name).get("_class_name", part.class_name)
         if part.library == "diffusers" and other != part.class_name:
             raise self.damaged(f"{name} is that of a {other}, but {INDEX} names {part.class_name}")
-
-    def _check_tokenizer(self, part: Part) -> None:
-        """Its JSON files. Whether the vocabulary is whole is asked of the loaded tokenizer."""
-        self._require(f"{part.name}/tokenizer_config.json")
-        for file in TOKENIZER_FILES:
-            if os.path.lexists(self.folder / part.name / file):
-                self.read_json(f"{part.name}/{file}")
 
     def _check_weights(self, part: Part) -> None:
         file, _ = self.weights(part)
@@ -267,11 +245,10 @@ class PipelineFiles:
             shapes = self._tensor_shapes(f"{part.name}/{shard}")
             expected = {tensor for tensor, file in where.items() if file == shard}
             if shapes is not None and set(shapes) != expected:
-                absent = describe(sorted(expected - set(shapes)), "missing in the file")
-                surplus = describe(sorted(set(shapes) - expected), "not in the index")
-                raise self.damaged(
-                    f"{part.name}/{shard} and {Path(index).name} disagree: {', '.join(filter(None, (absent, surplus)))}"
+                faults = describe(
+                    {"missing in the file": expected - {*shapes}, "not in the index": {*shapes} - expected}
                 )
+                raise self.damaged(f"{part.name}/{shard} and {Path(index).name} disagree: {faults}")
 
     def _tensor_shapes(self, name: str) -> dict[str, tuple[int, ...]] | None:
         """The tensors of a weights file from its header alone; None for pickled files, which have no header."""
@@ -285,7 +262,7 @@ class PipelineFiles:
                 length = int.from_bytes(start[:8], "little")
                 header = handle.read(length) if length <= LARGEST_HEADER else b""
         except OSError as error:
-            raise self.damaged(f"{name} cannot be read: {error.strerror or error}") from error
+            raise self.damaged(f"{name} cannot be read: {reason(error)}") from error
         if start.startswith(LFS_POINTER):
             raise self.damaged(f"{name} is a Git LFS pointer, not the file itself; run `git lfs pull`")
         if file.suffix == ".bin":

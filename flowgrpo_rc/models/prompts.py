@@ -56,12 +56,10 @@ class PromptEncoder:
         """
         length = max_sequence_length or self._max_length
         missing = [p for p in dict.fromkeys(prompts) if (p, length) not in self._cache]
-        fresh: dict[str, EncodedPrompt] = {}
         for start in range(0, len(missing), PROMPTS_AT_ONCE):
             part = missing[start : start + PROMPTS_AT_ONCE]
-            fresh |= zip(part, self._model.encode(part, length), strict=True)
+            self._cache |= zip([(prompt, length) for prompt in part], self._model.encode(part, length), strict=True)
         self.encoded += len(missing)
-        self._cache |= {(prompt, length): row for prompt, row in fresh.items()}
         # Before old ones are dropped: the cache may be smaller than this call.
         rows = [self._cache[prompt, length] for prompt in prompts]
         for prompt in dict.fromkeys(prompts):

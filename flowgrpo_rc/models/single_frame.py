@@ -11,18 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def use_2d_convolutions_for_one_frame(vae: nn.Module) -> int:
-    """Let this VAE's causal convolutions take the short way for one frame; returns how many do.
+def use_2d_convolutions_for_one_frame(vae: nn.Module) -> None:
+    """Let this VAE's causal convolutions take the short way for one frame.
 
     Parameters stay where they are, so saving and loading are unaffected; several frames, or a cache of earlier
     ones, run as before. Outputs agree to rounding.
     """
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
-    modules = [m for m in vae.modules() if isinstance(m, QwenImageCausalConv3d) and m.stride == (1, 1, 1)]
-    for module in modules:
-        module.forward = MethodType(_forward, module)
-    return len(modules)
+    for module in vae.modules():
+        if isinstance(module, QwenImageCausalConv3d) and module.stride == (1, 1, 1):
+            module.forward = MethodType(_forward, module)
 
 
 def _forward(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:

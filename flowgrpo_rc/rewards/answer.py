@@ -17,9 +17,6 @@ WANTED = "return one float per image, or (floats, info dict)"
 CAPTIONS = "text"
 """The key of ``info`` whose strings caption the samples."""
 
-TOTAL = "avg"
-"""Where flow_grpo's ``multi_score`` puts the sum in its dict of scores."""
-
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
     """The scores, (N,) float32, and the info of a reward function's answer.
@@ -41,20 +38,18 @@ def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndar
     if values.shape != (len(prompts),):
         raise AnswerError(f"{returned} scores of shape {values.shape}, expected ({len(prompts)},): one float per image")
     _check_range(returned, values, prompts)
-    return values.astype(np.float32), {
-        _checked_key(returned, key): _checked_entries(returned, key, value, len(prompts)) for key, value in info.items()
-    }
+    entries = {key: _checked_entries(returned, key, value, len(prompts)) for key, value in info.items()}
+    return values.astype(np.float32), entries
 
 
 def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
     """Scores and info; a pair of two numbers is two scores."""
-    pair = isinstance(answer, tuple) and len(answer) == 2
-    if not (pair and isinstance(answer[1], Mapping)):
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
         return answer, {}
     scores, info = answer
-    if isinstance(scores, Mapping) and TOTAL in scores:
-        parts = {key: value for key, value in scores.items() if key != TOTAL}
-        return scores[TOTAL], {**parts, **info}
+    # Where flow_grpo's ``multi_score`` puts the sum in its dict of scores.
+    if isinstance(scores, Mapping) and "avg" in scores:
+        return scores["avg"], {**{key: value for key, value in scores.items() if key != "avg"}, **info}
     return scores, info
 
 
@@ -81,9 +76,8 @@ def _array(scores: Any) -> np.ndarray:
     if _is_tensor(scores):
         return _from_tensor(scores)
     if isinstance(scores, np.ma.MaskedArray):
-        hidden = int(np.ma.getmaskarray(scores).sum())
-        if hidden:
-            raise ValueError(f"{hidden} of its values are masked")
+        if np.ma.count_masked(scores):
+            raise ValueError(f"{np.ma.count_masked(scores)} of its values are masked")
         return np.asarray(scores.data)
     # A list goes entry by entry, since numpy would take strings and None in it without a word.
     if not isinstance(scores, Sequence) or hasattr(scores, "__array__"):
@@ -118,10 +112,8 @@ def _is_tensor(value: Any) -> bool:
 def _from_tensor(tensor: Any) -> np.ndarray:
     if tensor.is_complex():
         raise TypeError(f"its type is {tensor.dtype}")
-    dense = tensor.detach()
-    if dense.is_quantized:
-        dense = dense.dequantize()
-    return dense.to("cpu").double().numpy().copy()
+    dense = tensor.dequantize() if tensor.is_quantized else tensor
+    return dense.detach().to("cpu").double().numpy().copy()
 
 
 def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> None:
@@ -144,23 +136,18 @@ def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> N
 # ---------------------------------------------------------------------- info
 
 
-def _checked_key(returned: str, key: Any) -> str:
+def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[Any]:
+    """One entry of ``info`` as a list of its own, which the function can no longer change."""
     if not isinstance(key, str):
         raise AnswerError(f"{returned} info with the key {brief_repr(key)}; its keys must be strings")
-    return key
-
-
-def _checked_entries(returned: str, key: str, value: Any, count: int) -> list[Any]:
-    """One entry of ``info`` as a list of its own, which the function can no longer change."""
     where = f"{returned} info[{brief_repr(key)}]"
-    entries = value.detach().to("cpu") if _is_tensor(value) else value
-    listed = hasattr(entries, "__len__") and hasattr(entries, "__getitem__")
-    scalar = getattr(entries, "ndim", 1) == 0
-    if not listed or scalar or isinstance(entries, (str, bytes, Mapping)):
+    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    scalar = getattr(value, "ndim", 1) == 0
+    if not listed or scalar or isinstance(value, (str, bytes, Mapping)):
         raise AnswerError(
             f"{where} of type {type(value).__name__}; give a list with one entry for each of the {count} images"
         )
-    entries = entries.tolist() if hasattr(entries, "tolist") else list(entries)
+    entries = value.tolist() if hasattr(value, "tolist") else list(value)
     if len(entries) != count:
         raise AnswerError(f"{where} with {len(entries)} entries for {count} images; give one entry for each image")
     for index, entry in enumerate(entries):

@@ -64,7 +64,8 @@ class _UnfitError(ValueError):
 def _look_up(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
-        known = ", ".join(_own_functions(module)) or "no function"
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
+        known = ", ".join(sorted(own)) or "no function"
         raise _UnfitError(f"{FIELD}.name: {file} defines no {name!r}; it defines {known}")
     if not callable(function):
         raise _UnfitError(
@@ -73,7 +74,7 @@ def _look_up(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
     return function
 
 
-@cache  # making it may take long, and the file is loaded for the checks and again for the run
+@cache  # making it may take long, and the reward may be built more than once
 def _object_of(cls: type, name: str) -> Any:
     if not any("__call__" in vars(base) for base in cls.__mro__):
         raise _UnfitError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
@@ -112,11 +113,3 @@ def _load_module(file: Path, timeout_s: float | None) -> ModuleType:
         sys.modules.pop(module_name, None)
         raise
     return module
-
-
-def _own_functions(module: ModuleType) -> list[str]:
-    return sorted(
-        name
-        for name, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", None) == module.__name__
-    )

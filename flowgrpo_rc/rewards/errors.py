@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+from flowgrpo_rc.messages import one_line
+
 LONGEST = 400
 """Characters of an exception's text, a prompt or a value that a message repeats."""
 
@@ -25,15 +27,15 @@ def describe_exception(error: BaseException, file: str | None) -> str:
         file: the user's file. The place is the innermost line of it that the exception passed through; without
             such a line the innermost of all.
     """
-    text = _shorten(exception_text(error))
-    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return named + _place(error, file)
+    name = type(error).__name__
+    text = exception_text(error)
+    return (name if text == name else f"{name}: {_shorten(text)}") + _place(error, file)
 
 
 def exception_text(error: BaseException) -> str:
-    """The exception's text in one line."""
+    """The exception's text in one line, or its type where it has none."""
     try:
-        return " ".join(str(error).split())
+        return one_line(error)
     except BaseException as broken:  # a text that cannot be had must not hide the error itself
         return f"(its text raised {type(broken).__name__})"
 

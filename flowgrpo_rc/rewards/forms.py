@@ -11,7 +11,6 @@ loaded:
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,9 +28,6 @@ IMAGE = "solution_image"
 
 COLUMNS = {"data_source": "data_source", "ground_truth": "reward_model.ground_truth", "extra_info": "extra_info"}
 """What verl-omni's form is given besides the image -> the column of the prompt file that holds it."""
-
-SCORE = "score"
-"""Where a dict that a function of verl-omni's form returns holds the score."""
 
 FORMS = (
     "fn(images, prompts, metadata) for a batch, or fn(data_source, solution_image, ground_truth, extra_info) for one "
@@ -55,23 +51,17 @@ class Signature:
                 f"reward function {name!r} has no signature that Python can read ({error}); wrap it in a function of "
                 f"your own, {FORMS}"
             ) from error
-        self.parameters = self._signature.parameters
-        bare = [p.replace(annotation=p.empty) for p in self.parameters.values()]
+        parameters = self._signature.parameters.values()
+        self.parameters = [p.name for p in parameters]
+        self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.required = [p.name for p in named if p.default is p.empty]
+        """Parameters that can be given by name and have no default."""
+        bare = [p.replace(annotation=p.empty) for p in parameters]
         self._text = f"{name!r}({', '.join(map(str, bare))})"
 
     def __str__(self) -> str:
         return self._text
-
-    @property
-    def takes_any_keyword(self) -> bool:
-        """Whether it has ``**kwargs``."""
-        return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-
-    @property
-    def required(self) -> list[str]:
-        """Parameters that can be given by name and have no default."""
-        named = [p for p in self.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        return [p.name for p in named if p.default is p.empty]
 
     def refusal(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TypeError | None:
         """Why a call with these arguments would fail; None where it would not."""
@@ -92,12 +82,11 @@ class BatchReward:
 
     def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
         """The function's answer."""
-        batch = (images, prompts, metadata)
         if self._by_name:
-            answer = self.function(**dict(zip(BATCH, batch, strict=True)), **self._kwargs)
+            answer = self.function(images=images, prompts=prompts, metadata=metadata, **self._kwargs)
         else:
-            answer = self.function(*batch, **self._kwargs)
-        return coroutines.gather([answer])[0] if inspect.isawaitable(answer) else answer
+            answer = self.function(images, prompts, metadata, **self._kwargs)
+        return coroutines.gather([answer])[0]
 
 
 class PerImageReward:
@@ -115,15 +104,13 @@ class PerImageReward:
         kwargs: further keyword arguments of every call.
 
     Raises:
-        ValueError: the function needs a parameter that nobody gives it, or torch is not installed.
+        ValueError: the function needs a parameter that nobody gives it.
     """
 
     def __init__(self, function: Callable[..., Any], signature: Signature, kwargs: Mapping[str, Any]) -> None:
         self.function = function
         self._signature = signature
         self._kwargs = dict(kwargs)
-        if importlib.util.find_spec("torch") is None:
-            raise ValueError(f"reward function {signature} takes its image as a torch tensor; install torch")
         self._takes = [name for name in COLUMNS if signature.takes_any_keyword or name in signature.parameters]
         # extra_info is made where the prompt file has none.
         self._needs = [name for name in signature.required if name in ("data_source", "ground_truth")]
@@ -156,12 +143,7 @@ class PerImageReward:
         except BaseException:
             coroutines.close_unawaited(answers)
             raise
-        waiting = [index for index, answer in enumerate(answers) if inspect.isawaitable(answer)]
-        if waiting:
-            results = coroutines.gather([answers[index] for index in waiting])
-            for index, result in zip(waiting, results, strict=True):
-                answers[index] = result
-        parts = [self._score_and_info(answer, index) for index, answer in enumerate(answers)]
+        parts = [self._score_and_info(answer, index) for index, answer in enumerate(coroutines.gather(answers))]
         keys = dict.fromkeys(key for _, info in parts for key in info)
         return [score for score, _ in parts], {key: [info.get(key) for _, info in parts] for key in keys}
 
@@ -205,13 +187,13 @@ class PerImageReward:
         """Score and other entries of one image's answer."""
         if not isinstance(answer, Mapping):
             return answer, {}
-        if SCORE not in answer:
+        if "score" not in answer:
             keys = ", ".join(map(brief_repr, answer)) or "none"
             raise AnswerError(
-                f"reward function {self._signature} returned for sample {index} a dict without the key {SCORE!r} (it "
-                f"has {keys}); return a float, or a dict with {SCORE!r}"
+                f"reward function {self._signature} returned for sample {index} a dict without the key 'score' (it "
+                f"has {keys}); return a float, or a dict with 'score'"
             )
-        return answer[SCORE], {key: value for key, value in answer.items() if key != SCORE}
+        return answer["score"], {key: value for key, value in answer.items() if key != "score"}
 
 
 def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -231,7 +213,11 @@ def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | N
     kwargs = dict(kwargs or {})
     signature = Signature(function, name)
     declared = signature.parameters
-    _check_kwargs(signature, kwargs)
+    for key in kwargs:
+        if key in (*BATCH, *COLUMNS, IMAGE):
+            raise ValueError(f"{KWARGS_FIELD}.{key}: this argument is given by the trainer; remove it")
+        if key not in declared and not signature.takes_any_keyword:
+            raise ValueError(f"{KWARGS_FIELD}.{key}: reward function {signature} has no parameter of this name")
     if IMAGE in declared:
         return PerImageReward(function, signature, kwargs)
     foreign = [parameter for parameter in declared if parameter in (*COLUMNS, "solution_str")]
@@ -255,11 +241,3 @@ def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | N
             f"{KWARGS_FIELD}.{lacking[0]}=..., or give the parameter a default"
         )
     raise ValueError(f"reward function {signature} cannot be called as a reward; write {FORMS}")
-
-
-def _check_kwargs(signature: Signature, kwargs: Mapping[str, Any]) -> None:
-    for key in kwargs:
-        if key in (*BATCH, *COLUMNS, IMAGE):
-            raise ValueError(f"{KWARGS_FIELD}.{key}: this argument is given by the trainer; remove it")
-        if key not in signature.parameters and not signature.takes_any_keyword:
-            raise ValueError(f"{KWARGS_FIELD}.{key}: reward function {signature} has no parameter of this name")

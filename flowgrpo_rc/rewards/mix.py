@@ -74,7 +74,7 @@ class RewardMix:
         self.functions = {name: adapt(function, name) for name, function in functions.items()}
         self.weights = dict(weights)
         self._code = {
-            name: UserCode(f"reward function {name!r}", _file_of(function), timeout_s)
+            name: UserCode(f"reward function {name!r}", _file_of(function.function), timeout_s)
             for name, function in self.functions.items()
         }
 
@@ -170,21 +170,18 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
         ImportError: an engine's extra is not installed.
     """
     config = RewardConfig() if config is None else config
-    # Loads the user's function: what is wrong with it is then known before an engine takes its time.
     config.validate()
     weights = config.weights()
-    functions = {}
-    for name in weights:
-        if name in REWARDS:
-            functions[name] = load_builtin(name, getattr(config, name, None))
-        else:
-            functions[name] = load_reward(config.custom_reward_function, config.timeout_s)
+    custom = config.custom_reward_function
+    # First: what is wrong with the user's function is then known before an engine takes its time.
+    own: Any = None if custom.path is None else load_reward(custom, config.timeout_s)
+    functions = {name: load_builtin(name, getattr(config, name, None)) if name in REWARDS else own for name in weights}
     return RewardMix(functions, weights, config.timeout_s)
 
 
-def _file_of(reward: RewardFunction) -> str | None:
-    """The file of the function behind an adapted reward, if it has one."""
-    function = inspect.unwrap(getattr(reward, "function", reward))
+def _file_of(function: RewardFunction) -> str | None:
+    """The file of the function, if it has one."""
+    function = inspect.unwrap(function)
     while isinstance(function, partial):
         function = function.func
     # An object's file is that of its class's __call__.

@@ -6,18 +6,11 @@ compared with it without white space and in lower case, so that line breaks and 
 The engine is RapidOCR (PP-OCR models on onnxruntime). Its models lie inside its wheel, nothing is downloaded, and with
 opencv-python-headless it needs no system library beyond the C and C++ runtimes. It is loaded when an ``OCRReward`` is
 made; importing this module, whose functions on text others use too, loads nothing of it.
-
-Two ways of reading:
-
-* ``recognition`` feeds each image to the line recogniser as it is. That is right when the image holds one short line
-  and little else, as the 32-pixel images of the tiny model do. It is wrong for a photo with a sign in it: the whole
-  picture is squeezed to 48 pixels of height and taken for one line.
-* ``full`` finds the lines first, reads each and joins them in reading order. For images of real size, about 256 pixels
-  and up: the finder misses text in very small images. It costs some 25 times as much per image.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -40,9 +33,7 @@ INSTALL = "install the extra: pip install 'flowgrpo_rc[ocr]'"
 def quoted_target(prompt: str) -> str | None:
     """The first text in straight double quotes, or None when there is none or it holds only white space."""
     match = re.search(r'"([^"]*)"', prompt)
-    if match is None or not match.group(1).strip():
-        return None
-    return match.group(1)
+    return match.group(1) if match and match.group(1).strip() else None
 
 
 def normalise(text: str) -> str:
@@ -95,7 +86,11 @@ class OCRReward:
         self.config = OCRConfig() if config is None else config
         self._num_threads = self.config.num_threads or _usable_cores()
         self._engine = _load_engine(self.config)
-        self._load_models()
+        # The engine loads its models when they are first used, and a broken one should show before training.
+        blank = np.zeros((48, 64, 3), dtype=np.uint8)
+        self._engine.recognize_txt([blank])
+        if self.config.mode == "full":
+            self._engine(blank, use_cls=False)
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
@@ -155,7 +150,11 @@ class OCRReward:
         Raises:
             ValueError: names the prompt, where it stands, and what to do.
         """
-        room = None if image_size is None else self._characters_that_fit(*image_size)
+        room = math.inf
+        if image_size is not None and self.config.mode == "recognition":
+            height, width = image_size
+            _, input_height, input_width = self.config.rec_image_shape
+            room = max(input_width, input_height * width // height) // PIXELS_PER_CHARACTER
         for index, prompt in enumerate(prompts):
             where = f"prompt {index}" if sources is None else sources[index]
             target = quoted_target(prompt)
@@ -165,37 +164,22 @@ class OCRReward:
                     'with; write the wanted text in quotes, as in: a sign that says "42", or turn the reward '
                     "off with reward.functions.ocr=0"
                 )
-            if room is not None and len(normalise(target)) > room:
+            if len(normalise(target)) > room:
                 raise ValueError(
                     f"{where}: the target {target!r} has {len(normalise(target))} characters, but at image "
                     f"size {image_size} the recogniser's input is wide enough for {room}; widen "
                     "reward.ocr.rec_image_shape or set reward.ocr.mode=full"
                 )
 
-    def _load_models(self) -> None:
-        """Use each model once: the engine loads them lazily, and a broken one should show before training."""
-        blank = np.zeros((48, 64, 3), dtype=np.uint8)
-        self._engine.recognize_txt([blank])
-        if self.config.mode == "full":
-            self._engine(blank, use_cls=False)
-
-    def _characters_that_fit(self, height: int, width: int) -> int | None:
-        """Most characters that one reading can hold, None for no limit."""
-        if self.config.mode == "full":
-            return None
-        _, input_height, input_width = self.config.rec_image_shape
-        return max(input_width, int(input_height * width / height)) // PIXELS_PER_CHARACTER
-
 
 def _load_engine(config: OCRConfig) -> Any:
     """A RapidOCR engine that logs errors only and reads without detection unless the mode asks for it."""
     try:
-        import onnxruntime
-        import rapidfuzz
+        import onnxruntime  # noqa: F401
+        import rapidfuzz  # noqa: F401
         from rapidocr import RapidOCR
     except ImportError as error:
         raise ImportError(f"the reward 'ocr' cannot be loaded ({error}); {INSTALL}") from error
-    del onnxruntime, rapidfuzz
     shape = list(config.rec_image_shape) if config.mode == "recognition" else [3, 48, 320]
     return RapidOCR(
         params={

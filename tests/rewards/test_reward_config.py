@@ -9,7 +9,7 @@ import pytest
 
 from flowgrpo_rc.cli.compose import compose as compose_run
 from flowgrpo_rc.cli.compose import to_yaml
-from flowgrpo_rc.rewards import STATISTICS, CustomRewardConfig, OCRConfig, RewardConfig, RewardMix
+from flowgrpo_rc.rewards import STATISTICS, CustomRewardConfig, OCRConfig, RewardConfig, RewardMix, build_reward
 
 
 def compose(*overrides: str) -> RewardConfig:
@@ -36,7 +36,7 @@ def test_custom_function_joins_the_weights(tmp_path: Path) -> None:
         "reward.custom_reward_function.weight=-0.5",
     )
     assert config.weights() == {"bright": -0.5}
-    config.validate()
+    build_reward(config)
 
 
 def test_unknown_reward_lists_the_known() -> None:
@@ -70,12 +70,12 @@ def test_custom_name_may_not_shadow_a_builtin(tmp_path: Path) -> None:
         RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path), name="ocr"))
 
 
-def test_validate_loads_the_custom_function(tmp_path: Path) -> None:
+def test_building_loads_the_custom_function(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def other(images, prompts, metadata): ...\n")
     config = RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path)))
     with pytest.raises(ValueError, match=r"defines no 'compute_score'; it defines other"):
-        config.validate()
+        build_reward(config)
 
 
 def test_validate_repeats_the_checks_after_mutation() -> None:
@@ -232,4 +232,5 @@ def test_paths_that_are_no_file(path: str) -> None:
 def test_a_path_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.py").write_text("def compute_score(images, prompts, metadata): ...\n")
-    RewardConfig(custom_reward_function=CustomRewardConfig(path="~/mine.py")).validate()
+    config = RewardConfig(custom_reward_function=CustomRewardConfig(path="~/mine.py"))
+    build_reward(config)

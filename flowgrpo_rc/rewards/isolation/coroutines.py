@@ -23,18 +23,23 @@ _in_progress: list[Any] = []
 """The awaitables of the present call, for ``frames``."""
 
 
-def gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of all, in order, awaited side by side; the first that raises ends the others.
+def gather(values: Sequence[Any]) -> list[Any]:
+    """The values in order, the awaitables among them awaited side by side; the first that raises ends the others.
 
     Works in a thread whose own event loop is running too (a notebook): the coroutines then run in another thread.
     """
+    awaitables = [value for value in values if inspect.isawaitable(value)]
+    if not awaitables:
+        return list(values)
     # Reentrant: a coroutine may itself call asynchronous rewards.
     with _lock:
         _in_progress[:] = awaitables
         try:
-            return _run_in_another_thread(awaitables) if _loop_is_running_here() else _run(awaitables)
+            results = _run_in_another_thread(awaitables) if _loop_is_running_here() else _run(awaitables)
         finally:
             _in_progress.clear()
+    left = iter(results)
+    return [next(left) if inspect.isawaitable(value) else value for value in values]
 
 
 def frames() -> list[FrameType]:
@@ -75,7 +80,7 @@ def _loop_is_running_here() -> bool:
 
 def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     loop = _free_loop()
-    tasks = [loop.create_task(_awaited(awaitable)) for awaitable in awaitables]
+    tasks = [asyncio.ensure_future(awaitable, loop=loop) for awaitable in awaitables]
     together = loop.create_task(_all(tasks))
     try:
         # Interrupts, exits and the deadline leave from here at once: asyncio passes `KeyboardInterrupt` and
@@ -101,11 +106,7 @@ def _run_in_another_thread(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     return outcome.result()
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
-
-
-async def _all(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+async def _all(tasks: Sequence[asyncio.Future[Any]]) -> list[Any]:
     return await asyncio.gather(*tasks)
 
 

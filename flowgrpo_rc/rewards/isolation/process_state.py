@@ -1,7 +1,7 @@
 """What a reward function may leave changed in the process that also trains, and setting it back.
 
 A function that turns gradients off, changes the default dtype or moves to another folder would change training, or
-lose its files, without a word. ``ProcessState.read()`` before the call and ``.restore()`` after it put back what
+lose its files, without a word. ``ProcessState()`` before the call and ``.restore()`` after it put back what
 ``_settings`` names.
 
 The global random generators are the rewards' own: training draws from generators of its own alone, and checkpoints
@@ -18,6 +18,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,42 +39,30 @@ class _Setting:
 
     def has(self, value: Any) -> bool:
         """Whether it has this value now; no where it cannot be read, as of a working folder that is gone."""
-        try:
+        with suppress(Exception):
             present = self.read()
-        except Exception:
-            return False
-        return present is value or bool(present == value)
+            return present is value or bool(present == value)
+        return False
 
 
-@dataclass
 class ProcessState:
-    """The settings as they were."""
+    """The settings as they are when it is made; torch's only where torch is loaded."""
 
-    before: list[tuple[_Setting, Any]]
-
-    @classmethod
-    def read(cls) -> ProcessState:
-        """The settings as they are now; torch's only where torch is loaded."""
-        before = []
+    def __init__(self) -> None:
+        self._before: list[tuple[_Setting, Any]] = []
         for setting in _settings():
-            try:
-                before.append((setting, setting.read()))
-            except Exception:  # this version of a library does not tell it
-                continue
-        return cls(before)
+            with suppress(Exception):  # this version of a library does not tell it
+                self._before.append((setting, setting.read()))
 
     def restore(self) -> tuple[list[str], list[str]]:
         """Set back what differs; the names of what was set back, and of what could not be."""
         changed = []
         stuck = []
-        for setting, value in self.before:
+        for setting, value in self._before:
             if setting.has(value):
                 continue
-            try:
+            with suppress(Exception):
                 setting.write(value)
-            except Exception:
-                stuck.append(setting.name)
-                continue
             (changed if setting.has(value) else stuck).append(setting.name)
         return changed, stuck
 
@@ -121,7 +110,9 @@ def _stream(name: str) -> _Setting:
     """``sys.stdout`` and its like: the same object, and open."""
     original = getattr(sys, name)
     was_open = not getattr(original, "closed", True)
-    number = _file_number(original)
+    number = None
+    with suppress(OSError, ValueError, AttributeError):
+        number = original.fileno()
 
     def read() -> tuple[int, bool]:
         stream = getattr(sys, name)
@@ -145,18 +136,11 @@ def _identity(stream: Any) -> int:
     return getattr(stream, "_stands_for", id(stream))
 
 
-def _file_number(stream: Any) -> int | None:
-    try:
-        return stream.fileno()
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
 def _signals() -> Iterator[_Setting]:
     for number in signal.valid_signals():
         # None: installed by something other than Python, which Python cannot put back.
         if signal.getsignal(number) is not None:
-            name = f"the handler of {_signal_name(number)}"
+            name = f"the handler of {getattr(number, 'name', f'signal {number:d}')}"
             yield _Setting(name, partial(signal.getsignal, number), partial(signal.signal, number))
     if hasattr(signal, "pthread_sigmask"):
         read = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [])
@@ -166,13 +150,6 @@ def _signals() -> Iterator[_Setting]:
         # One that was running before the call has run on meanwhile.
         if number is not None and not _is_pending(number):
             yield _Setting(f"the timer {timer}", partial(_is_pending, number), partial(signal.setitimer, number))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _is_pending(timer: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class UserCode:
         result = None
         raised = None
         with Watch(self.timeout_s, self._describe_overrun, self.exit_code) as watch:
-            before = ProcessState.read()
+            before = ProcessState()
             try:
                 # The deadline may pass between any two instructions in here, but it raises only once.
                 try:
@@ -111,10 +112,7 @@ class UserCode:
 
 def _describe_position(frame: FrameType | None, file: str | None) -> str:
     """`` at FILE:LINE, in FUNCTION (the line)``: the innermost line of the user's file, or else of all."""
-    stack = []
-    while frame is not None:
-        stack.append(frame)
-        frame = frame.f_back
+    stack = [] if frame is None else [level for level, _ in traceback.walk_stack(frame)]
     # A coroutine that waits is on no thread's stack; one that runs is on both, exactly on the stack alone.
     stack += reversed(coroutines.frames())
     own = [level for level in stack if level.f_code.co_filename == file]

@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -208,8 +209,5 @@ def end_despite_threads(message: str, exit_code: int) -> None:
 
 def _main_thread_waits_for_others() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_code.co_name == "_shutdown" and frame.f_globals.get("__name__") == "threading":
-            return True
-        frame = frame.f_back
-    return False
+    levels = [] if frame is None else [level for level, _ in traceback.walk_stack(frame)]
+    return any(x.f_code.co_name == "_shutdown" and x.f_globals.get("__name__") == "threading" for x in levels)
