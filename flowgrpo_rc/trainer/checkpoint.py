@@ -192,7 +192,9 @@ class CheckpointStore:
         """
         final = self.root / f"step_{step}"
         try:
-            self._remove_left_overs()
+            for ending in (WRITING, _REMOVING):  # what a kill left half-written or half-removed
+                for stale in self.root.glob(f".*{ending}"):
+                    shutil.rmtree(stale, ignore_errors=True)
             with temporary_folder(final) as temporary:
                 write_lora(temporary)
                 digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
@@ -277,12 +279,6 @@ class CheckpointStore:
         aside = self.root.with_name(f"{self.root.name}.{number}")
         aside.mkdir(parents=True, exist_ok=True)
         return aside
-
-    def _remove_left_overs(self) -> None:
-        """Remove what a kill left half-written or half-removed."""
-        for ending in (WRITING, _REMOVING):
-            for stale in self.root.glob(f".*{ending}"):
-                shutil.rmtree(stale, ignore_errors=True)
 
     def _prune(self) -> None:
         for old in self.complete()[: -self._keep] if self._keep else []:

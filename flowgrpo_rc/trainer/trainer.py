@@ -16,6 +16,7 @@ from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
+from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.probe_images import ProbedRun
 from flowgrpo_rc.gap.rescoring import Rescoring
@@ -31,9 +32,8 @@ from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
 from flowgrpo_rc.run_folder import MADE_AT_THE_END, RunFolder, RunFolderError
 from flowgrpo_rc.run_lock import starts_as_main
-from flowgrpo_rc.sde import draw_window_start, progressive_window_start
+from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
-from flowgrpo_rc.trainer.announce import announcement
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
@@ -552,3 +552,26 @@ class FlowGRPOTrainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def announcement(
+    config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path, window: SDEWindow, processes: int
+) -> list[str]:
+    """Batch arithmetic, the rewards, how rollouts are drawn, and the correction ``rc`` in force, a paragraph each."""
+    rollout = config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
+    prompts = config.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // processes)
+    lag = f", {rollout.adapter_lag} batches behind the actor" if rollout.adapter_lag else ""
+    return [
+        f"Run folder: {root}",
+        f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
+        f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
+        f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
+        f"micro-batches of {micro} images x {window.size} SDE steps",
+        f"Reward: {config.reward.in_words()}",
+        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
+        f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
+        f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
+    ]
