@@ -58,7 +58,10 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         ValueError: the configuration does not fit the data, the processes or the model; names the field.
         FileNotFoundError, ImportError: a file or an extra is missing.
     """
-    rollout, data = config.actor_rollout_ref.rollout, config.data
+    from accelerate import Accelerator
+
+    rollout = config.actor_rollout_ref.rollout
+    data = config.data
     _check_trackers(config.trainer.logger)
     check_engine(rollout.name)
     lora = config.actor_rollout_ref.model
@@ -80,7 +83,12 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
             sources=[r.source or str(i) for i, r in enumerate(records)],
             metadata=[r.metadata for r in records],
         )
-    accelerator = _accelerator(config, project_dir)
+    accelerator = Accelerator(
+        cpu=config.trainer.device == "cpu",
+        mixed_precision=config.trainer.mixed_precision,
+        log_with=[name for name in config.trainer.logger if LOGGERS[name] is not None] or None,
+        project_dir=project_dir,
+    )
     config.check_processes(accelerator.num_processes)
     if config.actor_rollout_ref.model.torch_compile:
         _check_compiler(accelerator.device.type)
@@ -156,17 +164,6 @@ def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
         return
     refuse_guidance_scale(name, embeds, rollout.pipeline.guidance_scale)
     refuse_guidance_scale(name, embeds, rollout.validation_pipeline.guidance_scale, "val_kwargs.pipeline")
-
-
-def _accelerator(config: FlowGRPOConfig, project_dir: str) -> Any:
-    from accelerate import Accelerator
-
-    return Accelerator(
-        cpu=config.trainer.device == "cpu",
-        mixed_precision=config.trainer.mixed_precision,
-        log_with=[name for name in config.trainer.logger if LOGGERS[name] is not None] or None,
-        project_dir=project_dir,
-    )
 
 
 def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) -> list[PromptRecord]:

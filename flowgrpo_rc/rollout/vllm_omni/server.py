@@ -95,7 +95,7 @@ class _Server:
             dtype=settings.dtype,
             enforce_eager=True,
             max_num_seqs=settings.max_batch,
-            request_batch_max_wait_ms=settings.batch_wait_ms,
+            request_batch_max_wait_ms=100.0,  # for more images, before it draws a batch that is not full
             max_cpu_loras=2,
             custom_pipeline_args={"pipeline_class": f"{here}.pipeline.{pipeline}"},
             worker_extension_cls=f"{here}.worker.RolloutWorker",
