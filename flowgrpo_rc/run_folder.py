@@ -68,7 +68,12 @@ class RunFolder:
             ValueError: ``root`` names no folder.
             RunFolderInUseError: another run writes it, and it may not be another.
         """
-        path = _path_of(root)
+        field = "trainer.default_local_dir"
+        check_path(field, root)
+        try:
+            path = Path(root).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{field}: got {root!r}: {error}; give the whole path") from error
         if not lock:
             return cls(path)
         named = path.resolve() if path.name in ("", "..") else path
@@ -234,19 +239,15 @@ class RunFolder:
             for grid in later:
                 grid.rename(aside / grid.name)
             moved.append(f"{len(later)} sample grid(s) of later steps to {aside.name}/")
-        if self.metrics.is_file():
-            moved += self._set_lines_aside(step, self.root / f"metrics.{number}.jsonl")
-        return moved
-
-    def _set_lines_aside(self, step: int, aside: Path) -> list[str]:
-        lines = [line for line in self.metrics.read_bytes().split(b"\n") if line.strip()]
-        kept = [line for line in lines if _is_row_until(line, step)]
+        content = self.metrics.read_bytes() if self.metrics.is_file() else b""
+        lines = [line + b"\n" for line in content.split(b"\n") if line.strip()]
         removed = [line for line in lines if not _is_row_until(line, step)]
-        if not removed:
-            return []
-        for path, content in ((aside, removed), (self.metrics, kept)):
-            write_durably(path, b"".join(line + b"\n" for line in content))
-        return [f"{len(removed)} line(s) of {self.metrics.name} to {aside.name}"]
+        if removed:
+            aside = self.root / f"metrics.{number}.jsonl"
+            write_durably(aside, b"".join(removed))
+            write_durably(self.metrics, b"".join(line for line in lines if _is_row_until(line, step)))
+            moved.append(f"{len(removed)} line(s) of {self.metrics.name} to {aside.name}")
+        return moved
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -326,15 +327,6 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _path_of(root: str) -> Path:
-    text = os.fspath(root)
-    check_path("trainer.default_local_dir", text)
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"trainer.default_local_dir: got {text!r}: {error}; give the whole path") from error
 
 
 def _holds_something(path: Path) -> bool:

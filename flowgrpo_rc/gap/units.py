@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.batch import Key
-from flowgrpo_rc.sde import transition_kl
+from flowgrpo_rc.sde import SDE_TYPES, transition_kl
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class GapSample:
 def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float[Tensor, "..."]:
     """What a mean-pooled log ratio is multiplied with to give nats of the whole step."""
     scale = torch.full_like(stds.double(), float(dimensions))
-    return scale / (2 * stds.double() ** 2) if sde_type == "cps" else scale
+    return scale if SDE_TYPES[sde_type].log_prob_is_density else scale / (2 * stds.double() ** 2)
 
 
 def closed_form_kl(

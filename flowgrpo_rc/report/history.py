@@ -10,6 +10,7 @@ from typing import Any
 
 from flowgrpo_rc.gap.remedies import RunSetup
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
+from flowgrpo_rc.sde.types import SDE_TYPES
 
 WINDOW = 10
 """Training steps that "now" means: enough that one unlucky batch raises no alarm."""
@@ -175,7 +176,8 @@ class History:
     @property
     def cps(self) -> bool:
         """Whether log-probs leave out ``1/(2 std^2)``, and so have a unit of their own."""
-        return self.setting("actor_rollout_ref.rollout.algo.sde_type") == "cps"
+        sde_type = SDE_TYPES.get(str(self.setting("actor_rollout_ref.rollout.algo.sde_type")))
+        return sde_type is not None and not sde_type.log_prob_is_density
 
     @property
     def objective(self) -> Objective:

@@ -92,11 +92,6 @@ class Trajectories:
     echo: Echo
     """What the engine used."""
 
-    @property
-    def adapter_version(self) -> int:
-        """The version of the adapter that drew the images."""
-        return self.echo.adapter_version
-
 
 @runtime_checkable
 class RolloutEngine(Protocol):

@@ -288,10 +288,10 @@ class RolloutConfig:
             ValueError: the window does not fit; names the field.
         """
         algo = self.algo
-        window_range = None if algo.sde_window_range is None else (algo.sde_window_range[0], algo.sde_window_range[1])
-        steps = self.pipeline.num_inference_steps
         try:
-            return SDEWindow.for_schedule(steps, algo.sde_window_size, window_range, sde_type=algo.sde_type)
+            return SDEWindow.for_schedule(
+                self.pipeline.num_inference_steps, algo.sde_window_size, algo.sde_window_range, sde_type=algo.sde_type
+            )
         except ValueError as error:
             raise ValueError(f"{_HERE}.algo.{error}") from None
 

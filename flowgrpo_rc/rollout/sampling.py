@@ -60,7 +60,9 @@ class RequestSampler:
         record: dict[str, Tensor] = {}
         for step, (t, sigma, next_sigma) in enumerate(self._steps(size)):
             velocity = self._model.velocity(self._transformer, latents, t, cond)
-            stochastic = _in_window(starts, step, request.window_size, size)
+            stochastic = torch.zeros(size, dtype=torch.bool)
+            if starts is not None:
+                stochastic = (starts <= step) & (step < starts + request.window_size)
             noise_level = torch.where(stochastic, request.noise_level, 0.0)
             noise_levels.append(noise_level)
             distribution = transition(
@@ -73,7 +75,9 @@ class RequestSampler:
             )
             next_latents = distribution.mean  # an ODE step, whose noise level is 0, ends there
             if starts is not None and stochastic.any():
-                noise = _noise_of_stochastic(generators, stochastic, latents.shape[1:])
+                noise = torch.zeros(latents.shape)
+                for row in stochastic.nonzero().flatten().tolist():  # the other images' streams must not move
+                    noise[row] = torch.randn(latents.shape[1:], generator=generators[row])
                 next_latents = draw(distribution, noise.to(self._device))
                 recorded = {
                     "latents": latents,
@@ -129,22 +133,6 @@ class RequestSampler:
             self._timesteps.append(t[None])
             self._sigmas.append(next_sigma[None])
             yield t.expand(size), sigma.expand(size), next_sigma.expand(size)
-
-
-def _in_window(starts: Tensor | None, step: int, window_size: int, size: int) -> Tensor:
-    """Which images take this step stochastically."""
-    if starts is None:
-        return torch.zeros(size, dtype=torch.bool)
-    return (starts <= step) & (step < starts + window_size)
-
-
-def _noise_of_stochastic(generators: Sequence[torch.Generator], stochastic: Tensor, shape: Sequence[int]) -> Tensor:
-    """Standard normal noise for the stochastic images; the others' streams must not move."""
-    drawn = [
-        torch.randn(shape, generator=generator) if on else torch.zeros(shape)
-        for generator, on in zip(generators, stochastic.tolist(), strict=True)
-    ]
-    return torch.stack(drawn)
 
 
 def _write(

@@ -18,7 +18,6 @@ Sources: ``sde`` Flow-GRPO (arXiv 2505.05470), ``dance_sde`` DanceGRPO (arXiv 25
 """
 
 import math
-from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import NamedTuple
 
@@ -70,8 +69,7 @@ def transition(
     s = _per_sample(sigma, x)
     s_next = _per_sample(next_sigma, x)
     eta = _per_sample(torch.as_tensor(noise_level, dtype=x.dtype, device=x.device).expand(x.shape[0]), x)
-    step: Callable[..., Transition] = resolve_name(row.step)
-    mean, step_std = step(x, v, s, s_next, eta)
+    mean, step_std = resolve_name(row.step)(x, v, s, s_next, eta)
     return Transition(mean, step_std.flatten())
 
 

@@ -5,6 +5,7 @@ Loads no torch, so that the configuration checks its window with the code that t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ class SDEWindow:
 
     @classmethod
     def for_schedule(
-        cls, num_steps: int, size: int | None, window_range: tuple[int, int] | None, *, sde_type: str = "sde"
+        cls, num_steps: int, size: int | None, window_range: Sequence[int] | None, *, sde_type: str = "sde"
     ) -> SDEWindow:
         """The window for a schedule of ``num_steps`` steps.
 

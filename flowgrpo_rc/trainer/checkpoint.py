@@ -149,7 +149,8 @@ class CheckpointStore:
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first. A folder of another name (a user's copy) is none of ours."""
         # The state is written last, so a folder that has it has everything.
-        return [folder for folder in self._steps() if _is_file(folder / STATE_FILE)]
+        # ``os.path`` answers also where a folder may not be looked into.
+        return [folder for folder in self._steps() if os.path.isfile(folder / STATE_FILE)]
 
     def newest_complete(self) -> Path | None:
         """The complete checkpoint of the largest step, whatever ``latest`` says."""
@@ -161,12 +162,12 @@ class CheckpointStore:
         Returns what was moved, in words.
         """
         later = [folder for folder, own in self._steps().items() if own > step]
-        kept = [folder for folder in self.complete() if folder not in later]
         if not later:
             return []
+        kept = [folder for folder in self.complete() if folder not in later]
         # First: a kill after it leaves no ``latest`` that leads to what lies aside.
         if kept:
-            self._point_to(kept[-1].name)
+            write_durably(self._pointer, kept[-1].name.encode())
         else:
             self._pointer.unlink(missing_ok=True)
         aside = self._folder_aside(number)
@@ -191,7 +192,9 @@ class CheckpointStore:
         """
         final = self.root / f"step_{step}"
         try:
-            self._remove_left_overs()
+            for ending in (WRITING, _REMOVING):  # what a kill left half-written or half-removed
+                for stale in self.root.glob(f".*{ending}"):
+                    shutil.rmtree(stale, ignore_errors=True)
             with temporary_folder(final) as temporary:
                 write_lora(temporary)
                 digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
@@ -204,7 +207,7 @@ class CheckpointStore:
                     os.replace(final, self._folder_aside() / final.name)
                 os.replace(temporary, final)
             # Last: a kill before it leaves ``latest`` at the checkpoint before this one.
-            self._point_to(final.name)
+            write_durably(self._pointer, final.name.encode())
         except Exception as error:
             if not _is_write_failure(error):
                 raise
@@ -224,7 +227,7 @@ class CheckpointStore:
             CheckpointError: of another model.
         """
         file = CheckpointFile(folder / STATE_FILE)
-        if not _is_file(file.path):
+        if not os.path.isfile(file.path):
             raise DamagedCheckpointError(f"{folder} holds no {STATE_FILE}, so it is not a complete checkpoint")
         with file.reading():
             state = json.loads(file.path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
@@ -264,15 +267,11 @@ class CheckpointStore:
 
     def _pointer_error(self, why: str) -> CheckpointError:
         newest = self.newest_complete()
-        found = "begin at step 0 (there is no complete checkpoint)"
-        if newest is not None:
-            found = f"go on from the newest complete checkpoint, {newest}"
+        there = f"go on from the newest complete checkpoint, {newest}"
+        found = "begin at step 0 (there is no complete checkpoint)" if newest is None else there
         return CheckpointError(
             f"{self._pointer} names no checkpoint ({why}); write step_N into it, or remove it to {found}"
         )
-
-    def _point_to(self, name: str) -> None:
-        write_durably(self._pointer, name.encode())
 
     def _folder_aside(self, number: int | None = None) -> Path:
         """The folder ``checkpoints.N/``, made where it is missing, for what is moved aside."""
@@ -280,12 +279,6 @@ class CheckpointStore:
         aside = self.root.with_name(f"{self.root.name}.{number}")
         aside.mkdir(parents=True, exist_ok=True)
         return aside
-
-    def _remove_left_overs(self) -> None:
-        """Remove what a kill left half-written or half-removed."""
-        for ending in (WRITING, _REMOVING):
-            for stale in self.root.glob(f".*{ending}"):
-                shutil.rmtree(stale, ignore_errors=True)
 
     def _prune(self) -> None:
         for old in self.complete()[: -self._keep] if self._keep else []:
@@ -314,18 +307,7 @@ def _load_tensors(file: CheckpointFile) -> dict[str, Any]:
 
 
 def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a folder that may not be looked into
-        return False
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _refuse_constant(name: str) -> None:

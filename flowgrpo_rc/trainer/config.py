@@ -19,7 +19,6 @@ LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard",
 """Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
 others are trackers of accelerate."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
-RESUME_MODES = ("auto", "disable", "resume_path")
 
 if TYPE_CHECKING:
     ResolvedCorrection = RolloutCorrectionConfig
@@ -131,7 +130,7 @@ class TrainerConfig:
         positive("trainer.max_actor_ckpt_to_keep", self.max_actor_ckpt_to_keep, optional=True)
         path("trainer.default_local_dir", self.default_local_dir)
         path("trainer.resume_from_path", self.resume_from_path or None, optional=True)
-        choice("trainer.resume_mode", self.resume_mode, RESUME_MODES)
+        choice("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
         choice("trainer.device", self.device, ("auto", "cpu"))
         choice("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))
         non_negative("trainer.seed", self.seed)
@@ -175,16 +174,16 @@ class FlowGRPOConfig:
                 "itself rejects, long after the advantages. Set algorithm.rollout_correction.bypass_mode=false, or "
                 "rejection_aware_baseline=false"
             )
-        if actor.diffusion_loss.clip_ratio == "auto" and not self.actor_rollout_ref.rollout.probe.images:
-            raise ValueError(
-                "actor_rollout_ref.actor.diffusion_loss.clip_ratio: got auto, which follows what the probe measures; "
-                "set actor_rollout_ref.rollout.probe.images to 1 or more"
-            )
-        if self.rollout_correction.plan().calibrated and not self.actor_rollout_ref.rollout.probe.images:
-            raise ValueError(
-                "algorithm.rollout_correction.rollout_rs_threshold: got auto, which follows what the probe measures; "
-                "set actor_rollout_ref.rollout.probe.images to 1 or more"
-            )
+        calibrated = {
+            "actor_rollout_ref.actor.diffusion_loss.clip_ratio": actor.diffusion_loss.clip_ratio == "auto",
+            "algorithm.rollout_correction.rollout_rs_threshold": self.rollout_correction.plan().calibrated,
+        }
+        for name, is_auto in calibrated.items():
+            if is_auto and not self.actor_rollout_ref.rollout.probe.images:
+                raise ValueError(
+                    f"{name}: got auto, which follows what the probe measures; "
+                    "set actor_rollout_ref.rollout.probe.images to 1 or more"
+                )
         sde_type = self.actor_rollout_ref.rollout.algo.sde_type
         if objective.sde_type not in (None, sde_type):
             raise ValueError(

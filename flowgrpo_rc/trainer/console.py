@@ -87,9 +87,6 @@ class SurvivingStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stream)
-
     def _write(self, text: str) -> None:
         if not self._wait_for_room():
             return

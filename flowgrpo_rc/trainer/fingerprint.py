@@ -20,11 +20,12 @@ _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
     """The fingerprint of a loaded model and of the adapter that the configuration gives it.
 
-    It costs a few values of each weight.
+    It costs a few values of each weight; of the transformer, the first ones of a few weights.
     """
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
-    transformer["weights"] = _digest_of_some(model.transformer)
+    frozen = _frozen(model.transformer)
+    transformer["weights"] = _digest([p.flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
     targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
     return Fingerprint(
         pipeline=type(model.pipe).__name__,
@@ -35,13 +36,15 @@ def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
 
 
 def _parts(model: DiffusionModel) -> dict[str, Any]:
-    """A digest of each network and vocabulary, and the numbers of schedule and VAE."""
+    """A digest of each network (values spread evenly over every weight) and vocabulary, and the numbers of schedule
+    and VAE."""
     found: dict[str, Any] = {}
     for name, part in model.pipe.components.items():
         if isinstance(part, torch.nn.Module):
-            found[name] = _digest_of_all(part)
+            found[name] = _digest([p.flatten()[:: max(1, p.numel() // 64)][:64] for p in _frozen(part)])
         elif name.startswith("tokenizer") and part is not None:
-            found[name] = _vocabulary_digest(part)
+            content = (sorted(part.get_vocab().items()), [part(text).input_ids for text in _TEXTS])
+            found[name] = _short_hash(json.dumps(content).encode())
         elif name == "scheduler" and part is not None:
             found |= {f"{name} {k}": v for k, v in _settings(part).items()}
     vae = dict(model.pipe.vae.config)
@@ -59,26 +62,10 @@ def _frozen(network: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach() for name, p in network.named_parameters() if ".lora_" not in name]
 
 
-def _digest_of_some(network: torch.nn.Module, tensors: int = 16, values: int = 256) -> str:
-    """A digest of the first values of a few frozen weights."""
-    frozen = _frozen(network)
-    return _digest([p.flatten()[:values] for p in frozen[:: max(1, len(frozen) // tensors)]])
-
-
-def _digest_of_all(network: torch.nn.Module, values: int = 64) -> str:
-    """A digest of every frozen weight: values spread evenly over each."""
-    return _digest([p.flatten()[:: max(1, p.numel() // values)][:values] for p in _frozen(network)])
-
-
 def _digest(samples: list[torch.Tensor]) -> str:
     """Rounded to bfloat16, so that a run's dtype does not matter; brought to the host together."""
     values = torch.cat([sample.float() for sample in samples])
     return _short_hash(values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-
-
-def _vocabulary_digest(tokenizer: Any) -> str:
-    content = (sorted(tokenizer.get_vocab().items()), [tokenizer(text).input_ids for text in _TEXTS])
-    return _short_hash(json.dumps(content).encode())
 
 
 def _short_hash(content: bytes) -> str:

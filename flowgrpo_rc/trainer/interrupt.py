@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 from flowgrpo_rc.trainer import console
 
@@ -21,37 +20,29 @@ INTERRUPTED = 130
 """Exit code of a process that one of them ended."""
 
 
-class StopRequest:
-    """Inside ``with``, SIGINT, SIGTERM and SIGHUP set ``requested``; a second SIGINT or SIGTERM, later, raises
-    ``KeyboardInterrupt``. A SIGHUP that is ignored (``nohup``) stays ignored.
+@contextmanager
+def stop_request(on_request: Callable[[], None]) -> Iterator[threading.Event]:
+    """Inside, SIGINT, SIGTERM and SIGHUP set the event that is given: this process was asked to stop. A second SIGINT
+    or SIGTERM, later, raises ``KeyboardInterrupt``. A SIGHUP that is ignored (``nohup``) stays ignored.
 
     Args:
         on_request: called at the first signal, inside the handler: it must not wait, nor write to a buffered stream
             (``console.write_at_once`` does neither).
     """
+    requested = threading.Event()
 
-    def __init__(self, on_request: Callable[[], None]) -> None:
-        self._on_request = on_request
-        self.requested = False
-        """Whether this process was asked to stop."""
-        self._signals = _handling(self._first, self._again)
-
-    def __enter__(self) -> "StopRequest":
-        self._signals.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._signals.__exit__(*error)
-
-    def _first(self) -> None:
-        self.requested = True
+    def first() -> None:
+        requested.set()
         with suppress(Exception):  # nothing may be raised into whatever the signal interrupted
-            self._on_request()
+            on_request()
 
-    def _again(self, number: int) -> None:
+    def again(number: int) -> None:
         # A terminal that closes may send several hangups; nobody grew impatient.
         if number != HANGUP:
             raise KeyboardInterrupt
+
+    with _handling(first, again):
+        yield requested
 
 
 @contextmanager

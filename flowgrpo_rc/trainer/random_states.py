@@ -1,7 +1,7 @@
 """States of the global random generators (Python, NumPy, torch), for reward functions that draw from them."""
 
 import random
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,9 @@ def random_states() -> dict[str, Any]:
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Undo ``random_states``."""
-    _set_python(random, states["python"])
+    random.setstate(states["python"])
     _set_numpy(np.random, states["numpy"])
-    _set_torch(torch.default_generator, states["torch"])
+    torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
@@ -39,16 +39,16 @@ def check_random_states(saved: dict[str, Any], file: CheckpointFile) -> None:
     Raises:
         DamagedCheckpointError: a state is missing or none; names the file and the state.
     """
-    attempts: dict[str, tuple[Callable[[Any, Any], None], Any]] = {
-        "python": (_set_python, random.Random()),
-        "numpy": (_set_numpy, np.random.RandomState()),
-        "torch": (_set_torch, torch.Generator()),
+    attempts = {
+        "python": random.Random().setstate,
+        "numpy": partial(_set_numpy, np.random.RandomState()),
+        "torch": torch.Generator().set_state,
     }
-    for name, (set_state, generator) in attempts.items():
+    for name, set_state in attempts.items():
         if name not in saved:
             raise file.damaged(f"random.{name} is missing")
         try:
-            set_state(generator, saved[name])
+            set_state(saved[name])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise file.damaged(f"random.{name} is no state of a generator ({why})") from error
@@ -56,15 +56,6 @@ def check_random_states(saved: dict[str, Any], file: CheckpointFile) -> None:
         raise file.damaged("random.cuda is no state of a generator")
 
 
-def _set_python(generator: Any, state: Any) -> None:
-    version, internal, gauss = state
-    generator.setstate((version, tuple(internal), gauss))
-
-
 def _set_numpy(generator: Any, state: Any) -> None:
     kind, keys, position, has_gauss, cached = state
     generator.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-
-
-def _set_torch(generator: torch.Generator, state: Any) -> None:
-    generator.set_state(state)

@@ -27,9 +27,6 @@ from flowgrpo_rc.trainer.config import TrainerConfig
 from flowgrpo_rc.trainer.random_states import check_random_states, random_states, restore_random_states
 from flowgrpo_rc.trainer.setup import Run
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of every weight."""
-
 
 def save_run(run: Run, store: CheckpointStore, step: int) -> None:
     """Write ``step_N``: the adapter and its average if there is one, optimizer, schedule, random states, what was
@@ -53,9 +50,8 @@ def save_run(run: Run, store: CheckpointStore, step: int) -> None:
 
 def _gap_parts(run: Run) -> dict[str, Any]:
     """What a run learns of its off-policy gap, by the name in a checkpoint."""
-    parts = {"clip_bands": run.clip_bands, "rejection_bands": run.rejection_bands}
-    present: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    return {**present, "guard": run.guard}
+    parts = {"clip_bands": run.clip_bands, "rejection_bands": run.rejection_bands, "guard": run.guard}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def checkpoint_to_resume(
@@ -108,7 +104,12 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
         raise CheckpointError(f"{error}{_where_to_go_on(run, store, source, error)}") from error
     actor = run.actor
     actor.load_adapter(source)
-    actor.load_optimizer(*_optimizer_states(run, tensors))
+    # The moments and the position in the schedule; every option is this run's own.
+    taken = tensors["lr_scheduler"]["last_epoch"]
+    actor.load_optimizer(
+        {**actor.optimizer.state_dict(), "state": tensors["optimizer"]["state"]},
+        {**actor.lr_scheduler.state_dict(), "last_epoch": taken, "_step_count": taken + 1},
+    )
     actor.load_average(tensors.get("average"))
     for name, part in _gap_parts(run).items():
         if name in tensors:
@@ -200,7 +201,7 @@ def _check_optimizer(run: Run, tensors: dict[str, Any], file: CheckpointFile) ->
     for index in moments:
         where = f"optimizer.state.{index}"
         own = file.entry(moments, index, dict, "optimizer.state")
-        for moment in MOMENTS:
+        for moment in ("exp_avg", "exp_avg_sq"):  # what AdamW keeps of every weight
             _check_tensor(own.get(moment), shapes[index], file, f"{where}.{moment}")
         _check_tensor(own.get("step"), (), file, f"{where}.step")
         if float(own["step"]) != taken or bool((own["exp_avg_sq"] < 0).any()):
@@ -213,15 +214,6 @@ def _check_optimizer(run: Run, tensors: dict[str, Any], file: CheckpointFile) ->
 def _trained(run: Run) -> list[torch.nn.Parameter]:
     """The weights that the optimizer moves."""
     return run.actor.optimizer.param_groups[0]["params"]
-
-
-def _optimizer_states(run: Run, tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The moments and the position in the schedule; every option is this run's own."""
-    actor = run.actor
-    taken = tensors["lr_scheduler"]["last_epoch"]
-    optimizer = {**actor.optimizer.state_dict(), "state": tensors["optimizer"]["state"]}
-    schedule = {**actor.lr_scheduler.state_dict(), "last_epoch": taken, "_step_count": taken + 1}
-    return optimizer, schedule
 
 
 def _check_average(run: Run, saved: dict[str, Any], file: CheckpointFile) -> None:

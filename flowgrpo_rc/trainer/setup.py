@@ -22,7 +22,6 @@ from flowgrpo_rc.models.prompts import check_prompts
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import RewardMix, build_reward
 from flowgrpo_rc.rollout import RolloutEngine, build_engine
-from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.engines import check_engine
 from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
@@ -59,7 +58,10 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
         ValueError: the configuration does not fit the data, the processes or the model; names the field.
         FileNotFoundError, ImportError: a file or an extra is missing.
     """
-    rollout, data = config.actor_rollout_ref.rollout, config.data
+    from accelerate import Accelerator
+
+    rollout = config.actor_rollout_ref.rollout
+    data = config.data
     _check_trackers(config.trainer.logger)
     check_engine(rollout.name)
     lora = config.actor_rollout_ref.model
@@ -81,7 +83,12 @@ def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
             sources=[r.source or str(i) for i, r in enumerate(records)],
             metadata=[r.metadata for r in records],
         )
-    accelerator = _accelerator(config, project_dir)
+    accelerator = Accelerator(
+        cpu=config.trainer.device == "cpu",
+        mixed_precision=config.trainer.mixed_precision,
+        log_with=[name for name in config.trainer.logger if LOGGERS[name] is not None] or None,
+        project_dir=project_dir,
+    )
     config.check_processes(accelerator.num_processes)
     if config.actor_rollout_ref.model.torch_compile:
         _check_compiler(accelerator.device.type)
@@ -120,8 +127,11 @@ def _load(
     model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
     model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
     validation = parts.rollout.validation_pipeline
-    if (validation.height, validation.width) != (pipeline.height, pipeline.width):
-        _check_validation_size(model, validation)
+    try:
+        model.check_request(validation.height, validation.width, validation.guidance_scale)
+    except ValueError as error:
+        where = "actor_rollout_ref.rollout."
+        raise ValueError(str(error).replace(f"{where}pipeline.", f"{where}val_kwargs.pipeline.")) from error
     encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
     encoder.check_length(validation.max_sequence_length, "val_kwargs.pipeline")
     for records, length in ((train, pipeline.max_sequence_length), (val, validation.max_sequence_length)):
@@ -156,41 +166,24 @@ def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
     refuse_guidance_scale(name, embeds, rollout.validation_pipeline.guidance_scale, "val_kwargs.pipeline")
 
 
-def _check_validation_size(model: DiffusionModel, pipeline: PipelineConfig) -> None:
-    try:
-        model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
-    except ValueError as error:
-        where = "actor_rollout_ref.rollout.val_kwargs.pipeline."
-        raise ValueError(str(error).replace("actor_rollout_ref.rollout.pipeline.", where)) from error
-
-
-def _accelerator(config: FlowGRPOConfig, project_dir: str) -> Any:
-    from accelerate import Accelerator
-
-    trackers: list[Any] = [name for name in config.trainer.logger if LOGGERS[name] is not None]
-    return Accelerator(
-        cpu=config.trainer.device == "cpu",
-        mixed_precision=config.trainer.mixed_precision,
-        log_with=trackers or None,
-        project_dir=project_dir,
-    )
-
-
 def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) -> list[PromptRecord]:
     paths = [resolve_asset(path) for path in file_list(field, files)]
     return load_prompts(paths, prompt_key=config.data.prompt_key, max_samples=limit) if paths else []
 
 
 def _check_trackers(names: list[str]) -> None:
-    packages = [package for name in names if (package := LOGGERS[name]) is not None]
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    packages = [LOGGERS[name] for name in names]
+    missing = [package for package in packages if package and importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(
             f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "
             "leave it out"
         )
-    if "wandb" in names:
-        _check_wandb()
+    if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
+        import wandb
+
+        if not wandb.api.api_key:
+            raise ValueError("trainer.logger: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline")
 
 
 def _check_compiler(device: str) -> None:
@@ -203,10 +196,3 @@ def _check_compiler(device: str) -> None:
     else:
         return
     raise ImportError(f"actor_rollout_ref.model.torch_compile: got true, but {remedy}, or set it to false")
-
-
-def _check_wandb() -> None:
-    import wandb
-
-    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
-        raise ValueError("trainer.logger: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline")

@@ -1,9 +1,10 @@
 """The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
+from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.probe_images import ProbedRun
 from flowgrpo_rc.gap.rescoring import Rescoring
@@ -24,25 +26,24 @@ from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures, write_plots
-from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
 from flowgrpo_rc.run_folder import MADE_AT_THE_END, RunFolder, RunFolderError
 from flowgrpo_rc.run_lock import starts_as_main
-from flowgrpo_rc.sde import draw_window_start, progressive_window_start
+from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
-from flowgrpo_rc.trainer.announce import announcement
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
-from flowgrpo_rc.trainer.interrupt import StopRequest
+from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
 from flowgrpo_rc.trainer.samples import save_grid
 from flowgrpo_rc.trainer.setup import Run, build_run
 from flowgrpo_rc.trainer.timer import StageTimer
-from flowgrpo_rc.trainer.validation import Validation, validate
+from flowgrpo_rc.trainer.validation import validate
 
 
 class FlowGRPOTrainer:
@@ -60,29 +61,22 @@ class FlowGRPOTrainer:
 
     def __init__(self, config: FlowGRPOConfig) -> None:
         trainer = config.trainer
-        with surviving_console():
+        self.config = config
+        with surviving_console(), ExitStack() as refused:  # a run that is refused leaves nothing behind
             self.folder = RunFolder.open(
                 trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
             )
-            self._build(config)
-
-    def _build(self, config: FlowGRPOConfig) -> None:
-        """Load everything; a run that is refused leaves nothing behind."""
-        engine: RolloutEngine | None = None
-        try:
+            refused.callback(self.folder.abandon)
             self.run: Run = build_run(config, str(self.folder.root))
-            engine = self.run.engine
-            self._set_up(config)
-        except BaseException:
-            if engine is not None:
-                engine.close()
-            self.folder.abandon()
-            raise
+            refused.callback(self.run.engine.close)
+            self._set_up()
+            refused.pop_all()
 
-    def _set_up(self, config: FlowGRPOConfig) -> None:
+    def _set_up(self) -> None:
+        config = self.config
         trainer = config.trainer
-        self.config = config
         self.accelerator = self.run.accelerator
+        self._main = self.accelerator.is_main_process
         self.window = config.actor_rollout_ref.rollout.window
         self.step = 0
         self.timer = StageTimer(self.accelerator.device)
@@ -170,7 +164,8 @@ class FlowGRPOTrainer:
                 window_size=self.window.size,
                 noise_level=rollout.algo.noise_level,
                 sde_type=rollout.algo.sde_type,
-                record_means=self._record_means,
+                # In bypass mode the engine is the old policy, so objectives that compare means need its.
+                record_means=self.mode.objective.needs_old_means and self.mode.bypasses,
             )
         )
         assert trajectories.batch is not None
@@ -299,7 +294,7 @@ class FlowGRPOTrainer:
                     self._alert_moved_aside(self.folder.write_config(self.config.to_dict()))
                 self._announce()
                 self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
-                with StopRequest(self._tell_stopping) as stop:
+                with stop_request(self._tell_stopping) as stop:
                     self._loop(stop)
                     self._finish()
             finally:
@@ -307,17 +302,20 @@ class FlowGRPOTrainer:
                 self.folder.close()
         return self.folder
 
-    def _loop(self, stop: StopRequest) -> None:
+    def _loop(self, stop: Event) -> None:
         trainer = self.config.trainer
         if self._validates_first:
-            self._log({**self._validate().metrics, **self.timer.take()})
-        while self.step < self.run.total_steps and not self._any_process_says(stop.requested):
+            self._log(self._validate() | self.timer.take())
+        # One that is asked to stop stops all: they must end at the same step.
+        while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
             metrics = self.train_step()
-            last = self.step == self.run.total_steps
-            if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
-                metrics |= self._validate().metrics
-            with self.timer("log"):
-                self._log(metrics | self.timer.take())
+            last = not self.interrupted
+            try:
+                if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
+                    metrics |= self._validate()
+            finally:  # the step is done, whatever becomes of its validation
+                with self.timer("log"):
+                    self._log(metrics | self.timer.take())
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
@@ -396,9 +394,7 @@ class FlowGRPOTrainer:
 
     def _resume(self) -> None:
         """Read the checkpoint to resume from whole, and only then move aside what this run would overwrite."""
-        source = self._decided_by_main(
-            lambda: checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.alert)
-        )
+        source = self._checkpoint_to_resume()
         if source is not None:
             self.step = load_run(self.run, self.checkpoints, source)
             self._saved_step = self.step
@@ -423,17 +419,15 @@ class FlowGRPOTrainer:
         if moved:
             self.logger.alert(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
 
-    def _decided_by_main(self, decide: Callable[[], Path | None]) -> Path | None:
-        """What the main process decides, or its ``CheckpointError``, on every process: a folder may look otherwise to
+    def _checkpoint_to_resume(self) -> Path | None:
+        """What the main process finds, or its ``CheckpointError``, on every process: a folder may look otherwise to
         another process, and all must load the same checkpoint."""
-        if self.accelerator.num_processes == 1:
-            return decide()
         from accelerate.utils import broadcast_object_list
 
         answer: list[Any] = [None]
         if self._main:
             try:
-                answer = [decide()]
+                answer = [checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.alert)]
             except CheckpointError as error:
                 answer = [error]
         broadcast_object_list(answer)
@@ -441,14 +435,14 @@ class FlowGRPOTrainer:
             raise answer[0]
         return answer[0]
 
-    def _validate(self) -> Validation:
+    def _validate(self) -> dict[str, float]:
         with self.timer("validate"), self.adapter.for_validation():
-            result = validate(self.run, self.conditioning, self.generate)
-        if self._main and result.samples:
+            metrics, samples = validate(self.run, self.conditioning, self.generate)
+        if self._main and samples:
             grid = self.folder.samples / f"step_{self.step:05d}.png"
             with self._wanted_output(str(grid)):
-                save_grid(grid, f"step {self.step}", result.samples)
-        return result
+                save_grid(grid, f"step {self.step}", samples)
+        return metrics
 
     # ------------------------------------------------------------------ begin and end
 
@@ -539,10 +533,6 @@ class FlowGRPOTrainer:
         if self._main:
             write_at_once("\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
-    def _any_process_says(self, answer: bool) -> bool:
-        """Whether the answer is yes on any process; the same on all of them, so that they stop at the same step."""
-        return bool(self._gather(torch.tensor([answer])).any())
-
     @property
     def interrupted(self) -> bool:
         """Whether the run has not reached its last step."""
@@ -555,19 +545,33 @@ class FlowGRPOTrainer:
         return self.accelerator.gather(values.to(self.accelerator.device)).cpu()
 
     @property
-    def _record_means(self) -> bool:
-        """In bypass mode the engine is the old policy, so objectives that compare means need its."""
-        return self.mode.objective.needs_old_means and self.mode.bypasses
-
-    @property
     def correction(self) -> RolloutCorrectionConfig:
         """The rollout correction in force."""
         return self.mode.rollout_correction
 
-    @property
-    def _main(self) -> bool:
-        return self.accelerator.is_main_process
-
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def announcement(
+    config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path, window: SDEWindow, processes: int
+) -> list[str]:
+    """Batch arithmetic, the rewards, how rollouts are drawn, and the correction ``rc`` in force, a paragraph each."""
+    rollout = config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
+    prompts = config.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // processes)
+    lag = f", {rollout.adapter_lag} batches behind the actor" if rollout.adapter_lag else ""
+    return [
+        f"Run folder: {root}",
+        f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
+        f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
+        f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
+        f"micro-batches of {micro} images x {window.size} SDE steps",
+        f"Reward: {config.reward.in_words()}",
+        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
+        f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
+        f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
+    ]

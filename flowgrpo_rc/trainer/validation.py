@@ -1,7 +1,7 @@
 """Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -14,34 +14,11 @@ from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.trainer.samples import Sample
 from flowgrpo_rc.trainer.setup import Run
 
-
-@dataclass(frozen=True)
-class Validation:
-    """What a validation found, over all processes."""
-
-    metrics: dict[str, float]
-    """Mean rewards as ``val/reward/...``."""
-    samples: list[Sample]
-    """The first images, for the grids."""
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """One image and its rewards, on its way between processes."""
-
-    index: int
-    """Number ``k * prompts + i`` is image ``k`` of prompt ``i``."""
-    rewards: dict[str, float]
-    """By name; ``mean`` is the total."""
-    sample: Sample | None
-    """``None`` where no grid shows the image."""
-
-
 Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
 Generate = Callable[[RolloutRequest], Trajectories]
 
 
-def validate(run: Run, conditioning: Encode, generate: Generate) -> Validation:
+def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[str, float], list[Sample]]:
     """Score ``val_kwargs.n`` images of every validation prompt.
 
     Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
@@ -51,23 +28,30 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> Validation:
         run: the parts of the run.
         conditioning: embeds prompts for a pipeline's settings.
         generate: samples and proves that it did what was asked.
+
+    Returns:
+        Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
     """
+    from accelerate.utils import gather_object
+
     accelerator = run.accelerator
     count = len(run.val_prompts) * run.config.actor_rollout_ref.rollout.val_kwargs.n
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
     scored = _score(run, conditioning, generate, own) if own else []
-    if accelerator.num_processes > 1:
-        from accelerate.utils import gather_object
-
-        scored = gather_object(scored)
-    scored.sort(key=lambda one: one.index)
-    metrics = {f"val/reward/{n}": float(np.mean([one.rewards[n] for one in scored])) for n in scored[0].rewards}
-    samples = [one.sample for one in scored if one.sample is not None]
-    return Validation(metrics, samples)
+    scored = gather_object(scored)
+    scored.sort(key=itemgetter(0))
+    rewards = [one for _, one, _ in scored]
+    metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in rewards[0]}
+    return metrics, [sample for _, _, sample in scored if sample is not None]
 
 
-def _score(run: Run, conditioning: Encode, generate: Generate, own: list[int]) -> list[_Scored]:
-    """Sample and reward the images of these numbers."""
+def _score(
+    run: Run, conditioning: Encode, generate: Generate, own: list[int]
+) -> list[tuple[int, dict[str, float], Sample | None]]:
+    """Sample and reward the images of these numbers: ``k * prompts + i`` is image ``k`` of prompt ``i``.
+
+    Returns, for each, its number, its rewards by name (``mean`` is the total) and what a grid shows of it, if one does.
+    """
     rollout = run.config.actor_rollout_ref.rollout
     shown = run.config.trainer.log_val_generations
     records = [run.val_prompts[index % len(run.val_prompts)] for index in own]
@@ -90,5 +74,5 @@ def _score(run: Run, conditioning: Encode, generate: Generate, own: list[int]) -
     for i, index in enumerate(own):
         rewards = {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()}
         sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
-        scored.append(_Scored(index, rewards, sample))
+        scored.append((index, rewards, sample))
     return scored

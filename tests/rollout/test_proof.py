@@ -67,7 +67,7 @@ def test_the_echo_is_what_was_asked_for(tiny_model, make_engine, make_request, s
     assert (echo.true_cfg_scale, echo.guidance_scale, echo.window_size) == (cfg, None, 2)
     assert echo.noise_level == pytest.approx(0.7)
     assert echo.window_starts.tolist() == STARTS.tolist()
-    assert (echo.dtype, echo.adapter_version, trajectories.adapter_version) == ("float32", 5, 5)
+    assert (echo.dtype, echo.adapter_version) == ("float32", 5)
     assert echo.adapter_digest == adapter_digest(random_state(engine))
     check_rollout(request, trajectories, tiny_model, HeldAdapter(5, echo.adapter_digest), "float32")
 

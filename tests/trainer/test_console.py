@@ -12,7 +12,7 @@ import pytest
 
 from flowgrpo_rc.trainer import console
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
-from flowgrpo_rc.trainer.interrupt import StopRequest
+from flowgrpo_rc.trainer.interrupt import stop_request
 
 
 class Failing(io.StringIO):
@@ -110,7 +110,7 @@ def test_a_reader_that_stands_still_holds_up_no_end(monkeypatch):
         filling.join(0.5)
         assert filling.is_alive(), "nobody reads: without a request to stop it waits"
         since = time.monotonic()
-        with StopRequest(lambda: None):
+        with stop_request(lambda: None):
             os.kill(os.getpid(), signal.SIGTERM)
         filling.join(10)
         assert not filling.is_alive()

@@ -6,27 +6,27 @@ import signal
 import pytest
 
 from flowgrpo_rc.trainer import interrupt
-from flowgrpo_rc.trainer.interrupt import StopRequest, ending_on_signals
+from flowgrpo_rc.trainer.interrupt import ending_on_signals, stop_request
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_first_signal_asks_and_an_echo_is_ignored(number):
     said = []
     before = signal.getsignal(number)
-    with StopRequest(lambda: said.append("stopping")) as stop:
-        assert not stop.requested
+    with stop_request(lambda: said.append("stopping")) as stop:
+        assert not stop.is_set()
         for _ in range(2):
             os.kill(os.getpid(), number)
-        assert stop.requested
+        assert stop.is_set()
     assert said == ["stopping"]
     assert signal.getsignal(number) == before
 
 
 def test_a_later_signal_ends_at_once(monkeypatch):
     monkeypatch.setattr(interrupt, "SAME_SIGNAL_SECONDS", 0.0)
-    with StopRequest(lambda: None) as stop:
+    with stop_request(lambda: None) as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.requested
+        assert stop.is_set()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -34,10 +34,10 @@ def test_a_later_signal_ends_at_once(monkeypatch):
 def test_another_hangup_does_not_end_at_once(monkeypatch):
     """A terminal that closes may send several; nobody grew impatient."""
     monkeypatch.setattr(interrupt, "SAME_SIGNAL_SECONDS", 0.0)
-    with StopRequest(lambda: None) as stop:
+    with stop_request(lambda: None) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.requested
+        assert stop.is_set()
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def ignored_hangup():
 
 def test_an_ignored_hangup_stays_ignored(ignored_hangup):
     """As ``nohup`` leaves it."""
-    with StopRequest(lambda: None) as stop, ending_on_signals():
+    with stop_request(lambda: None) as stop, ending_on_signals():
         os.kill(os.getpid(), signal.SIGHUP)
-        assert not stop.requested
+        assert not stop.is_set()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -61,9 +61,9 @@ def test_what_is_said_raises_nothing_from_the_handler():
     def broken():
         raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
 
-    with StopRequest(broken) as stop:
+    with stop_request(broken) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
+        assert stop.is_set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -91,23 +91,23 @@ def test_a_forked_child_answers_as_if_it_had_no_handlers():
     """``multiprocessing.Pool`` ends its workers with SIGTERM and waits for them; Ctrl-C reaches them too, and the run
     that is asked to stop still wants their work."""
     said = []
-    with StopRequest(lambda: said.append("stopping")) as stop:
+    with stop_request(lambda: said.append("stopping")) as stop:
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGHUP)
-            if stop.requested or said:
+            if stop.is_set() or said:
                 os._exit(1)
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(2)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
-        assert not stop.requested
+        assert not stop.is_set()
 
 
 def test_the_loops_request_replaces_the_end_while_it_lasts():
     with ending_on_signals():
-        with StopRequest(lambda: None) as stop:
+        with stop_request(lambda: None) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.requested
+            assert stop.is_set()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -293,6 +293,30 @@ def test_a_run_stopped_before_its_first_step_is_validated_once(small_config, mon
     assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_failing_validation_leaves_the_row_of_its_step(small_config, monkeypatch):
+    """The step is done; its row is that of an undisturbed run, without what the validation would have said."""
+    from flowgrpo_rc.trainer import trainer as module
+
+    settings = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.resume_mode=auto")
+    whole = rows_of(FlowGRPOTrainer(small_config(*settings, folder="whole")).fit().root)
+
+    def fail_after_a_step(run, *functions):
+        if trainer.step > 0:
+            raise ValueError("the reward is out of reach")
+        return validate(run, *functions)
+
+    validate = module.validate
+    monkeypatch.setattr(module, "validate", fail_after_a_step)
+    trainer = FlowGRPOTrainer(small_config(*settings))
+    with pytest.raises(ValueError, match="the reward is out of reach"):
+        trainer.fit()
+    rows = rows_of(trainer.folder.root)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[:2] == whole[:2]
+    assert any(name.startswith("val/") for name in whole[2])
+    assert rows[2] == {name: value for name, value in whole[2].items() if not name.startswith("val/")}
+
+
 def test_fresh_runs_do_not_overwrite_each_other(small_config):
     one = "trainer.total_training_steps=1"
     first = FlowGRPOTrainer(small_config(one)).fit().root

@@ -70,7 +70,7 @@ def test_stopped_process_is_ended_and_replaced(pair, monkeypatch):
     with pytest.warns(UserWarning, match="gave no sign of life for 3 s while sampling; it was ended"):
         result = pair.vllm.generate(request)
     assert not is_running(first)
-    assert result.adapter_version == 4
+    assert result.echo.adapter_version == 4
 
 
 def test_rollout_that_takes_too_long_twice_is_an_error_with_its_cause(pair, monkeypatch):
@@ -96,7 +96,7 @@ def test_rollout_that_takes_too_long_twice_is_an_error_with_its_cause(pair, monk
         pair.vllm.generate(request_for(pair.model, steps=500))
     monkeypatch.setattr(pair.vllm, "_start", start)
     with pytest.warns(UserWarning, match="starting it anew"):
-        assert pair.vllm.generate(request_for(pair.model)).adapter_version == 4
+        assert pair.vllm.generate(request_for(pair.model)).echo.adapter_version == 4
 
 
 def test_died_between_calls_and_sync_brings_it_back(pair):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.dtypes import dtype_name, torch_dtype
-from flowgrpo_rc.models.base import DiffusionModel, Prompts
+from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import check_adapter_state
 from flowgrpo_rc.paths import resolve_asset
@@ -167,18 +167,11 @@ class VllmOmniEngine:
 
 def _on_host(request: RolloutRequest) -> RolloutRequest:
     """The request with tensors of their own on the host, ready to be pickled."""
-    cond = request.conditioning
-    conditioning = replace(
-        cond, prompts=_own(cond.prompts), negative=None if cond.negative is None else _own(cond.negative)
-    )
+    every_prompt = torch.arange(len(request.conditioning.prompts.embeds))
     starts = request.window_starts
     return replace(
         request,
-        conditioning=conditioning,
+        conditioning=request.conditioning.rows(every_prompt, torch.device("cpu")),
         prompt_index=request.prompt_index.to("cpu", copy=True),
         window_starts=None if starts is None else starts.to("cpu", copy=True),
     )
-
-
-def _own(prompts: Prompts) -> Prompts:
-    return prompts.map(lambda tensor: tensor.to("cpu", copy=True))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
@@ -45,7 +45,8 @@ class VllmFamily(Family):
     def _forward(
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> Tensor:
-        inputs = self._inputs(_dtype(transformer), latents, timesteps, prompts, conditioning)
+        dtype = next(transformer.parameters()).dtype
+        inputs = self._inputs(dtype, latents, timesteps, prompts, conditioning)
         output = transformer(**inputs, return_dict=False)
         return (output[0] if isinstance(output, tuple) else output.sample).float()
 
@@ -182,7 +183,3 @@ def _row(echo: Echo, i: int) -> Echo:
         window_starts=starts,
         seeds=echo.seeds[i : i + 1],
     )
-
-
-def _dtype(transformer: nn.Module) -> torch.dtype:
-    return next(transformer.parameters()).dtype

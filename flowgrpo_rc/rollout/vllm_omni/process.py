@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,7 +96,14 @@ class EngineProcess:
     def _send(self, message: Any, doing: str) -> None:
         """A stopped process reads nothing, and a full pipe blocks: hence a thread."""
         errors: list[OSError] = []
-        thread = threading.Thread(target=_send_into, args=(self._connection, message, errors), daemon=True)
+
+        def send_message() -> None:
+            try:
+                send(self._connection, message)
+            except OSError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=send_message, daemon=True)
         thread.start()
         thread.join(self._timeouts.silence_timeout_s)
         if thread.is_alive():
@@ -158,13 +164,6 @@ def engine_environment(device: Any) -> dict[str, str]:
         index = device.index or 0
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     return environment
-
-
-def _send_into(connection: Connection, message: Any, errors: list[OSError]) -> None:
-    try:
-        send(connection, message)
-    except OSError as error:
-        errors.append(error)
 
 
 def _activity(method: str) -> str:

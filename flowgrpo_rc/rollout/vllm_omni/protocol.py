@@ -29,8 +29,6 @@ class Settings:
     """Images per forward."""
     init_timeout: float
     """Seconds until vllm-omni gives the loading of the model up."""
-    batch_wait_ms: float = 100.0
-    """Milliseconds that the scheduler waits for more images before it draws a batch that is not full."""
     parent: int = 0
     """Process id of the trainer, known at the start of the process; the engine ends when the trainer does."""
     die_with_thread: bool = False

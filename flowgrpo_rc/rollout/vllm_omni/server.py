@@ -95,7 +95,7 @@ class _Server:
             dtype=settings.dtype,
             enforce_eager=True,
             max_num_seqs=settings.max_batch,
-            request_batch_max_wait_ms=settings.batch_wait_ms,
+            request_batch_max_wait_ms=100.0,  # for more images, before it draws a batch that is not full
             max_cpu_loras=2,
             custom_pipeline_args={"pipeline_class": f"{here}.pipeline.{pipeline}"},
             worker_extension_cls=f"{here}.worker.RolloutWorker",
@@ -144,7 +144,11 @@ class _Server:
             if active != new:
                 raise AdapterMismatchError(f"the adapter does not bind: vllm-omni has {active} active, not {new}")
         except Exception as error:
-            await self._bind_again(old, new)
+            with suppress(Exception):
+                await self.omni.remove_lora(new)
+            if old:
+                with suppress(Exception):
+                    await self._worker("flowgrpo_activate", lora_request(old))
             raise AdapterMismatchError(str(error)) from error
         # Only now that the new one is proven to be in the layers.
         if old:
@@ -181,16 +185,6 @@ class _Server:
         if last is None:
             raise RuntimeError(f"vllm-omni returned nothing for image {name}")
         return last
-
-    async def _bind_again(self, old: int, new: int) -> None:
-        """Drop a refused adapter and bind the one before it again."""
-        from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
-
-        with suppress(Exception):
-            await self.omni.remove_lora(new)
-        if old:
-            with suppress(Exception):
-                await self._worker("flowgrpo_activate", lora_request(old))
 
     async def _worker(self, method: str, *arguments: Any) -> Any:
         """The worker's answer; vllm-omni reports a worker's error in the result instead of raising it."""
