@@ -9,7 +9,7 @@ from typing import Any
 from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, REJECTED, ZEROED
 from flowgrpo_rc.gap.remedies import remedy
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
-from flowgrpo_rc.report.finding import Band, number
+from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import LOSS, REWARD, History, Series, finite
 
 SIGNIFICANT = 3.0
@@ -191,7 +191,7 @@ LOG_CHECK = Check(
     name="log",
     title="The log itself",
     measure=not_finite,
-    sde=Band(high=0.0, problem_high=0.5),
+    sde=HealthyRange(high=0.0, problem_high=0.5),
     limits="healthy: every line read, every step once and in order, every value finite, problem: NaN or infinity",
     reason="Sees NaN in what was logged; this trainer stops at a NaN before it writes the row, so read its error then. "
     "A line cut off (.5) is a run that was killed, or writes just now; a step that stands there twice (.5), two runs "
@@ -212,7 +212,7 @@ LEARNING_CHECKS = (
         name="reward_fall",
         title="Training reward holds",
         measure=reward_fall,
-        sde=Band(high=0.05, problem_high=0.1),
+        sde=HealthyRange(high=0.05, problem_high=0.1),
         reason="In batch standard deviations, if beyond three standard errors; runs that unlearned fell by .2.",
         advice="Stop, go back to the best checkpoint, and see to the findings on the gap and the clip first.",
     ),
@@ -220,7 +220,7 @@ LEARNING_CHECKS = (
         name="held_out_fall",
         title="Held-out reward holds",
         measure=held_out_fall,
-        sde=Band(high=0.15, problem_high=0.35),
+        sde=HealthyRange(high=0.15, problem_high=0.35),
         reason="In batch standard deviations, if beyond three standard errors; one evaluation scatters by .1 or more.",
         advice="Go back to the best checkpoint, and look at samples from before and after.",
     ),
@@ -228,7 +228,7 @@ LEARNING_CHECKS = (
         name="zero_std_groups",
         title="Groups with equal rewards",
         measure=recent_mean("reward/zero_std_fraction"),
-        sde=Band(high=0.5, problem_high=0.9),
+        sde=HealthyRange(high=0.5, problem_high=0.9),
         reason="A group of equal rewards has no advantages; above .5 most rollouts teach nothing.",
         advice="Choose prompts that are neither solved nor hopeless, raise rollout.n, or use a finer reward.",
     ),
@@ -236,7 +236,7 @@ LEARNING_CHECKS = (
         name="grad_jump",
         title="Jumps of the gradient",
         measure=gradient_jump,
-        sde=Band(high=10.0, problem_high=100.0),
+        sde=HealthyRange(high=10.0, problem_high=100.0),
         reason="Batches differ by a factor of two or three, not by orders of magnitude.",
         advice="Lower actor.optim.lr or actor.grad_clip, and look at the batch of that step.",
     ),
@@ -244,7 +244,7 @@ LEARNING_CHECKS = (
         name="policy_shift",
         title="Shift of the policy within a batch",
         measure=policy_shift,
-        sde=Band(high=0.5, problem_high=2.0),
+        sde=HealthyRange(high=0.5, problem_high=2.0),
         reason="In clip bands; measured runs stayed below .35, gap included.",
         advice="Lower actor.optim.lr, or take fewer optimizer steps a batch.",
     ),
@@ -252,7 +252,7 @@ LEARNING_CHECKS = (
         name="guard",
         title="The guard",
         measure=guard_alarms,
-        sde=Band(high=0.0),
+        sde=HealthyRange(high=0.0),
         limits="healthy: quiet, watch: alarms, or fallen back",
         reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
         advice="Do what the alarm said: widen clip_ratio or set it to auto, or set guard=fallback.",

@@ -1,5 +1,6 @@
 """Metrics rows as time series, and the few settings that checks need."""
 
+import functools
 import itertools
 import math
 import re
@@ -67,7 +68,8 @@ class History:
     ) -> None:
         self.config = config
         self.broken_lines = broken_lines
-        self._known: dict[str, Series | None] = {}
+        # One name is asked for by several checks and panels, and each time costs a pass over the rows.
+        self._series = functools.cache(self._read)
         steps = _steps(rows)
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
         highest = itertools.accumulate(trained_at, max)
@@ -77,8 +79,7 @@ class History:
         self.rows = [rows[i] for i in order]
         self.steps = [steps[i] for i in order]
         self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
-        trained = (step for step, row in zip(self.steps, self.rows, strict=True) if _trained(row))
-        self.trained = sorted(dict.fromkeys(trained))
+        self.trained = sorted(set(trained_at))
         """The steps that logged more than a validation."""
 
     def series(self, *names: str) -> Series | None:
@@ -86,13 +87,8 @@ class History:
         there = [series for series in map(self._series, names) if series is not None]
         return next((series for series in there if self.now(series) is not None), there[0] if there else None)
 
-    def _series(self, name: str) -> Series | None:
-        """One metric; a ``rollout_corr/`` name also from the rows where the actor logged it, as in bypass mode."""
-        if name not in self._known:
-            self._known[name] = self._read(name)
-        return self._known[name]
-
     def _read(self, name: str) -> Series | None:
+        """One metric; a ``rollout_corr/`` name also from the rows where the actor logged it, as in bypass mode."""
         metrics = (name, f"actor/{name}") if name.startswith(CORRECTION) else (name,)
         points = []
         for step, row in zip(self.steps, self.rows, strict=True):
@@ -121,19 +117,14 @@ class History:
         return None if series is None else self.now(series)
 
     def by_timestep(self) -> dict[str, dict[float, Series]]:
-        """``{metric: {timestep: series}}`` of everything that ``TIMESTEP`` matches; noisy timesteps first."""
+        """``recent`` as ``{metric: {timestep: series}}`` of all that ``TIMESTEP`` matches; noisy timesteps first."""
         found: dict[str, dict[float, Series]] = {}
         for name in self.names:
             match = TIMESTEP.match(name)
-            series = self.series(name) if match else None
+            series = self.recent(name) if match else None
             if match and series is not None:
                 found.setdefault(match["metric"], {})[float(match["t"])] = series
         return {metric: dict(sorted(steps.items(), reverse=True)) for metric, steps in found.items()}
-
-    def now_by_timestep(self, steps: Mapping[float, Series]) -> dict[float, Series]:
-        """``now`` of each timestep; those no longer trained are left out."""
-        recent = ((timestep, self.now(series)) for timestep, series in steps.items())
-        return {timestep: series for timestep, series in recent if series is not None}
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A setting by its dotted name."""

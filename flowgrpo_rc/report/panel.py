@@ -5,8 +5,7 @@ has one name, one colour and one unit wherever people meet it.
 """
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -26,12 +25,10 @@ class Theme:
     orange: str
     green: str
     red: str
-    sequence: str
-    """The matplotlib colour map of a heat map."""
 
 
-LIGHT = Theme("#1c2430", "#5a6675", "#dde2e9", "#2563a8", "#c2570c", "#2f855a", "#b3261e", "viridis_r")
-DARK = Theme("#e4e8ee", "#9aa6b5", "#2e3743", "#7db3ee", "#f0995a", "#6fcf9b", "#ff8a80", "viridis")
+LIGHT = Theme("#1c2430", "#5a6675", "#dde2e9", "#2563a8", "#c2570c", "#2f855a", "#b3261e")
+DARK = Theme("#e4e8ee", "#9aa6b5", "#2e3743", "#7db3ee", "#f0995a", "#6fcf9b", "#ff8a80")
 
 LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
 """How limits are drawn, in red, in every panel."""
@@ -41,8 +38,8 @@ LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
 class Line:
     """One metric over the steps of the run."""
 
-    metrics: str | tuple[str, ...]
-    """Its name. Of several, the first that the run still logs is shown."""
+    metrics: tuple[str, ...]
+    """Its names, of which the first that the run still logs is shown."""
     label: str
     """The entry in the legend."""
     color: str = "blue"
@@ -63,8 +60,7 @@ class Line:
 
     def series(self, history: History) -> Series | None:
         """What the run logged of it."""
-        names = (self.metrics,) if isinstance(self.metrics, str) else self.metrics
-        series = history.series(*names)
+        series = history.series(*self.metrics)
         return _running_mean(series) if self.smooth and series is not None else series
 
 
@@ -87,56 +83,34 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """What all panels have."""
+    """Metrics over the steps of the run."""
 
     title: str
-    unit: str | Callable[[History], str]
-    """The label of the axis that the values are on; this, the lines and the levels may depend on the run."""
+    unit: str
+    """The label of the axis that the values are on."""
     caption: str
     """What to look for, in one sentence."""
     file: str = ""
     """The stem of its own picture under ``plots/``. Panels that have one are those of ``summary.png``."""
-    lines: Sequence[Line] | Callable[[History], Sequence[Line]] = ()
-    """The metrics that it shows over the steps of the run."""
-    levels: Sequence[Level] | Callable[[History], Sequence[Level]] = ()
-
-    def unit_of(self, history: History) -> str:
-        """Its unit in this run."""
-        return self.unit(history) if callable(self.unit) else self.unit
-
-    def levels_of(self, history: History) -> Sequence[Level]:
-        """Its levels in this run."""
-        return self.levels(history) if callable(self.levels) else self.levels
-
-    def logged(self, history: History) -> list[tuple[Line, Series]]:
-        """Its lines, as far as the run logged them."""
-        lines = self.lines(history) if callable(self.lines) else self.lines
-        return [(line, series) for line in lines if (series := line.series(history)) is not None]
-
-    def words(self, history: History) -> str:
-        """What it shows, for those who cannot see it; empty where the run logged nothing of it."""
-        raise NotImplementedError
-
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
-        """Draws it on matplotlib axes, without title and legend."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinePanel(Panel):
-    """Metrics over the steps of the run."""
-
+    lines: Sequence[Line] = ()
+    levels: Sequence[Level] = ()
     scale: str = "linear"
     """``linear``; ``log``, where no value is negative; or ``share``, from 0 to the next round limit up to 1."""
     shaded: tuple[str, str] | None = None
     """The metrics with the smallest and the largest value of each step; what lies between is filled."""
 
+    def logged(self, history: History) -> list[tuple[Line, Series]]:
+        """Its lines, as far as the run logged them."""
+        return [(line, series) for line in self.lines if (series := line.series(history)) is not None]
+
     def words(self, history: History) -> str:
+        """What it shows, for those who cannot see it; empty where the run logged nothing of it."""
         parts = [_from_to(line.spoken, series) for line, series in self.logged(history) if line.spoken]
-        levels = [level.label for level in self.levels_of(history) if level.label]
+        levels = [level.label for level in self.levels if level.label]
         return "; ".join([*parts, *levels] if parts else [])
 
     def draw(self, history: History, axes: Any, theme: Theme) -> None:
+        """Draws it on matplotlib axes, without title and legend."""
         logged = self.logged(history)
         values = [value for _, series in logged for value in series.values]
         logarithmic = self.scale == "log" and min(values) >= 0 and max(values) > 0
@@ -149,11 +123,9 @@ class LinePanel(Panel):
             points = {step: v for step, v in zip(series.steps, series.values, strict=True) if v > 0 or not logarithmic}
             if points:
                 # A line through one or two points is hard to see without them.
-                style = {"marker": "o" if len(points) < 3 else None, **line.style}
-                axes.plot(
-                    list(points), list(points.values()), color=getattr(theme, line.color), label=line.label, **style
-                )
-        for level in self.levels_of(history):
+                style = {"marker": "o" if len(points) < 3 else None, "color": getattr(theme, line.color), **line.style}
+                axes.plot(list(points), list(points.values()), label=line.label, **style)
+        for level in self.levels:
             level.draw(axes, theme)
         if logarithmic:
             _use_log_scale(axes)
@@ -163,24 +135,23 @@ class LinePanel(Panel):
             top = max(value for drawn in axes.get_lines() for value in drawn.get_ydata())
             limit = next((limit for limit in (0.1, 0.25, 0.5) if top <= 0.9 * limit), 1.0)
             axes.set_ylim(-0.02 * limit, 1.02 * limit)
-        axes.set(xlabel="step", ylabel=self.unit_of(history))
+        axes.set(xlabel="step", ylabel=self.unit)
 
 
-Profiles = dict[str, dict[float, Series]]
-"""Series by metric and timestep."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TimestepPanel(Panel):
-    """The recent means of all metrics of one unit at every timestep, from noise to image."""
+    """The recent means of every gap that is logged by timestep, from noise to image."""
 
-    in_nats: bool
-    """Whether it shows the metrics in nats of a whole step, or those in the log-probs' own unit."""
+    def recent(self, history: History) -> dict[str, dict[float, Series]]:
+        """The last values by metric and timestep; without signed means, which a logarithmic scale cannot show.
 
-    def recent(self, history: History) -> Profiles:
-        """The last values, of the timesteps that are still trained."""
-        found = per_timestep(history, in_nats=self.in_nats).items()
-        return _drawable({metric: history.now_by_timestep(steps) for metric, steps in found})
+        Also without metrics in nats, which say the same in another unit.
+        """
+        found = {}
+        for metric, steps in history.by_timestep().items():
+            is_a_size = not metric.endswith("gap_mean") and "nats" not in metric
+            if is_a_size and len(steps) > 1 and any(max(series.values) > 0 for series in steps.values()):
+                found[metric] = steps
+        return found
 
     def words(self, history: History) -> str:
         found = []
@@ -195,45 +166,13 @@ class TimestepPanel(Panel):
             label = metric.removeprefix("actor/").removeprefix("rollout_corr/").removeprefix("rollout_sync/")
             means = [series.mean for series in steps.values()]
             axes.plot(list(steps), means, "o-", color=color, label=label, markersize=4)
-        for level in self.levels_of(history):
+        for level in self.levels:
             level.draw(axes, theme)
         axes.invert_xaxis()
         _use_log_scale(axes)
-        axes.set(xlabel="timestep, from noise to image", ylabel=self.unit_of(history))
+        axes.set(xlabel="timestep, from noise to image", ylabel=self.unit)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeatMapPanel(Panel):
-    """The first per-timestep metric over the run: a row a timestep, the colour its size."""
-
-    def words(self, history: History) -> str:
-        found = ((metric, len(steps)) for metric, steps in per_timestep(history, in_nats=False).items())
-        return next((f"{metric} at {count} timesteps over the run" for metric, count in found), "")
-
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
-        from matplotlib.colors import LogNorm
-
-        rows = next(iter(per_timestep(history, in_nats=False).values()))
-        columns = sorted({step for series in rows.values() for step in series.steps})
-        table = []
-        for series in rows.values():
-            # What is not positive has no colour on a logarithmic scale, and stays empty.
-            logged = {step: v for step, v in zip(series.steps, series.values, strict=True) if v > 0}
-            table.append([logged.get(step, math.nan) for step in columns])
-        edges = (columns[0] - 0.5, columns[-1] + 0.5, len(table) - 0.5, -0.5)
-        norm = LogNorm()
-        image = axes.imshow(table, aspect="auto", extent=edges, cmap=theme.sequence, norm=norm, interpolation="none")
-        axes.grid(False)
-        labelled = range(0, len(rows), -(-len(rows) // 10))
-        axes.set_yticks(labelled, [f"{list(rows)[i]:.0f}" for i in labelled])
-        axes.set(xlabel="step", ylabel=self.unit_of(history))
-        bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
-        _use_log_scale(bar.ax)
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(which="both", length=0, colors=theme.soft, labelsize=8)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TimePanel(Panel):
     """A bar a stage of the training step; its ``lines`` are for the key numbers alone."""
 
@@ -256,22 +195,7 @@ class TimePanel(Panel):
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.margins(x=0.18)
-        axes.set(xlabel=self.unit_of(history))
-
-
-def per_timestep(history: History, *, in_nats: bool) -> Profiles:
-    """Per-timestep sizes in nats or in the log-probs' own unit; without signed means, which a log scale cannot show."""
-    found = history.by_timestep().items()
-    return _drawable({m: s for m, s in found if not m.endswith("gap_mean") and ("nats" in m) == in_nats})
-
-
-def _drawable(profiles: Profiles) -> Profiles:
-    """Those of more than one timestep, with something that a log scale can show."""
-    kept: Profiles = {}
-    for metric, steps in profiles.items():
-        if len(steps) > 1 and any(max(series.values) > 0 for series in steps.values()):
-            kept[metric] = steps
-    return kept
+        axes.set(xlabel=self.unit)
 
 
 def draw_panel(panel: Panel, history: History, figure: Any, theme: Theme, title: str | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import WINDOW, History
-from flowgrpo_rc.report.panel import LIGHT, LinePanel, Panel, draw_panel, theme_settings
+from flowgrpo_rc.report.panel import LIGHT, Panel, draw_panel, theme_settings
 from flowgrpo_rc.report.panels import panels_of
 from flowgrpo_rc.run_folder import write_whole
 
@@ -40,7 +40,6 @@ def key_numbers(history: History) -> list[KeyNumber]:
     """The key numbers that the run still logs, in the panels' order."""
     found = []
     for panel in panels_of(history):
-        is_share = isinstance(panel, LinePanel) and panel.scale == "share"
         for line, series in panel.logged(history):
             if not line.key or history.now(series) is None:
                 continue
@@ -48,7 +47,7 @@ def key_numbers(history: History) -> list[KeyNumber]:
             count = 1 if series.metric.startswith("val/") else max(1, min(WINDOW, len(series) // 3))
             first = series.part(0, count)
             last = series.part(-count, len(series))
-            found.append(KeyNumber(line.spoken, first.mean, last.mean, is_share))
+            found.append(KeyNumber(line.spoken, first.mean, last.mean, panel.scale == "share"))
     return found
 
 
