@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from flowgrpo_rc.gap.limits import LIMITS, REJECTED, ZEROED
-from flowgrpo_rc.gap.remedies import remedy
 from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
-from flowgrpo_rc.report.checks_gap import USUAL, healthy_range, remedied
+from flowgrpo_rc.report.checks_gap import shared_check
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import History
 
@@ -99,13 +98,11 @@ WEIGHT_CHECKS = (
         reason="Weights of SDE steps are 1 +- 1e-3; one at the bound in most batches is a broken sample.",
         advice="Find that sample (logprob_abs_diff_max), or reject it with rollout_rs; the gap is larger than assumed.",
     ),
-    Check(
+    shared_check(
+        ZEROED,
         name="is_dropped",
         title="Weights set to zero or masked",
         measure=recent_mean("rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_is_masked_fraction"),
-        sde=healthy_range(ZEROED),
-        reason=f"{LIMITS[ZEROED].source}.",
-        advice=f"{remedy(ZEROED, USUAL)}.",
     ),
     Check(
         name="is_norm_factor",
@@ -121,14 +118,12 @@ WEIGHT_CHECKS = (
 
 CORRECTION_CHECKS = (
     *(replace(check, of_weights=True) for check in WEIGHT_CHECKS),
-    Check(
+    shared_check(
+        REJECTED,
         name="rejected",
         title="Rejected samples",
         measure=rejected,
-        sde=healthy_range(REJECTED),
         reason=f"{LIMITS[REJECTED].source} (the guard's limit).",
-        advice=f"{remedy(REJECTED, USUAL)}.",
-        suited=remedied(REJECTED),
     ),
     Check(
         name="veto",

@@ -1,6 +1,7 @@
 """Checks on the gap between rollout engine and actor, and on what the clip makes of it."""
 
 from statistics import median
+from typing import Any
 
 from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS
 from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
@@ -113,25 +114,28 @@ def wider(rest: str):
     return suited
 
 
-def remedied(finding: str):
-    """The remedy of a finding, for the run as it is set up."""
-    return lambda history: f"{remedy(finding, history.setup)}."
+def shared_check(figure: str, **fields: Any) -> Check:
+    """A check of a figure of ``gap.limits``, whose limits and remedy the probe and the guard share.
 
-
-def healthy_range(figure: str) -> HealthyRange:
-    """Healthy up to where a figure costs, a problem from where it is not safe."""
-    return HealthyRange(high=LIMITS[figure].costs, problem_high=LIMITS[figure].not_safe)
+    Healthy up to where the figure costs, a problem from where it is not safe.
+    """
+    limit = LIMITS[figure]
+    fields = {
+        "sde": HealthyRange(high=limit.costs, problem_high=limit.not_safe),
+        "reason": f"{limit.source}.",
+        "advice": f"{remedy(figure, USUAL)}.",
+        **fields,
+    }
+    return Check(suited=lambda history: f"{remedy(figure, history.setup)}.", **fields)
 
 
 GAP_CHECKS = (
-    Check(
+    shared_check(
+        CLIP,
         name="clip_first",
         title="Clipped before anything is learned",
         measure=clipped_first,
-        sde=healthy_range(CLIP),
         reason=f"The engine's error picks what is learned: {LIMITS[CLIP].source}.",
-        advice=f"{remedy(CLIP, USUAL)}.",
-        suited=remedied(CLIP),
     ),
     Check(
         name="gap_vs_clip",
@@ -151,7 +155,7 @@ GAP_CHECKS = (
         tokens=None,
         reason="Of a normal gap, two fifths of that timestep lie outside the clip band at 1 and seven tenths at 2.",
         advice=f"{remedy(CLIP_AT_TIMESTEP, USUAL)}.",
-        suited=remedied(CLIP_AT_TIMESTEP),
+        suited=lambda history: f"{remedy(CLIP_AT_TIMESTEP, history.setup)}.",
     ),
     Check(
         name="staleness",
@@ -162,14 +166,12 @@ GAP_CHECKS = (
         reason="Staleness uses up bypass mode's clip band too; four batches of lag gave about 1 and still learned.",
         advice="Lower rollout.adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
     ),
-    Check(
+    shared_check(
+        ENGINE_GAP,
         name="engine_gap",
         title="Engine and actor with equal weights",
         measure=recent_mean("rollout_sync/engine_gap_per_dimension", "rollout_sync/engine_gap_abs_mean"),
-        sde=healthy_range(ENGINE_GAP),
         tokens=HealthyRange(high=0.1, problem_high=1.0),
-        reason=f"{LIMITS[ENGINE_GAP].source}.",
-        advice=f"{remedy(ENGINE_GAP, USUAL)}.",
     ),
     Check(
         name="gap_growth",

@@ -141,12 +141,12 @@ def guard_alarms(history: History) -> Measurement | None:
     over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
     setup = replace(history.setup, fallen_back=False)  # of the mode where it was caused
     advice = " ".join(dict.fromkeys(f"{remedy(name, setup)}." for name in causes)) or None
+    metric = "guard/fallback" if history.fallen_back else "guard/alarms"
+    state = "raises alarms" if _is_raised(alarms) else "is quiet"
     if history.fallen_back:
-        says = f"the guard has the run in decoupled mode at step {alarms.steps[-1]}{over}"
-        return Measurement(1.0, "guard/fallback", alarms.span, says, advice)
-    raised = _is_raised(alarms)
-    says = f"the guard {'raises alarms' if raised else 'is quiet'} at step {alarms.steps[-1]}{over}"
-    return Measurement(float(raised), "guard/alarms", alarms.span, says, advice)
+        state = "has the run in decoupled mode"
+    says = f"the guard {state} at step {alarms.steps[-1]}{over}"
+    return Measurement(float(state != "is quiet"), metric, alarms.span, says, advice)
 
 
 def _is_raised(alarm: Series | None) -> bool:
@@ -202,7 +202,7 @@ LOG_CHECK = Check(
 
 def advice_beside_a_guard_that_acts(history: History) -> str | None:
     """The usual advice is for a run that bypasses with a plain clip and has no guard that acts."""
-    plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.clip_sides
+    plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.setup.clip_sides
     usual = history.clips_at_the_engine and plain and history.correction("guard") != "fallback"
     return None if usual or history.config is None else "Do what the alarm said."
 

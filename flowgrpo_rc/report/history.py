@@ -198,7 +198,7 @@ class History:
         return RunSetup(
             objective=self.objective,
             calibrates_clip=self.setting(f"{LOSS}.clip_ratio") == "auto",
-            clip_sides=self.clip_sides,
+            clip_sides=any(self.setting(f"{LOSS}.clip_ratio_{side}") is not None for side in ("low", "high")),
             limits_the_gap=self.bypasses and self.has_limit,
             fallen_back=self.fallen_back,
             rejection=None if only_weights_reject else str(criteria or RunSetup().rejection),
@@ -209,11 +209,6 @@ class History:
     def weights_act(self) -> bool:
         """Whether importance weights are in the loss, or reject; in bypass mode with PPO they only diagnose."""
         return not (self.bypasses and self.has_limit) or self.correction("rollout_is_mode") == "mask"
-
-    @property
-    def clip_sides(self) -> bool:
-        """Whether the clip band has a width of its own on a side."""
-        return any(self.setting(f"{LOSS}.clip_ratio_{side}") is not None for side in ("low", "high"))
 
     @property
     def clip_width(self) -> float | None:

@@ -7,29 +7,43 @@ has one name, one colour and one unit wherever people meet it.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
 from typing import Any
 
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import WINDOW, History, Series
 
+INK = "#1c2430"
+SOFT = "#5a6675"
+GRID = "#dde2e9"
+BLUE = "#2563a8"
+ORANGE = "#c2570c"
+GREEN = "#2f855a"
+RED = "#b3261e"
 
-@dataclass(frozen=True)
-class Theme:
-    """The colours of one rendering."""
-
-    ink: str
-    soft: str
-    line: str
-    blue: str
-    orange: str
-    green: str
-    red: str
-
-
-LIGHT = Theme("#1c2430", "#5a6675", "#dde2e9", "#2563a8", "#c2570c", "#2f855a", "#b3261e")
-DARK = Theme("#e4e8ee", "#9aa6b5", "#2e3743", "#7db3ee", "#f0995a", "#6fcf9b", "#ff8a80")
-
+SETTINGS: Any = {
+    "text.color": INK,
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 9.5,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    # The same run gives the same bytes, also on a machine with other fonts and names with a dollar sign.
+    "svg.hashsalt": "flowgrpo_rc",
+    "svg.fonttype": "path",
+    "text.parse_math": False,
+}
+"""Of matplotlib, for ``rc_context``."""
 LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
 """How limits are drawn, in red, in every panel."""
 
@@ -42,8 +56,7 @@ class Line:
     """Its names, of which the first that the run still logs is shown."""
     label: str
     """The entry in the legend."""
-    color: str = "blue"
-    """A field of ``Theme``."""
+    color: str = BLUE
     name: str | None = None
     """What sentences and tables call it, if not by its label. A line with an empty name is only drawn."""
     key: bool = False
@@ -61,7 +74,11 @@ class Line:
     def series(self, history: History) -> Series | None:
         """What the run logged of it."""
         series = history.series(*self.metrics)
-        return _running_mean(series) if self.smooth and series is not None else series
+        if series is None or not self.smooth:
+            return series
+        window = max(WINDOW, len(series) // 40)  # of more steps in long runs, which scatter over more points
+        means = (series.part(max(0, i - window + 1), i + 1).mean for i in range(len(series)))
+        return Series(series.metric, series.steps, tuple(means))
 
 
 @dataclass(frozen=True)
@@ -72,13 +89,13 @@ class Level:
     label: str = ""
     linestyle: str = "--"
 
-    def draw(self, axes: Any, theme: Theme) -> None:
+    def draw(self, axes: Any) -> None:
         """As a horizontal line."""
         if self.label:
             style = {**LIMIT_STYLE, "linestyle": self.linestyle}
-            axes.axhline(self.value, color=theme.red, label=self.label, **style)
+            axes.axhline(self.value, color=RED, label=self.label, **style)
         else:
-            axes.axhline(self.value, color=theme.soft, linewidth=0.8)
+            axes.axhline(self.value, color=SOFT, linewidth=0.8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +113,6 @@ class Panel:
     levels: Sequence[Level] = ()
     scale: str = "linear"
     """``linear``; ``log``, where no value is negative; or ``share``, from 0 to the next round limit up to 1."""
-    shaded: tuple[str, str] | None = None
-    """The metrics with the smallest and the largest value of each step; what lies between is filled."""
 
     def logged(self, history: History) -> list[tuple[Line, Series]]:
         """Its lines, as far as the run logged them."""
@@ -105,28 +120,28 @@ class Panel:
 
     def words(self, history: History) -> str:
         """What it shows, for those who cannot see it; empty where the run logged nothing of it."""
-        parts = [_from_to(line.spoken, series) for line, series in self.logged(history) if line.spoken]
+        parts = []
+        for line, series in self.logged(history):
+            if line.spoken:
+                ends = f"from {number(series.values[0])} to {number(series.values[-1])}"
+                parts.append(f"{line.spoken} {ends}, steps {series.span[0]}-{series.span[1]}")
         levels = [level.label for level in self.levels if level.label]
         return "; ".join([*parts, *levels] if parts else [])
 
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
+    def draw(self, history: History, axes: Any) -> None:
         """Draws it on matplotlib axes, without title and legend."""
         logged = self.logged(history)
         values = [value for _, series in logged for value in series.values]
         logarithmic = self.scale == "log" and min(values) >= 0 and max(values) > 0
-        low, high = map(history.series, self.shaded or ("", ""))
-        if low is not None and high is not None and low.steps == high.steps:
-            shade = {"color": theme.blue, "alpha": 0.2, "linewidth": 0}
-            axes.fill_between(low.steps, low.values, high.values, label="smallest to largest", **shade)
         for line, series in logged:
             # A logarithmic scale has no place for zeros, and a line of nothing else needs no legend.
             points = {step: v for step, v in zip(series.steps, series.values, strict=True) if v > 0 or not logarithmic}
             if points:
                 # A line through one or two points is hard to see without them.
-                style = {"marker": "o" if len(points) < 3 else None, "color": getattr(theme, line.color), **line.style}
+                style = {"marker": "o" if len(points) < 3 else None, "color": line.color, **line.style}
                 axes.plot(list(points), list(points.values()), label=line.label, **style)
         for level in self.levels:
-            level.draw(axes, theme)
+            level.draw(axes)
         if logarithmic:
             _use_log_scale(axes)
         else:
@@ -160,54 +175,29 @@ class TimestepPanel(Panel):
             found.append(f"{metric} over the last {WINDOW} steps: {values}")
         return "; ".join(found)
 
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
-        colors = itertools.cycle((theme.blue, theme.green, theme.orange, theme.soft, theme.ink))
+    def draw(self, history: History, axes: Any) -> None:
+        colors = itertools.cycle((BLUE, GREEN, ORANGE, SOFT, INK))
         for (metric, steps), color in zip(self.recent(history).items(), colors, strict=False):
             label = metric.removeprefix("actor/").removeprefix("rollout_corr/").removeprefix("rollout_sync/")
             means = [series.mean for series in steps.values()]
             axes.plot(list(steps), means, "o-", color=color, label=label, markersize=4)
         for level in self.levels:
-            level.draw(axes, theme)
+            level.draw(axes)
         axes.invert_xaxis()
         _use_log_scale(axes)
         axes.set(xlabel="timestep, from noise to image", ylabel=self.unit)
 
 
-class TimePanel(Panel):
-    """A bar a stage of the training step; its ``lines`` are for the key numbers alone."""
-
-    def seconds(self, history: History) -> dict[str, float]:
-        """The median over the steps that had the stage, longest first; without those under a thousandth."""
-        names = [name for name in history.names if name.startswith("timing_s/") and name != "timing_s/step"]
-        logged = {name: series for name in names if (series := history.series(name)) is not None}
-        found = {name.removeprefix("timing_s/"): median(series.values) for name, series in logged.items()}
-        least = 1e-3 * sum(found.values())
-        return dict(sorted(((k, v) for k, v in found.items() if v > least), key=lambda item: -item[1]))
-
-    def words(self, history: History) -> str:
-        return "; ".join(f"{stage} {number(seconds)} s" for stage, seconds in self.seconds(history).items())
-
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
-        stages = self.seconds(history)
-        bars = axes.barh(list(stages), list(stages.values()), color=theme.blue, height=0.62)
-        labels = [f"{number(seconds)} s" for seconds in stages.values()]
-        axes.bar_label(bars, labels, padding=4, color=theme.ink, fontsize=9)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.margins(x=0.18)
-        axes.set(xlabel=self.unit)
-
-
-def draw_panel(panel: Panel, history: History, figure: Any, theme: Theme, title: str | None = None) -> None:
+def draw_panel(panel: Panel, history: History, figure: Any, title: str | None = None) -> None:
     """The panel of a run on a matplotlib figure or subfigure of its own, with its legend above the axes.
 
-    To be called with ``theme_settings(theme)`` in force. A ``title`` heads the legend; without one, a line that stands
+    To be called with ``SETTINGS`` in force. A ``title`` heads the legend; without one, a line that stands
     alone has no legend.
     """
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.subplots()
-    panel.draw(history, axes, theme)
+    panel.draw(history, axes)
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) > 1 or (labels and title):
         style = {"frameon": False, "borderaxespad": 0.1, "columnspacing": 1.2, "alignment": "left"}
@@ -215,33 +205,6 @@ def draw_panel(panel: Panel, history: History, figure: Any, theme: Theme, title:
         figure.legend(loc="outside upper left", ncols=_legend_columns(labels), **style, **heading)
     if axes.get_xlabel() == "step":
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
-
-
-def theme_settings(theme: Theme) -> dict[str, Any]:
-    """matplotlib settings of a theme, for ``rc_context``."""
-    return {
-        "text.color": theme.ink,
-        "axes.labelcolor": theme.soft,
-        "axes.edgecolor": theme.line,
-        "axes.facecolor": "none",
-        "xtick.color": theme.line,
-        "ytick.color": theme.line,
-        "xtick.labelcolor": theme.soft,
-        "ytick.labelcolor": theme.soft,
-        "axes.grid": True,
-        "grid.color": theme.line,
-        "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "font.size": 9.5,
-        "legend.fontsize": 9,
-        "lines.linewidth": 1.8,
-        # The same run gives the same bytes, also on a machine with other fonts and names with a dollar sign.
-        "svg.hashsalt": "flowgrpo_rc",
-        "svg.fonttype": "path",
-        "text.parse_math": False,
-    }
 
 
 def _use_log_scale(axes: Any) -> None:
@@ -253,19 +216,6 @@ def _use_log_scale(axes: Any) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", which="minor", length=0)
-
-
-def _from_to(name: str, series: Series) -> str:
-    """``training reward from 0.63 to 0.75, steps 1-60``."""
-    values = series.values
-    return f"{name} from {number(values[0])} to {number(values[-1])}, steps {series.span[0]}-{series.span[1]}"
-
-
-def _running_mean(series: Series) -> Series:
-    """At each point the mean of the last ``WINDOW`` values; of more in long runs, which scatter over more points."""
-    window = max(WINDOW, len(series) // 40)
-    means = tuple(fmean(series.values[max(0, i - window + 1) : i + 1]) for i in range(len(series)))
-    return Series(series.metric, series.steps, means)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:

@@ -5,11 +5,11 @@ To show a new metric, add a line to one of them, or a panel.
 
 from typing import Any
 
-from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS, importance_weight_bound
+from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
 from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import REWARD, WINDOW, History
-from flowgrpo_rc.report.panel import LIMIT_STYLE, Level, Line, Panel, TimePanel, TimestepPanel
+from flowgrpo_rc.report.panel import GREEN, LIMIT_STYLE, ORANGE, RED, SOFT, Level, Line, Panel, TimestepPanel
 from flowgrpo_rc.rewards.config import STATISTICS
 
 THIN: dict[str, Any] = {"linewidth": 1}
@@ -58,14 +58,6 @@ def panels_of(history: History) -> list[Panel]:
             caption=f"Last {WINDOW} steps; smooth, and where the clip band is drawn, below it.",
         ),
         Panel(
-            title="Importance weights",
-            unit="importance weight",
-            lines=(Line(("rollout_corr/rollout_is_mean",), "mean", name="mean weight"),),
-            shaded=("rollout_corr/rollout_is_min", "rollout_corr/rollout_is_max"),
-            levels=_weight_levels(history),
-            caption="Around 1; far from the bound.",
-        ),
-        Panel(
             title="Effective sample size",
             unit="share of the batch",
             scale="share",
@@ -96,30 +88,36 @@ def panels_of(history: History) -> list[Panel]:
             levels=(Level(0),),
             caption="Small against the clip band; a jump is a step that was too large.",
         ),
-        TimePanel(
+        Panel(
             title="Where the time goes",
-            unit="seconds, median of the steps that had it",
-            lines=(Line(("timing_s/step",), "seconds a step", key=True),),
-            caption="Validation and saving happen in some steps only.",
+            unit="seconds",
+            lines=STAGES,
+            caption="The rest is validation and saving, which happen in some steps only.",
         ),
     )
     return [panel for panel in panels if panel.words(history)]
 
 
 CLIP_LINES = (
-    Line(("actor/pg_clipfrac_first",), "before learning", "red", name="clipped before learning", key=True),
+    Line(("actor/pg_clipfrac_first",), "before learning", RED, name="clipped before learning", key=True),
     Line(("actor/pg_clipfrac",), "all mini-steps", name="clipped over all mini-steps", key=True),
-    Line(("actor/pg_clipfrac_inert",), "no gradient", "soft", name="clipped without a gradient"),
+    Line(("actor/pg_clipfrac_inert",), "no gradient", SOFT, name="clipped without a gradient"),
 )
 KL_LINES = (
     Line(("rollout_corr/kl",), "KL, either sign"),
-    Line(("rollout_corr/k3_kl",), "k3, non-negative", "orange"),
+    Line(("rollout_corr/k3_kl",), "k3, non-negative", ORANGE),
 )
 LOST_SAMPLES = (
     Line(("rollout_corr/rollout_rs_masked_fraction",), "rejected steps", key=True),
     Line(("rollout_corr/rollout_rs_seq_masked_fraction",), "rejected rows", style={"linestyle": ":"}),
-    Line(("rollout_corr/rollout_is_veto_fraction",), "vetoed rows", "red"),
-    Line(("reward/zero_std_fraction",), "groups with equal rewards", "orange"),
+    Line(("rollout_corr/rollout_is_veto_fraction",), "vetoed rows", RED),
+    Line(("reward/zero_std_fraction",), "groups with equal rewards", ORANGE),
+)
+STAGES = (
+    Line(("timing_s/step",), "the whole step", SOFT, name="seconds a step", key=True),
+    Line(("timing_s/rollout",), "rollout"),
+    Line(("timing_s/reward",), "reward", GREEN),
+    Line(("timing_s/update",), "update", ORANGE),
 )
 
 
@@ -133,8 +131,8 @@ def _reward_lines(history: History) -> list[Line]:
     if len(parts) > 1:
         for part, dashes in zip(parts, PART_STYLES, strict=False):
             style = {**THIN, "linestyle": dashes}
-            lines.append(Line((part,), part.removeprefix("reward/"), "green", style=style, smooth=True))
-    held_out = Line(("val/reward/mean",), "held out", "orange", name="held-out reward", key=True, style=POINTS)
+            lines.append(Line((part,), part.removeprefix("reward/"), GREEN, style=style, smooth=True))
+    held_out = Line(("val/reward/mean",), "held out", ORANGE, name="held-out reward", key=True, style=POINTS)
     return [*lines, held_out]
 
 
@@ -144,11 +142,11 @@ def _gap_lines(history: History) -> list[Line]:
     mean = GAP[1:]
     largest = ("actor/ratio_deviation_first", "rollout_corr/logprob_abs_diff_max")
     lines = [
-        Line(GAP[:1], "probe, equal weights", "green", name="gap with equal weights", style=THIN),
-        Line(("rollout_sync/staleness_abs_mean",), "staleness", "orange"),
+        Line(GAP[:1], "probe, equal weights", GREEN, name="gap with equal weights", style=THIN),
+        Line(("rollout_sync/staleness_abs_mean",), "staleness", ORANGE),
     ]
     if history.clips_at_the_engine:
-        lines.append(Line(("actor/clip_ratio_auto_mean",), "clip band (auto)", "red", style=LIMIT_STYLE))
+        lines.append(Line(("actor/clip_ratio_auto_mean",), "clip band (auto)", RED, style=LIMIT_STYLE))
     else:
         mean = mean[::-1]
         largest = largest[::-1]
@@ -163,15 +161,6 @@ def _clip_level(history: History) -> list[Level]:
     """The clip band's half width, where the gap uses it up: where the clip is centred at the engine."""
     width = history.clip_width if history.clips_at_the_engine else None
     return [Level(width, f"clip band {number(width)}")] if width else []
-
-
-def _weight_levels(history: History) -> list[Level]:
-    """The weight of equal policies, and the upper bound where the weights come near it."""
-    largest = history.series("rollout_corr/rollout_is_max")
-    bound = importance_weight_bound(history)
-    if bound is None or largest is None or max(largest.values) <= 0.5 * (1 + bound):
-        return [Level(1)]
-    return [Level(1), Level(bound, f"bound {number(bound)}")]
 
 
 def _sample_size_levels(history: History) -> list[Level]:

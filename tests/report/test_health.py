@@ -323,7 +323,7 @@ def test_nan_never_passes():
 
 
 def test_settings_decide_what_is_checked():
-    """Nothing is clipped by reinforce; decoupled mode is not centred at the engine; auto takes the measured clip band."""
+    """Nothing is clipped by reinforce; decoupled mode is not centred at the engine; auto takes what was measured."""
     rc = "algorithm__rollout_correction"
     reinforce = settings(**{f"{rc}__loss_type": "reinforce"})
     assert found(rows(actor__pg_clipfrac_first=0.9), reinforce, "clip_first") is None

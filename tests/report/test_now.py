@@ -155,12 +155,10 @@ def panel(title, history):
 def test_the_band_is_drawn_where_the_gap_fills_it(title):
     from matplotlib.figure import Figure
 
-    from flowgrpo_rc.report.panel import LIGHT
-
     for bypass in (True, False):
         history = History(rows(), settings(**{BYPASS: bypass}))
         axes = Figure().subplots()
-        panel(title, history).draw(history, axes, LIGHT)
+        panel(title, history).draw(history, axes)
         assert any("clip band" in label for label in axes.get_legend_handles_labels()[1]) == bypass
         assert ("clip band 0.001" in panel("Gap between engine and actor", history).words(history)) == bypass
     assert panel("Gap between engine and actor", History([{"reward/mean": 1.0}], settings())) is None
@@ -170,11 +168,9 @@ def drawn(title, made, *config):
     """The panel's sentence, and ``{label: y values}`` of its lines."""
     from matplotlib.figure import Figure
 
-    from flowgrpo_rc.report.panel import LIGHT
-
     history, axes = History(made, *(config or [settings()])), Figure().subplots()
     found = panel(title, history)
-    found.draw(history, axes, LIGHT)
+    found.draw(history, axes)
     return found.words(history), {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
 
 
@@ -182,7 +178,6 @@ def drawn(title, made, *config):
     ("title", "values", "reference"),
     [
         ("KL of rollout from training", {"kl": -2e-4, "k3_kl": 3e-8}, [0, 0]),
-        ("Importance weights", {"rollout_is_mean": 0.999}, [1, 1]),
         ("Effective sample size", {"rollout_is_eff_sample_size": 0.95}, [0.3, 0.3]),
         ("Samples that teach nothing", {"rollout_is_veto_fraction": 0.02}, [0.1, 0.1]),
     ],
