@@ -6,7 +6,7 @@ from flowgrpo_rc.gap.limits import LIMITS, REJECTED, ZEROED
 from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.checks_gap import shared_check
 from flowgrpo_rc.report.finding import HealthyRange, number
-from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.history import History, as_number
 
 
 def rejected(history: History) -> Measurement | None:
@@ -32,25 +32,15 @@ def weights_outside(history: History) -> Measurement | None:
 
 
 def weights_at_the_bound(history: History) -> Measurement | None:
-    """The share of recent steps whose largest weight reached the upper bound."""
+    """The share of recent steps whose largest weight reached the upper bound, where that is known."""
     largest = history.recent("rollout_corr/rollout_is_max")
-    bound = importance_weight_bound(history)
+    upper = str(history.correction("rollout_is_threshold")).split("_")[-1]
+    bound = None if history.correction("rollout_is") is None else as_number(upper)
     if largest is None or bound is None:
         return None
     value = sum(v >= bound * (1 - 1e-6) for v in largest.values) / len(largest)
     says = f"the largest weight reached its bound {number(bound)} in {number(value)} of the batches"
     return Measurement(value, largest.metric, largest.span, f"{says} {span_words(largest.span)}")
-
-
-def importance_weight_bound(history: History) -> float | None:
-    """The upper bound of the importance weights; None where it is not known."""
-    threshold = history.correction("rollout_is_threshold")
-    if threshold is None or history.correction("rollout_is") is None:
-        return None
-    try:
-        return float(str(threshold).split("_")[-1])
-    except ValueError:
-        return None
 
 
 WEIGHT_CHECKS = (

@@ -48,11 +48,11 @@ def staleness_against_clip(history: History) -> Measurement | None:
 
 def gap_growth(history: History) -> Measurement | None:
     """The gap now over the gap of the first steps; without the probe, as the mode shows it and only without a lag."""
-    series = history.series(GAP[0])
-    if series is None or history.now(series) is None:
-        lag = history.setting("actor_rollout_ref.rollout.adapter_lag", 0)
-        series = None if lag else history.series(GAP[1] if history.bypasses else GAP[2])
-    last = None if series is None else history.now(series)
+    names = [GAP[0]]
+    if not history.setting("actor_rollout_ref.rollout.adapter_lag"):
+        names.append(GAP[1] if history.bypasses else GAP[2])
+    series = history.series(*names)
+    last = history.recent(*names)
     if series is None or last is None or len(series) < 2 * WINDOW:
         return None
     first = series.part(0, WINDOW)

@@ -219,11 +219,11 @@ class History:
         ratio = self.setting(f"{LOSS}.clip_ratio")
         if ratio == "auto":
             if self.fallen_back:
-                return _as_number(self.setting(f"{LOSS}.auto_clip_min"))
+                return as_number(self.setting(f"{LOSS}.auto_clip_min"))
             width = self.recent("actor/clip_ratio_auto_mean")
             return None if width is None else width.mean
         sides = [self.setting(f"{LOSS}.clip_ratio_{side}") for side in ("low", "high")]
-        known = [_as_number(ratio if side is None else side) for side in sides]
+        known = [as_number(ratio if side is None else side) for side in sides]
         return min((side for side in known if side is not None), default=None)
 
 
@@ -232,14 +232,12 @@ LOSS = "actor_rollout_ref.actor.diffusion_loss"
 
 def finite(value: Any) -> float | None:
     """A number as a float; None for anything else, and for one that is NaN, infinite or too large to compute with."""
-    if not isinstance(value, (int, float)):
-        return None
-    if not -LARGEST < value < LARGEST:
+    if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         return None
     return float(value) if abs(value) > 1 / LARGEST else 0.0
 
 
-def _as_number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """``finite``, also of text: YAML reads ``1e-3`` as such."""
     try:
         return finite(float(value) if isinstance(value, str) else value)

@@ -92,7 +92,7 @@ def panels_of(history: History) -> list[Panel]:
             title="Where the time goes",
             unit="seconds",
             lines=STAGES,
-            caption="The rest is validation and saving, which happen in some steps only.",
+            caption="The rest is mostly validation and saving, which happen in some steps only.",
         ),
     )
     return [panel for panel in panels if panel.words(history)]
