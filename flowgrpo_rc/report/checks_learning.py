@@ -36,9 +36,9 @@ def reward_unit(history: History, series: Series) -> float:
     return max(abs(series.mean), pstdev(series.values)) or 1.0
 
 
-def thirds(series: Series) -> list[Series] | None:
+def thirds(series: Series | None) -> list[Series] | None:
     """The first, the middle and the last third; None of a run that is too short to have a trend."""
-    if len(series) < ENOUGH:
+    if series is None or len(series) < ENOUGH:
         return None
     length = len(series) // 3
     return [series.part(0, length), series.part(length, 2 * length), series.part(2 * length, len(series))]
@@ -47,7 +47,7 @@ def thirds(series: Series) -> list[Series] | None:
 def reward_fall(history: History) -> Measurement | None:
     """How far the last third of the training reward lies below the best third before it."""
     series = history.series(*REWARD)
-    parts = None if series is None else thirds(series)
+    parts = thirds(series)
     if series is None or parts is None:
         return None
     *before, last = parts
@@ -87,8 +87,7 @@ def held_out_fall(history: History) -> Measurement | None:
 
 def _held_out_advice(history: History) -> str | None:
     """What the training reward does meanwhile tells the two causes apart."""
-    training = history.series(*REWARD)
-    parts = None if training is None else thirds(training)
+    parts = thirds(history.series(*REWARD))
     if parts is None:
         return None
     if parts[2].mean > parts[0].mean:
