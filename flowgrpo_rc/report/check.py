@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flowgrpo_rc.report.finding import PROBLEM, WATCH, Band, Finding, number
+from flowgrpo_rc.report.finding import PROBLEM, WATCH, Finding, HealthyRange, number
 from flowgrpo_rc.report.history import History, Series
 
 
@@ -23,7 +23,11 @@ class Measurement:
 Measure = Callable[[History], Measurement | None]
 """None where the rows hold nothing to measure."""
 
-AS_SDE = Band()
+WEIGHTS_ONLY_DIAGNOSE = (
+    "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
+)
+"""In place of a check's own advice, which would change what no update sees."""
+AS_SDE = HealthyRange()
 """Stands for the limits of SDE steps."""
 
 
@@ -34,9 +38,9 @@ class Check:
     name: str
     title: str
     measure: Measure
-    sde: Band | None
+    sde: HealthyRange | None
     """For SDE steps, whose log-probs are means over latent dimensions."""
-    tokens: Band | None = AS_SDE
+    tokens: HealthyRange | None = AS_SDE
     """For tokens."""
     reason: str
     """Why the limits are where they are."""
@@ -47,14 +51,14 @@ class Check:
     advice: str
     suited: Callable[[History], str | None] = lambda history: None
     """Advice for a run that ``advice`` does not suit, as it is set up; None where it does."""
-    only_watched: Callable[[History], bool] = lambda history: False
-    """Whether what is measured does nothing in this run, so that it is never a problem by itself."""
+    of_weights: bool = False
+    """Whether it judges importance weights. Where they only diagnose, no value of theirs is a problem by itself."""
 
     def __post_init__(self) -> None:
         if self.tokens is AS_SDE:
             object.__setattr__(self, "tokens", self.sde)
 
-    def limits_for(self, history: History) -> Band | None:
+    def limits_for(self, history: History) -> HealthyRange | None:
         """Those of the run's kind of log-prob."""
         return self.sde if history.sde else self.tokens
 
@@ -67,8 +71,10 @@ class Check:
         if found is None:
             return None
         level, limit = limits.judge(found.value)
-        if level == PROBLEM and self.only_watched(history):
-            level = WATCH
+        advice = self.suited(history)
+        if self.of_weights and not history.weights_act:
+            level = WATCH if level == PROBLEM else level
+            advice = WEIGHTS_ONLY_DIAGNOSE
         says = found.says or f"{found.metric} is {number(found.value)} {span_words(found.steps)}"
         return Finding(
             level=level,
@@ -80,7 +86,7 @@ class Check:
             band=self.limits or limits.words(),
             steps=found.steps,
             measured=says,
-            advice=found.advice or self.suited(history) or self.advice,
+            advice=found.advice or advice or self.advice,
         )
 
 
@@ -89,16 +95,19 @@ def span_words(steps: tuple[int, int]) -> str:
     return f"at step {steps[0]}" if steps[0] == steps[1] else f"over steps {steps[0]}-{steps[1]}"
 
 
-def recent_mean(*names: str, absolute: bool = False) -> Measure:
-    """The mean over the window of the first of ``names`` that is logged; of its size with ``absolute``."""
+def recent_mean(*names: str, away_from: float | None = None) -> Measure:
+    """The mean over the window of the first of ``names`` that is logged; its distance from ``away_from``, if given."""
 
     def measure(history: History) -> Measurement | None:
         series = history.recent(*names)
         if series is None:
             return None
-        value = abs(series.mean) if absolute else series.mean
-        says = f"{series.metric} is {number(series.mean)} {span_words(series.span)}"
-        return Measurement(value, series.metric, series.span, says)
+        value = series.mean
+        says = f"{series.metric} is {number(value)}"
+        if away_from is not None:
+            value = abs(value - away_from)
+            says += f", {number(value)} away from {away_from:g},"
+        return Measurement(value, series.metric, series.span, f"{says} {span_words(series.span)}")
 
     return measure
 
@@ -113,8 +122,11 @@ def recent_max(*names: str) -> Measure:
     return measure
 
 
-def against_clip(history: History, series: Series, what: str, width: float) -> Measurement:
-    """The mean of ``series`` in half widths of the clip band."""
+def against_clip(history: History, series: Series | None, what: str) -> Measurement | None:
+    """The mean of ``series`` in half widths of the clip band, where that is centred at the engine; else None."""
+    width = history.clip_width
+    if series is None or not width or not history.clips_at_the_engine:
+        return None
     value = series.mean / width
     text = f"{what} is {number(series.mean)} {span_words(series.span)}, {number(value)} times the clip band of "
     return Measurement(value, series.metric, series.span, f"{text}{number(width)}")

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from flowgrpo_rc.gap.limits import LIMITS, REJECTED, ZEROED
-from flowgrpo_rc.gap.remedies import remedy
-from flowgrpo_rc.report.check import Check, Measure, Measurement, recent_max, recent_mean, span_words
-from flowgrpo_rc.report.checks_gap import USUAL, healthy_range, remedied
-from flowgrpo_rc.report.finding import Band, number
-from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
+from flowgrpo_rc.report.checks_gap import shared_check
+from flowgrpo_rc.report.finding import HealthyRange, number
+from flowgrpo_rc.report.history import History, as_number
 
 
 def rejected(history: History) -> Measurement | None:
@@ -33,9 +32,10 @@ def weights_outside(history: History) -> Measurement | None:
 
 
 def weights_at_the_bound(history: History) -> Measurement | None:
-    """The share of recent steps whose largest weight reached the upper bound."""
+    """The share of recent steps whose largest weight reached the upper bound, where that is known."""
     largest = history.recent("rollout_corr/rollout_is_max")
-    bound = importance_weight_bound(history)
+    upper = str(history.correction("rollout_is_threshold")).split("_")[-1]
+    bound = None if history.correction("rollout_is") is None else as_number(upper)
     if largest is None or bound is None:
         return None
     value = sum(v >= bound * (1 - 1e-6) for v in largest.values) / len(largest)
@@ -43,38 +43,13 @@ def weights_at_the_bound(history: History) -> Measurement | None:
     return Measurement(value, largest.metric, largest.span, f"{says} {span_words(largest.span)}")
 
 
-def importance_weight_bound(history: History) -> float | None:
-    """The upper bound of the importance weights; None where it is not known."""
-    threshold = history.correction("rollout_is_threshold")
-    if threshold is None or history.correction("rollout_is") is None:
-        return None
-    try:
-        return float(str(threshold).split("_")[-1])
-    except ValueError:
-        return None
-
-
-def distance_from_one(name: str) -> Measure:
-    """The recent mean's distance from 1."""
-
-    def measure(history: History) -> Measurement | None:
-        series = history.recent(name)
-        if series is None:
-            return None
-        away = abs(series.mean - 1)
-        says = f"{series.metric} is {number(series.mean)}, {number(away)} away from 1, {span_words(series.span)}"
-        return Measurement(away, series.metric, series.span, says)
-
-    return measure
-
-
 WEIGHT_CHECKS = (
     Check(
         name="is_mean",
         title="Mean weight",
         measure=recent_mean("rollout_corr/rollout_is_mean"),
-        sde=Band(0.95, 1.05, 0.5, 2.0),
-        tokens=Band(0.8, 1.25, 0.5, 2.0),
+        sde=HealthyRange(0.95, 1.05, 0.5, 2.0),
+        tokens=HealthyRange(0.8, 1.25, 0.5, 2.0),
         reason="Unbounded weights average to 1; half or twice that is a systematic shift.",
         advice="Check that the log-probs belong to the samples; raise rollout_is_threshold, or refresh rollouts.",
     ),
@@ -82,8 +57,8 @@ WEIGHT_CHECKS = (
         name="is_std",
         title="Spread of the weights",
         measure=recent_mean("rollout_corr/rollout_is_std"),
-        sde=Band(high=0.1, problem_high=1.0),
-        tokens=Band(high=0.5, problem_high=1.0),
+        sde=HealthyRange(high=0.1, problem_high=1.0),
+        tokens=HealthyRange(high=0.5, problem_high=1.0),
         reason="At a spread of 1 the effective sample size is a half.",
         advice="Lower rollout_is_threshold, or use rollout_is=token or geometric.",
     ),
@@ -91,8 +66,8 @@ WEIGHT_CHECKS = (
         name="ess",
         title="Effective sample size",
         measure=recent_mean("rollout_corr/rollout_is_eff_sample_size"),
-        sde=Band(low=0.9, problem_low=0.3),
-        tokens=Band(low=0.5, problem_low=0.3),
+        sde=HealthyRange(low=0.9, problem_low=0.3),
+        tokens=HealthyRange(low=0.5, problem_low=0.3),
         reason="Below .3 a third of the batch carries the gradient.",
         advice="Lower rollout_is_threshold, use rollout_is=token or geometric, or reject with rollout_rs.",
     ),
@@ -100,7 +75,7 @@ WEIGHT_CHECKS = (
         name="is_outside",
         title="Weights beyond their bounds",
         measure=weights_outside,
-        sde=Band(high=0.05, problem_high=0.3),
+        sde=HealthyRange(high=0.05, problem_high=0.3),
         reason="Bounds are for the few; what they cut off is bias.",
         advice="Bring engine and actor closer, or widen rollout_is_threshold.",
     ),
@@ -108,62 +83,43 @@ WEIGHT_CHECKS = (
         name="is_bound",
         title="Largest weight at its bound",
         measure=weights_at_the_bound,
-        sde=Band(high=0.5),
+        sde=HealthyRange(high=0.5),
         tokens=None,
         reason="Weights of SDE steps are 1 +- 1e-3; one at the bound in most batches is a broken sample.",
         advice="Find that sample (logprob_abs_diff_max), or reject it with rollout_rs; the gap is larger than assumed.",
     ),
-    Check(
+    shared_check(
+        ZEROED,
         name="is_dropped",
         title="Weights set to zero or masked",
         measure=recent_mean("rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_is_masked_fraction"),
-        sde=healthy_range(ZEROED),
-        reason=f"{LIMITS[ZEROED].source}.",
-        advice=f"{remedy(ZEROED, USUAL)}.",
     ),
     Check(
         name="is_norm_factor",
         title="Batch normalisation of the weights",
         measure=recent_mean("rollout_corr/rollout_is_batch_norm_factor"),
-        sde=Band(0.95, 1.05, 0.5, 2.0),
-        tokens=Band(0.8, 1.25, 0.5, 2.0),
+        sde=HealthyRange(0.95, 1.05, 0.5, 2.0),
+        tokens=HealthyRange(0.8, 1.25, 0.5, 2.0),
         reason="A factor far from 1 hides the drift that is_mean would show.",
         advice="Look for the cause of the shift; normalisation only rescales the gradient.",
     ),
 )
 
 
-def weights_only_diagnose(history: History) -> bool:
-    """Whether the weights are measured without being in the loss."""
-    return not history.weights_act
-
-
-def advice_where_weights_only_diagnose(history: History) -> str | None:
-    """In place of the check's own, which would change what no update sees."""
-    if history.weights_act:
-        return None
-    return "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
-
-
 CORRECTION_CHECKS = (
-    *(
-        replace(check, suited=advice_where_weights_only_diagnose, only_watched=weights_only_diagnose)
-        for check in WEIGHT_CHECKS
-    ),
-    Check(
+    *(replace(check, of_weights=True) for check in WEIGHT_CHECKS),
+    shared_check(
+        REJECTED,
         name="rejected",
         title="Rejected samples",
         measure=rejected,
-        sde=healthy_range(REJECTED),
         reason=f"{LIMITS[REJECTED].source} (the guard's limit).",
-        advice=f"{remedy(REJECTED, USUAL)}.",
-        suited=remedied(REJECTED),
     ),
     Check(
         name="veto",
         title="Rows vetoed",
         measure=recent_max("rollout_corr/rollout_is_veto_fraction"),
-        sde=Band(high=0.0, problem_high=0.1),
+        sde=HealthyRange(high=0.0, problem_high=0.1),
         reason="A vetoed ratio is 1e-4 or less: never rounding.",
         advice="Look at those samples: prompt, mask and log-probs; do not just relax rollout_token_veto_threshold.",
     ),
@@ -171,8 +127,8 @@ CORRECTION_CHECKS = (
         name="gap_mean",
         title="Mean difference of the log-probs",
         measure=recent_mean("rollout_corr/logprob_abs_diff_mean"),
-        sde=Band(high=5e-3, problem_high=0.05),
-        tokens=Band(high=0.05, problem_high=0.5),
+        sde=HealthyRange(high=5e-3, problem_high=0.05),
+        tokens=HealthyRange(high=0.05, problem_high=0.5),
         reason="Stale adapters gave 2e-3 and learned; at .05 the engine computes something else.",
         of_densities=True,
         advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
@@ -183,9 +139,9 @@ CORRECTION_CHECKS = (
     Check(
         name="kl",
         title="KL of rollout from training",
-        measure=recent_mean("rollout_corr/kl", absolute=True),
-        sde=Band(high=5e-3, problem_high=0.05),
-        tokens=Band(high=0.05, problem_high=0.1),
+        measure=recent_mean("rollout_corr/kl", away_from=0),
+        sde=HealthyRange(high=5e-3, problem_high=0.05),
+        tokens=HealthyRange(high=0.05, problem_high=0.1),
         reason="A steady offset is not rounding, which has either sign; for tokens .1 is the customary alarm.",
         of_densities=True,
         advice="Compare the weights, noise schedule and temperature of engine and actor.",
@@ -194,8 +150,8 @@ CORRECTION_CHECKS = (
         name="k3_kl",
         title="KL, non-negative estimate",
         measure=recent_mean("rollout_corr/k3_kl"),
-        sde=Band(high=1e-5, problem_high=1e-3),
-        tokens=Band(high=0.05, problem_high=0.1),
+        sde=HealthyRange(high=1e-5, problem_high=1e-3),
+        tokens=HealthyRange(high=0.05, problem_high=0.1),
         reason="Half the square of the gap: 1e-5 at 5e-3, 1e-3 at .05; it cannot cancel.",
         of_densities=True,
         advice="Raise the engine's precision, or refresh its weights more often.",
@@ -204,8 +160,8 @@ CORRECTION_CHECKS = (
         name="chi2_token",
         title="Chi-squared of single ratios",
         measure=recent_mean("rollout_corr/chi2_token"),
-        sde=Band(high=1e-2, problem_high=1.0),
-        tokens=Band(high=0.5, problem_high=1.0),
+        sde=HealthyRange(high=1e-2, problem_high=1.0),
+        tokens=HealthyRange(high=0.5, problem_high=1.0),
         reason="At 1, weights that are not bounded have a spread of 1.",
         advice="Use rollout_is=token with a low threshold, or reject with rollout_rs.",
     ),
@@ -213,17 +169,17 @@ CORRECTION_CHECKS = (
         name="chi2_seq",
         title="Chi-squared of whole rows",
         measure=recent_mean("rollout_corr/chi2_seq"),
-        sde=Band(high=5e-2, problem_high=1.0),
-        tokens=Band(high=10.0),
+        sde=HealthyRange(high=5e-2, problem_high=1.0),
+        tokens=HealthyRange(high=10.0),
         reason="The same of products; over long responses it is large for any engine, hence no problem limit there.",
         advice="Use rollout_is=token or geometric instead of sequence.",
     ),
     Check(
         name="ppl_ratio",
         title="Perplexity, training over rollout",
-        measure=distance_from_one("rollout_corr/ppl_ratio"),
-        sde=Band(high=5e-3, problem_high=0.05),
-        tokens=Band(high=0.1, problem_high=0.5),
+        measure=recent_mean("rollout_corr/ppl_ratio", away_from=1),
+        sde=HealthyRange(high=5e-3, problem_high=0.05),
+        tokens=HealthyRange(high=0.1, problem_high=0.5),
         reason="As kl, with each row counting once; the value held against the limits is the distance from 1.",
         of_densities=True,
         advice="Compare the weights, noise schedule and temperature of engine and actor.",
@@ -232,8 +188,8 @@ CORRECTION_CHECKS = (
         name="log_ppl_abs_diff",
         title="Difference of the rows' log perplexities",
         measure=recent_mean("rollout_corr/log_ppl_abs_diff"),
-        sde=Band(high=5e-3, problem_high=0.05),
-        tokens=Band(high=0.1, problem_high=1.0),
+        sde=HealthyRange(high=5e-3, problem_high=0.05),
+        tokens=HealthyRange(high=0.1, problem_high=1.0),
         reason="For tokens, above 1 the engine computes something else; an SDE step's log-prob is far smaller.",
         of_densities=True,
         advice="Compare dtype, quantization, kernels and weights of engine and actor before training on.",

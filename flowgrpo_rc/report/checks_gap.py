@@ -1,57 +1,58 @@
 """Checks on the gap between rollout engine and actor, and on what the clip makes of it."""
 
 from statistics import median
+from typing import Any
 
 from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS
 from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
 from flowgrpo_rc.report.check import Check, Measurement, against_clip, recent_max, recent_mean, span_words
-from flowgrpo_rc.report.finding import Band, number
+from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import WINDOW, History
 
 GAP = ("rollout_sync/engine_gap_abs_mean", "actor/log_ratio_abs_mean_first", "rollout_corr/logprob_abs_diff_mean")
 """Mean |log pi_actor - log pi_engine|: with equal weights, in bypass mode before the update, or as corrected."""
+FLOAT32 = {
+    "actor_rollout_ref.rollout.dtype": "float32",
+    "actor_rollout_ref.rollout.name": "diffusers",
+    "actor_rollout_ref.rollout.quantization": None,
+    "actor_rollout_ref.model.dtype": "float32",
+    "trainer.mixed_precision": "no",
+}
+"""The settings under which engine and actor compute the same in float32."""
 NOTHING = 1e-7
 """A gap below this is float32 rounding; its growth means nothing."""
 
 
 def gap_against_clip(history: History) -> Measurement | None:
-    """The gap in half widths of the clip band, where the clip is centred at the engine."""
-    names = ("actor/log_ratio_abs_mean_first", "rollout_sync/engine_gap_abs_mean")
-    series = history.recent(*names)
-    width = history.clip_width
-    if series is None or not width or not history.clips_at_the_engine:
-        return None
-    return against_clip(history, series, f"the gap before each update ({series.metric})", width)
+    """The gap in half widths of the clip band."""
+    series = history.recent(GAP[1], GAP[0])
+    return against_clip(history, series, f"the gap before each update ({series.metric})" if series else "")
 
 
 def gap_at_the_worst_timestep(history: History) -> Measurement | None:
     """The same at the timestep with the largest gap; not for calibrated clip bands, which follow it."""
-    width = history.clip_width
     by_timestep = history.by_timestep()
     names = (GAP[0], "rollout_corr/logprob_abs_diff", "actor/rollout_corr/logprob_abs_diff")
-    steps = next(filter(None, (history.now_by_timestep(by_timestep.get(n, {})) for n in names)), None)
-    if steps is None or not width or history.setup.calibrates_clip or not history.clips_at_the_engine:
+    steps = next((by_timestep[name] for name in names if name in by_timestep), None)
+    if steps is None or history.setup.calibrates_clip:
         return None
     timestep, series = max(steps.items(), key=lambda item: item[1].mean)
-    return against_clip(history, series, f"the gap at timestep {timestep:g}", width)
+    return against_clip(history, series, f"the gap at timestep {timestep:g}")
 
 
 def staleness_against_clip(history: History) -> Measurement | None:
     """What has been learned since the engine's adapter, in half widths of the clip band."""
     series = history.recent("rollout_sync/staleness_abs_mean")
-    width = history.clip_width
-    if series is None or not width or not history.clips_at_the_engine:
-        return None
-    return against_clip(history, series, "the staleness of the engine's adapter", width)
+    return against_clip(history, series, "the staleness of the engine's adapter")
 
 
 def gap_growth(history: History) -> Measurement | None:
     """The gap now over the gap of the first steps; without the probe, as the mode shows it and only without a lag."""
-    series = history.series(GAP[0])
-    if series is None or history.now(series) is None:
-        lag = history.setting("actor_rollout_ref.rollout.adapter_lag", 0)
-        series = None if lag else history.series(GAP[1] if history.bypasses else GAP[2])
-    last = None if series is None else history.now(series)
+    names = [GAP[0]]
+    if not history.setting("actor_rollout_ref.rollout.adapter_lag"):
+        names.append(GAP[1] if history.bypasses else GAP[2])
+    series = history.series(*names)
+    last = history.recent(*names)
     if series is None or last is None or len(series) < 2 * WINDOW:
         return None
     first = series.part(0, WINDOW)
@@ -73,21 +74,14 @@ def gap_outliers(history: History) -> Measurement | None:
 
 def float32_deviation(history: History) -> Measurement | None:
     """The ratio's distance from 1 before an update, where both sides compute in float32 with the same weights."""
-    rollout = "actor_rollout_ref.rollout"
-    same = (
-        history.setting(f"{rollout}.dtype") == "float32"
-        and history.setting("actor_rollout_ref.model.dtype") == "float32"
-        and history.setting("trainer.mixed_precision") == "no"
-        and history.setting(f"{rollout}.name") == "diffusers"
-        and history.setting(f"{rollout}.quantization") is None
-        and not history.setting(f"{rollout}.adapter_lag", 0)
-    )
-    return recent_max("actor/ratio_deviation_first")(history) if same else None
+    same = all(history.setting(path) == value for path, value in FLOAT32.items())
+    lag = history.setting("actor_rollout_ref.rollout.adapter_lag")
+    return recent_max("actor/ratio_deviation_first")(history) if same and not lag else None
 
 
-def clipped(metric: str, *others: str):
+def clipped(metric: str):
     """A recent clip fraction, where the objective clips."""
-    measure = recent_mean(metric, *others)
+    measure = recent_mean(metric)
     return lambda history: measure(history) if history.clips else None
 
 
@@ -120,31 +114,34 @@ def wider(rest: str):
     return suited
 
 
-def remedied(finding: str):
-    """The remedy of a finding, for the run as it is set up."""
-    return lambda history: f"{remedy(finding, history.setup)}."
+def shared_check(figure: str, **fields: Any) -> Check:
+    """A check of a figure of ``gap.limits``, whose limits and remedy the probe and the guard share.
 
-
-def healthy_range(figure: str) -> Band:
-    """Healthy up to where a figure costs, a problem from where it is not safe."""
-    return Band(high=LIMITS[figure].costs, problem_high=LIMITS[figure].not_safe)
+    Healthy up to where the figure costs, a problem from where it is not safe.
+    """
+    limit = LIMITS[figure]
+    fields = {
+        "sde": HealthyRange(high=limit.costs, problem_high=limit.not_safe),
+        "reason": f"{limit.source}.",
+        "advice": f"{remedy(figure, USUAL)}.",
+        **fields,
+    }
+    return Check(suited=lambda history: f"{remedy(figure, history.setup)}.", **fields)
 
 
 GAP_CHECKS = (
-    Check(
+    shared_check(
+        CLIP,
         name="clip_first",
         title="Clipped before anything is learned",
         measure=clipped_first,
-        sde=healthy_range(CLIP),
         reason=f"The engine's error picks what is learned: {LIMITS[CLIP].source}.",
-        advice=f"{remedy(CLIP, USUAL)}.",
-        suited=remedied(CLIP),
     ),
     Check(
         name="gap_vs_clip",
         title="Gap against the clip band",
         measure=gap_against_clip,
-        sde=Band(high=0.5, problem_high=0.8),
+        sde=HealthyRange(high=0.5, problem_high=0.8),
         tokens=None,
         reason="Of a normal gap, a tenth lies outside the clip band at .5 and a third at .8.",
         advice=f"Set {_CLIP} to auto or four times the mean gap, raise rollout.dtype, or set bypass_mode=false.",
@@ -154,35 +151,33 @@ GAP_CHECKS = (
         name="gap_timestep",
         title="Gap at the worst timestep",
         measure=gap_at_the_worst_timestep,
-        sde=Band(high=1.0, problem_high=2.0),
+        sde=HealthyRange(high=1.0, problem_high=2.0),
         tokens=None,
         reason="Of a normal gap, two fifths of that timestep lie outside the clip band at 1 and seven tenths at 2.",
         advice=f"{remedy(CLIP_AT_TIMESTEP, USUAL)}.",
-        suited=remedied(CLIP_AT_TIMESTEP),
+        suited=lambda history: f"{remedy(CLIP_AT_TIMESTEP, history.setup)}.",
     ),
     Check(
         name="staleness",
         title="Staleness against the clip band",
         measure=staleness_against_clip,
-        sde=Band(high=0.5, problem_high=2.0),
+        sde=HealthyRange(high=0.5, problem_high=2.0),
         tokens=None,
         reason="Staleness uses up bypass mode's clip band too; four batches of lag gave about 1 and still learned.",
         advice="Lower rollout.adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
     ),
-    Check(
+    shared_check(
+        ENGINE_GAP,
         name="engine_gap",
         title="Engine and actor with equal weights",
         measure=recent_mean("rollout_sync/engine_gap_per_dimension", "rollout_sync/engine_gap_abs_mean"),
-        sde=healthy_range(ENGINE_GAP),
-        tokens=Band(high=0.1, problem_high=1.0),
-        reason=f"{LIMITS[ENGINE_GAP].source}.",
-        advice=f"{remedy(ENGINE_GAP, USUAL)}.",
+        tokens=HealthyRange(high=0.1, problem_high=1.0),
     ),
     Check(
         name="gap_growth",
         title="Growth of the gap",
         measure=gap_growth,
-        sde=Band(high=2.0, problem_high=10.0),
+        sde=HealthyRange(high=2.0, problem_high=10.0),
         reason="Measured runs grew by a quarter at most; precision does not change during a run.",
         advice="Look for weights that stopped arriving at the engine, or for an adapter that outgrew its precision.",
     ),
@@ -190,7 +185,7 @@ GAP_CHECKS = (
         name="gap_outliers",
         title="Outliers of the gap",
         measure=gap_outliers,
-        sde=Band(high=20.0),
+        sde=HealthyRange(high=20.0),
         tokens=None,
         reason="Healthy runs had 5 to 9; beyond 20 single samples are off, not the precision.",
         advice="Find the sample or timestep (logprob_abs_diff/ts_*), or reject it with rollout_rs=seq_mean_k1.",
@@ -199,7 +194,7 @@ GAP_CHECKS = (
         name="float32_deviation",
         title="Ratio before an update, float32 on both sides",
         measure=float32_deviation,
-        sde=Band(high=1e-6, problem_high=1e-4),
+        sde=HealthyRange(high=1e-6, problem_high=1e-4),
         tokens=None,
         reason="Same weights, precision and code leave only rounding.",
         advice="Compare noise level, guidance, latents and adapter of rollout and update: they are not the same.",
@@ -208,7 +203,7 @@ GAP_CHECKS = (
         name="clip_fraction",
         title="Clipped over all mini-steps",
         measure=clipped("actor/pg_clipfrac"),
-        sde=Band(high=0.3, problem_high=0.6),
+        sde=HealthyRange(high=0.3, problem_high=0.6),
         reason="Healthy runs stayed below .22; with most samples clipped little is learned from a batch.",
         advice=f"Widen {_CLIP}, lower actor.optim.lr, or take fewer optimizer steps a batch.",
         suited=wider(", lower actor.optim.lr, or take fewer optimizer steps a batch"),
@@ -217,7 +212,7 @@ GAP_CHECKS = (
         name="clip_inert",
         title="Gradients that clipping removed",
         measure=clipped("actor/pg_clipfrac_inert"),
-        sde=Band(high=0.2, problem_high=0.4),
+        sde=HealthyRange(high=0.2, problem_high=0.4),
         reason="Half of the clipped samples, where signs are even; healthy runs stayed below .11.",
         advice=f"Widen {_CLIP} or lower actor.optim.lr.",
         suited=wider(" or lower actor.optim.lr"),

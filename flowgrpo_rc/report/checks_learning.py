@@ -9,7 +9,7 @@ from typing import Any
 from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, REJECTED, ZEROED
 from flowgrpo_rc.gap.remedies import remedy
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
-from flowgrpo_rc.report.finding import Band, number
+from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import LOSS, REWARD, History, Series, finite
 
 SIGNIFICANT = 3.0
@@ -36,9 +36,9 @@ def reward_unit(history: History, series: Series) -> float:
     return max(abs(series.mean), pstdev(series.values)) or 1.0
 
 
-def thirds(series: Series) -> list[Series] | None:
+def thirds(series: Series | None) -> list[Series] | None:
     """The first, the middle and the last third; None of a run that is too short to have a trend."""
-    if len(series) < ENOUGH:
+    if series is None or len(series) < ENOUGH:
         return None
     length = len(series) // 3
     return [series.part(0, length), series.part(length, 2 * length), series.part(2 * length, len(series))]
@@ -47,7 +47,7 @@ def thirds(series: Series) -> list[Series] | None:
 def reward_fall(history: History) -> Measurement | None:
     """How far the last third of the training reward lies below the best third before it."""
     series = history.series(*REWARD)
-    parts = None if series is None else thirds(series)
+    parts = thirds(series)
     if series is None or parts is None:
         return None
     *before, last = parts
@@ -87,8 +87,7 @@ def held_out_fall(history: History) -> Measurement | None:
 
 def _held_out_advice(history: History) -> str | None:
     """What the training reward does meanwhile tells the two causes apart."""
-    training = history.series(*REWARD)
-    parts = None if training is None else thirds(training)
+    parts = thirds(history.series(*REWARD))
     if parts is None:
         return None
     if parts[2].mean > parts[0].mean:
@@ -141,12 +140,12 @@ def guard_alarms(history: History) -> Measurement | None:
     over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
     setup = replace(history.setup, fallen_back=False)  # of the mode where it was caused
     advice = " ".join(dict.fromkeys(f"{remedy(name, setup)}." for name in causes)) or None
+    metric = "guard/fallback" if history.fallen_back else "guard/alarms"
+    state = "raises alarms" if _is_raised(alarms) else "is quiet"
     if history.fallen_back:
-        says = f"the guard has the run in decoupled mode at step {alarms.steps[-1]}{over}"
-        return Measurement(1.0, "guard/fallback", alarms.span, says, advice)
-    raised = _is_raised(alarms)
-    says = f"the guard {'raises alarms' if raised else 'is quiet'} at step {alarms.steps[-1]}{over}"
-    return Measurement(float(raised), "guard/alarms", alarms.span, says, advice)
+        state = "has the run in decoupled mode"
+    says = f"the guard {state} at step {alarms.steps[-1]}{over}"
+    return Measurement(float(state != "is quiet"), metric, alarms.span, says, advice)
 
 
 def _is_raised(alarm: Series | None) -> bool:
@@ -191,7 +190,7 @@ LOG_CHECK = Check(
     name="log",
     title="The log itself",
     measure=not_finite,
-    sde=Band(high=0.0, problem_high=0.5),
+    sde=HealthyRange(high=0.0, problem_high=0.5),
     limits="healthy: every line read, every step once and in order, every value finite, problem: NaN or infinity",
     reason="Sees NaN in what was logged; this trainer stops at a NaN before it writes the row, so read its error then. "
     "A line cut off (.5) is a run that was killed, or writes just now; a step that stands there twice (.5), two runs "
@@ -202,7 +201,7 @@ LOG_CHECK = Check(
 
 def advice_beside_a_guard_that_acts(history: History) -> str | None:
     """The usual advice is for a run that bypasses with a plain clip and has no guard that acts."""
-    plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.clip_sides
+    plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.setup.clip_sides
     usual = history.clips_at_the_engine and plain and history.correction("guard") != "fallback"
     return None if usual or history.config is None else "Do what the alarm said."
 
@@ -212,7 +211,7 @@ LEARNING_CHECKS = (
         name="reward_fall",
         title="Training reward holds",
         measure=reward_fall,
-        sde=Band(high=0.05, problem_high=0.1),
+        sde=HealthyRange(high=0.05, problem_high=0.1),
         reason="In batch standard deviations, if beyond three standard errors; runs that unlearned fell by .2.",
         advice="Stop, go back to the best checkpoint, and see to the findings on the gap and the clip first.",
     ),
@@ -220,7 +219,7 @@ LEARNING_CHECKS = (
         name="held_out_fall",
         title="Held-out reward holds",
         measure=held_out_fall,
-        sde=Band(high=0.15, problem_high=0.35),
+        sde=HealthyRange(high=0.15, problem_high=0.35),
         reason="In batch standard deviations, if beyond three standard errors; one evaluation scatters by .1 or more.",
         advice="Go back to the best checkpoint, and look at samples from before and after.",
     ),
@@ -228,7 +227,7 @@ LEARNING_CHECKS = (
         name="zero_std_groups",
         title="Groups with equal rewards",
         measure=recent_mean("reward/zero_std_fraction"),
-        sde=Band(high=0.5, problem_high=0.9),
+        sde=HealthyRange(high=0.5, problem_high=0.9),
         reason="A group of equal rewards has no advantages; above .5 most rollouts teach nothing.",
         advice="Choose prompts that are neither solved nor hopeless, raise rollout.n, or use a finer reward.",
     ),
@@ -236,7 +235,7 @@ LEARNING_CHECKS = (
         name="grad_jump",
         title="Jumps of the gradient",
         measure=gradient_jump,
-        sde=Band(high=10.0, problem_high=100.0),
+        sde=HealthyRange(high=10.0, problem_high=100.0),
         reason="Batches differ by a factor of two or three, not by orders of magnitude.",
         advice="Lower actor.optim.lr or actor.grad_clip, and look at the batch of that step.",
     ),
@@ -244,7 +243,7 @@ LEARNING_CHECKS = (
         name="policy_shift",
         title="Shift of the policy within a batch",
         measure=policy_shift,
-        sde=Band(high=0.5, problem_high=2.0),
+        sde=HealthyRange(high=0.5, problem_high=2.0),
         reason="In clip bands; measured runs stayed below .35, gap included.",
         advice="Lower actor.optim.lr, or take fewer optimizer steps a batch.",
     ),
@@ -252,7 +251,7 @@ LEARNING_CHECKS = (
         name="guard",
         title="The guard",
         measure=guard_alarms,
-        sde=Band(high=0.0),
+        sde=HealthyRange(high=0.0),
         limits="healthy: quiet, watch: alarms, or fallen back",
         reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
         advice="Do what the alarm said: widen clip_ratio or set it to auto, or set guard=fallback.",

@@ -7,10 +7,9 @@ import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flowgrpo_rc.report.history import History
-from flowgrpo_rc.report.panel import DARK, LIGHT, Panel, Theme, draw_panel, theme_settings
+from flowgrpo_rc.report.panel import SETTINGS, Panel, draw_panel
 from flowgrpo_rc.report.panels import panels_of
 
 SIZE = (4.3, 2.75)
@@ -25,10 +24,8 @@ class Figure:
     alt: str
     """What it shows, in words."""
     caption: str
-    light: str = ""
-    """The rendering for light pages, as a data URI; empty where it could not be drawn."""
-    dark: str = ""
-    """The rendering for dark pages."""
+    uri: str = ""
+    """The picture; empty where it could not be drawn. It is for light pages, dark ones turn its colours round."""
 
 
 def figures(history: History) -> list[Figure]:
@@ -37,8 +34,7 @@ def figures(history: History) -> list[Figure]:
     for panel in panels_of(history):
         alt = f"{panel.title}: {panel.words(history)}"
         try:
-            light = render(panel, history, LIGHT)
-            found.append(Figure(panel.title, alt, panel.caption, light, render(panel, history, DARK)))
+            found.append(Figure(panel.title, alt, panel.caption, render(panel, history)))
         # matplotlib refuses values and texts in ways of its own; a picture less is no reason to lose the page.
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0][:200]
@@ -47,17 +43,16 @@ def figures(history: History) -> list[Figure]:
     return found
 
 
-def render(panel: Panel, history: History, theme: Theme) -> str:
+def render(panel: Panel, history: History) -> str:
     """One panel as an SVG data URI; the same bytes for the same run."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Canvas
 
-    settings: Any = theme_settings(theme)
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(SETTINGS):
         figure = Canvas(figsize=SIZE, layout="constrained")
         FigureCanvasSVG(figure)
-        draw_panel(panel, history, figure, theme)
+        draw_panel(panel, history, figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return data_uri("image/svg+xml", buffer.getvalue())
@@ -78,6 +73,7 @@ def picture_uri(path: Path) -> tuple[str | None, str]:
     """A PNG file as a data URI, or None and why it is not shown, in words that follow the file's name."""
     from PIL import Image
 
+    too_large = f"is too large to show (more than {LARGEST_PICTURE:,} pixels); open the file itself"
     unreadable = "cannot be read; it may be being written"
     if not path.is_file():
         return None, unreadable
@@ -85,23 +81,16 @@ def picture_uri(path: Path) -> tuple[str | None, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path) as image:
-                width, height = image.size
-                if width * height > LARGEST_PICTURE:
-                    return None, _too_large(f" ({width} x {height} pixels)")
+                if image.width * image.height > LARGEST_PICTURE:
+                    return None, too_large
                 # Also one of another format, and one that is cut off: decoding finds what a glance at it does not.
                 image.load()
-                if max(width, height) <= LONGEST_SIDE and image.format == "PNG":
-                    return data_uri("image/png", path.read_bytes()), ""
                 image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
                 buffer = io.BytesIO()
                 image.save(buffer, format="PNG")
                 return data_uri("image/png", buffer.getvalue()), ""
     except Image.DecompressionBombError:
-        return None, _too_large()
+        return None, too_large
     # As Pillow and its decoders raise them, by what is damaged.
     except (OSError, SyntaxError, ValueError, EOFError, TypeError, struct.error, zlib.error, MemoryError):
         return None, unreadable
-
-
-def _too_large(size: str = "") -> str:
-    return f"is too large to show{size}; open the file itself"

@@ -10,7 +10,7 @@ LEVELS = (OK, WATCH, PROBLEM)
 
 
 @dataclass(frozen=True)
-class Band:
+class HealthyRange:
     """The limits of a check: where a value is healthy and where it is a problem; between the two it is one to watch.
 
     Limits are inclusive. None leaves a side open.

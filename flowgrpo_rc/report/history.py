@@ -1,5 +1,6 @@
 """Metrics rows as time series, and the few settings that checks need."""
 
+import functools
 import itertools
 import math
 import re
@@ -68,7 +69,8 @@ class History:
     ) -> None:
         self.config = config
         self.broken_lines = broken_lines
-        self._known: dict[str, Series | None] = {}
+        # One name is asked for by several checks and panels, and each time costs a pass over the rows.
+        self._series = functools.cache(self._read)
         steps = _steps(rows)
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
         highest = itertools.accumulate(trained_at, max)
@@ -78,8 +80,7 @@ class History:
         self.rows = [rows[i] for i in order]
         self.steps = [steps[i] for i in order]
         self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
-        trained = (step for step, row in zip(self.steps, self.rows, strict=True) if _trained(row))
-        self.trained = sorted(dict.fromkeys(trained))
+        self.trained = sorted(set(trained_at))
         """The steps that logged more than a validation."""
 
     def series(self, *names: str) -> Series | None:
@@ -87,13 +88,8 @@ class History:
         there = [series for series in map(self._series, names) if series is not None]
         return next((series for series in there if self.now(series) is not None), there[0] if there else None)
 
-    def _series(self, name: str) -> Series | None:
-        """One metric; a ``rollout_corr/`` name also from the rows where the actor logged it, as in bypass mode."""
-        if name not in self._known:
-            self._known[name] = self._read(name)
-        return self._known[name]
-
     def _read(self, name: str) -> Series | None:
+        """One metric; a ``rollout_corr/`` name also from the rows where the actor logged it, as in bypass mode."""
         metrics = (name, f"actor/{name}") if name.startswith(CORRECTION) else (name,)
         points = []
         for step, row in zip(self.steps, self.rows, strict=True):
@@ -122,19 +118,14 @@ class History:
         return None if series is None else self.now(series)
 
     def by_timestep(self) -> dict[str, dict[float, Series]]:
-        """``{metric: {timestep: series}}`` of everything that ``TIMESTEP`` matches; noisy timesteps first."""
+        """``recent`` as ``{metric: {timestep: series}}`` of all that ``TIMESTEP`` matches; noisy timesteps first."""
         found: dict[str, dict[float, Series]] = {}
         for name in self.names:
             match = TIMESTEP.match(name)
-            series = self.series(name) if match else None
+            series = self.recent(name) if match else None
             if match and series is not None:
                 found.setdefault(match["metric"], {})[float(match["t"])] = series
         return {metric: dict(sorted(steps.items(), reverse=True)) for metric, steps in found.items()}
-
-    def now_by_timestep(self, steps: Mapping[float, Series]) -> dict[float, Series]:
-        """``now`` of each timestep; those no longer trained are left out."""
-        recent = ((timestep, self.now(series)) for timestep, series in steps.items())
-        return {timestep: series for timestep, series in recent if series is not None}
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A setting by its dotted name."""
@@ -209,7 +200,7 @@ class History:
         return RunSetup(
             objective=self.objective,
             calibrates_clip=self.setting(f"{LOSS}.clip_ratio") == "auto",
-            clip_sides=self.clip_sides,
+            clip_sides=any(self.setting(f"{LOSS}.clip_ratio_{side}") is not None for side in ("low", "high")),
             limits_the_gap=self.bypasses and self.has_limit,
             fallen_back=self.fallen_back,
             rejection=None if only_weights_reject else str(criteria or RunSetup().rejection),
@@ -222,11 +213,6 @@ class History:
         return not (self.bypasses and self.has_limit) or self.correction("rollout_is_mode") == "mask"
 
     @property
-    def clip_sides(self) -> bool:
-        """Whether the clip band has a width of its own on a side."""
-        return any(self.setting(f"{LOSS}.clip_ratio_{side}") is not None for side in ("low", "high"))
-
-    @property
     def clip_width(self) -> float | None:
         """Half width of the clip band: the narrower side, or the recent mean of a calibrated band; None: unknown.
 
@@ -235,11 +221,11 @@ class History:
         ratio = self.setting(f"{LOSS}.clip_ratio")
         if ratio == "auto":
             if self.fallen_back:
-                return _as_number(self.setting(f"{LOSS}.auto_clip_min"))
+                return as_number(self.setting(f"{LOSS}.auto_clip_min"))
             width = self.recent("actor/clip_ratio_auto_mean")
             return None if width is None else width.mean
         sides = [self.setting(f"{LOSS}.clip_ratio_{side}") for side in ("low", "high")]
-        known = [_as_number(ratio if side is None else side) for side in sides]
+        known = [as_number(ratio if side is None else side) for side in sides]
         return min((side for side in known if side is not None), default=None)
 
 
@@ -248,14 +234,12 @@ LOSS = "actor_rollout_ref.actor.diffusion_loss"
 
 def finite(value: Any) -> float | None:
     """A number as a float; None for anything else, and for one that is NaN, infinite or too large to compute with."""
-    if not isinstance(value, (int, float)):
-        return None
-    if not -LARGEST < value < LARGEST:
+    if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         return None
     return float(value) if abs(value) > 1 / LARGEST else 0.0
 
 
-def _as_number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """``finite``, also of text: YAML reads ``1e-3`` as such."""
     try:
         return finite(float(value) if isinstance(value, str) else value)

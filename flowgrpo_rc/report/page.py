@@ -82,19 +82,17 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         verdict=worst(findings),
         headline=headline(list(findings), history),
         progress=progress(history),
-        trained=bool(history.trained),
         key_numbers=key_numbers(history),
         findings=findings,
         trouble=[finding for finding in findings if finding.level != OK],
         not_checked=[check.title for check in not_checked(findings)],
         settings=settings(history),
-        sde=history.sde,
+        history=history,
+        run=run,
         figures=figures(history),
         samples=_samples(run),
         probe=_probe(run.probe) if run.probe else None,
-        notes=run.notes,
         metrics=_metrics(history),
-        config=run.config_text,
     )
 
 

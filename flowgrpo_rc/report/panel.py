@@ -5,34 +5,45 @@ has one name, one colour and one unit wherever people meet it.
 """
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
 from typing import Any
 
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import WINDOW, History, Series
 
+INK = "#1c2430"
+SOFT = "#5a6675"
+GRID = "#dde2e9"
+BLUE = "#2563a8"
+ORANGE = "#c2570c"
+GREEN = "#2f855a"
+RED = "#b3261e"
 
-@dataclass(frozen=True)
-class Theme:
-    """The colours of one rendering."""
-
-    ink: str
-    soft: str
-    line: str
-    blue: str
-    orange: str
-    green: str
-    red: str
-    sequence: str
-    """The matplotlib colour map of a heat map."""
-
-
-LIGHT = Theme("#1c2430", "#5a6675", "#dde2e9", "#2563a8", "#c2570c", "#2f855a", "#b3261e", "viridis_r")
-DARK = Theme("#e4e8ee", "#9aa6b5", "#2e3743", "#7db3ee", "#f0995a", "#6fcf9b", "#ff8a80", "viridis")
-
+SETTINGS: Any = {
+    "text.color": INK,
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 9.5,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    # The same run gives the same bytes, also on a machine with other fonts and names with a dollar sign.
+    "svg.hashsalt": "flowgrpo_rc",
+    "svg.fonttype": "path",
+    "text.parse_math": False,
+}
+"""Of matplotlib, for ``rc_context``."""
 LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
 """How limits are drawn, in red, in every panel."""
 
@@ -41,12 +52,11 @@ LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
 class Line:
     """One metric over the steps of the run."""
 
-    metrics: str | tuple[str, ...]
-    """Its name. Of several, the first that the run still logs is shown."""
+    metrics: tuple[str, ...]
+    """Its names, of which the first that the run still logs is shown."""
     label: str
     """The entry in the legend."""
-    color: str = "blue"
-    """A field of ``Theme``."""
+    color: str = BLUE
     name: str | None = None
     """What sentences and tables call it, if not by its label. A line with an empty name is only drawn."""
     key: bool = False
@@ -63,9 +73,12 @@ class Line:
 
     def series(self, history: History) -> Series | None:
         """What the run logged of it."""
-        names = (self.metrics,) if isinstance(self.metrics, str) else self.metrics
-        series = history.series(*names)
-        return _running_mean(series) if self.smooth and series is not None else series
+        series = history.series(*self.metrics)
+        if series is None or not self.smooth:
+            return series
+        window = max(WINDOW, len(series) // 40)  # of more steps in long runs, which scatter over more points
+        means = (series.part(max(0, i - window + 1), i + 1).mean for i in range(len(series)))
+        return Series(series.metric, series.steps, tuple(means))
 
 
 @dataclass(frozen=True)
@@ -76,85 +89,59 @@ class Level:
     label: str = ""
     linestyle: str = "--"
 
-    def draw(self, axes: Any, theme: Theme) -> None:
+    def draw(self, axes: Any) -> None:
         """As a horizontal line."""
         if self.label:
             style = {**LIMIT_STYLE, "linestyle": self.linestyle}
-            axes.axhline(self.value, color=theme.red, label=self.label, **style)
+            axes.axhline(self.value, color=RED, label=self.label, **style)
         else:
-            axes.axhline(self.value, color=theme.soft, linewidth=0.8)
+            axes.axhline(self.value, color=SOFT, linewidth=0.8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """What all panels have."""
+    """Metrics over the steps of the run."""
 
     title: str
-    unit: str | Callable[[History], str]
-    """The label of the axis that the values are on; this, the lines and the levels may depend on the run."""
+    unit: str
+    """The label of the axis that the values are on."""
     caption: str
     """What to look for, in one sentence."""
     file: str = ""
     """The stem of its own picture under ``plots/``. Panels that have one are those of ``summary.png``."""
-    lines: Sequence[Line] | Callable[[History], Sequence[Line]] = ()
-    """The metrics that it shows over the steps of the run."""
-    levels: Sequence[Level] | Callable[[History], Sequence[Level]] = ()
-
-    def unit_of(self, history: History) -> str:
-        """Its unit in this run."""
-        return self.unit(history) if callable(self.unit) else self.unit
-
-    def levels_of(self, history: History) -> Sequence[Level]:
-        """Its levels in this run."""
-        return self.levels(history) if callable(self.levels) else self.levels
+    lines: Sequence[Line] = ()
+    levels: Sequence[Level] = ()
+    scale: str = "linear"
+    """``linear``; ``log``, where no value is negative; or ``share``, from 0 to the next round limit up to 1."""
 
     def logged(self, history: History) -> list[tuple[Line, Series]]:
         """Its lines, as far as the run logged them."""
-        lines = self.lines(history) if callable(self.lines) else self.lines
-        return [(line, series) for line in lines if (series := line.series(history)) is not None]
+        return [(line, series) for line in self.lines if (series := line.series(history)) is not None]
 
     def words(self, history: History) -> str:
         """What it shows, for those who cannot see it; empty where the run logged nothing of it."""
-        raise NotImplementedError
-
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
-        """Draws it on matplotlib axes, without title and legend."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinePanel(Panel):
-    """Metrics over the steps of the run."""
-
-    scale: str = "linear"
-    """``linear``; ``log``, where no value is negative; or ``share``, from 0 to the next round limit up to 1."""
-    shaded: tuple[str, str] | None = None
-    """The metrics with the smallest and the largest value of each step; what lies between is filled."""
-
-    def words(self, history: History) -> str:
-        parts = [_from_to(line.spoken, series) for line, series in self.logged(history) if line.spoken]
-        levels = [level.label for level in self.levels_of(history) if level.label]
+        parts = []
+        for line, series in self.logged(history):
+            if line.spoken:
+                ends = f"from {number(series.values[0])} to {number(series.values[-1])}"
+                parts.append(f"{line.spoken} {ends}, steps {series.span[0]}-{series.span[1]}")
+        levels = [level.label for level in self.levels if level.label]
         return "; ".join([*parts, *levels] if parts else [])
 
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
+    def draw(self, history: History, axes: Any) -> None:
+        """Draws it on matplotlib axes, without title and legend."""
         logged = self.logged(history)
         values = [value for _, series in logged for value in series.values]
         logarithmic = self.scale == "log" and min(values) >= 0 and max(values) > 0
-        low, high = map(history.series, self.shaded or ("", ""))
-        if low is not None and high is not None and low.steps == high.steps:
-            shade = {"color": theme.blue, "alpha": 0.2, "linewidth": 0}
-            axes.fill_between(low.steps, low.values, high.values, label="smallest to largest", **shade)
         for line, series in logged:
             # A logarithmic scale has no place for zeros, and a line of nothing else needs no legend.
             points = {step: v for step, v in zip(series.steps, series.values, strict=True) if v > 0 or not logarithmic}
             if points:
                 # A line through one or two points is hard to see without them.
-                style = {"marker": "o" if len(points) < 3 else None, **line.style}
-                axes.plot(
-                    list(points), list(points.values()), color=getattr(theme, line.color), label=line.label, **style
-                )
-        for level in self.levels_of(history):
-            level.draw(axes, theme)
+                style = {"marker": "o" if len(points) < 3 else None, "color": line.color, **line.style}
+                axes.plot(list(points), list(points.values()), label=line.label, **style)
+        for level in self.levels:
+            level.draw(axes)
         if logarithmic:
             _use_log_scale(axes)
         else:
@@ -163,24 +150,23 @@ class LinePanel(Panel):
             top = max(value for drawn in axes.get_lines() for value in drawn.get_ydata())
             limit = next((limit for limit in (0.1, 0.25, 0.5) if top <= 0.9 * limit), 1.0)
             axes.set_ylim(-0.02 * limit, 1.02 * limit)
-        axes.set(xlabel="step", ylabel=self.unit_of(history))
+        axes.set(xlabel="step", ylabel=self.unit)
 
 
-Profiles = dict[str, dict[float, Series]]
-"""Series by metric and timestep."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TimestepPanel(Panel):
-    """The recent means of all metrics of one unit at every timestep, from noise to image."""
+    """The recent means of every gap that is logged by timestep, from noise to image."""
 
-    in_nats: bool
-    """Whether it shows the metrics in nats of a whole step, or those in the log-probs' own unit."""
+    def recent(self, history: History) -> dict[str, dict[float, Series]]:
+        """The last values by metric and timestep; without signed means, which a logarithmic scale cannot show.
 
-    def recent(self, history: History) -> Profiles:
-        """The last values, of the timesteps that are still trained."""
-        found = per_timestep(history, in_nats=self.in_nats).items()
-        return _drawable({metric: history.now_by_timestep(steps) for metric, steps in found})
+        Also without metrics in nats, which say the same in another unit.
+        """
+        found = {}
+        for metric, steps in history.by_timestep().items():
+            is_a_size = not metric.endswith("gap_mean") and "nats" not in metric
+            if is_a_size and len(steps) > 1 and any(max(series.values) > 0 for series in steps.values()):
+                found[metric] = steps
+        return found
 
     def words(self, history: History) -> str:
         found = []
@@ -189,101 +175,29 @@ class TimestepPanel(Panel):
             found.append(f"{metric} over the last {WINDOW} steps: {values}")
         return "; ".join(found)
 
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
-        colors = itertools.cycle((theme.blue, theme.green, theme.orange, theme.soft, theme.ink))
+    def draw(self, history: History, axes: Any) -> None:
+        colors = itertools.cycle((BLUE, GREEN, ORANGE, SOFT, INK))
         for (metric, steps), color in zip(self.recent(history).items(), colors, strict=False):
             label = metric.removeprefix("actor/").removeprefix("rollout_corr/").removeprefix("rollout_sync/")
             means = [series.mean for series in steps.values()]
             axes.plot(list(steps), means, "o-", color=color, label=label, markersize=4)
-        for level in self.levels_of(history):
-            level.draw(axes, theme)
+        for level in self.levels:
+            level.draw(axes)
         axes.invert_xaxis()
         _use_log_scale(axes)
-        axes.set(xlabel="timestep, from noise to image", ylabel=self.unit_of(history))
+        axes.set(xlabel="timestep, from noise to image", ylabel=self.unit)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeatMapPanel(Panel):
-    """The first per-timestep metric over the run: a row a timestep, the colour its size."""
-
-    def words(self, history: History) -> str:
-        found = ((metric, len(steps)) for metric, steps in per_timestep(history, in_nats=False).items())
-        return next((f"{metric} at {count} timesteps over the run" for metric, count in found), "")
-
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
-        from matplotlib.colors import LogNorm
-
-        rows = next(iter(per_timestep(history, in_nats=False).values()))
-        columns = sorted({step for series in rows.values() for step in series.steps})
-        table = []
-        for series in rows.values():
-            # What is not positive has no colour on a logarithmic scale, and stays empty.
-            logged = {step: v for step, v in zip(series.steps, series.values, strict=True) if v > 0}
-            table.append([logged.get(step, math.nan) for step in columns])
-        edges = (columns[0] - 0.5, columns[-1] + 0.5, len(table) - 0.5, -0.5)
-        norm = LogNorm()
-        image = axes.imshow(table, aspect="auto", extent=edges, cmap=theme.sequence, norm=norm, interpolation="none")
-        axes.grid(False)
-        labelled = range(0, len(rows), -(-len(rows) // 10))
-        axes.set_yticks(labelled, [f"{list(rows)[i]:.0f}" for i in labelled])
-        axes.set(xlabel="step", ylabel=self.unit_of(history))
-        bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
-        _use_log_scale(bar.ax)
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(which="both", length=0, colors=theme.soft, labelsize=8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimePanel(Panel):
-    """A bar a stage of the training step; its ``lines`` are for the key numbers alone."""
-
-    def seconds(self, history: History) -> dict[str, float]:
-        """The median over the steps that had the stage, longest first; without those under a thousandth."""
-        names = [name for name in history.names if name.startswith("timing_s/") and name != "timing_s/step"]
-        logged = {name: series for name in names if (series := history.series(name)) is not None}
-        found = {name.removeprefix("timing_s/"): median(series.values) for name, series in logged.items()}
-        least = 1e-3 * sum(found.values())
-        return dict(sorted(((k, v) for k, v in found.items() if v > least), key=lambda item: -item[1]))
-
-    def words(self, history: History) -> str:
-        return "; ".join(f"{stage} {number(seconds)} s" for stage, seconds in self.seconds(history).items())
-
-    def draw(self, history: History, axes: Any, theme: Theme) -> None:
-        stages = self.seconds(history)
-        bars = axes.barh(list(stages), list(stages.values()), color=theme.blue, height=0.62)
-        labels = [f"{number(seconds)} s" for seconds in stages.values()]
-        axes.bar_label(bars, labels, padding=4, color=theme.ink, fontsize=9)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.margins(x=0.18)
-        axes.set(xlabel=self.unit_of(history))
-
-
-def per_timestep(history: History, *, in_nats: bool) -> Profiles:
-    """Per-timestep sizes in nats or in the log-probs' own unit; without signed means, which a log scale cannot show."""
-    found = history.by_timestep().items()
-    return _drawable({m: s for m, s in found if not m.endswith("gap_mean") and ("nats" in m) == in_nats})
-
-
-def _drawable(profiles: Profiles) -> Profiles:
-    """Those of more than one timestep, with something that a log scale can show."""
-    kept: Profiles = {}
-    for metric, steps in profiles.items():
-        if len(steps) > 1 and any(max(series.values) > 0 for series in steps.values()):
-            kept[metric] = steps
-    return kept
-
-
-def draw_panel(panel: Panel, history: History, figure: Any, theme: Theme, title: str | None = None) -> None:
+def draw_panel(panel: Panel, history: History, figure: Any, title: str | None = None) -> None:
     """The panel of a run on a matplotlib figure or subfigure of its own, with its legend above the axes.
 
-    To be called with ``theme_settings(theme)`` in force. A ``title`` heads the legend; without one, a line that stands
+    To be called with ``SETTINGS`` in force. A ``title`` heads the legend; without one, a line that stands
     alone has no legend.
     """
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.subplots()
-    panel.draw(history, axes, theme)
+    panel.draw(history, axes)
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) > 1 or (labels and title):
         style = {"frameon": False, "borderaxespad": 0.1, "columnspacing": 1.2, "alignment": "left"}
@@ -291,33 +205,6 @@ def draw_panel(panel: Panel, history: History, figure: Any, theme: Theme, title:
         figure.legend(loc="outside upper left", ncols=_legend_columns(labels), **style, **heading)
     if axes.get_xlabel() == "step":
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
-
-
-def theme_settings(theme: Theme) -> dict[str, Any]:
-    """matplotlib settings of a theme, for ``rc_context``."""
-    return {
-        "text.color": theme.ink,
-        "axes.labelcolor": theme.soft,
-        "axes.edgecolor": theme.line,
-        "axes.facecolor": "none",
-        "xtick.color": theme.line,
-        "ytick.color": theme.line,
-        "xtick.labelcolor": theme.soft,
-        "ytick.labelcolor": theme.soft,
-        "axes.grid": True,
-        "grid.color": theme.line,
-        "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "font.size": 9.5,
-        "legend.fontsize": 9,
-        "lines.linewidth": 1.8,
-        # The same run gives the same bytes, also on a machine with other fonts and names with a dollar sign.
-        "svg.hashsalt": "flowgrpo_rc",
-        "svg.fonttype": "path",
-        "text.parse_math": False,
-    }
 
 
 def _use_log_scale(axes: Any) -> None:
@@ -329,19 +216,6 @@ def _use_log_scale(axes: Any) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", which="minor", length=0)
-
-
-def _from_to(name: str, series: Series) -> str:
-    """``training reward from 0.63 to 0.75, steps 1-60``."""
-    values = series.values
-    return f"{name} from {number(values[0])} to {number(values[-1])}, steps {series.span[0]}-{series.span[1]}"
-
-
-def _running_mean(series: Series) -> Series:
-    """At each point the mean of the last ``WINDOW`` values; of more in long runs, which scatter over more points."""
-    window = max(WINDOW, len(series) // 40)
-    means = tuple(fmean(series.values[max(0, i - window + 1) : i + 1]) for i in range(len(series)))
-    return Series(series.metric, series.steps, means)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:

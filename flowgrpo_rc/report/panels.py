@@ -5,20 +5,11 @@ To show a new metric, add a line to one of them, or a panel.
 
 from typing import Any
 
-from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS, importance_weight_bound
+from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
 from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import REWARD, WINDOW, History
-from flowgrpo_rc.report.panel import (
-    LIMIT_STYLE,
-    HeatMapPanel,
-    Level,
-    Line,
-    LinePanel,
-    Panel,
-    TimePanel,
-    TimestepPanel,
-)
+from flowgrpo_rc.report.panel import GREEN, LIMIT_STYLE, ORANGE, RED, SOFT, Level, Line, Panel, TimestepPanel
 from flowgrpo_rc.rewards.config import STATISTICS
 
 THIN: dict[str, Any] = {"linewidth": 1}
@@ -29,11 +20,108 @@ PART_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 3, 1, 3)))
 
 
 def panels_of(history: History) -> list[Panel]:
-    """Every panel that the run logged something for."""
-    return [panel for panel in PANELS if panel.words(history)]
+    """Every panel that the run logged something for, in the page's order."""
+    # Log-probs of SDE steps are means over latent dimensions; those of ``cps`` and of tokens have a unit of their own.
+    log_ratio = "|log ratio| per dimension" if history.sde and not history.cps else "|log ratio|"
+    clip_level = _clip_level(history)
+    panels = (
+        Panel(
+            title="Reward",
+            unit="reward",
+            file="reward",
+            lines=_reward_lines(history),
+            caption="Both should climb; only held out falling: the reward is being gamed.",
+        ),
+        Panel(
+            title="Clipped samples",
+            unit="share of samples",
+            file="clip_fraction",
+            scale="share",
+            # None where the objective has no clip band that samples can lie outside of.
+            lines=CLIP_LINES if history.clips else (),
+            caption="Before learning: what the gap alone puts outside the clip band.",
+        ),
+        Panel(
+            title="Gap between engine and actor",
+            unit=log_ratio,
+            file="log_prob_gap",
+            scale="log",
+            lines=_gap_lines(history),
+            # A calibrated clip band is a line, as it moves from step to step.
+            levels=clip_level if history.series("actor/clip_ratio_auto_mean") is None else (),
+            caption="Steady; where the clip band is drawn, well below it.",
+        ),
+        TimestepPanel(
+            title="Gap by timestep",
+            unit=log_ratio,
+            levels=clip_level,
+            caption=f"Last {WINDOW} steps; smooth, and where the clip band is drawn, below it.",
+        ),
+        Panel(
+            title="Effective sample size",
+            unit="share of the batch",
+            scale="share",
+            lines=(Line(("rollout_corr/rollout_is_eff_sample_size",), "effective sample size"),),
+            levels=_sample_size_levels(history),
+            caption="1: every sample counts alike; below .3 a few carry all.",
+        ),
+        Panel(
+            title="KL of rollout from training",
+            unit="in units of the log-probs",
+            lines=KL_LINES,
+            levels=(Level(0),),
+            caption="Around 0; a steady offset is not rounding.",
+        ),
+        Panel(
+            title="Samples that teach nothing",
+            unit="share of samples",
+            file="rejected_fraction",
+            scale="share",
+            lines=LOST_SAMPLES,
+            levels=_veto_levels(history),
+            caption="Low; rejection should be for outliers.",
+        ),
+        Panel(
+            title="Shift of the policy within a batch",
+            unit="mean log ratio, old over new",
+            lines=(Line(("actor/ppo_kl",), "KL from the old policy", key=True),),
+            levels=(Level(0),),
+            caption="Small against the clip band; a jump is a step that was too large.",
+        ),
+        Panel(
+            title="Where the time goes",
+            unit="seconds",
+            lines=STAGES,
+            caption="The rest is mostly validation and saving, which happen in some steps only.",
+        ),
+    )
+    return [panel for panel in panels if panel.words(history)]
 
 
-def reward_lines(history: History) -> list[Line]:
+CLIP_LINES = (
+    Line(("actor/pg_clipfrac_first",), "before learning", RED, name="clipped before learning", key=True),
+    Line(("actor/pg_clipfrac",), "all mini-steps", name="clipped over all mini-steps", key=True),
+    Line(("actor/pg_clipfrac_inert",), "no gradient", SOFT, name="clipped without a gradient"),
+)
+KL_LINES = (
+    Line(("rollout_corr/kl",), "KL, either sign"),
+    Line(("rollout_corr/k3_kl",), "k3, non-negative", ORANGE),
+)
+LOST_SAMPLES = (
+    Line(("rollout_corr/rollout_rs_masked_fraction",), "rejected steps", key=True),
+    Line(("rollout_corr/rollout_rs_seq_masked_fraction",), "rejected rows", style={"linestyle": ":"}),
+    Line(("rollout_corr/rollout_is_veto_fraction",), "vetoed rows", RED),
+    Line(("reward/zero_std_fraction",), "groups with equal rewards", ORANGE),
+)
+STAGES = (
+    Line(("timing_s/step",), "the whole step", SOFT, name="seconds a step", key=True),
+    Line(("timing_s/rollout",), "rollout"),
+    Line(("timing_s/reward",), "reward", GREEN),
+    Line(("timing_s/update",), "update", ORANGE),
+)
+
+
+def _reward_lines(history: History) -> list[Line]:
     """Training reward with its running mean, what it is made of if of several rewards, and the held-out reward."""
     parts = [n for n in history.names if n.startswith("reward/") and n.removeprefix("reward/") not in STATISTICS]
     lines = [
@@ -43,33 +131,22 @@ def reward_lines(history: History) -> list[Line]:
     if len(parts) > 1:
         for part, dashes in zip(parts, PART_STYLES, strict=False):
             style = {**THIN, "linestyle": dashes}
-            lines.append(Line(part, part.removeprefix("reward/"), "green", style=style, smooth=True))
-    held_out = Line("val/reward/mean", "held out", "orange", name="held-out reward", key=True, style=POINTS)
+            lines.append(Line((part,), part.removeprefix("reward/"), GREEN, style=style, smooth=True))
+    held_out = Line(("val/reward/mean",), "held out", ORANGE, name="held-out reward", key=True, style=POINTS)
     return [*lines, held_out]
 
 
-def clip_lines(history: History) -> list[Line]:
-    """Shares outside the clip band; none where the objective has no such band."""
-    if not history.clips:
-        return []
-    return [
-        Line("actor/pg_clipfrac_first", "before learning", "red", name="clipped before learning", key=True),
-        Line("actor/pg_clipfrac", "all mini-steps", name="clipped over all mini-steps", key=True),
-        Line("actor/pg_clipfrac_inert", "no gradient", "soft", name="clipped without a gradient"),
-    ]
-
-
-def gap_lines(history: History) -> list[Line]:
+def _gap_lines(history: History) -> list[Line]:
     """The gap that training meets, the probe's, and the staleness."""
     # Before an update where the clip is centred at the engine, else as it is corrected.
     mean = GAP[1:]
     largest = ("actor/ratio_deviation_first", "rollout_corr/logprob_abs_diff_max")
     lines = [
-        Line(GAP[0], "probe, equal weights", "green", name="gap with equal weights", style=THIN),
-        Line("rollout_sync/staleness_abs_mean", "staleness", "orange"),
+        Line(GAP[:1], "probe, equal weights", GREEN, name="gap with equal weights", style=THIN),
+        Line(("rollout_sync/staleness_abs_mean",), "staleness", ORANGE),
     ]
     if history.clips_at_the_engine:
-        lines.append(Line("actor/clip_ratio_auto_mean", "clip band (auto)", "red", style=LIMIT_STYLE))
+        lines.append(Line(("actor/clip_ratio_auto_mean",), "clip band (auto)", RED, style=LIMIT_STYLE))
     else:
         mean = mean[::-1]
         largest = largest[::-1]
@@ -80,40 +157,13 @@ def gap_lines(history: History) -> list[Line]:
     ]
 
 
-def log_ratio_unit(history: History) -> str:
-    """Log-probs of SDE steps are means over latent dimensions; those of ``cps`` and of tokens are not nats of that."""
-    return "|log ratio| per dimension" if history.sde and not history.cps else "|log ratio|"
-
-
-def clip_level(history: History) -> list[Level]:
+def _clip_level(history: History) -> list[Level]:
     """The clip band's half width, where the gap uses it up: where the clip is centred at the engine."""
     width = history.clip_width if history.clips_at_the_engine else None
     return [Level(width, f"clip band {number(width)}")] if width else []
 
 
-def fixed_clip_level(history: History) -> list[Level]:
-    """The same for a band that is not calibrated at every step."""
-    return clip_level(history) if history.series("actor/clip_ratio_auto_mean") is None else []
-
-
-def veto_level(history: History) -> list[Level]:
-    """The limit of vetoed rows, where there are any."""
-    vetoed = history.series("rollout_corr/rollout_is_veto_fraction")
-    limit = _limits(history, "veto").problem_high
-    return [Level(limit, f"vetoed rows, limit {limit:g}")] if vetoed is not None and max(vetoed.values) > 0 else []
-
-
-def weight_levels(history: History) -> list[Level]:
-    """The weight of equal policies, and the upper bound where the weights come near it."""
-    largest = history.series("rollout_corr/rollout_is_max")
-    bound = importance_weight_bound(history)
-    if bound is None or largest is None or max(largest.values) <= 0.5 * (1 + bound):
-        return [Level(1)]
-    return [Level(1), Level(bound, f"bound {number(bound)}")]
-
-
-def sample_size_levels(history: History) -> list[Level]:
-    """The limits of the check of the effective sample size."""
+def _sample_size_levels(history: History) -> list[Level]:
     limits = _limits(history, "ess")
     return [
         Level(limits.low, f"watch below {limits.low:g}", ":"),
@@ -121,121 +171,13 @@ def sample_size_levels(history: History) -> list[Level]:
     ]
 
 
+def _veto_levels(history: History) -> list[Level]:
+    """The limit of vetoed rows, where there are any."""
+    vetoed = history.series("rollout_corr/rollout_is_veto_fraction")
+    limit = _limits(history, "veto").problem_high
+    return [Level(limit, f"vetoed rows, limit {limit:g}")] if vetoed is not None and max(vetoed.values) > 0 else []
+
+
 def _limits(history: History, check: str) -> Any:
     """The limits of a check of the correction, for this kind of log-prob."""
     return next(c for c in CORRECTION_CHECKS if c.name == check).limits_for(history)
-
-
-PANELS: tuple[Panel, ...] = (
-    LinePanel(
-        title="Reward",
-        unit="reward",
-        file="reward",
-        lines=reward_lines,
-        caption="Both should climb; only held out falling: the reward is being gamed.",
-    ),
-    LinePanel(
-        title="Clipped samples",
-        unit="share of samples",
-        file="clip_fraction",
-        scale="share",
-        lines=clip_lines,
-        caption="Before learning: what the gap alone puts outside the clip band.",
-    ),
-    LinePanel(
-        title="Gap between engine and actor",
-        unit=log_ratio_unit,
-        file="log_prob_gap",
-        scale="log",
-        lines=gap_lines,
-        levels=fixed_clip_level,
-        caption="Steady; where the clip band is drawn, well below it.",
-    ),
-    TimestepPanel(
-        title="Gap by timestep",
-        unit=log_ratio_unit,
-        in_nats=False,
-        levels=clip_level,
-        caption=f"Last {WINDOW} steps; smooth, and where the clip band is drawn, below it.",
-    ),
-    HeatMapPanel(
-        title="Gap by timestep over the run",
-        unit="timestep",
-        caption="Rows keep their colour while nothing changes.",
-    ),
-    TimestepPanel(
-        title="Gap in nats by timestep",
-        unit="nats of the whole step",
-        in_nats=True,
-        caption="What the whole step's densities differ by; smooth.",
-    ),
-    LinePanel(
-        title="Importance weights",
-        unit="importance weight",
-        lines=(Line("rollout_corr/rollout_is_mean", "mean", name="mean weight"),),
-        shaded=("rollout_corr/rollout_is_min", "rollout_corr/rollout_is_max"),
-        levels=weight_levels,
-        caption="Around 1; far from the bound.",
-    ),
-    LinePanel(
-        title="Effective sample size",
-        unit="share of the batch",
-        scale="share",
-        lines=(Line("rollout_corr/rollout_is_eff_sample_size", "effective sample size"),),
-        levels=sample_size_levels,
-        caption="1: every sample counts alike; below .3 a few carry all.",
-    ),
-    LinePanel(
-        title="KL of rollout from training",
-        unit="in units of the log-probs",
-        lines=(Line("rollout_corr/kl", "KL, either sign"), Line("rollout_corr/k3_kl", "k3, non-negative", "orange")),
-        levels=(Level(0),),
-        caption="Around 0; a steady offset is not rounding.",
-    ),
-    LinePanel(
-        title="Perplexity ratio",
-        unit="ratio of perplexities",
-        lines=(Line("rollout_corr/ppl_ratio", "perplexity, training over rollout"),),
-        levels=(Level(1),),
-        caption="Around 1.",
-    ),
-    LinePanel(
-        title="Chi-squared divergence",
-        unit="chi-squared",
-        scale="log",
-        lines=(
-            Line("rollout_corr/chi2_token", "single ratios", name="chi-squared of single ratios"),
-            Line("rollout_corr/chi2_seq", "whole rows", "orange", name="chi-squared of whole rows"),
-        ),
-        levels=(Level(1, "1"),),
-        caption="Well below 1.",
-    ),
-    LinePanel(
-        title="Samples that teach nothing",
-        unit="share of samples",
-        file="rejected_fraction",
-        scale="share",
-        lines=(
-            Line("rollout_corr/rollout_rs_masked_fraction", "rejected steps", key=True),
-            Line("rollout_corr/rollout_rs_seq_masked_fraction", "rejected rows", style={"linestyle": ":"}),
-            Line("rollout_corr/rollout_is_veto_fraction", "vetoed rows", "red"),
-            Line("reward/zero_std_fraction", "groups with equal rewards", "orange"),
-        ),
-        levels=veto_level,
-        caption="Low; rejection should be for outliers.",
-    ),
-    LinePanel(
-        title="Shift of the policy within a batch",
-        unit="mean log ratio, old over new",
-        lines=(Line("actor/ppo_kl", "KL from the old policy", key=True),),
-        levels=(Level(0),),
-        caption="Small against the clip band; a jump is a step that was too large.",
-    ),
-    TimePanel(
-        title="Where the time goes",
-        unit="seconds, median of the steps that had it",
-        lines=(Line("timing_s/step", "seconds a step", key=True),),
-        caption="Validation and saving happen in some steps only.",
-    ),
-)
-"""In the page's order."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.messages import one_line, reason
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.run_folder import RunFolder, read_rows
 
@@ -58,7 +59,7 @@ def read_run(root: str | Path) -> Run:
     try:
         rows, broken = read_rows(folder.metrics)
     except OSError as error:
-        raise _unreadable(folder.metrics, error) from error
+        raise _refused(folder.metrics, f"cannot be read ({_why(error)})") from error
     rows, notes = _usable(rows)
     if not rows:
         raise NotARunError(f"{_printable(str(folder.metrics))}: no complete line in it; wait until a step is done")
@@ -100,9 +101,15 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def _unreadable(path: Path, error: Exception) -> NotARunError:
-    lines = str(getattr(error, "strerror", None) or error).splitlines() or [type(error).__name__]
-    return NotARunError(f"{_printable(str(path))}: cannot be read ({_printable(lines[0][:200])}); repair or remove it")
+def _why(error: Exception) -> str:
+    """The error in a line that can be printed."""
+    if isinstance(error, RecursionError):
+        return "it nests too deeply"
+    return _printable(reason(error) if isinstance(error, OSError) else one_line(error, 200))
+
+
+def _refused(path: Path, fault: str) -> NotARunError:
+    return NotARunError(f"{_printable(str(path))}: {fault}; repair or remove it")
 
 
 def _mapping(path: Path) -> tuple[dict[str, Any] | None, str]:
@@ -112,7 +119,7 @@ def _mapping(path: Path) -> tuple[dict[str, Any] | None, str]:
     if not os.path.lexists(path):
         return None, ""
     if not path.is_file():
-        raise NotARunError(f"{_printable(str(path))}: is no file; repair or remove it")
+        raise _refused(path, "is no file")
     try:
         if path.stat().st_size > LARGEST_CONFIG:
             raise ValueError(f"larger than {LARGEST_CONFIG} bytes")
@@ -120,15 +127,11 @@ def _mapping(path: Path) -> tuple[dict[str, Any] | None, str]:
         content = yaml.safe_load(text)
         if isinstance(content, dict):
             _count_settings(content)
-    except RecursionError:
-        raise _unreadable(path, ValueError("it nests too deeply")) from None
-    # A date that does not exist, an integer of too many digits and `!!int ''` are errors of the values' own classes.
-    except (yaml.YAMLError, ValueError, OverflowError, TypeError, LookupError, AttributeError, OSError) as error:
-        raise _unreadable(path, error) from error
+    # Values raise errors of their own classes: a date that does not exist, an integer of too many digits, `!!int ''`.
+    except Exception as error:
+        raise _refused(path, f"cannot be read ({_why(error)})") from error
     if not isinstance(content, dict):
-        raise NotARunError(
-            f"{_printable(str(path))}: expected a mapping, found {type(content).__name__}; repair or remove it"
-        )
+        raise _refused(path, f"expected a mapping, found {type(content).__name__}")
     return content, text
 
 
@@ -155,12 +158,10 @@ def _probe(path: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
         if _is_probe(content):
             return content, ()
-        reason = "not what flowgrpo-rc probe writes"
-    except RecursionError:
-        reason = "it nests too deeply"
-    except (ValueError, OSError) as error:
-        reason = _printable(str(error)[:200])
-    return None, (f"{path.name} was left out: {reason}.",)
+        fault = "not what flowgrpo-rc probe writes"
+    except (RecursionError, ValueError, OSError) as error:
+        fault = _why(error)
+    return None, (f"{path.name} was left out: {fault}.",)
 
 
 def _is_probe(content: Any) -> bool:

@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
+from flowgrpo_rc.report.finding import OK, WATCH, Finding, number, worst
 from flowgrpo_rc.report.history import LOSS, History, finite
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -22,7 +22,6 @@ def headline(findings: list[Finding], history: History) -> str:
     first = next(f for f in findings if f.level == level)
     if level == WATCH:
         return f"Watch: {count} of {len(findings)} checks left the healthy range"
-    assert level == PROBLEM
     more = f" and {count - 1} more" if count > 1 else ""
     return f"Problem: {first.title.lower()}{more}"
 

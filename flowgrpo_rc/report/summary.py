@@ -5,12 +5,13 @@ All are drawn from ``panels``, as the page is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import WINDOW, History
-from flowgrpo_rc.report.panel import LIGHT, LinePanel, Panel, draw_panel, theme_settings
+from flowgrpo_rc.report.panel import SETTINGS, draw_panel
 from flowgrpo_rc.report.panels import panels_of
 from flowgrpo_rc.run_folder import write_whole
 
@@ -40,7 +41,6 @@ def key_numbers(history: History) -> list[KeyNumber]:
     """The key numbers that the run still logs, in the panels' order."""
     found = []
     for panel in panels_of(history):
-        is_share = isinstance(panel, LinePanel) and panel.scale == "share"
         for line, series in panel.logged(history):
             if not line.key or history.now(series) is None:
                 continue
@@ -48,18 +48,15 @@ def key_numbers(history: History) -> list[KeyNumber]:
             count = 1 if series.metric.startswith("val/") else max(1, min(WINDOW, len(series) // 3))
             first = series.part(0, count)
             last = series.part(-count, len(series))
-            found.append(KeyNumber(line.spoken, first.mean, last.mean, is_share))
+            found.append(KeyNumber(line.spoken, first.mean, last.mean, panel.scale == "share"))
     return found
 
 
 def closing_table(history: History, title: str) -> Any:
     """The key numbers as a table of ``rich``."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=title)
-    table.add_column("")
-    table.add_column("first", justify="right")
-    table.add_column("last", justify="right")
+    table = Table("", Column("first", justify="right"), Column("last", justify="right"), title=title)
     for entry in key_numbers(history):
         table.add_row(entry.name, entry.text(entry.first), entry.text(entry.last))
     return table
@@ -71,33 +68,28 @@ def write_plots(history: History, folder: Path) -> list[Path]:
     Raises:
         OSError: one cannot be written; matplotlib raises errors of its own beside.
     """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     panels = [panel for panel in panels_of(history) if panel.file]
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {folder / f"{panel.file}.png": [panel] for panel in panels}
     if panels:
         pictures[folder / "overview.png"] = panels
     for path, shown in pictures.items():
-        _write_picture(path, shown, history)
+        columns = min(2, len(shown))
+        rows = -(-len(shown) // columns)
+        with matplotlib.rc_context(SETTINGS | {"figure.facecolor": "white"}):
+            layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06)
+            figure = Figure(figsize=(PANEL_SIZE[0] * columns, PANEL_SIZE[1] * rows), layout=layout)
+            FigureCanvasAgg(figure)
+            places = figure.subfigures(rows, columns, squeeze=False)
+            for place, panel in zip(places.flat, shown, strict=False):
+                draw_panel(panel, history, place, title=panel.title)
+            write_whole(path, partial(figure.savefig, format="png", dpi=DOTS_PER_INCH))
     return list(pictures)
-
-
-def _write_picture(path: Path, panels: Sequence[Panel], history: History) -> None:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    settings: Any = {**theme_settings(LIGHT), "figure.facecolor": "white"}
-    with matplotlib.rc_context(settings):
-        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06)
-        figure = Figure(figsize=(PANEL_SIZE[0] * columns, PANEL_SIZE[1] * rows), layout=layout)
-        FigureCanvasAgg(figure)
-        places = figure.subfigures(rows, columns, squeeze=False)
-        for place, panel in zip(places.flat, panels, strict=False):
-            draw_panel(panel, history, place, LIGHT, title=panel.title)
-        write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH))
 
 
 def stack_pictures(path: Path, pictures: Sequence[Path]) -> None:

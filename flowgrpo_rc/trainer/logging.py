@@ -4,6 +4,7 @@ import math
 import warnings
 from typing import Any
 
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import closing_table
@@ -49,6 +50,8 @@ class RunLogger:
 
     def start(self, first_step: int, config: dict[str, Any], project: str, experiment: str) -> None:
         """Open trackers and the progress bar."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         others = [name for name in self._trackers if name != "console"]
         if others:
             try:
@@ -60,7 +63,13 @@ class RunLogger:
             except Exception as error:  # trackers raise errors of every kind, and none may cost the run
                 self._report_lost(", ".join(others), error)
         if self._console.is_terminal and not self._console.quiet:
-            self._progress = _progress_bar(self._console)
+            self._progress = Progress(
+                MofNCompleteColumn(),
+                BarColumn(24),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self._console,
+            )
             self._task = self._progress.add_task("training", total=self._total, completed=first_step, note="")
             self._progress.start()
 
@@ -87,7 +96,7 @@ class RunLogger:
             raise NonFiniteMetricError(f"step {step}: non-finite metrics: {', '.join(sorted(bad))}")
         if self._main:
             self._folder.append({"step": step, **metrics})
-        for tracker in self._open_trackers():
+        for tracker in list(self._accelerator.trackers):  # a copy, as one that is lost is removed on the way
             try:
                 tracker.log(metrics, step=step)
             except Exception as error:  # see ``start``
@@ -106,24 +115,17 @@ class RunLogger:
     def close(self) -> None:
         """Close the progress bar and the trackers."""
         self._stop_progress()
-        trackers = self._open_trackers()
-        for tracker in trackers:
+        for tracker in self._accelerator.trackers:
             try:
                 tracker.finish()
             except Exception as error:  # see ``start``
                 self._report_lost(tracker.name, error)
-        if trackers:
-            # ``end_training`` would finish them once more.
-            self._accelerator.trackers.clear()
+        # ``end_training`` would finish them once more.
+        self._accelerator.trackers.clear()
         self._accelerator.end_training()
 
-    def _open_trackers(self) -> list[Any]:
-        """A copy, so that a tracker can be removed on the way."""
-        return list(getattr(self._accelerator, "trackers", ()))
-
     def _report_lost(self, name: str, error: Exception) -> None:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        self.alert(f"error: {name} takes no more metrics ({reason}); {self._folder.metrics} has them all")
+        self.alert(f"error: {name} takes no more metrics ({one_line(error)}); {self._folder.metrics} has them all")
 
     def _stop_progress(self) -> None:
         if self._progress is not None:
@@ -131,35 +133,18 @@ class RunLogger:
             self._progress = None
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
-        note = _note(metrics)
+        parts = []
+        for name, sources, form in NOTED:
+            value = next((metrics[source] for source in sources if source in metrics), None)
+            if value is not None:
+                parts.append(f"{name} {value:{form}}")
+        note = "  ".join(parts)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
         # Without a bar, about twenty lines a run; validations are always worth one.
         is_due = self._progress is None and step % max(1, self._total // 20) == 0
         if is_due or "val/reward/mean" in metrics:
             self.say(f"step {step}/{self._total}  {note}")
-
-
-def _note(metrics: dict[str, float]) -> str:
-    """``reward 0.573  kl +8.7e-05  clipped 5%  gap 2.3e-04``, as far as the step logged it."""
-    parts = []
-    for name, sources, form in NOTED:
-        value = next((metrics[source] for source in sources if source in metrics), None)
-        if value is not None:
-            parts.append(f"{name} {value:{form}}")
-    return "  ".join(parts)
-
-
-def _progress_bar(console: Any) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        MofNCompleteColumn(),
-        BarColumn(24),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-    )
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

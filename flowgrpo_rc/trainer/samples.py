@@ -46,14 +46,11 @@ def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 
         # Small images keep their pixels sharp: what the model drew is to be seen, not what smoothing makes of it.
         scale = Image.Resampling.NEAREST if max(picture.size) < CELL else Image.Resampling.LANCZOS
         canvas.paste(picture.resize((CELL, CELL), scale), (x, y))
+        prompt = sample.prompt if len(sample.prompt) <= 17 else f"{sample.prompt[:16]}…"
         pen.rectangle((x, y, x + CELL - 1, y + CELL - 1), outline="#bbbbbb")
-        pen.text((x, y + CELL + 2), _shortened(sample.prompt), fill="black", font=font)
+        pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
         colour = "#0a7d32" if sample.reward >= 0.999 else "#b3261e"
         read = "" if sample.text is None else f' read "{sample.text}"'
         pen.text((x, y + CELL + 16), f"{sample.reward:.2f}{read}"[:20], fill=colour, font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))
-
-
-def _shortened(prompt: str, limit: int = 17) -> str:
-    return prompt if len(prompt) <= limit else prompt[: limit - 1] + "…"

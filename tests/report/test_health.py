@@ -9,7 +9,7 @@ from rows import COLLAPSING, HEALTHY, rows, settings
 
 from flowgrpo_rc.report import check_health, worst
 from flowgrpo_rc.report.checks_correction import WEIGHT_CHECKS
-from flowgrpo_rc.report.finding import LEVELS, Band, number
+from flowgrpo_rc.report.finding import LEVELS, HealthyRange, number
 from flowgrpo_rc.report.health import CHECKS, not_checked
 from flowgrpo_rc.report.history import TIMESTEP, WINDOW, History
 
@@ -323,7 +323,7 @@ def test_nan_never_passes():
 
 
 def test_settings_decide_what_is_checked():
-    """Nothing is clipped by reinforce; decoupled mode is not centred at the engine; auto takes the measured band."""
+    """Nothing is clipped by reinforce; decoupled mode is not centred at the engine; auto takes what was measured."""
     rc = "algorithm__rollout_correction"
     reinforce = settings(**{f"{rc}__loss_type": "reinforce"})
     assert found(rows(actor__pg_clipfrac_first=0.9), reinforce, "clip_first") is None
@@ -354,12 +354,12 @@ def test_what_could_not_be_checked_is_named():
     assert {c.name for c in not_checked(findings)} == {c.name for c in CHECKS} - {"log"}
 
 
-def test_bands():
-    band = Band(0.5, 2.0, 0.1, 10.0)
-    judged = [band.judge(v) for v in (0.05, 0.3, 0.5, 1.9, 2.0, 3.0, 11.0)]
+def test_healthy_ranges():
+    limits = HealthyRange(0.5, 2.0, 0.1, 10.0)
+    judged = [limits.judge(v) for v in (0.05, 0.3, 0.5, 1.9, 2.0, 3.0, 11.0)]
     assert [level for level, _ in judged] == ["problem", "watch", "ok", "ok", "ok", "watch", "problem"]
     assert [limit for _, limit in judged] == [0.1, 0.5, 0.5, 2.0, 2.0, 2.0, 10.0]
-    assert band.words() == "healthy 0.5 to 2, problem below 0.1 or above 10"
+    assert limits.words() == "healthy 0.5 to 2, problem below 0.1 or above 10"
     assert [number(v) for v in (0, 9.1e-4, 5e-4, 0.123456, 1234.5, -2e-7)] == [
         *("0", "9.1e-4", "5e-4", "0.123", "1234"),
         "-2e-7",
@@ -372,8 +372,8 @@ def test_checks_have_names_limits_and_one_sentence_of_advice():
         assert check.reason.endswith(".")
         assert check.advice.endswith(".")
         assert ". " not in check.advice
-        for band in filter(None, (check.sde, check.tokens)):
-            assert band.words()
+        for limits in filter(None, (check.sde, check.tokens)):
+            assert limits.words()
     assert set(HEALTHY) >= {"actor/pg_clipfrac_first"}
 
 

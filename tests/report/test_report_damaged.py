@@ -112,24 +112,24 @@ def test_values_that_cannot_be_drawn_leave_one_figure_out(run, monkeypatch):
     """Denormal values once broke a colour bar; whatever matplotlib raises costs one figure."""
     real = figures.render
 
-    def broken(panel, history, theme):
+    def broken(panel, history):
         if panel.title == "Reward":
             raise RuntimeError("first line\nsecond line")
-        return real(panel, history, theme) if panel.title.startswith("Gap") else "data:,"
+        return real(panel, history) if panel.title.startswith("Gap") else "data:,"
 
     monkeypatch.setattr(figures, "render", broken)
     path, _ = write_report(read_run(run))
     text = path.read_text()
     assert "This figure cannot be drawn (RuntimeError: first line)." in text
     assert "second line" not in text
-    assert text.count("<source") >= 3
+    assert text.count('<img src="data:') >= 5
 
 
 @pytest.mark.parametrize("value", [1e-320, 1e149, -1e149])
 def test_figures_of_extreme_values(value):
     made = [dict.fromkeys(row, value) | {"step": row["step"]} for row in rows(3)]
     for figure in figures.figures(History(made, CONFIG)):
-        assert figure.light, figure.caption
+        assert figure.uri, figure.caption
 
 
 @pytest.mark.parametrize("name", ["reward/\ud800", "reward/\0", "reward/\n", "reward/\x1b[31m", "reward/\u202e"])
@@ -140,7 +140,7 @@ def test_names_that_cannot_be_shown_are_escaped(run, name):
     assert len(shown) == 2
     assert all(n.isprintable() for n in read.rows[0])
     reward = figures.panels_of(read.history)[0]
-    assert figures.render(reward, read.history, figures.LIGHT)
+    assert figures.render(reward, read.history)
 
 
 @pytest.mark.usefixtures("unfigured")

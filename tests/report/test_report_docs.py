@@ -17,8 +17,8 @@ def test_every_check_has_its_row_with_its_limits_and_advice():
         row = ROWS[check.name]
         for text in (check.title, check.reason, check.advice):
             assert text in row, (check.name, text)
-        for band in filter(None, (check.sde, check.tokens)):
-            assert (check.limits or band.words()) in row, check.name
+        for limits in filter(None, (check.sde, check.tokens)):
+            assert (check.limits or limits.words()) in row, check.name
         assert ("not checked" in row) == (check.sde is None or check.tokens is None)
 
 
