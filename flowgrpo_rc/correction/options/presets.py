@@ -140,7 +140,7 @@ class Presets:
     bypass_ppo_clip_geo_rs = Preset("``bypass_ppo_clip``, rows rejected by the geometric-mean ratio.", _geo, _BYPASS)
     bypass_ppo_clip_k3_rs = Preset("``bypass_ppo_clip``, rows rejected by mean k3.", _k3, _BYPASS)
     bypass_pg_is = Preset("REINFORCE with truncated row weights.", _weights, _ROW | _REINFORCE)
-    bypass_pg_token_icepop = Preset("REINFORCE, element weights zero outside the bounds.", _icepop | _REINFORCE)
+    bypass_pg_token_icepop = Preset("REINFORCE, element weights zero outside the bounds.", _icepop, _REINFORCE)
     bypass_pg_geo_rs = Preset("REINFORCE, rows rejected by the geometric-mean ratio; no weights.", _geo, _REINFORCE)
     bypass_pg_geo_rs_seq_tis = Preset("``bypass_pg_geo_rs`` with row weights.", _geo_weights, _ROW | _REINFORCE)
     bypass_pg_geo_rs_token_tis = Preset("``bypass_pg_geo_rs`` with element weights.", _geo_weights, _TOKEN | _REINFORCE)
