@@ -170,14 +170,12 @@ class RolloutCorrectionConfig(Presets):
             return cls.disabled()
         if isinstance(mapping, cls):
             return mapping
-        try:
-            values = {str(k): v for k, v in dict(mapping).items()}  # pyright: ignore[reportArgumentType, reportCallIssue]
-        except (TypeError, ValueError):
+        if not isinstance(mapping, Mapping):
             raise ValueError(
                 f"rollout_correction must be a mapping of keys, or null, got {shown(mapping)}; a preset is chosen by "
                 "the key preset."
-            ) from None
-        canonical, warning = cls._canonical(values)
+            )
+        canonical, warning = cls._canonical({str(key): value for key, value in mapping.items()})
         config = cls(**canonical)
         if warning:
             warnings.warn(warning, stacklevel=2)
@@ -211,10 +209,7 @@ class RolloutCorrectionConfig(Presets):
             near = dialects.nearest(str(preset), PRESET_NAMES)
             raise ValueError(f"Unknown preset {preset!r}; nearest: {near}. All: {', '.join(PRESET_NAMES)}.")
         base = defaults if preset is None else getattr(cls, preset)().to_dict()
-        translation = dialects.translate(named, base, preset)
-        canonical = {**base, **translation.canonical}
-        form = {k: v for k, v in canonical.items() if v != defaults[k] or k in translation.canonical}
-        return canonical, translation.warning(form)
+        return dialects.translate(named, base, preset, defaults)
 
     def _check_numbers(self) -> None:
         for name in _COUNTS:
