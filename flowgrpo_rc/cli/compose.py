@@ -22,6 +22,7 @@ from flowgrpo_rc.cli.translate import CORRECTIONS, override, translate
 from flowgrpo_rc.cli.yaml_files import own_files
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.options.quoting import quote_bands, refuse_unquoted_bands
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
@@ -134,13 +135,13 @@ def _explain(error: Exception, config_name: str, folder: str) -> str:
     if type(error).__name__ == "MissingConfigException":
         missing = getattr(error, "missing_cfg_file", None) or config_name
         names = sorted({p.stem for d in (Path(folder), shipped("configs")) for p in d.glob("*.yaml")})
-        missing = missing if isinstance(missing, str) else config_name
-        where = "--config-name" if missing.removesuffix(".yaml") == config_name.removesuffix(".yaml") else config_name
-        return f"{where}: no file {missing.removesuffix('.yaml')}.yaml; there are: {', '.join(names)}"
+        missing = (missing if isinstance(missing, str) else config_name).removesuffix(".yaml")
+        where = "--config-name" if missing == config_name.removesuffix(".yaml") else config_name
+        return f"{where}: no file {missing}.yaml; there are: {', '.join(names)}"
     cause: BaseException = error
     while not str(cause).strip() and (inner := cause.__cause__ or cause.__context__) is not None:
         cause = inner
-    return f"{config_name}: {' '.join(str(cause).split())[:300] or type(cause).__name__}"
+    return f"{config_name}: {one_line(cause, 300)}"
 
 
 def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
@@ -163,15 +164,15 @@ def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
             continue
         except HydraException as error:
             why = f"{_quoted(text)} ({_first_line(error)})"
-            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value{why}")
+            refusals.wrong(f"cannot read the override {show(text)}; write key=value{why}")
             continue
         if not key:
-            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value")
+            refusals.wrong(f"cannot read the override {show(text)}; write key=value")
         elif found.package is not None:
             refusals.wrong(f"{key}@{found.package}: nothing here is placed by @; write {key}=...")
         elif found.is_sweep_override():
             refusals.wrong(
-                f"{key}: got {_shortened(text.partition('=')[2])}, which is a sweep of several runs; write a list as "
+                f"{key}: got {show(text.partition('=')[2])}, which is a sweep of several runs; write a list as "
                 f"[a,b], and text with commas in quotes{_quoted(text)}"
             )
         else:
@@ -209,10 +210,6 @@ def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusa
         earlier[one.key] = one.value
         _set(raw, one.key.split("."), copy.deepcopy(one.value))
     return list(again.values())
-
-
-def _shortened(text: str) -> str:
-    return repr(text) if len(text) <= 80 else f"{text[:60]!r}..."
 
 
 def _first_line(error: Exception) -> str:

@@ -54,11 +54,7 @@ def _off(value: Any, tree: Tree) -> bool:
 
 
 def _reward_model_is_off(value: Any, tree: Tree) -> bool:
-    return tree.get("reward.reward_model.enable") is False
-
-
-def _old_reward_model_is_off(value: Any, tree: Tree) -> bool:
-    return tree.get("reward_model.enable") is False
+    return tree.get("reward.reward_model.enable", tree.get("reward_model.enable")) is False
 
 
 def _other_objective(value: Any, tree: Tree) -> bool:
@@ -298,14 +294,12 @@ _REFUSED = (
         f"{A}.diffusion_loss.add_kl_coefficient",
         (True, None),
     ),
-    Refused(_OPTIMIZER, f"{A}.optim.optimizer", ("AdamW", "adamw", None)),
-    Refused(_OPTIMIZER, f"{A}.optim.optimizer_impl", ("torch.optim", None)),
-    Refused(_OPTIMIZER, "train.use_8bit_adam", _off),
     Refused(
         _OPTIMIZER,
         f"""{A}.optim: name muon_* use_precision_aware_optimizer main_*_dtype exp_avg*_dtype master_weights
-        {A}.optim: use_layer_wise_distributed_optimizer store_param_remainders""",
-        ("AdamW", "adamw", False, None, "fp32", "float32"),
+        {A}.optim: use_layer_wise_distributed_optimizer store_param_remainders optimizer optimizer_impl
+        train.use_8bit_adam""",
+        ("AdamW", "adamw", "torch.optim", False, None, "fp32", "float32"),
     ),
     Refused("AdamW's settings are keys of actor.optim", f"{A}.optim.override_optimizer_config", _off),
     Refused("the schedules of lr_scheduler_type run down to 0", f"{A}.optim: min_lr_ratio lr_min lr_start", (0, None)),
@@ -325,8 +319,7 @@ _REFUSED = (
         f"{A}.ppo_micro_batch_size {R}.log_prob_micro_batch_size",
         (None,),
     ),
-    Refused(_ASYNC, f"{R}.nnodes", (0, None)),
-    Refused(_ASYNC, "trainer.v1.trainer_mode", ("sync", None)),
+    Refused(_ASYNC, f"{R}.nnodes trainer.v1.trainer_mode", (0, "sync", None)),
     Refused(_ASYNC, "async_training.**", _off),
     Refused("the engine takes its settings from actor_rollout_ref.rollout", f"{R}.engine_kwargs.**", _off),
     Refused("images are drawn with the adapter that is trained", f"{R}.rollout_adapter", ("default", None)),
@@ -387,8 +380,7 @@ _REFUSED = (
         _off,
     ),
     Refused(_NO_REWARD_MODEL, "reward.reward_model.enable reward_model.enable", _off),
-    Refused(_NO_REWARD_MODEL, "reward.reward_model.**", _reward_model_is_off),
-    Refused(_NO_REWARD_MODEL, "reward_model.**", _old_reward_model_is_off),
+    Refused(_NO_REWARD_MODEL, "reward.reward_model.** reward_model.**", _reward_model_is_off),
     Refused(_ONE_SUM, "reward.reward_functions.**", _off),
     Refused(_ONE_SUM, "reward.aggregation", ("weighted_sum", None)),
     Refused(_ONE_SUM, "reward.reward_manager.name", ("VisualRewardManager", "VisualRewardLoopManager", "naive", None)),

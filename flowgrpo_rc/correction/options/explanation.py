@@ -92,7 +92,6 @@ def in_force(config: RolloutCorrectionConfig) -> str:
 
 
 def _ratio(config: RolloutCorrectionConfig) -> str:
-    """Whose ratio weights and rejection look at."""
     return "pi_theta/pi_rollout" if config.bypass_mode else "pi_old/pi_rollout"
 
 
@@ -150,7 +149,6 @@ def _criterion(c: Criterion, ratio: str) -> str:
 
 
 def _guard(config: RolloutCorrectionConfig) -> str:
-    """What the guard of a training run does, and at which limits."""
     if config.guard == "off":
         return "none"
     does = "falls back to decoupled mode" if config.guard == "fallback" and config.bypass_mode else "warns"

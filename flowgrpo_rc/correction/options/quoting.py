@@ -6,6 +6,7 @@ it holds without quotes is a number by YAML's own rules.
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +97,7 @@ def _thresholds(node: "Node | None") -> "Iterator[tuple[str, ScalarNode]]":
 
 def _is_number(node: "ScalarNode") -> bool:
     """By YAML 1.1, or by Python, whose exponents without a point OmegaConf reads too."""
-    if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-        return True
-    try:
+    with suppress(ValueError):
         float(node.value)
-    except ValueError:
-        return False
-    return True
+        return True
+    return node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

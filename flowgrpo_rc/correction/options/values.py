@@ -4,6 +4,7 @@ Every dialect writes a band of ratios in its own keys. Here it has one form, ``"
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.correction.plan import parse_number, plain_threshold, shown, split_band
@@ -111,7 +112,6 @@ def refuse_unused(wrong: Values, preset: str | None, where: str, remedy: str) ->
 
 
 def _is_zero(value: Any) -> bool:
-    try:
+    with suppress(ValueError):
         return float(value) == 0
-    except ValueError:
-        return False
+    return False
