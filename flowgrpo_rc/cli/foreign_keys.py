@@ -297,10 +297,10 @@ _REFUSED = (
     Refused(
         _OPTIMIZER,
         f"""{A}.optim: name muon_* use_precision_aware_optimizer main_*_dtype exp_avg*_dtype master_weights
-        {A}.optim: use_layer_wise_distributed_optimizer store_param_remainders optimizer optimizer_impl
-        train.use_8bit_adam""",
+        {A}.optim: use_layer_wise_distributed_optimizer store_param_remainders optimizer optimizer_impl""",
         ("AdamW", "adamw", "torch.optim", False, None, "fp32", "float32"),
     ),
+    Refused(_OPTIMIZER, "train.use_8bit_adam", _off),
     Refused("AdamW's settings are keys of actor.optim", f"{A}.optim.override_optimizer_config", _off),
     Refused("the schedules of lr_scheduler_type run down to 0", f"{A}.optim: min_lr_ratio lr_min lr_start", (0, None)),
     Refused("cosine is half a period, to 0 at the end", f"{A}.optim.num_cycles", (0.5, None)),
