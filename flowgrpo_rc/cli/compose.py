@@ -10,30 +10,29 @@ import copy
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowgrpo_rc.checks import fit, show
 from flowgrpo_rc.cli.foreign_keys import find
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
-from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, known_keys, nearest, nest, schema, sections
+from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, nearest, nest, schema, sections
 from flowgrpo_rc.cli.translate import CORRECTIONS, override, translate
 from flowgrpo_rc.cli.yaml_files import own_files
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.options.quoting import quote_bands, refuse_unquoted_bands
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 BASE_CONFIG = "flowgrpo_trainer"
 
 
-__all__ = ["BASE_CONFIG", "ConfigError", "compose", "known_keys", "to_yaml"]
+__all__ = ["BASE_CONFIG", "ConfigError", "compose", "to_yaml"]
 
 
-@dataclass(frozen=True)
-class _Override:
+class _Override(NamedTuple):
     """One override, read."""
 
     key: str
@@ -69,10 +68,11 @@ def compose(
         leaves = flatten(_resolved(raw, defaults, refusals), refusals)
         typed: dict[str, Any] = {}
         _apply(typed, parsed, Refusals())
-        overridden = _with_open_keys(flatten(typed, Refusals()))
+        overridden = flatten(typed, Refusals())
     except RecursionError as error:
         raise ConfigError("the configuration is nested too deeply; give keys of the schema, key=value") from error
-    translation = translate(leaves, refusals, flatten(defaults, Refusals()), overridden)
+    inside = (f"{key}.{part}" for key, value in overridden.items() if isinstance(value, Mapping) for part in value)
+    translation = translate(leaves, refusals, flatten(defaults, Refusals()), {*overridden, *inside})
     gone = [*translation.gone, *_fit_types(leaves, refusals), *_check_correction(leaves, refusals)]
     config = _build(leaves, refusals, gone)
     refusals.raise_if_any()
@@ -135,13 +135,13 @@ def _explain(error: Exception, config_name: str, folder: str) -> str:
     if type(error).__name__ == "MissingConfigException":
         missing = getattr(error, "missing_cfg_file", None) or config_name
         names = sorted({p.stem for d in (Path(folder), shipped("configs")) for p in d.glob("*.yaml")})
-        missing = missing if isinstance(missing, str) else config_name
-        where = "--config-name" if missing.removesuffix(".yaml") == config_name.removesuffix(".yaml") else config_name
-        return f"{where}: no file {missing.removesuffix('.yaml')}.yaml; there are: {', '.join(names)}"
+        missing = (missing if isinstance(missing, str) else config_name).removesuffix(".yaml")
+        where = "--config-name" if missing == config_name.removesuffix(".yaml") else config_name
+        return f"{where}: no file {missing}.yaml; there are: {', '.join(names)}"
     cause: BaseException = error
     while not str(cause).strip() and (inner := cause.__cause__ or cause.__context__) is not None:
         cause = inner
-    return f"{config_name}: {' '.join(str(cause).split())[:300] or type(cause).__name__}"
+    return f"{config_name}: {one_line(cause, 300)}"
 
 
 def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
@@ -164,15 +164,15 @@ def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
             continue
         except HydraException as error:
             why = f"{_quoted(text)} ({_first_line(error)})"
-            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value{why}")
+            refusals.wrong(f"cannot read the override {show(text)}; write key=value{why}")
             continue
         if not key:
-            refusals.wrong(f"cannot read the override {_shortened(text)}; write key=value")
+            refusals.wrong(f"cannot read the override {show(text)}; write key=value")
         elif found.package is not None:
             refusals.wrong(f"{key}@{found.package}: nothing here is placed by @; write {key}=...")
         elif found.is_sweep_override():
             refusals.wrong(
-                f"{key}: got {_shortened(text.partition('=')[2])}, which is a sweep of several runs; write a list as "
+                f"{key}: got {show(text.partition('=')[2])}, which is a sweep of several runs; write a list as "
                 f"[a,b], and text with commas in quotes{_quoted(text)}"
             )
         else:
@@ -197,12 +197,6 @@ def _make_room_for_preset(raw: dict[str, Any], overrides: Sequence[_Override]) -
                     _take_out(raw, place)
 
 
-def _with_open_keys(leaves: Mapping[str, Any]) -> set[str]:
-    """The keys, and those inside of values that are mappings."""
-    inside = (f"{key}.{part}" for key, value in leaves.items() if isinstance(value, Mapping) for part in value)
-    return {*leaves, *inside}
-
-
 def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusals) -> list[str]:
     """Lay the overrides over what the files set; returns those whose key an earlier one set to something else."""
     earlier: dict[str, Any] = {}
@@ -216,10 +210,6 @@ def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusa
         earlier[one.key] = one.value
         _set(raw, one.key.split("."), copy.deepcopy(one.value))
     return list(again.values())
-
-
-def _shortened(text: str) -> str:
-    return repr(text) if len(text) <= 80 else f"{text[:60]!r}..."
 
 
 def _first_line(error: Exception) -> str:
@@ -303,12 +293,9 @@ def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
     """Every value as its field's type; those that cannot be are refused, left out and returned."""
     gone = []
     for key, value in list(leaves.items()):
-        if key in OPEN_SECTIONS and not isinstance(value, Mapping | None):
-            refusals.wrong(f"{key}: got {show(value)}; give {OPEN_SECTIONS[key]}")
-            del leaves[key]
-            gone.append(key)
-            continue
         try:
+            if key in OPEN_SECTIONS and not isinstance(value, Mapping | None):
+                raise ValueError(f"{key}: got {show(value)}; give {OPEN_SECTIONS[key]}")
             leaves[key] = fit(key, schema()[key], value)
         except ValueError as error:
             refusals.wrong(str(error))
@@ -363,11 +350,7 @@ def _construct(leaves: Mapping[str, Any]) -> FlowGRPOConfig:
         merged = OmegaConf.merge(OmegaConf.structured(FlowGRPOConfig), OmegaConf.create(nest(leaves)))
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        cause: BaseException = error
-        while not getattr(cause, "full_key", None) and (inner := cause.__cause__ or cause.__context__) is not None:
-            cause = inner
-        key = getattr(cause, "full_key", None) or "the configuration"
-        raise ConfigError(f"{key}: {_first_line(cause)}") from error  # type: ignore[arg-type]
+        raise ConfigError(f"{error.full_key or 'the configuration'}: {_first_line(error)}") from error
 
 
 def _leading_key(message: str, leaves: Mapping[str, Any]) -> str | None:

@@ -54,14 +54,12 @@ def exit_code(error: BaseException, *, phase: str) -> int:
     if isinstance(error, KeyboardInterrupt):
         print(f"interrupted{_INTERRUPTED[phase]}", file=sys.stderr)
         return INTERRUPTED
-    text = str(error) if _is_own(error) else in_a_line(error)
-    known = (
-        _is_own(error) or isinstance(error, OSError) or (isinstance(error, (ValueError, ImportError)) and not training)
-    )
-    if _is_out_of_memory(error):
+    is_own = type(error).__module__.split(".")[0] == __name__.split(".")[0]
+    text = str(error) if is_own else in_a_line(error)
+    if not is_own and _is_out_of_memory(error):
         print(f"error: out of memory ({text[:300] or type(error).__name__}); {LESS_MEMORY}", file=sys.stderr)
         return FAILED
-    if known:
+    if is_own or isinstance(error, OSError if training else (OSError, ValueError, ImportError)):
         print(f"error: {text or type(error).__name__}", file=sys.stderr)
         return FAILED if training else REFUSED
     print(
@@ -150,12 +148,7 @@ def _tell(where: str, error: BaseException) -> None:
     print(f"{where}: {type(error).__name__}{': ' if text else ''}{text}", file=sys.stderr)
 
 
-def _is_own(error: BaseException) -> bool:
-    """Whether the exception's class is the project's."""
-    return type(error).__module__.split(".")[0] == __name__.split(".")[0]
-
-
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY) and not _is_own(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)

@@ -54,11 +54,7 @@ def _off(value: Any, tree: Tree) -> bool:
 
 
 def _reward_model_is_off(value: Any, tree: Tree) -> bool:
-    return tree.get("reward.reward_model.enable") is False
-
-
-def _old_reward_model_is_off(value: Any, tree: Tree) -> bool:
-    return tree.get("reward_model.enable") is False
+    return tree.get("reward.reward_model.enable", tree.get("reward_model.enable")) is False
 
 
 def _other_objective(value: Any, tree: Tree) -> bool:
@@ -217,8 +213,10 @@ _IGNORED = (
     Ignored("used with distillation.enabled alone", "distillation.**"),
     Ignored("prompts are cut at actor_rollout_ref.rollout.pipeline.max_sequence_length", "data.max_prompt_length"),
     Ignored("every reward sees every prompt, with all columns of its row", "data.reward_fn_key"),
-    Ignored("rewards run in the training process; for ocr see reward.ocr.num_threads", "reward.num_workers"),
-    Ignored("rewards run in the training process", "reward.sandbox_fusion.** sandbox_fusion.**"),
+    Ignored(
+        "rewards run in the training process; for ocr see reward.ocr.num_threads",
+        "reward.num_workers reward.sandbox_fusion.** sandbox_fusion.**",
+    ),
     Ignored(_ONE_SUM, "reward.reward_manager.**"),
     Ignored("used with trainer.v1.trainer_mode=separate_async alone", "trainer.v1.**"),
     Ignored("every rollout is drawn anew", "skip.**"),
@@ -280,10 +278,11 @@ _REFUSED = (
         _other_objective,
     ),
     Refused(_NO_OBJECTIVE, f"{A}.policy_loss.** algorithm.paired_preference", _off),
-    Refused(_NO_OBJECTIVE, f"{A}.policy_loss.loss_mode", ("vanilla", None)),
-    Refused(_NO_OBJECTIVE, f"{M}.model_type", ("diffusion_model", None)),
-    Refused(_NO_OBJECTIVE, "algorithm.trainer_type", ("policy_gradient", None)),
-    Refused(_NO_OBJECTIVE, "train.trainer_type", ("grpo",)),
+    Refused(
+        _NO_OBJECTIVE,
+        f"{A}.policy_loss.loss_mode {M}.model_type algorithm.trainer_type train.trainer_type",
+        ("vanilla", "diffusion_model", "policy_gradient", "grpo", None),
+    ),
     Refused("an objective for tokens that is not implemented", f"{A}: tau_pos tau_neg"),
     Refused(
         "a setting of DiffusionNFT, which is not implemented",
@@ -295,15 +294,13 @@ _REFUSED = (
         f"{A}.diffusion_loss.add_kl_coefficient",
         (True, None),
     ),
-    Refused(_OPTIMIZER, f"{A}.optim.optimizer", ("AdamW", "adamw", None)),
-    Refused(_OPTIMIZER, f"{A}.optim.optimizer_impl", ("torch.optim", None)),
-    Refused(_OPTIMIZER, "train.use_8bit_adam", _off),
     Refused(
         _OPTIMIZER,
         f"""{A}.optim: name muon_* use_precision_aware_optimizer main_*_dtype exp_avg*_dtype master_weights
-        {A}.optim: use_layer_wise_distributed_optimizer store_param_remainders""",
-        ("AdamW", "adamw", False, None, "fp32", "float32"),
+        {A}.optim: use_layer_wise_distributed_optimizer store_param_remainders optimizer optimizer_impl""",
+        ("AdamW", "adamw", "torch.optim", False, None, "fp32", "float32"),
     ),
+    Refused(_OPTIMIZER, "train.use_8bit_adam", _off),
     Refused("AdamW's settings are keys of actor.optim", f"{A}.optim.override_optimizer_config", _off),
     Refused("the schedules of lr_scheduler_type run down to 0", f"{A}.optim: min_lr_ratio lr_min lr_start", (0, None)),
     Refused("cosine is half a period, to 0 at the end", f"{A}.optim.num_cycles", (0.5, None)),
@@ -322,8 +319,7 @@ _REFUSED = (
         f"{A}.ppo_micro_batch_size {R}.log_prob_micro_batch_size",
         (None,),
     ),
-    Refused(_ASYNC, f"{R}.nnodes", (0, None)),
-    Refused(_ASYNC, "trainer.v1.trainer_mode", ("sync", None)),
+    Refused(_ASYNC, f"{R}.nnodes trainer.v1.trainer_mode", (0, "sync", None)),
     Refused(_ASYNC, "async_training.**", _off),
     Refused("the engine takes its settings from actor_rollout_ref.rollout", f"{R}.engine_kwargs.**", _off),
     Refused("images are drawn with the adapter that is trained", f"{R}.rollout_adapter", ("default", None)),
@@ -384,8 +380,7 @@ _REFUSED = (
         _off,
     ),
     Refused(_NO_REWARD_MODEL, "reward.reward_model.enable reward_model.enable", _off),
-    Refused(_NO_REWARD_MODEL, "reward.reward_model.**", _reward_model_is_off),
-    Refused(_NO_REWARD_MODEL, "reward_model.**", _old_reward_model_is_off),
+    Refused(_NO_REWARD_MODEL, "reward.reward_model.** reward_model.**", _reward_model_is_off),
     Refused(_ONE_SUM, "reward.reward_functions.**", _off),
     Refused(_ONE_SUM, "reward.aggregation", ("weighted_sum", None)),
     Refused(_ONE_SUM, "reward.reward_manager.name", ("VisualRewardManager", "VisualRewardLoopManager", "naive", None)),
@@ -451,8 +446,7 @@ _OTHER_PROGRAMS = (
     Refused(f"{P}.height and {P}.width", "resolution train.resolution"),
     Refused("the prompt files are data.train_files and data.val_files", "dataset prompt_fn data.dataset_dir"),
     Refused("a weight for each reward: reward.functions.ocr=1.0", "reward_fn"),
-    Refused("a LoRA is what is trained", "use_lora", (True,)),
-    Refused("a LoRA is what is trained", "model.finetune_type", ("lora",)),
+    Refused("a LoRA is what is trained", "use_lora model.finetune_type", (True, "lora")),
     Refused("advantages are compared within a prompt's images", "per_prompt_stat_tracking", (True,)),
     Refused(f"{V}.pipeline.height and .width", "eval.resolution"),
     Refused("use_kl_loss is the KL of the two Gaussians, of their means", "train.kl_type", ("x-based",)),

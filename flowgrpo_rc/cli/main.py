@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from flowgrpo_rc import __version__
@@ -18,12 +19,13 @@ from flowgrpo_rc.cli.errors import (
     warnings_in_a_line,
 )
 from flowgrpo_rc.cli.probe import add_probe
-from flowgrpo_rc.cli.report import add_report
 from flowgrpo_rc.threads import limit_spinning
 from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED, ending_on_signals
 
 DEMO_CONFIG = "tiny_qwen_image_ocr"
+UNHEALTHY = 3
+"""Exit code of a report that found a problem."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +101,17 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=_train)
 
     add_probe(commands, "flowgrpo_trainer")
-    add_report(commands)
+
+    text = "say whether a run is healthy, and write one HTML page about it"
+    report = commands.add_parser(
+        "report",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}; also of a run that is still going on. Exit code: 0 no problem, "
+        f"{UNHEALTHY} a problem found, 2 refused (not a run folder, or nothing in it yet).",
+    )
+    report.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run folder: outputs/PROJECT/EXPERIMENT")
+    report.add_argument("--out", type=Path, help="the HTML file (RUN_DIR/report.html)")
+    report.set_defaults(run=_report)
 
     prepare = commands.add_parser("prepare-data", help="turn a known data set into parquet files")
     prepare.add_argument("dataset", choices=["ocr"], help="ocr: train.txt and test.txt, a prompt a line")
@@ -127,6 +139,21 @@ def _train(arguments: argparse.Namespace) -> int:
     arguments.phase = TRAINING
     trainer.fit()
     return INTERRUPTED if trainer.interrupted else 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.report import read_run, worst, write_report
+    from flowgrpo_rc.report.setting import headline
+
+    run = read_run(arguments.folder)
+    path, findings = write_report(run, arguments.out)
+    print("\n".join([headline(findings, run.history), *run.notes]))
+    for finding in findings:
+        if finding.level != "ok":
+            print(f"  {finding.level:8} {finding.check}: {finding.measured} ({finding.band})")
+            print(f"           {finding.advice}")
+    print(f"Written: {path}")
+    return UNHEALTHY if worst(findings) == "problem" else 0
 
 
 def _prepare(arguments: argparse.Namespace) -> int:

@@ -53,8 +53,10 @@ def flatten(raw: Mapping[Any, Any], refusals: Refusals) -> dict[str, Any]:
     Raises:
         ConfigError: it is nested too deeply.
     """
+    for key, value in raw.items():
+        _check_depth(key, value, 1)
     leaves: dict[str, Any] = {}
-    for path, value in _leaves(raw, "", 0):
+    for path, value in _leaves(raw, ""):
         owner = _owner(path)
         if path in sections():
             if value != {}:
@@ -102,22 +104,19 @@ def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, kind
 
 
-def _leaves(node: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if depth > DEEPEST:
-        raise ConfigError(f"{prefix[:60]}...: nested more than {DEEPEST} levels deep; give keys of the schema")
+def _leaves(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         path = f"{prefix}{key}"
         if path in schema():
-            yield from _own_value(path, value, depth)
+            yield from _own_value(path, value)
         elif isinstance(value, Mapping) and value and (path in sections() or not has_pattern_of_its_own(path)):
-            yield from _leaves(value, f"{path}.", depth + 1)
+            yield from _leaves(value, f"{path}.")
         else:
             yield path, value
 
 
-def _own_value(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _own_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """A value of the schema, less the keys of Hydra's own that a mapping may hold."""
-    _check_depth(path, value, depth)
     if not isinstance(value, Mapping):
         yield path, value
         return
@@ -129,7 +128,7 @@ def _own_value(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 def _check_depth(path: str, value: Any, depth: int) -> None:
     if depth > DEEPEST:
-        raise ConfigError(f"{path}: nested more than {DEEPEST} levels deep")
+        raise ConfigError(f"{path}: nested more than {DEEPEST} levels deep; give keys of the schema")
     for child in child_values(value):
         _check_depth(path, child, depth + 1)
 

@@ -49,15 +49,16 @@ class Translation:
 
     def warn(self, stacklevel: int) -> None:
         """One warning for what is ignored, one for what is written in another form, one for other defaults."""
-        if self.ignored:
-            groups = "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in self.ignored.items())
-            warnings.warn(f"ignored, since they cannot change what is learned: {groups}", stacklevel=stacklevel + 1)
-        if self.moved:
-            text = f"settings in another trainer's form, and what they are here: {'; '.join(self.moved)}"
-            warnings.warn(text, stacklevel=stacklevel + 1)
-        if self.other_defaults:
-            text = f"not given, and with another default in verl-omni: {'; '.join(self.other_defaults)}"
-            warnings.warn(text, stacklevel=stacklevel + 1)
+        for text, settings in (
+            (
+                "ignored, since they cannot change what is learned",
+                [f"{', '.join(keys)} ({reason})" for reason, keys in self.ignored.items()],
+            ),
+            ("settings in another trainer's form, and what they are here", self.moved),
+            ("not given, and with another default in verl-omni", self.other_defaults),
+        ):
+            if settings:
+                warnings.warn(f"{text}: {'; '.join(settings)}", stacklevel=stacklevel + 1)
 
 
 def override(key: str, value: Any) -> str:
@@ -76,9 +77,8 @@ def translate(
             settings of the command line, or of a file, that contradict each other are refused.
     """
     foreign = [key for key in leaves if key not in schema()]
-    translator = _Translator(leaves, refusals, _Layers(overridden), Translation())
-    translator.translate(foreign, defaults)
-    done = translator.done
+    done = Translation()
+    _Translator(leaves, refusals, overridden, done).translate(foreign, defaults)
     if len(foreign) >= WRITTEN_THERE and not refusals:
         done.other_defaults = [
             f"{key}={_grammar(defaults[key])} (there {value})"
@@ -89,30 +89,13 @@ def translate(
 
 
 @dataclass(frozen=True)
-class _Layers:
-    """Which of two settings of the same thing wins."""
-
-    overridden: Collection[str]
-
-    def first_wins(self, first: str, second: str) -> bool:
-        """Whether ``first`` alone stands on the command line."""
-        return first in self.overridden and second not in self.overridden
-
-    def section_wins(self, first: str, second: str) -> bool:
-        """Whether of the first section something stands on the command line, and of the second nothing."""
-        return self._touches(first) and not self._touches(second)
-
-    def _touches(self, section: str) -> bool:
-        return any(key == section or key.startswith(f"{section}.") for key in self.overridden)
-
-
-@dataclass(frozen=True)
 class _Translator:
     """Changes ``leaves`` in place, and notes what it did and what cannot be."""
 
     leaves: dict[str, Any]
     refusals: Refusals
-    layers: _Layers
+    overridden: Collection[str]
+    """Keys that the command line set."""
     done: Translation
 
     def translate(self, foreign: Sequence[str], defaults: Mapping[str, Any]) -> None:
@@ -125,6 +108,10 @@ class _Translator:
             if key in self.leaves:
                 self._spelling(key, spellings, meaning)
         self._warm_up(defaults)
+
+    def _first_wins(self, first: str, second: str) -> bool:
+        """Whether of two settings of the same thing ``first`` alone stands on the command line."""
+        return first in self.overridden and second not in self.overridden
 
     def _foreign_key(self, key: str, given: Mapping[str, Any]) -> None:
         value = self.leaves.pop(key)
@@ -160,9 +147,9 @@ class _Translator:
         if here is DROP:
             return self.done.ignore(key, f"nothing is asked for; see {target}")
         present = _respelled(target, self.leaves[target]) if target in self.leaves else here
-        if present != here and self.layers.first_wins(target, key):
+        if present != here and self._first_wins(target, key):
             return self.done.ignore(key, f"{target} on the command line wins over the file")
-        if present != here and not self.layers.first_wins(key, target):
+        if present != here and not self._first_wins(key, target):
             self.done.gone.append(target)
             return self.refusals.wrong(
                 f"{key}: got {show(value)}, but {target} is {show(self.leaves[target])}, and the two are one setting "
@@ -207,9 +194,9 @@ class _Translator:
         leaves[_ALGORITHM] = DEFAULT
         for key, value in ALGORITHMS[name].items():
             present = leaves.get(key, value)
-            if present != value and self.layers.first_wins(_ALGORITHM, key):
+            if present != value and self._first_wins(_ALGORITHM, key):
                 present = value
-            elif present != value and key not in MAY_DIFFER and not self.layers.first_wins(key, _ALGORITHM):
+            elif present != value and key not in MAY_DIFFER and not self._first_wins(key, _ALGORITHM):
                 self.done.gone.append(key)
                 self.refusals.wrong(
                     f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave "
@@ -234,9 +221,9 @@ class _Translator:
         for key, value in copied.items():
             if merged[key] == value:
                 continue
-            if self.layers.first_wins(f"{copy}.{key}", f"{place}.{key}"):
+            if self._first_wins(f"{copy}.{key}", f"{place}.{key}"):
                 merged[key] = value
-            elif not self.layers.first_wins(f"{place}.{key}", f"{copy}.{key}"):
+            elif not self._first_wins(f"{place}.{key}", f"{copy}.{key}"):
                 self.refusals.wrong(
                     f"{copy}.{key}: got {show(value)}, but {place}.{key} is {show(own[key])}, and the two are one "
                     "setting here; leave the first out"
@@ -247,9 +234,12 @@ class _Translator:
         """The correction where one of its two places is null, which is none at all."""
         off, on = CORRECTIONS if own is None else reversed(CORRECTIONS)
         keys = copied if own is None else own
-        if not keys or self.layers.section_wins(off, on):
+        off_is_typed, on_is_typed = (
+            any(f"{key}.".startswith(f"{section}.") for key in self.overridden) for section in (off, on)
+        )
+        if not keys or (off_is_typed and not on_is_typed):
             return None
-        if not self.layers.section_wins(on, off):
+        if off_is_typed or not on_is_typed:
             self.refusals.wrong(
                 f"{off}: got null, which is no correction, but {on} is {show(keys)}, and the two are one setting here; "
                 "leave one out"

@@ -78,14 +78,8 @@ class Renamed(Moved):
     """Belongs to a program whose configuration has another form; shown as it is written here, never applied."""
 
 
-class _Drop:
-    """The value that leaves a key out."""
-
-    def __repr__(self) -> str:
-        return "DROP"
-
-
-DROP = _Drop()
+DROP = object()
+"""The value that leaves a key out."""
 
 
 def fit(pattern: str, key: str) -> re.Match[str] | None:

@@ -15,7 +15,6 @@ from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.presets import PRESET_NAMES, Presets
 from flowgrpo_rc.correction.options.quoting import refuse_unquoted_bands
 from flowgrpo_rc.correction.plan import (
-    IS_LEVELS,
     CorrectionPlan,
     check_unused_rs_threshold,
     make_plan,
@@ -107,8 +106,6 @@ class RolloutCorrectionConfig(Presets):
     def __post_init__(self) -> None:
         if self.guard is False:
             self.guard = "off"  # as YAML reads a bare off
-        if self.rollout_is is not None and self.rollout_is not in IS_LEVELS:
-            raise ValueError(f"rollout_is must be one of {IS_LEVELS} or null, got {self.rollout_is!r}.")
         for name, options in _CHOICES.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}.")
@@ -170,14 +167,12 @@ class RolloutCorrectionConfig(Presets):
             return cls.disabled()
         if isinstance(mapping, cls):
             return mapping
-        try:
-            values = {str(k): v for k, v in dict(mapping).items()}  # pyright: ignore[reportArgumentType, reportCallIssue]
-        except (TypeError, ValueError):
+        if not isinstance(mapping, Mapping):
             raise ValueError(
                 f"rollout_correction must be a mapping of keys, or null, got {shown(mapping)}; a preset is chosen by "
                 "the key preset."
-            ) from None
-        canonical, warning = cls._canonical(values)
+            )
+        canonical, warning = cls._canonical({str(key): value for key, value in mapping.items()})
         config = cls(**canonical)
         if warning:
             warnings.warn(warning, stacklevel=2)
@@ -188,13 +183,10 @@ class RolloutCorrectionConfig(Presets):
         """Reads slime's YAML file of ``use_tis``, ``tis_mode``, ... keys.
 
         Raises:
-            ImportError: PyYAML is missing.
             ValueError: the file does not hold a mapping, a threshold like 0.5_5 has no quotes, or as ``from_dict``.
         """
-        try:
-            import yaml
-        except ImportError as error:
-            raise ImportError("Reading a YAML file needs PyYAML: pip install pyyaml") from error
+        import yaml
+
         refuse_unquoted_bands(Path(path))
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, Mapping):
@@ -211,10 +203,7 @@ class RolloutCorrectionConfig(Presets):
             near = dialects.nearest(str(preset), PRESET_NAMES)
             raise ValueError(f"Unknown preset {preset!r}; nearest: {near}. All: {', '.join(PRESET_NAMES)}.")
         base = defaults if preset is None else getattr(cls, preset)().to_dict()
-        translation = dialects.translate(named, base, preset)
-        canonical = {**base, **translation.canonical}
-        form = {k: v for k, v in canonical.items() if v != defaults[k] or k in translation.canonical}
-        return canonical, translation.warning(form)
+        return dialects.translate(named, base, preset, defaults)
 
     def _check_numbers(self) -> None:
         for name in _COUNTS:

@@ -7,7 +7,6 @@ preset's, or the default. A key that nothing in a preset can take up is an error
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo_rc.correction.options import legacy, slime
@@ -18,59 +17,49 @@ from flowgrpo_rc.correction.plan import shown
 _THRESHOLD = "rollout_rs_threshold"
 
 
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """Canonical keys, and the keys of another dialect that they came from."""
-
-    canonical: dict[str, Any]
-    dialect: str = ""
-    keys: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    """Keys that have no effect beside the others."""
-
-    def warning(self, form: Values) -> str:
-        """What to say of the translation, with the canonical keys of ``form``; empty where nothing was translated."""
-        if not self.keys:
-            return ""
-        text = ", ".join(f"{key}={_as_yaml(value)}" for key, value in form.items())
-        unused = f"{', '.join(self.unused)} without effect there; " if self.unused else ""
-        return f"{self.dialect} keys ({', '.join(self.keys)}) were translated; {unused}the canonical form is: {text}"
-
-
-def translate(values: Values, base: Values, preset: str | None) -> Translation:
-    """``values``, of which ``named_keys`` has approved, in canonical keys.
+def translate(values: Values, base: Values, preset: str | None, defaults: Values) -> tuple[dict[str, Any], str]:
+    """Every canonical key's value, and what to warn of: the keys that were translated, or else an empty text.
 
     Args:
+        values: keys of which ``named_keys`` has approved, without ``preset``.
         base: every canonical key of the preset, or of the defaults.
         preset: its name, or ``None``.
+        defaults: every canonical key; the warning prints those that differ.
 
     Raises:
         TypeError: a switch or a bound of the wrong type.
         ValueError: contradicting values, keys of two dialects, a bad value, or a key that cannot act beside the preset.
     """
     slimes = tuple(key for key in values if key in slime.KEYS)
-    legacies = tuple(k for k in values if k in legacy.KEYS or (k == "rollout_rs" and is_legacy_level(values[k])))
-    if slimes and legacies:
-        raise ValueError(f"Keys of two dialects: {', '.join(slimes)} (slime) and {', '.join(legacies)} (legacy verl).")
+    keys = tuple(k for k in values if k in legacy.KEYS or (k == "rollout_rs" and is_legacy_level(values[k])))
+    if slimes and keys:
+        raise ValueError(f"Keys of two dialects: {', '.join(slimes)} (slime) and {', '.join(keys)} (legacy verl).")
     canonical = {key: value for key, value in values.items() if key not in slime.KEYS and key not in legacy.KEYS}
+    dialect = "legacy verl"
+    unused: Values = {}
     if slimes:
+        keys = slimes
+        dialect = "slime"
         beside = base if preset is None else {**base, **canonical}
-        canonical |= slime.SlimeKeys(values, beside, preset).changes()
-        _refuse_contradiction(values, canonical, "slime", slimes)
-        return Translation(canonical, "slime", slimes, tuple(slime.unused_veto(values)))
-    if preset is None and not legacies:
-        return Translation(canonical)
-    canonical |= legacy.mode_changes(values, base)
-    _refuse_contradiction(given(values, legacy.SETS), canonical, "legacy verl", legacies)
-    rejection = legacy.rejection_changes(values, base, preset)
-    canonical |= rejection
-    if preset is None and values.get("rollout_rs") is None:
-        canonical.pop(_THRESHOLD, None)
-        unused = given(values, (_THRESHOLD, f"{_THRESHOLD}_lower"))
-        return Translation(canonical, "legacy verl", legacies, tuple(unused))
-    if not legacies and rejection.get(_THRESHOLD, values.get(_THRESHOLD)) != values.get(_THRESHOLD):
-        legacies = (_THRESHOLD,)  # it is one half of a band, as legacy verl wrote it
-    return Translation(canonical, "legacy verl", legacies)
+        canonical |= slime.changes(values, beside, preset)
+        _refuse_contradiction(values, canonical, dialect, keys)
+        unused = slime.unused_veto(values)
+    elif keys or preset is not None:
+        canonical |= legacy.mode_changes(values, base)
+        _refuse_contradiction(given(values, legacy.SETS), canonical, dialect, keys)
+        rejection = legacy.rejection_changes(values, base, preset)
+        canonical |= rejection
+        if preset is None and values.get("rollout_rs") is None:
+            canonical.pop(_THRESHOLD, None)
+            unused = given(values, (_THRESHOLD, f"{_THRESHOLD}_lower"))
+        elif not keys and rejection.get(_THRESHOLD, values.get(_THRESHOLD)) != values.get(_THRESHOLD):
+            keys = (_THRESHOLD,)  # it is one half of a band, as legacy verl wrote it
+    whole = {**base, **canonical}
+    if not keys:
+        return whole, ""
+    form = ", ".join(f"{k}={_as_yaml(v)}" for k, v in whole.items() if v != defaults[k] or k in canonical)
+    idle = f"{', '.join(unused)} without effect there; " if unused else ""
+    return whole, f"{dialect} keys ({', '.join(keys)}) were translated; {idle}the canonical form is: {form}"
 
 
 def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:

@@ -25,6 +25,14 @@ _AGGREGATES = {
     "seq_mean": "a row's mean",
     "seq_max": "a row's largest value",
 }
+_LARGEST = {
+    "k1": SAFETY_BOUND,
+    "k2": 0.5 * SAFETY_BOUND**2,
+    "k3": math.exp(SAFETY_BOUND) - 1.0 - SAFETY_BOUND,
+}
+"""The largest value of each statistic of one element, whose log ratio is clamped to the safety bound."""
+_WIDE = {"k1": 0.1, "k2": 0.5 * 0.1**2, "k3": 0.5 * 0.1**2}
+"""Each statistic of a log ratio of 0.1, far beyond those of SDE steps."""
 _ROW_RATIOS = {"token": "ratio", "seq_sum": "product of ratios", "seq_mean": "geometric-mean ratio"}
 
 
@@ -38,13 +46,26 @@ class Explanation:
 
 def explain(config: RolloutCorrectionConfig) -> Explanation:
     """Says which policies a configuration uses, what it clips, weights and rejects, and what that costs."""
+    if config.bypass_mode:
+        policies = "two: pi_rollout (behaviour, and in place of pi_old) and pi_theta (trained)"
+        cost = "no scoring pass; weights and rejection are recomputed at every mini-step"
+    else:
+        policies = "three: pi_rollout (behaviour), pi_old (recomputed, centre of the clip) and pi_theta (trained)"
+        cost = "a scoring pass of the actor per batch, or none where the first mini-batch's own forward supplies pi_old"
+        if config.rollout_is_batch_normalize:
+            cost = "a scoring pass of the actor per batch (batch normalisation needs all of it first)"
+    clipped = f"the PPO ratio {'pi_theta/pi_rollout' if config.bypass_mode else 'pi_theta/pi_old'}, around 1"
+    rejected = "nothing"
+    if rejections := _rejections(config):
+        stay = "they stay in" if config.rejection_normalization == "all" else "they leave"
+        rejected = f"{'; '.join(rejections)}; on the diffusion path {stay} the denominator of the mean"
     lines = (
         f"Algorithm: {_algorithm(config)}",
-        f"Policies:  {_policies(config)}",
-        f"Clipped:   {_clipped(config)}",
+        f"Policies:  {policies}",
+        f"Clipped:   {'nothing' if config.loss_type == 'reinforce' else clipped}",
         f"Weighted:  {_weighted(config)}",
-        f"Rejected:  {_rejected(config)}",
-        f"Cost:      {_cost(config)}",
+        f"Rejected:  {rejected}",
+        f"Cost:      {cost}",
         f"Guard:     {_guard(config)}",
     )
     return Explanation("\n".join(lines), tuple(_mistakes(config)))
@@ -71,7 +92,6 @@ def in_force(config: RolloutCorrectionConfig) -> str:
 
 
 def _ratio(config: RolloutCorrectionConfig) -> str:
-    """Whose ratio weights and rejection look at."""
     return "pi_theta/pi_rollout" if config.bypass_mode else "pi_old/pi_rollout"
 
 
@@ -86,18 +106,6 @@ def _algorithm(config: RolloutCorrectionConfig) -> str:
     if not config.bypass_mode:
         return f"decoupled PPO{extras}" if extras else "PPO against pi_old; the rollout gap is measured, not corrected"
     return f"off-policy REINFORCE{extras}" if config.loss_type == "reinforce" else f"PPO in bypass mode{extras}"
-
-
-def _policies(config: RolloutCorrectionConfig) -> str:
-    if config.bypass_mode:
-        return "two: pi_rollout (behaviour, and in place of pi_old) and pi_theta (trained)"
-    return "three: pi_rollout (behaviour), pi_old (recomputed, centre of the clip) and pi_theta (trained)"
-
-
-def _clipped(config: RolloutCorrectionConfig) -> str:
-    if config.loss_type == "reinforce":
-        return "nothing"
-    return f"the PPO ratio {'pi_theta/pi_rollout' if config.bypass_mode else 'pi_theta/pi_old'}, around 1"
 
 
 def _weighted(config: RolloutCorrectionConfig) -> str:
@@ -115,14 +123,6 @@ def _weighted(config: RolloutCorrectionConfig) -> str:
 def _weights(config: RolloutCorrectionConfig, weights: ImportanceSampling) -> str:
     bounds = _WEIGHTS[weights.mode][1].format(lower=weights.lower, upper=weights.upper)
     return f"{_LEVELS[weights.level]} {_ratio(config)}, {bounds}"
-
-
-def _rejected(config: RolloutCorrectionConfig) -> str:
-    parts = _rejections(config)
-    if not parts:
-        return "nothing"
-    share = "they stay in the denominator" if config.rejection_normalization == "all" else "they leave the denominator"
-    return "; ".join(parts) + f"; on the diffusion path {share} of the mean"
 
 
 def _rejections(config: RolloutCorrectionConfig) -> list[str]:
@@ -148,16 +148,7 @@ def _criterion(c: Criterion, ratio: str) -> str:
     return f"{unit} where {_STATISTICS[c.statistic]}, {_AGGREGATES[c.aggregate]}, exceeds {c.upper:g} ({c.name})"
 
 
-def _cost(config: RolloutCorrectionConfig) -> str:
-    if config.bypass_mode:
-        return "no scoring pass; weights and rejection are recomputed at every mini-step"
-    if config.rollout_is_batch_normalize:
-        return "a scoring pass of the actor per batch (batch normalisation needs all of it first)"
-    return "a scoring pass of the actor per batch, or none where the first mini-batch's own forward supplies pi_old"
-
-
 def _guard(config: RolloutCorrectionConfig) -> str:
-    """What the guard of a training run does, and at which limits."""
     if config.guard == "off":
         return "none"
     does = "falls back to decoupled mode" if config.guard == "fallback" and config.bypass_mode else "warns"
@@ -226,28 +217,14 @@ def _never_binding(config: RolloutCorrectionConfig) -> list[str]:
     for c in plan.criteria:
         if c.calibrated:
             continue
-        if _out_of_reach(c):
+        sums = c.aggregate == "seq_sum"
+        if not sums and c.upper >= _LARGEST[c.statistic] and c.lower <= -SAFETY_BOUND:
             found.append(f"the threshold of {c.name} can never bind: log ratios are clamped to +-20.")
         elif c.statistic == "k1" and not c.lower <= 0.0 <= c.upper:
             found.append(f"the band of {c.name} excludes a ratio of 1: it rejects samples without any mismatch.")
-        elif c.aggregate in ("token", "seq_mean") and _wide(c):
+        elif c.aggregate in ("token", "seq_mean") and c.upper > _WIDE[c.statistic] and c.lower < -_WIDE["k1"]:
             found.append(
                 f"the threshold of {c.name} is wide for SDE steps, whose log-probs are means over latent dimensions "
                 "(|l| of 1e-5 to 1e-2): it will hardly ever bind there. For tokens it is usual."
             )
     return found
-
-
-def _out_of_reach(c: Criterion) -> bool:
-    if c.aggregate == "seq_sum":
-        return False
-    if c.statistic == "k1":
-        return c.upper >= SAFETY_BOUND and c.lower <= -SAFETY_BOUND
-    largest = 0.5 * SAFETY_BOUND**2 if c.statistic == "k2" else math.exp(SAFETY_BOUND) - 1.0 - SAFETY_BOUND
-    return c.upper >= largest
-
-
-def _wide(c: Criterion) -> bool:
-    if c.statistic == "k1":
-        return min(c.upper, -c.lower) > 0.1
-    return c.upper > 0.5 * 0.1**2

@@ -35,13 +35,10 @@ def mode_changes(values: Values, base: Values) -> dict[str, Any]:
         TypeError: a switch that is no boolean.
         ValueError: switches that contradict each other, or canonical keys.
     """
-    changes: dict[str, Any] = {}
     bypass = switch(values, "bypass_old_logprob_for_rollout")
-    if bypass is not None:
-        changes["bypass_mode"] = bypass
-    else:
-        bypass = values.get("bypass_mode")
-    pure = {key: switch(values, key) for key in _PURE if switch(values, key) is not None}
+    changes: dict[str, Any] = {} if bypass is None else {"bypass_mode": bypass}
+    bypass = changes.get("bypass_mode", values.get("bypass_mode"))
+    pure = {key: on for key in _PURE if (on := switch(values, key)) is not None}
     if len(set(pure.values())) > 1:
         raise ValueError(f"{' and '.join(pure)} are two names of one switch; they must not contradict each other.")
     loss = values.get("loss_type")
@@ -74,12 +71,12 @@ def rejection_changes(values: Values, base: Values, preset: str | None) -> dict[
     asked = LEVELS[written] if is_legacy else written
     lower = bound(values, _BOUNDS.lower)
     lower_given = given(values, (_BOUNDS.lower,))
-    if asked is None and "rollout_rs" in values:
-        refuse_unused(lower_given, preset, "with rollout_rs=null", "leave it out")
-        return {} if _BOUNDS.upper in values else {_BOUNDS.upper: None}
-    if asked is None:
+    if asked is None and "rollout_rs" not in values:
         refuse_unused(lower_given, preset, "without a criterion", "add rollout_rs")
         return {}
+    if asked is None:
+        refuse_unused(lower_given, preset, "with rollout_rs=null", "leave it out")
+        return {_BOUNDS.upper: values.get(_BOUNDS.upper)}
     if asked != criterion and not is_legacy:
         if lower is not None:
             raise ValueError(
@@ -89,11 +86,10 @@ def rejection_changes(values: Values, base: Values, preset: str | None) -> dict[
         return {}
     if asked == criterion and not is_k1(criterion):
         refuse_unused(lower_given, preset, f"with {criterion}", "bound that by rollout_rs_threshold alone")
-    if asked == criterion and (not is_k1(criterion) or not {_BOUNDS.lower, _BOUNDS.upper} & values.keys()):
+        return {}
+    if asked == criterion and not values.keys() & _BOUNDS:
         return {"rollout_rs": criterion}
-    if is_k1(criterion) and _BOUNDS.upper not in values:
-        return {"rollout_rs": asked, _BOUNDS.upper: _BOUNDS.changed_band(base[_BOUNDS.upper], values, preset)}
-    if asked == criterion:
+    if asked == criterion or (is_k1(criterion) and _BOUNDS.upper not in values):
         return {"rollout_rs": asked, _BOUNDS.upper: _whole_or_changed_band(values, base, preset)}
     upper = bound(values, _BOUNDS.upper)
     if upper is None:
@@ -108,9 +104,9 @@ def rejection_changes(values: Values, base: Values, preset: str | None) -> dict[
 
 def _whole_or_changed_band(values: Values, base: Values, preset: str | None) -> Any:
     """``rollout_rs_threshold`` beside a preset's: as it is where it is whole, else as the upper half."""
-    written = values[_BOUNDS.upper]
+    written = values.get(_BOUNDS.upper)
     is_whole = isinstance(written, str) and any(mark in written for mark in ("_", ",", "auto"))
-    if written is not None and not is_whole:
+    if not is_whole and (written is not None or _BOUNDS.upper not in values):
         return _BOUNDS.changed_band(base[_BOUNDS.upper], values, preset)
     if values.get(_BOUNDS.lower) is not None:
         raise ValueError(

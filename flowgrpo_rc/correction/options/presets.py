@@ -19,6 +19,8 @@ Settings = dict[str, Any]
 _GEO_BAND = "0.999_1.001"
 _GEO_LOWER = 0.999
 _LEGACY_VETO = 1e-4
+_TOKEN: Settings = {"rollout_is": "token"}
+_ROW: Settings = {"rollout_is": "sequence"}
 _BYPASS: Settings = {"bypass_mode": True}
 _REINFORCE: Settings = {"bypass_mode": True, "loss_type": "reinforce"}
 
@@ -51,44 +53,32 @@ def _nothing() -> Settings:
     return {}
 
 
-def _token_weights(threshold: Number = 2.0) -> Settings:
-    return {"rollout_is": "token", "rollout_is_threshold": threshold}
-
-
-def _row_weights(threshold: Number = 2.0) -> Settings:
-    return {"rollout_is": "sequence", "rollout_is_threshold": threshold}
+def _weights(threshold: Number = 2.0) -> Settings:
+    return {"rollout_is_threshold": threshold}
 
 
 def _icepop(threshold: float = 5.0, threshold_lower: float = 0.5) -> Settings:
-    return {"rollout_is": "token", "rollout_is_threshold": f"{threshold_lower}_{threshold}"}
+    return _TOKEN | {"rollout_is_threshold": f"{threshold_lower}_{threshold}"}
 
 
 def _row_ratio(is_threshold: Number = 2.0, rs_threshold: Band = "0.5_2.0") -> Settings:
-    return {**_row_weights(is_threshold), "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": rs_threshold}
+    return {**_ROW, **_weights(is_threshold), "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": rs_threshold}
 
 
 def _geo(rs_threshold: Band = _GEO_BAND) -> Settings:
     return {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": rs_threshold}
 
 
-def _geo_token_weights(is_threshold: Number = 2.0, rs_threshold: Band = _GEO_BAND) -> Settings:
-    return _token_weights(is_threshold) | _geo(rs_threshold)
-
-
-def _geo_row_weights(is_threshold: Number = 2.0, rs_threshold: Band = _GEO_BAND) -> Settings:
-    return _row_weights(is_threshold) | _geo(rs_threshold)
+def _geo_weights(is_threshold: Number = 2.0, rs_threshold: Band = _GEO_BAND) -> Settings:
+    return _weights(is_threshold) | _geo(rs_threshold)
 
 
 def _k3(rs_threshold: float = 0.01) -> Settings:
     return {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": rs_threshold}
 
 
-def _k3_token_weights(is_threshold: Number = 2.0, rs_threshold: float = 0.01) -> Settings:
-    return _token_weights(is_threshold) | _k3(rs_threshold)
-
-
-def _k3_row_weights(is_threshold: Number = 2.0, rs_threshold: float = 0.01) -> Settings:
-    return _row_weights(is_threshold) | _k3(rs_threshold)
+def _k3_weights(is_threshold: Number = 2.0, rs_threshold: float = 0.01) -> Settings:
+    return _weights(is_threshold) | _k3(rs_threshold)
 
 
 # The first release's functions take the two bounds of a ratio apart, the upper one first. In its place a whole band may
@@ -134,32 +124,32 @@ class Presets:
     disabled = Preset("Metrics only: neither weights nor rejection.", _nothing)
 
     # Decoupled: three policies, weights and rejection from pi_old / pi_rollout.
-    decoupled_token_is = Preset("Per-element truncated weights (TIS).", _token_weights)
-    decoupled_seq_is = Preset("One truncated weight per row: the product of its ratios.", _row_weights)
+    decoupled_token_is = Preset("Per-element truncated weights (TIS).", _weights, _TOKEN)
+    decoupled_seq_is = Preset("One truncated weight per row: the product of its ratios.", _weights, _ROW)
     decoupled_token_icepop = Preset("Per-element weights, zero outside the bounds (IcePop); nothing rejected.", _icepop)
     decoupled_seq_is_rs = Preset("Row weights, and rejection of rows whose product of ratios is too far.", _row_ratio)
     decoupled_geo_rs = Preset("Rejection of rows whose geometric-mean ratio leaves the bounds; no weights.", _geo)
-    decoupled_geo_rs_seq_tis = Preset("``decoupled_geo_rs`` with row weights.", _geo_row_weights)
-    decoupled_geo_rs_token_tis = Preset("``decoupled_geo_rs`` with element weights.", _geo_token_weights)
+    decoupled_geo_rs_seq_tis = Preset("``decoupled_geo_rs`` with row weights.", _geo_weights, _ROW)
+    decoupled_geo_rs_token_tis = Preset("``decoupled_geo_rs`` with element weights.", _geo_weights, _TOKEN)
     decoupled_k3_rs = Preset("Rejection of rows whose mean k3 divergence exceeds the threshold; no weights.", _k3)
-    decoupled_k3_rs_seq_tis = Preset("``decoupled_k3_rs`` with row weights.", _k3_row_weights)
-    decoupled_k3_rs_token_tis = Preset("``decoupled_k3_rs`` with element weights.", _k3_token_weights)
+    decoupled_k3_rs_seq_tis = Preset("``decoupled_k3_rs`` with row weights.", _k3_weights, _ROW)
+    decoupled_k3_rs_token_tis = Preset("``decoupled_k3_rs`` with element weights.", _k3_weights, _TOKEN)
 
     # Bypass: two policies, everything from pi_theta / pi_rollout.
     bypass_ppo_clip = Preset("PPO clipped around pi_rollout; its ratio is the importance weight.", _nothing, _BYPASS)
     bypass_ppo_clip_geo_rs = Preset("``bypass_ppo_clip``, rows rejected by the geometric-mean ratio.", _geo, _BYPASS)
     bypass_ppo_clip_k3_rs = Preset("``bypass_ppo_clip``, rows rejected by mean k3.", _k3, _BYPASS)
-    bypass_pg_is = Preset("REINFORCE with truncated row weights.", _row_weights, _REINFORCE)
+    bypass_pg_is = Preset("REINFORCE with truncated row weights.", _weights, _ROW | _REINFORCE)
     bypass_pg_token_icepop = Preset("REINFORCE, element weights zero outside the bounds.", _icepop, _REINFORCE)
     bypass_pg_geo_rs = Preset("REINFORCE, rows rejected by the geometric-mean ratio; no weights.", _geo, _REINFORCE)
-    bypass_pg_geo_rs_seq_tis = Preset("``bypass_pg_geo_rs`` with row weights.", _geo_row_weights, _REINFORCE)
-    bypass_pg_geo_rs_token_tis = Preset("``bypass_pg_geo_rs`` with element weights.", _geo_token_weights, _REINFORCE)
+    bypass_pg_geo_rs_seq_tis = Preset("``bypass_pg_geo_rs`` with row weights.", _geo_weights, _ROW | _REINFORCE)
+    bypass_pg_geo_rs_token_tis = Preset("``bypass_pg_geo_rs`` with element weights.", _geo_weights, _TOKEN | _REINFORCE)
 
     # Names of the first release and of the papers.
     token_is = token_tis = decoupled_token_is
     seq_is = decoupled_seq_is
     pure_is = pg_is = bypass_pg_is
-    ppo_is_bypass = Preset("Element weights as diagnostics, PPO clipped around pi_rollout.", _token_weights, _BYPASS)
+    ppo_is_bypass = Preset("Element weights as diagnostics, PPO clipped around pi_rollout.", _weights, _TOKEN | _BYPASS)
     seq_mis = Preset("``decoupled_seq_is_rs`` with one threshold for both, and no lower bound.", _row_ratio_one_bound)
     seq_is_rs = Preset("``decoupled_seq_is_rs`` with the bounds apart.", _row_ratio_legacy)
     geo_rs = Preset("``decoupled_geo_rs`` with the bounds apart, and a veto on catastrophic elements.", _geo_legacy)

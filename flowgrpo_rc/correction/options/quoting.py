@@ -6,6 +6,7 @@ it holds without quotes is a number by YAML's own rules.
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,24 +86,18 @@ def _is_band(text: str) -> bool:
 
 def _thresholds(node: "Node | None") -> "Iterator[tuple[str, ScalarNode]]":
     """Keys and values of all thresholds below a node; slime's file spells them with dashes, or with ``mis_`` before."""
-    from yaml import MappingNode, ScalarNode, SequenceNode
+    from yaml import CollectionNode, ScalarNode
 
-    children = node.value if isinstance(node, SequenceNode) else []
-    for key, value in node.value if isinstance(node, MappingNode) else []:
-        if not (isinstance(key, ScalarNode) and isinstance(value, ScalarNode)):
-            children.append(value)
-        elif _is_threshold(key.value):
+    for child in node.value if isinstance(node, CollectionNode) else ():
+        key, value = child if isinstance(child, tuple) else (None, child)
+        if isinstance(key, ScalarNode) and isinstance(value, ScalarNode) and _is_threshold(key.value):
             yield key.value, value
-    for child in children:
-        yield from _thresholds(child)
+        yield from _thresholds(value)
 
 
 def _is_number(node: "ScalarNode") -> bool:
     """By YAML 1.1, or by Python, whose exponents without a point OmegaConf reads too."""
-    if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-        return True
-    try:
+    with suppress(ValueError):
         float(node.value)
-    except ValueError:
-        return False
-    return True
+        return True
+    return node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

@@ -4,8 +4,8 @@ Every dialect writes a band of ratios in its own keys. Here it has one form, ``"
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from flowgrpo_rc.correction.plan import parse_number, plain_threshold, shown, split_band
 
@@ -46,10 +46,7 @@ def bound(values: Values, key: str) -> Any:
     A lower bound may be 0. In place of an upper bound a whole band may stand, which the configuration checks.
     """
     value = plain_threshold(values.get(key), key)
-    is_lower = "lower" in key
-    if value is None or (is_band(value) and not is_lower):
-        return value
-    if is_lower and _is_zero(value):
+    if value is None or (_is_zero(value) if "lower" in key else is_band(value)):
         return value
     parse_number(value, key)
     return value.strip() if isinstance(value, str) else value
@@ -60,8 +57,7 @@ def is_band(value: object) -> bool:
     return isinstance(value, str) and "_" in value
 
 
-@dataclass(frozen=True, slots=True)
-class BoundKeys:
+class BoundKeys(NamedTuple):
     """The two keys in which a dialect writes the bounds of one band; messages name them."""
 
     lower: str
@@ -87,15 +83,17 @@ class BoundKeys:
                 )
             return upper
         above = parse_number(upper, self.upper)
-        if lower is not None and float(lower) > above:
+        below = preset_lower if lower is None else lower
+        if below is None:
+            return f"{1.0 / above!r}_{upper}"
+        if float(below) > above and lower is not None:
             raise ValueError(f"{self.lower}={shown(lower)} exceeds {self.upper}={shown(upper)}.")
-        if lower is None and preset_lower is not None and float(preset_lower) > above:
+        if float(below) > above:
             raise ValueError(
-                f"{self.upper}={shown(upper)} is below {shown(preset_lower)}, the lower bound of preset {preset!r}; "
+                f"{self.upper}={shown(upper)} is below {shown(below)}, the lower bound of preset {preset!r}; "
                 f"give {self.lower} as well."
             )
-        below = preset_lower if lower is None else lower
-        return f"{1.0 / above!r}_{upper}" if below is None else f"{below}_{upper}"
+        return f"{below}_{upper}"
 
     def changed_band(self, threshold: Any, values: Values, preset: str | None) -> str:
         """The preset's ``threshold`` with the halves that ``values`` give; a lower one of null is the reciprocal."""
@@ -114,7 +112,6 @@ def refuse_unused(wrong: Values, preset: str | None, where: str, remedy: str) ->
 
 
 def _is_zero(value: Any) -> bool:
-    try:
+    with suppress(ValueError):
         return float(value) == 0
-    except ValueError:
-        return False
+    return False
