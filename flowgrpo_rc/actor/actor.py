@@ -7,6 +7,8 @@ and divided once by the global denominator, so that the result does not depend o
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +228,7 @@ class DiffusionActor:
         found = [old for _, old in micro if old is not None]
         if found:
             mini = mini._replace(old=OldPolicy.concatenate(found))
-        total = LossMetrics.merge([metrics for metrics, _ in micro]).all_reduce()
+        total = reduce(add, [metrics for metrics, _ in micro]).all_reduce()
         kept, denominator = total.kept_and_denominator()
         # Not even moments and weight decay may move the weights where nothing is learned.
         if kept == 0:
@@ -356,7 +358,7 @@ class DiffusionActor:
     ) -> dict[str, float]:
         """The update's metrics: means over all mini-steps, and ``..._first`` of the first."""
         first = mini_steps[0].compute()
-        metrics = LossMetrics.merge(mini_steps).compute()
+        metrics = reduce(add, mini_steps).compute()
         # A rejected element counts as a ratio of 1, which would thin out the share of those that are clipped.
         kept = first["actor/kept_fraction"] or 1.0
         metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"] / kept

@@ -77,7 +77,7 @@ class DiffusionLossConfig:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with clip_ratio_low or clip_ratio_high; give numbers, or only auto"
             )
-        elif not self.objective.takes_auto:
+        elif not self.objective.clips_plain_ratio:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with loss_mode={self.loss_mode}, whose ratio has another scale; give a "
                 "number"
@@ -111,7 +111,7 @@ class DiffusionLossConfig:
     @property
     def takes_auto(self) -> bool:
         """Whether the objective and its sides allow ``clip_ratio=auto``."""
-        return self.objective.takes_auto and not self.has_sides
+        return self.objective.clips_plain_ratio and not self.has_sides
 
 
 @documented_fields

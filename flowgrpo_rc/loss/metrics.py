@@ -1,9 +1,6 @@
 """Loss metrics as sums on the device: added over micro-batches and ranks, sent to the host once."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
@@ -92,11 +89,6 @@ class LossMetrics:
             dual_clip is not None,
         )
 
-    @classmethod
-    def merge(cls, parts: "Sequence[LossMetrics]") -> "LossMetrics":
-        """Those of all micro-batches together; there must be one."""
-        return reduce(add, parts)
-
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
         return LossMetrics(
             self.sums + other.sums,
@@ -124,8 +116,8 @@ class LossMetrics:
 
     def kept_and_denominator(self) -> tuple[float, float]:
         """How many elements rejection kept, and what the loss sum is to be divided by."""
-        count, denominator = self.sums[[_SUMS.index("kept"), _SUMS.index("denominator")]].tolist()
-        return count, denominator
+        total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        return total["kept"], total["denominator"]
 
     def compute(self) -> dict[str, float]:
         """``actor/...`` metrics as floats, with one device-to-host transfer.
