@@ -133,7 +133,7 @@ class LossMetrics:
         host = torch.cat([self.sums, torch.stack([self.ratio_min, self.ratio_max]).double()]).tolist()
         total = dict(zip(_SUMS, host, strict=False))
         n = max(total["elements"], 1.0)
-        ratios = (total["ratio"] / n, *host[-2:]) if total["elements"] else (1.0, 1.0, 1.0)
+        mean, least, most = (total["ratio"] / n, *host[-2:]) if total["elements"] else (1.0, 1.0, 1.0)
         dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if self.dual_clip else {}
         denominator = total["denominator"] if total["denominator"] > 0 else 1.0
         return {
@@ -146,6 +146,8 @@ class LossMetrics:
             "actor/pg_clipfrac_inert": total["inert"] / n,
             **dual,
             "actor/log_ratio_abs_mean": total["abs_log_ratio"] / n,
-            **dict(zip(("actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"), ratios, strict=True)),
+            "actor/ratio_mean": mean,
+            "actor/ratio_min": least,
+            "actor/ratio_max": most,
             "actor/kl_loss": total["kl_loss"] / denominator,
         }

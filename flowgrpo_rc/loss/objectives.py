@@ -114,7 +114,7 @@ class ClipBand(Limit):
         return (ratio < 1 - low) | (ratio > 1 + high)
 
     def ends(self, options: LossOptions, widths: Any = None) -> list[float]:
-        """Half widths below and above 1; with ``auto`` the narrowest and widest of ``widths``, or the bounds of them."""
+        """Half widths below and above 1; with ``auto`` the narrowest and widest of ``widths``, or their bounds."""
         if widths is not None:
             return [float(widths.min()), float(widths.max())]
         if options.clip_ratio == "auto":
