@@ -8,7 +8,7 @@ batch, by ``apply_bypass_mode_to_diffusion_batch`` or ``apply_rollout_correction
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -89,16 +89,21 @@ class OldPolicy:
     @classmethod
     def concatenate(cls, parts: "Sequence[OldPolicy]") -> "OldPolicy":
         """The rows of all parts, in their order."""
-        columns: dict[str, Any] = {field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)}
-        return cls(**{name: None if values[0] is None else torch.cat(values) for name, values in columns.items()})
+        columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
+        joined: dict[str, Any] = {
+            name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
+        }
+        return cls(**joined)
 
     def __len__(self) -> int:
         return len(self.log_probs)
 
     def rows(self, chosen: Int[Tensor, " M"]) -> "OldPolicy":
         """Some of the rows."""
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return OldPolicy(**{name: None if values is None else values[chosen] for name, values in columns.items()})
+        columns: dict[str, Any] = {
+            name: None if values is None else values[chosen] for name, values in vars(self).items()
+        }
+        return OldPolicy(**columns)
 
     def batch_keys(self) -> dict[str, Tensor]:
         """What there is of it under the keys that the loss reads from a batch."""
