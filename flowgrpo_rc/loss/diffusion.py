@@ -29,6 +29,11 @@ def diffusion_loss(
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
     """Mean loss of one batch and its metrics.
 
+    Log-probs and KL are in nats per latent dimension, means and standard deviations in the unit of the latents;
+    advantages, weights and the loss have no unit.
+
+    Source: Flow-GRPO, arXiv 2505.05470; the record of each ``loss_mode`` names the function that cites its own.
+
     Args:
         config: a ``DiffusionActorConfig``.
         model_output: ``log_probs`` ``(B,)`` (one SDE step) or ``(B, W)`` (the window), with gradient. For

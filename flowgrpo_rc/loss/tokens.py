@@ -26,6 +26,10 @@ def token_loss(
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
     """Mean loss of one batch of token sequences and its metrics.
 
+    Log-probs and KL are in nats per token; advantages, weights and the loss have no unit.
+
+    Source: PPO, arXiv 1707.06347, with the dual clip of arXiv 1912.09729; ``aggregation`` follows verl's ``agg_loss``.
+
     Args:
         config: a ``DiffusionActorConfig``; of its ``diffusion_loss`` also ``clip_ratio_c``, ``loss_agg_mode`` and
             ``loss_scale_factor`` count, and ``adv_clip_max`` does not.
