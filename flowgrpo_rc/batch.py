@@ -8,7 +8,7 @@ batch, by ``apply_bypass_mode_to_diffusion_batch`` or ``apply_rollout_correction
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -94,21 +94,20 @@ class OldPolicy:
     @classmethod
     def concatenate(cls, parts: "Sequence[OldPolicy]") -> "OldPolicy":
         """The rows of all parts, in their order."""
-        columns: dict[str, Any] = {}
-        for field in fields(cls):
-            values = [getattr(part, field.name) for part in parts]
-            columns[field.name] = None if values[0] is None else torch.cat(values)
-        return cls(**columns)
+        columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
+        joined: dict[str, Any] = {
+            name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
+        }
+        return cls(**joined)
 
     def __len__(self) -> int:
         return len(self.log_probs)
 
     def rows(self, chosen: Int[Tensor, " M"]) -> "OldPolicy":
         """Some of the rows."""
-        columns: dict[str, Any] = {}
-        for field in fields(self):
-            values = getattr(self, field.name)
-            columns[field.name] = None if values is None else values[chosen]
+        columns: dict[str, Any] = {
+            name: None if values is None else values[chosen] for name, values in vars(self).items()
+        }
         return OldPolicy(**columns)
 
     def batch_keys(self) -> dict[str, Tensor]:
@@ -145,8 +144,7 @@ def apply_bypass_mode_to_diffusion_batch(batch: Batch) -> Batch:
     Raises:
         ValueError: the batch has no ``rollout_log_probs``.
     """
-    data = _mapping(batch)
-    _require(data, (Key.ROLLOUT_LOG_PROBS,), "bypass mode")
+    data = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "bypass mode")
     data[Key.OLD_LOG_PROBS] = data[Key.ROLLOUT_LOG_PROBS]
     return batch
 
@@ -166,8 +164,7 @@ def apply_rollout_correction_to_diffusion_batch(
         ValueError: a missing key, shapes that differ or are not ``(B, W)``, a NaN or infinite log-prob, or tokens of
             which none is valid (each rank needs one).
     """
-    data = _mapping(batch)
-    _require(data, (Key.OLD_LOG_PROBS, Key.ROLLOUT_LOG_PROBS), "rollout correction")
+    data = _mapping_with((Key.OLD_LOG_PROBS, Key.ROLLOUT_LOG_PROBS), batch, "rollout correction")
     old, result = correct_old_policy(OldPolicy(log_probs=data[Key.OLD_LOG_PROBS]), data, config, dp_group)
     for name, values in old.batch_keys().items():
         data[name] = values
@@ -192,9 +189,18 @@ def correct_old_policy(
         config = RolloutCorrectionConfig.from_dict(config)
     _require(batch, (Key.ROLLOUT_LOG_PROBS,), "rollout correction")
     rollout = batch[Key.ROLLOUT_LOG_PROBS]
-    _check_shapes(old.log_probs, rollout)
+    shape = tuple(old.log_probs.shape)
+    if shape != rollout.shape:
+        raise ValueError(
+            f"{Key.OLD_LOG_PROBS} and {Key.ROLLOUT_LOG_PROBS} must have identical shapes, got {shape} and "
+            f"{tuple(rollout.shape)}."
+        )
+    if len(shape) != 2:
+        raise ValueError(f"log-probs of a diffusion batch are (B, W): images by SDE steps; got {shape}.")
     valid = response_mask(batch, old.log_probs)
-    timesteps = _timesteps(batch, old.log_probs) if valid is None else None
+    timesteps = optional(batch, Key.TIMESTEPS) if valid is None else None
+    if timesteps is not None and timesteps.shape != shape:
+        raise ValueError(f"{Key.TIMESTEPS} has shape {tuple(timesteps.shape)}, but log-probs have {shape}.")
     result = compute_rollout_correction(
         old.log_probs,
         rollout,
@@ -210,36 +216,16 @@ def correct_old_policy(
     return replace(old, weights=weights, keep=keep), result
 
 
-def _mapping(batch: object) -> MutableMapping[str, Tensor]:
-    return cast("MutableMapping[str, Tensor]", as_mapping(batch))
-
-
-def _require(data: TensorMapping, keys: tuple[str, ...], purpose: str) -> None:
+def _mapping_with(keys: tuple[str, ...], batch: object, purpose: str) -> MutableMapping[str, Tensor]:
+    """The batch's mapping; an error where it lacks one of the keys."""
+    data = cast("MutableMapping[str, Tensor]", as_mapping(batch))
     present = set(data.keys())
     missing = [key for key in keys if key not in present]
-    if not missing:
-        return
-    remedy = {
-        Key.ROLLOUT_LOG_PROBS: "the rollout engine must record them (calculate_log_probs=true)",
-        Key.OLD_LOG_PROBS: "the actor must score the batch first (or use bypass_mode)",
-    }
-    hints = "; ".join(f"{key}: {remedy[key]}" for key in missing if key in remedy)
-    raise ValueError(f"{purpose} needs {', '.join(missing)} in the batch, which has {sorted(present)}. {hints}.")
-
-
-def _check_shapes(old: Tensor, rollout: Tensor) -> None:
-    if old.shape != rollout.shape:
-        raise ValueError(
-            f"{Key.OLD_LOG_PROBS} and {Key.ROLLOUT_LOG_PROBS} must have identical shapes, got {tuple(old.shape)} and "
-            f"{tuple(rollout.shape)}."
-        )
-    if old.dim() != 2:
-        raise ValueError(f"log-probs of a diffusion batch are (B, W): images by SDE steps; got {tuple(old.shape)}.")
-
-
-def _timesteps(data: TensorMapping, like: Tensor) -> Tensor | None:
-    """The batch's timesteps, if it has them."""
-    timesteps = optional(data, Key.TIMESTEPS)
-    if timesteps is not None and timesteps.shape != like.shape:
-        raise ValueError(f"{Key.TIMESTEPS} has shape {tuple(timesteps.shape)}, but log-probs have {tuple(like.shape)}.")
-    return timesteps
+    if missing:
+        remedy = {
+            Key.ROLLOUT_LOG_PROBS: "the rollout engine must record them (calculate_log_probs=true)",
+            Key.OLD_LOG_PROBS: "the actor must score the batch first (or use bypass_mode)",
+        }
+        hints = "; ".join(f"{key}: {remedy[key]}" for key in missing)
+        raise ValueError(f"{purpose} needs {', '.join(missing)} in the batch, which has {sorted(present)}. {hints}.")
+    return data

@@ -7,12 +7,15 @@ and divided once by the global denominator, so that the result does not depend o
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
@@ -209,31 +212,36 @@ class DiffusionActor:
             )
         update = _Update(batch, conditioning, mode, gap or MetricAccumulator())
         mini_batches = list(mini_batches)
-        steps: list[_OptimizerStep] = []
+        metrics: list[LossMetrics] = []
+        norms: list[float] = []
         for _ in range(self.config.ppo_epochs):
             for number, mini in enumerate(mini_batches):
-                step = self._optimizer_step(update, mini)
-                mini_batches[number] = step.mini
-                steps.append(step)
-        norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
-        return UpdateResult(self._metrics([step.metrics for step in steps], norms, update), len(norms))
+                step_metrics, mini_batches[number], norm = self._optimizer_step(update, mini)
+                metrics.append(step_metrics)
+                if norm is not None:
+                    norms.append(norm)
+        return UpdateResult(self._metrics(metrics, norms, update), len(norms))
 
-    def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> "_OptimizerStep":
-        """Accumulate one mini-batch, reduce over ranks, divide, clip, step."""
+    def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> tuple[LossMetrics, MiniBatch, float | None]:
+        """Accumulate one mini-batch, reduce over ranks, divide, clip, step.
+
+        Returns its metrics, the mini-batch with its old policy, and the gradient's norm; ``None`` where rejection kept
+        nothing, and no step was taken.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         parts = torch.arange(len(mini.rows)).split(self.config.ppo_micro_batch_size_per_gpu)
         micro = [self._backward(update, mini.part(part)) for part in parts]
         found = [old for _, old in micro if old is not None]
         if found:
             mini = mini._replace(old=OldPolicy.concatenate(found))
-        total = LossMetrics.merge([metrics for metrics, _ in micro]).all_reduce()
+        total = reduce(add, [metrics for metrics, _ in micro]).all_reduce()
         kept, denominator = total.kept_and_denominator()
         # Not even moments and weight decay may move the weights where nothing is learned.
         if kept == 0:
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
-            return _OptimizerStep(total, mini, None)
+            return total, mini, None
         self._reduce_gradients(denominator)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip))
+        norm = float(clip_grad_norm_(self._parameters, self.config.grad_clip))
         if not norm < float("inf"):  # NaN included
             self._refuse(update, mini)
         # Read before the schedule moves on: the rate of the step that is taken.
@@ -242,7 +250,7 @@ class DiffusionActor:
         self.lr_scheduler.step()
         if self.average is not None:
             self.average.step(self._parameters)
-        return _OptimizerStep(total, mini, norm)
+        return total, mini, norm
 
     def _backward(self, update: "_Update", micro: MiniBatch) -> tuple[LossMetrics, OldPolicy | None]:
         """Add one micro-batch's gradients; returns its metrics, and its old policy where that was found here."""
@@ -257,8 +265,8 @@ class DiffusionActor:
         if old is None and mode.bypasses:
             old = OldPolicy.of_rollout(data)
         elif old is None:
-            old, correction = correct_old_policy(self._as_old_policy(output), data, mode.rollout_correction)
-            found = old
+            found, correction = correct_old_policy(self._as_old_policy(output), data, mode.rollout_correction)
+            old = found
             update.gap.add(correction)
         sums = diffusion_loss_sums(mode, output, self._loss_data(data, old, mode))
         self._accelerator.backward(sums.loss_sum)
@@ -322,12 +330,12 @@ class DiffusionActor:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([p.grad.flatten() for p in self._parameters])  # type: ignore[union-attr]
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        flat = parameters_to_vector(gradients)
         if self._accelerator.num_processes > 1:
             torch.distributed.all_reduce(flat)
         flat /= denominator
-        for parameter, part in zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True):
-            parameter.grad = part.view_as(parameter)
+        vector_to_parameters(flat, gradients)
 
     def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
         """The gradient is not finite: find the samples it comes from, one backward each, and raise."""
@@ -356,7 +364,7 @@ class DiffusionActor:
     ) -> dict[str, float]:
         """The update's metrics: means over all mini-steps, and ``..._first`` of the first."""
         first = mini_steps[0].compute()
-        metrics = LossMetrics.merge(mini_steps).compute()
+        metrics = reduce(add, mini_steps).compute()
         # A rejected element counts as a ratio of 1, which would thin out the share of those that are clipped.
         kept = first["actor/kept_fraction"] or 1.0
         metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"] / kept
@@ -381,14 +389,3 @@ class _Update:
     mode: ModeInForce
     gap: MetricAccumulator
     """Collects what correction measures."""
-
-
-@dataclass(frozen=True)
-class _OptimizerStep:
-    """What became of one mini-batch."""
-
-    metrics: LossMetrics
-    mini: MiniBatch
-    """The mini-batch with its old policy, where the step had to find it."""
-    gradient_norm: float | None
-    """``None`` where rejection kept nothing, and no step was taken."""

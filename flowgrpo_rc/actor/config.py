@@ -77,7 +77,7 @@ class DiffusionLossConfig:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with clip_ratio_low or clip_ratio_high; give numbers, or only auto"
             )
-        elif not self.objective.takes_auto:
+        elif not self.objective.clips_plain_ratio:
             raise ValueError(
                 f"{here}.clip_ratio: got auto with loss_mode={self.loss_mode}, whose ratio has another scale; give a "
                 "number"
@@ -87,16 +87,14 @@ class DiffusionLossConfig:
             raise ValueError(
                 f"{here}.auto_clip_max: got {self.auto_clip_max}; give at least auto_clip_min={self.auto_clip_min}"
             )
-        positive(f"{here}.clip_ratio_low", self.clip_ratio_low, optional=True)
-        positive(f"{here}.clip_ratio_high", self.clip_ratio_high, optional=True)
-        positive(f"{here}.adv_clip_max", self.adv_clip_max)
-        thresholds = [one.limit for one in OBJECTIVES.values() if isinstance(one.limit, Threshold)]
-        for threshold in thresholds:
-            positive(f"{here}.{threshold.key}", threshold.value(self))
+        for name in ("clip_ratio_low", "clip_ratio_high", "loss_scale_factor"):
+            positive(f"{here}.{name}", getattr(self, name), optional=True)
+        thresholds = [one.limit.key for one in OBJECTIVES.values() if isinstance(one.limit, Threshold)]
+        for name in ("adv_clip_max", *thresholds):
+            positive(f"{here}.{name}", getattr(self, name))
         if self.clip_ratio_c is not None and not 1 < self.clip_ratio_c < math.inf:
             raise ValueError(f"{here}.clip_ratio_c: got {self.clip_ratio_c!r}; give a number above 1 or null")
         choice(f"{here}.loss_agg_mode", self.loss_agg_mode, tuple(AGGREGATIONS))
-        positive(f"{here}.loss_scale_factor", self.loss_scale_factor, optional=True)
 
     @property
     def objective(self) -> Objective:
@@ -111,7 +109,7 @@ class DiffusionLossConfig:
     @property
     def takes_auto(self) -> bool:
         """Whether the objective and its sides allow ``clip_ratio=auto``."""
-        return self.objective.takes_auto and not self.has_sides
+        return self.objective.clips_plain_ratio and not self.has_sides
 
 
 @documented_fields
@@ -153,10 +151,11 @@ class OptimizerConfig:
                 f"{here}.lr_warmup_steps_ratio: got {self.lr_warmup_steps_ratio}; give a share of the run, from 0 to 1"
             )
         for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
-            if getattr(self, name) and self.lr_scheduler_type == "constant":
+            steps = getattr(self, name)
+            if steps and self.lr_scheduler_type == "constant":
                 raise ValueError(
-                    f"{here}.{name}: got {getattr(self, name)}, but lr_scheduler_type=constant has no warm-up; "
-                    "set it to constant_with_warmup"
+                    f"{here}.{name}: got {steps}, but lr_scheduler_type=constant has no warm-up; set it to "
+                    "constant_with_warmup"
                 )
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"{here}.betas: got {list(self.betas)}; give two numbers in [0, 1)")
@@ -221,12 +220,13 @@ class DiffusionActorConfig:
             return  # a reference into a configuration tree; whoever resolves it constructs this class again
         correction: Any = self.rollout_correction
         rc = self.rollout_correction = RolloutCorrectionConfig.from_dict(correction)
-        if rc.bypass_mode and rc.loss_type == "reinforce" and self.diffusion_loss.objective.needs_old_means:
+        loss = self.diffusion_loss
+        if rc.bypass_mode and rc.loss_type == "reinforce" and loss.objective.needs_old_means:
             raise ValueError(
-                f"{_HERE}.diffusion_loss.loss_mode: got {self.diffusion_loss.loss_mode} with loss_type=reinforce, "
-                "which has no ratio to guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"
+                f"{_HERE}.diffusion_loss.loss_mode: got {loss.loss_mode} with loss_type=reinforce, which has no ratio "
+                "to guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"
             )
-        if self.diffusion_loss.clip_ratio == "auto" and not (rc.bypass_mode and rc.loss_type == "ppo_clip"):
+        if loss.clip_ratio == "auto" and not (rc.bypass_mode and rc.loss_type == "ppo_clip"):
             raise ValueError(
                 f"{_HERE}.diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips "
                 "around; give a number, or set rollout_correction.bypass_mode=true with loss_type=ppo_clip"

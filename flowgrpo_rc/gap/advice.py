@@ -116,7 +116,7 @@ def advise(
     deciding = decisive(list(judged.values()))
     limit = mode.objective.limit
     needed = _round_up(CLIP_FACTOR * overall.clip_q90)
-    configured = limit.narrowest(mode.diffusion_loss)
+    configured = min(limit.ends(mode.diffusion_loss))
     broken = judged[ENGINE_GAP].value > judged[ENGINE_GAP].limit
     # No limit repairs an engine that computes something else, and REINFORCE has none that the gap could exceed.
     fits = not broken and (needed <= WIDEST_CLIP or (mode.bypasses and not mode.has_limit))

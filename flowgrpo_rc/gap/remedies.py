@@ -53,7 +53,7 @@ class RunSetup:
     @property
     def may_calibrate_clip(self) -> bool:
         """Whether ``clip_ratio=auto`` would be accepted and is not configured."""
-        fits = self.objective.takes_auto and not self.clip_sides
+        fits = self.objective.clips_plain_ratio and not self.clip_sides
         return fits and self.limits_the_gap and not self.calibrates_clip
 
 

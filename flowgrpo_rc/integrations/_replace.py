@@ -7,40 +7,35 @@ from typing import Any
 
 
 class Replacement:
-    """Functions of one module, replaced; `undo` puts the originals back."""
+    """Functions of one module, replaced; ``undo`` puts the originals back."""
 
     def __init__(self) -> None:
         self._places: list[tuple[ModuleType, str, Any]] = []
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where something was replaced, as `module.name`."""
+        """Where something was replaced, as ``module.name``."""
         return tuple(f"{module.__name__}.{name}" for module, name, _ in self._places)
 
     def apply(self, home: ModuleType, functions: Mapping[str, Callable[..., Any]], package: str) -> None:
-        """Replaces `functions` in `home`, and in every loaded module of `package` that holds the originals.
+        """Replaces ``functions`` in ``home``, and in every loaded module of ``package`` that holds the originals.
 
         Raises:
-            AttributeError: `home` has no function of that name, so it is another version than expected.
+            AttributeError: ``home`` has no function of that name, so it is another version than expected.
         """
         missing = [name for name in functions if not hasattr(home, name)]
         if missing:
             raise AttributeError(f"{home.__name__} has no {', '.join(missing)}: an unexpected version.")
         originals = {name: getattr(home, name) for name in functions}
-        for module in [home, *_loaded(package)]:
+        loaded = [m for name, m in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
+        for module in [home, *(m for m in loaded if isinstance(m, ModuleType))]:
             for name, original in originals.items():
                 if vars(module).get(name) is original and original is not functions[name]:
                     self._places.append((module, name, original))
                     setattr(module, name, functions[name])
 
     def undo(self) -> None:
-        """Restores what `apply` replaced."""
+        """Restores what ``apply`` replaced."""
         while self._places:
             module, name, original = self._places.pop()
             setattr(module, name, original)
-
-
-def _loaded(package: str) -> list[ModuleType]:
-    prefix = f"{package}."
-    modules = [m for name, m in list(sys.modules.items()) if name == package or name.startswith(prefix)]
-    return [m for m in modules if isinstance(m, ModuleType)]

@@ -1,16 +1,15 @@
-"""Drop-in for verl 0.9.1's `verl.trainer.ppo.rollout_corr_helper`.
+"""Drop-in for verl 0.9.1's ``verl.trainer.ppo.rollout_corr_helper``.
 
 The same names, signatures and return types, and the same weights, masks and metrics, from one pass and one
 transfer instead of some seventy. What is verl's and not this library's is reproduced here only: the k1 band
-acts on `-l` (so "lower_upper" keeps `1/upper <= r <= 1/lower`) and a `*_k1_fraction_high` counts small ratios;
+acts on ``-l`` (so "lower_upper" keeps ``1/upper <= r <= 1/lower``) and a ``*_k1_fraction_high`` counts small ratios;
 rows without a valid element enter the averages over rows as zeros.
 
 Where verl overflows to inf or passes a NaN on, these functions stay finite or raise. verl itself is imported only
-when a `DataProto` has to be built and by `install`.
+when a ``DataProto`` has to be built and by ``install``.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +17,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.numerics.metrics import PREFIX, metrics_from_moments
 from flowgrpo_rc.correction.numerics.moments import FigureMoments, Moments
 from flowgrpo_rc.correction.numerics.run import RolloutCorrection, run_plan
-from flowgrpo_rc.correction.plan import (
-    RS_OPTIONS,
-    SAFETY_BOUND,
-    CorrectionPlan,
-    ThresholdSpec,
-    make_plan,
-    mirror_k1,
-)
+from flowgrpo_rc.correction.plan import RS_OPTIONS, SAFETY_BOUND, CorrectionPlan, ThresholdSpec, make_plan, mirror_k1
 from flowgrpo_rc.integrations._replace import Replacement
 from flowgrpo_rc.integrations.verl_metrics import compute_is_metrics, compute_rs_metrics
 
@@ -48,6 +41,14 @@ __all__ = [
     "install",
 ]
 
+OPTIONS = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+}
+"""verl's options of weights and rejection, and their defaults."""
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(RS_OPTIONS)
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {option for option in RS_OPTIONS if option.startswith("token")}
 
@@ -64,7 +65,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs: str | None = None,
     rollout_rs_threshold: ThresholdSpec = None,
 ) -> tuple[Any, Shaped[Tensor, "B T"], Metrics]:
-    """`(DataProto with "rollout_is_weights" or None, response mask times keep, metrics)`, as verl.
+    """``(DataProto with "rollout_is_weights" or None, response mask times keep, metrics)``, as verl.
 
     Raises:
         ValueError: shapes differ, no element is valid, a valid log-prob is NaN or infinite, a bad option.
@@ -72,8 +73,7 @@ def compute_rollout_correction_and_rejection_mask(
     """
     plan = _plan(rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)
     result = _run(old_log_prob, rollout_log_prob, response_mask, plan)
-    weights = None if result.weights is None else data_proto({"rollout_is_weights": result.weights})
-    return weights, result.mask, result.metrics
+    return weights_proto(result.weights), result.mask, result.metrics
 
 
 def compute_rollout_correction_weights(
@@ -125,58 +125,45 @@ def compute_rollout_corr_metrics_from_logprobs(
     rollout_log_prob: Float[Tensor, "B T"],
     response_mask: Shaped[Tensor, "B T"],
 ) -> Metrics:
-    """Diagnostics of the current policy against the rollout policy, prefixed `rollout_corr/`."""
+    """Diagnostics of the current policy against the rollout policy, prefixed ``rollout_corr/``."""
     return _run(log_prob, rollout_log_prob, response_mask, CorrectionPlan()).metrics
 
 
 def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, Metrics]:
-    """Replaces `response_mask` in a `DataProto`, adds `rollout_is_weights` if there are weights."""
+    """Replaces ``response_mask`` in a ``DataProto``, adds ``rollout_is_weights`` if there are weights."""
     weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
-        batch.batch["old_log_probs"],
-        batch.batch["rollout_log_probs"],
-        batch.batch["response_mask"],
-        **_options(rollout_corr_config),
+        batch.batch[Key.OLD_LOG_PROBS],
+        batch.batch[Key.ROLLOUT_LOG_PROBS],
+        batch.batch[Key.RESPONSE_MASK],
+        **{name: rollout_corr_config.get(name, default) for name, default in OPTIONS.items()},
     )
-    batch.batch["response_mask"] = mask
+    batch.batch[Key.RESPONSE_MASK] = mask
     return (batch if weights is None else batch.union(weights)), metrics
 
 
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-    """Sets `old_log_probs` to `rollout_log_probs`, and the policy loss to verl's bypass loss.
+    """Sets ``old_log_probs`` to ``rollout_log_probs``, and the policy loss to verl's bypass loss.
 
     Raises:
-        ValueError: the batch has no `rollout_log_probs`.
+        ValueError: the batch has no ``rollout_log_probs``.
     """
     from omegaconf import open_dict
 
-    if "rollout_log_probs" not in batch.batch:
+    if Key.ROLLOUT_LOG_PROBS not in batch.batch:
         raise ValueError(
             "bypass_mode needs rollout_log_probs in the batch: set actor_rollout_ref.rollout.calculate_log_probs=true."
         )
-    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    batch.batch[Key.OLD_LOG_PROBS] = batch.batch[Key.ROLLOUT_LOG_PROBS]
     with open_dict(policy_loss_config):
         policy_loss_config["rollout_correction"] = rollout_corr_config
         policy_loss_config["loss_mode"] = "bypass_mode"
-
-
-_FUNCTIONS = (
-    compute_rollout_correction_and_rejection_mask,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-    compute_offpolicy_metrics,
-    compute_rollout_corr_metrics_from_logprobs,
-    compute_rollout_correction_and_add_to_batch,
-    apply_bypass_mode,
-    compute_is_metrics,
-    compute_rs_metrics,
-)
 
 
 def install() -> Replacement:
     """Puts these functions in the place of verl's, also where verl imported them by name before.
 
     Returns:
-        What was replaced; its `undo()` restores verl's functions.
+        What was replaced; its ``undo()`` restores verl's functions.
 
     Raises:
         ImportError: verl is not installed.
@@ -186,8 +173,27 @@ def install() -> Replacement:
     except ImportError as error:
         raise ImportError(f"install() replaces functions of verl 0.9.1, which cannot be imported: {error}") from error
     replacement = Replacement()
-    replacement.apply(rollout_corr_helper, {f.__name__: f for f in _FUNCTIONS}, package="verl")
+    functions = {name: globals()[name] for name in __all__ if name.startswith(("compute_", "apply_"))}
+    replacement.apply(rollout_corr_helper, functions, package="verl")
     return replacement
+
+
+def plan_of_options(
+    rollout_is: str | None,
+    rollout_is_threshold: ThresholdSpec,
+    rollout_is_batch_normalize: bool,
+    rollout_rs: str | None,
+    rollout_rs_threshold: ThresholdSpec,
+) -> CorrectionPlan:
+    """The plan of verl's arguments: no weights without a threshold; k1 bands act on ``r``, as documented."""
+    weighs = rollout_is_threshold is not None
+    return make_plan(
+        rollout_is if weighs else None,
+        rollout_is_threshold if weighs else 2.0,
+        rollout_is_batch_normalize,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+    )
 
 
 def _plan(
@@ -197,17 +203,11 @@ def _plan(
     rollout_rs: str | None,
     rollout_rs_threshold: ThresholdSpec,
 ) -> CorrectionPlan:
-    """verl's reading of the options: no weights without a threshold, no `geometric`, mirrored k1 bands."""
-    if rollout_is_threshold is None:
-        rollout_is, rollout_is_threshold = None, 2.0
-    if rollout_is == "geometric":
+    """verl's reading of the options: no ``geometric``, mirrored k1 bands."""
+    if rollout_is == "geometric" and rollout_is_threshold is not None:
         raise ValueError("verl has the levels 'token' and 'sequence' for rollout_is, got 'geometric'.")
-    plan = make_plan(
-        rollout_is,
-        rollout_is_threshold,
-        rollout_is_batch_normalize,
-        rollout_rs=rollout_rs,
-        rollout_rs_threshold=rollout_rs_threshold,
+    plan = plan_of_options(
+        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
     )
     if any(c.statistic == "k1" and c.lower == -math.inf for c in plan.criteria):
         raise ValueError("verl has no k1 band without a lower bound: give a positive one.")
@@ -254,25 +254,16 @@ def _select(result: RolloutCorrection, start: str) -> Metrics:
     return {name: value for name, value in metrics.items() if name.startswith(start)}
 
 
-def _options(config: Mapping[str, Any] | Any) -> dict[str, Any]:
-    defaults = {
-        "rollout_is": None,
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-        "rollout_rs": None,
-        "rollout_rs_threshold": None,
-    }
-    return {name: config.get(name, default) for name, default in defaults.items()}
-
-
-def data_proto(tensors: dict[str, Tensor]) -> Any:
-    """verl's `DataProto` around tensors.
+def weights_proto(weights: Tensor | None) -> Any:
+    """Weights in verl's ``DataProto``; None where there are none.
 
     Raises:
         ImportError: verl is not installed.
     """
+    if weights is None:
+        return None
     try:
         from verl.protocol import DataProto
     except ImportError as error:
         raise ImportError(f"The weights are returned in verl's DataProto, and verl is missing: {error}") from error
-    return DataProto.from_dict(tensors=tensors)
+    return DataProto.from_dict(tensors={Key.ROLLOUT_IS_WEIGHTS: weights})

@@ -1,4 +1,4 @@
-"""verl's two metric helpers, `compute_is_metrics` and `compute_rs_metrics`, for code that calls them by name.
+"""verl's two metric helpers, ``compute_is_metrics`` and ``compute_rs_metrics``, for code that calls them by name.
 
 They take weights or statistics that the caller has made. Computed in float64, finite where verl overflows or divides by
 zero, with one transfer of all figures. As in verl, rows without a valid element count as zeros in averages of weights.
@@ -83,12 +83,12 @@ def compute_rs_metrics(
     """Metrics of one rejection criterion's statistic, without a prefix.
 
     Args:
-        option_name: names the metrics: `rollout_rs_{option_name}_...`.
+        option_name: names the metrics: ``rollout_rs_{option_name}_...``.
         rs_statistic: of every element; a row's own at each of its elements.
         response_mask: non-zero where an element is valid.
         seq_valid_mask: rows that count.
         level: "sequence" takes extremes and fractions over rows, "token" over elements.
-        per_sequence_values: the rows' statistic, `(B,)` or `(B, 1)`; None: the rows' means.
+        per_sequence_values: the rows' statistic, ``(B,)`` or ``(B, 1)``; None: the rows' means.
         rollout_rs_threshold, rollout_rs_threshold_lower: bounds of the statistic, which for k1 are logarithms.
         apply_lower_threshold: whether there is a lower bound.
 

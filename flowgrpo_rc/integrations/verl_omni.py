@@ -1,4 +1,4 @@
-"""Drop-in for verl-omni's `verl_omni.trainer.diffusion.rollout_correction`, installed by being imported.
+"""Drop-in for verl-omni's ``verl_omni.trainer.diffusion.rollout_correction``, installed by being imported.
 
     actor_rollout_ref.model.external_lib=flowgrpo_rc.integrations.verl_omni
 
@@ -6,13 +6,13 @@ switches a running cluster's workers over: importing this module replaces the fu
 wherever verl-omni has them, and the helper of verl that its diffusion loss calls in bypass mode. Where verl-omni is
 missing, the import raises.
 
-Unlike the verl drop-in, the k1 band is the documented one: `"lower_upper"` keeps `lower <= r <= upper`, with
-`r` train over rollout. Rejection also leaves a `rollout_keep` in the batch, and every metric of this library is
+Unlike the verl drop-in, the k1 band is the documented one: ``"lower_upper"`` keeps ``lower <= r <= upper``, with
+``r`` train over rollout. Rejection also leaves a ``rollout_keep`` in the batch, and every metric of this library is
 reported, the gap per timestep included.
 
-The section `algorithm.rollout_correction` takes every key of this library and of the dialects that it translates. In
+The section ``algorithm.rollout_correction`` takes every key of this library and of the dialects that it translates. In
 bypass mode verl-omni's loss hands on verl's own keys alone, so that the others act in decoupled mode. Of keys that
-cannot act inside verl-omni at all (`rejection_normalization`, the guard's, ...) a warning says so, once.
+cannot act inside verl-omni at all (``rejection_normalization``, the guard's, ...) a warning says so, once.
 """
 
 import importlib
@@ -23,12 +23,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc import batch as trajectory
+from flowgrpo_rc.batch import Key
+from flowgrpo_rc.correction.mapping import optional
 from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics, run_plan
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.plan import ThresholdSpec, make_plan
+from flowgrpo_rc.correction.plan import ThresholdSpec
 from flowgrpo_rc.integrations._replace import Replacement
-from flowgrpo_rc.integrations.verl import data_proto
+from flowgrpo_rc.integrations.verl import OPTIONS, plan_of_options, weights_proto
 
 __all__ = [
     "apply_bypass_mode_to_diffusion_batch",
@@ -44,10 +46,22 @@ __all__ = [
 _HOME = "verl_omni.trainer.diffusion.rollout_correction"
 _LOSSES = "verl_omni.workers.utils.losses"
 _HELPER = "compute_rollout_correction_and_rejection_mask"
+_LATER = "compute_rollout_corr_metrics_from_batch"
+"""Not in verl-omni's first release of the feature."""
 _WITHOUT_EFFECT = ("rejection_normalization", "guard", "rollout_rs_auto")
 """Starts of keys of this library that its own loss and trainer act on, and verl-omni's do not."""
 _AS_THERE = {"rejection_normalization": "all", "guard": "off"}
 """Values of those that ask for what verl-omni does anyway."""
+_OMNI = {"bypass_mode": False, "loss_type": "ppo_clip", **OPTIONS}
+"""The section as verl-omni's YAML has it."""
+_ASK_FOR_BYPASS = (
+    "preset",
+    "bypass_old_logprob_for_rollout",
+    "use_pure_rollout_correction",
+    "use_policy_gradient",
+    "use_rollout_logprobs",
+)
+"""Keys besides ``bypass_mode`` that may ask for bypass mode."""
 _warned: set[str] = set()
 """Keys of which a warning has said that they have no effect."""
 
@@ -57,7 +71,7 @@ def rollout_correction_enabled(rollout_corr_config: Any) -> bool:
     if rollout_corr_config is None:
         return False
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `apply_rollout_correction_to_diffusion_batch` gives them
+        warnings.simplefilter("ignore")  # ``apply_rollout_correction_to_diffusion_batch`` gives them
         try:
             return _corrects(RolloutCorrectionConfig.from_dict(_known(rollout_corr_config)))
         except (TypeError, ValueError):
@@ -65,17 +79,18 @@ def rollout_correction_enabled(rollout_corr_config: Any) -> bool:
 
 
 def apply_bypass_mode_to_diffusion_batch(batch: Any) -> None:
-    """Sets `old_log_probs` to `rollout_log_probs`; ValueError when the batch has none, or no tensors at all."""
+    """Sets ``old_log_probs`` to ``rollout_log_probs``; ValueError when the batch has none, or no tensors at all."""
     trajectory.apply_bypass_mode_to_diffusion_batch(_tensors(batch))
 
 
 def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
-    """Decoupled mode: adds `rollout_is_weights` (weight times keep) and `rollout_keep`; returns batch and metrics.
+    """Decoupled mode: adds ``rollout_is_weights`` (weight times keep) and ``rollout_keep``; returns batch and metrics.
 
     Without weights and rejection the batch stays as it is, as in verl-omni, and the metrics are diagnostics.
 
     Raises:
-        ValueError: a bad configuration, or a batch without `old_log_probs` and `rollout_log_probs`, both `(B, W)`.
+        ValueError: a bad configuration, or a batch without ``old_log_probs`` and ``rollout_log_probs``, both
+            ``(B, W)``.
 
     Warns:
         UserWarning: once of each key that has no effect here.
@@ -85,7 +100,7 @@ def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config:
     before = set(tensors.keys())
     _, metrics = trajectory.apply_rollout_correction_to_diffusion_batch(tensors, config)
     if not _corrects(config):
-        for key in {trajectory.Key.ROLLOUT_IS_WEIGHTS, trajectory.Key.ROLLOUT_KEEP} - before:
+        for key in {Key.ROLLOUT_IS_WEIGHTS, Key.ROLLOUT_KEEP} - before:
             del tensors[key]
     return batch, metrics
 
@@ -95,7 +110,7 @@ def _corrects(config: RolloutCorrectionConfig) -> bool:
 
 
 def _tensors(batch: Any) -> Any:
-    """The mapping in `batch.batch`; where that is None, an empty one, of which every key is missing."""
+    """The mapping in ``batch.batch``; where that is None, an empty one, of which every key is missing."""
     empty: dict[str, Tensor] = {}
     return empty if batch.batch is None else batch.batch
 
@@ -119,16 +134,10 @@ def _read(section: Any) -> RolloutCorrectionConfig:
     return config
 
 
-_ASK_FOR_BYPASS = (
-    *("preset", "bypass_old_logprob_for_rollout", "use_pure_rollout_correction", "use_policy_gradient"),
-    *("use_rollout_logprobs",),
-)
-
-
 def _known(section: Any) -> dict[str, Any]:
-    """The section's keys that `from_dict` understands, as the user set them.
+    """The section's keys that ``from_dict`` understands, as the user set them.
 
-    Hydra's own keys (`_target_`) mean nothing, nor does empty text. Unknown keys are left out: a later verl-omni may
+    Hydra's own keys (``_target_``) mean nothing, nor does empty text. Unknown keys are left out: a later verl-omni may
     have some of its own there. verl-omni's YAML spells out its defaults, which would override a preset and contradict
     another dialect: beside those, a key at its default counts as not set.
     """
@@ -138,21 +147,8 @@ def _known(section: Any) -> dict[str, Any]:
     if any(key not in fields and values[key] is not None for key in values) or dialects.is_legacy_level(
         values.get("rollout_rs")
     ):
-        values = {key: value for key, value in values.items() if _OMNI.get(key, _SET) != value}
+        values = {key: value for key, value in values.items() if key not in _OMNI or _OMNI[key] != value}
     return values
-
-
-_SET = object()
-_OMNI = {
-    "bypass_mode": False,
-    "loss_type": "ppo_clip",
-    "rollout_is": None,
-    "rollout_is_threshold": 2.0,
-    "rollout_is_batch_normalize": False,
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-}
-"""The section as verl-omni's YAML has it."""
 
 
 def _say_once(key: str, value: Any, because: str) -> None:
@@ -168,9 +164,9 @@ def compute_rollout_corr_metrics_from_logprobs(
     rollout_log_prob: Float[Tensor, "..."],
     timesteps: Shaped[Tensor, "..."] | None = None,
 ) -> dict[str, float]:
-    """Diagnostics of the current policy against the rollout policy, prefixed `rollout_corr/`.
+    """Diagnostics of the current policy against the rollout policy, prefixed ``rollout_corr/``.
 
-    `timesteps` of another shape than the log-probs are left out, as in verl-omni.
+    ``timesteps`` of another shape than the log-probs are left out, as in verl-omni.
     """
     aligned = timesteps is not None and timesteps.shape == log_prob.shape
     return compute_offpolicy_metrics(log_prob, rollout_log_prob, timesteps=timesteps if aligned else None)
@@ -187,34 +183,30 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs_threshold: ThresholdSpec = None,
 ) -> tuple[Any, Tensor, dict[str, float]]:
     """verl's helper as verl-omni's diffusion loss calls it, with the documented k1 band."""
-    plan = make_plan(
-        None if rollout_is_threshold is None else rollout_is,
-        2.0 if rollout_is_threshold is None else rollout_is_threshold,
-        rollout_is_batch_normalize,
-        rollout_rs=rollout_rs,
-        rollout_rs_threshold=rollout_rs_threshold,
+    plan = plan_of_options(
+        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
     )
     result = run_plan(old_log_prob, rollout_log_prob, response_mask, plan=plan)
-    weights = None if result.weights is None else data_proto({"rollout_is_weights": result.weights})
-    return weights, result.mask, result.metrics
+    return weights_proto(result.weights), result.mask, result.metrics
 
 
 def compute_rollout_corr_metrics_from_batch(batch: Any, *, bypass_mode: bool) -> dict[str, float]:
     """The diagnostics of a batch with both log-probs; empty in bypass mode, or where one of them is missing."""
     data = _tensors(batch)
-    if bypass_mode or not {"old_log_probs", "rollout_log_probs"} <= set(data.keys()):
+    old = optional(data, Key.OLD_LOG_PROBS)
+    rollout = optional(data, Key.ROLLOUT_LOG_PROBS)
+    if bypass_mode or old is None or rollout is None:
         return {}
-    timesteps = data["all_timesteps"] if "all_timesteps" in data.keys() else None  # noqa: SIM118
-    return compute_rollout_corr_metrics_from_logprobs(data["old_log_probs"], data["rollout_log_probs"], timesteps)
+    return compute_rollout_corr_metrics_from_logprobs(old, rollout, optional(data, "all_timesteps"))
 
 
 def install() -> Replacement:
     """Puts these functions in the place of verl-omni's, as importing this module has done; a second time does nothing.
 
-    Needed only after `installed.undo()`, and where an import alone would look like an oversight.
+    Needed only after ``installed.undo()``, and where an import alone would look like an oversight.
 
     Returns:
-        `installed`: what was replaced; its `undo()` restores verl-omni's functions.
+        ``installed``: what was replaced; its ``undo()`` restores verl-omni's functions.
 
     Raises:
         ImportError: verl-omni is not installed.
@@ -223,19 +215,10 @@ def install() -> Replacement:
         home = importlib.import_module(_HOME)
     except ImportError as error:
         raise ImportError(f"This drop-in replaces functions of verl-omni, which cannot be imported: {error}") from error
-    functions: dict[str, Any] = {
-        f.__name__: f
-        for f in (
-            rollout_correction_enabled,
-            apply_bypass_mode_to_diffusion_batch,
-            apply_rollout_correction_to_diffusion_batch,
-            compute_rollout_corr_metrics_from_logprobs,
-        )
-    }
-    later = compute_rollout_corr_metrics_from_batch
-    if hasattr(home, later.__name__):  # not in verl-omni's first release of the feature
-        functions[later.__name__] = later
-    installed.apply(home, functions, package="verl_omni")
+    names = [name for name in __all__ if name.startswith(("rollout_", "apply_", "compute_rollout_corr_metrics"))]
+    if not hasattr(home, _LATER):
+        names.remove(_LATER)
+    installed.apply(home, {name: globals()[name] for name in names}, package="verl_omni")
     losses = importlib.import_module(_LOSSES)
     if hasattr(losses, _HELPER):
         installed.apply(losses, {_HELPER: compute_rollout_correction_and_rejection_mask}, package="verl_omni")
@@ -243,5 +226,5 @@ def install() -> Replacement:
 
 
 installed = Replacement()
-"""What was replaced; `installed.undo()` restores verl-omni's functions."""
+"""What was replaced; ``installed.undo()`` restores verl-omni's functions."""
 install()

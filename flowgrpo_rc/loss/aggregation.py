@@ -22,7 +22,6 @@ The configuration validates ``loss_agg_mode`` against ``AGGREGATIONS``, so impor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,67 +29,43 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Aggregation:
-    """One mode: how it sums losses of tokens, and what it divides the sum by."""
+    """One mode: how it sums losses of elements, and what it divides the sum by."""
 
-    loss_sum: Callable[[Tensor, Tensor, float | None], Tensor]
-    """From losses ``(B, T)``, which are 0 where nothing is kept, ``keep`` ``(B, T)`` and ``scale_factor``."""
-    denominator: Callable[[Tensor], Tensor]
-    """From ``keep`` ``(B, T)``."""
+    over_sequences: bool = False
+    """Whether the denominator counts sequences with a kept element, not elements."""
+    counts_rejected: bool = False
+    """Whether the denominator counts the elements that are not kept, too."""
+    token_mean: bool = False
+    """Whether a sequence brings the mean of its losses to the sum."""
+    scaled: bool = False
+    """Whether a sequence brings the sum of its losses divided by ``L``."""
 
+    def loss_sum(self, loss: Tensor, keep: Tensor, scale_factor: float | None) -> Tensor:
+        """The sum of losses ``(B, T)``, which are 0 where ``keep`` ``(B, T)`` is not."""
+        if self.token_mean:
+            # A sequence without a kept token has a sum of 0, whatever divides it.
+            return (loss.sum(1) / keep.sum(1).clamp(min=1)).sum()
+        if self.scaled:
+            return loss.sum() / (loss.shape[1] if scale_factor is None else scale_factor)
+        return loss.sum()
 
-def plain_sum(loss: Tensor, keep: Tensor, scale_factor: float | None) -> Tensor:
-    """``sum_i sum_t l``."""
-    return loss.sum()
-
-
-def sum_of_sequence_means(loss: Tensor, keep: Tensor, scale_factor: float | None) -> Tensor:
-    """``sum_i (sum_t l) / n_i``."""
-    # A sequence without a kept token has a sum of 0, whatever divides it.
-    return (loss.sum(1) / keep.sum(1).clamp(min=1)).sum()
-
-
-def scaled_sum(loss: Tensor, keep: Tensor, scale_factor: float | None) -> Tensor:
-    """``sum_i (sum_t l) / L``."""
-    return loss.sum() / (loss.shape[1] if scale_factor is None else scale_factor)
-
-
-def all_elements(keep: Tensor) -> Tensor:
-    """Kept or not."""
-    return keep.new_ones(keep.shape).sum()
-
-
-def kept_elements(keep: Tensor) -> Tensor:
-    """``sum_i n_i``."""
-    return keep.sum()
-
-
-def sequences_with_kept_elements(keep: Tensor) -> Tensor:
-    """``S``."""
-    return keep.any(1).sum()
+    def denominator(self, keep: Tensor) -> Tensor:
+        """What the sum over ``keep`` ``(B, T)`` is to be divided by."""
+        counted = keep.new_ones(keep.shape) if self.counts_rejected else keep
+        return (counted.any(1) if self.over_sequences else counted).sum()
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    "token-mean": Aggregation(plain_sum, kept_elements),
-    "seq-mean-token-sum": Aggregation(plain_sum, sequences_with_kept_elements),
-    "seq-mean-token-mean": Aggregation(sum_of_sequence_means, sequences_with_kept_elements),
-    "seq-mean-token-sum-norm": Aggregation(scaled_sum, sequences_with_kept_elements),
+    "token-mean": Aggregation(),
+    "seq-mean-token-sum": Aggregation(over_sequences=True),
+    "seq-mean-token-mean": Aggregation(over_sequences=True, token_mean=True),
+    "seq-mean-token-sum-norm": Aggregation(over_sequences=True, scaled=True),
 }
 """Every ``loss_agg_mode``."""
 
-ALL_STEPS = Aggregation(plain_sum, all_elements)
+ALL_STEPS = Aggregation(counts_rejected=True)
 """Mean over all SDE steps, so that a rejection shrinks the gradient: ``rejection_normalization=all``."""
-KEPT_STEPS = Aggregation(plain_sum, kept_elements)
+KEPT_STEPS = Aggregation()
 """Mean over the SDE steps that rejection kept: ``rejection_normalization=kept``."""
-
-
-def aggregation(mode: str) -> Aggregation:
-    """The record of ``mode``.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"loss_agg_mode: got {mode!r}; choose one of {', '.join(AGGREGATIONS)}")
-    return AGGREGATIONS[mode]

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrection
-from flowgrpo_rc.correction.mapping import TensorMapping
-from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, not_finite
+from flowgrpo_rc.loss.inputs import LossInputs, not_finite
 from flowgrpo_rc.loss.metrics import LossMetrics
 
 
@@ -41,60 +40,45 @@ def loss_sums(inputs: LossInputs) -> LossSums:
         kl_sum = inputs.aggregation.loss_sum(inputs.reference_kl, keep, inputs.scale_factor)
         total = policy_sum + inputs.kl_coefficient * kl_sum
     metrics = LossMetrics.of(
-        policy,
-        terms,
-        inputs.limits,
-        loss_sum=policy_sum,
-        denominator=denominator,
-        kl_sum=kl_sum,
-        valid=inputs.valid,
+        policy, terms, inputs.limits, loss_sum=policy_sum, denominator=denominator, kl_sum=kl_sum, valid=inputs.valid
     )
     return LossSums(total, denominator, metrics, inputs.correction)
 
 
 def mean_loss(
-    config: ActorLossConfig,
-    sums: LossSums,
-    dp_group: object | None,
-    **read_from: TensorMapping,
+    inputs: LossInputs, dp_group: object | None, model_output: object, data: object
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
     """``(loss, metrics)`` of ``diffusion_loss`` and ``token_loss``, which document them.
 
     Args:
-        read_from: model output and data by their names, to say which of them is not finite.
+        model_output, data: what ``inputs`` were read from, to say which of their tensors is not finite.
     """
+    sums = loss_sums(inputs)
     reported = sums.metrics
     denominator = sums.denominator
+    correction = {} if sums.correction is None else sums.correction.metrics
     if dp_group is not None:
         reported = reported.all_reduce(dp_group)
         # Averaging the ranks' gradients divides by their number, so each divides by the mean denominator.
         ranks = torch.distributed.get_world_size(dp_group)  # type: ignore[arg-type]
         denominator = (reported.denominator / ranks).to(denominator.dtype)
+        if inputs.bypasses:
+            # Also a rank with no valid token, and so no correction, must take part in the collective.
+            everywhere = MetricAccumulator()
+            if sums.correction is not None:
+                everywhere.add(sums.correction)
+            correction = everywhere.compute(dp_group)
     # Where nothing is kept the sum is 0 and still has its graph: a loss of 0 with gradients of 0, on every rank.
     loss = sums.loss_sum / torch.where(denominator > 0, denominator, 1.0)
     metrics = reported.compute()
-    coefficient = config.kl_loss_coef if config.use_kl_loss else 0.0
-    metrics["actor/loss"] = metrics["actor/pg_loss"] + coefficient * metrics["actor/kl_loss"]
+    metrics["actor/loss"] = metrics["actor/pg_loss"] + inputs.kl_coefficient * metrics["actor/kl_loss"]
     # The loss clamps log ratios, so that it may be finite where they are not.
     for name in ("actor/loss", "actor/log_ratio_abs_mean"):
         if not math.isfinite(metrics[name]):
-            raise ValueError(f"{name} is {metrics[name]}; {not_finite(**read_from)}")
+            raise ValueError(f"{name} is {metrics[name]}; {not_finite(model_output=model_output, data=data)}")
     if metrics["actor/kept_fraction"] == 0:
         warnings.warn(
             "rollout correction rejected every element of this batch: loss and gradients are 0",
             stacklevel=3,
         )
-    if config.rollout_correction.bypass_mode:
-        gap = _correction_metrics(sums.correction, dp_group)
-        metrics |= {f"actor/{name}": value for name, value in gap.items()}
-    return loss, metrics
-
-
-def _correction_metrics(correction: RolloutCorrection | None, dp_group: object | None) -> dict[str, float]:
-    """The correction's metrics: of this rank, or with a group of all its ranks (also of those with no valid token)."""
-    if dp_group is None:
-        return {} if correction is None else correction.metrics
-    everywhere = MetricAccumulator()
-    if correction is not None:
-        everywhere.add(correction)
-    return everywhere.compute(dp_group)
+    return loss, metrics | {f"actor/{name}": value for name, value in correction.items()}

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, optional
-from flowgrpo_rc.loss import inputs
 from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
 from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
-from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs
-from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
+from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, check_shape, read_inputs, require
+from flowgrpo_rc.loss.objectives import OBJECTIVES
 from flowgrpo_rc.loss.policy import PolicyInputs, TransitionShift, gaussian_kl, kept
-from flowgrpo_rc.loss.tokens import token_loss, token_loss_sums
+from flowgrpo_rc.loss.tokens import read_tokens
 
 
 def diffusion_loss(
@@ -29,6 +28,11 @@ def diffusion_loss(
     dp_group: object | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
     """Mean loss of one batch and its metrics.
+
+    Log-probs and KL are in nats per latent dimension, means and standard deviations in the unit of the latents;
+    advantages, weights and the loss have no unit.
+
+    Source: Flow-GRPO, arXiv 2505.05470; the record of each ``loss_mode`` names the function that cites its own.
 
     Args:
         config: a ``DiffusionActorConfig``.
@@ -59,13 +63,7 @@ def diffusion_loss(
         UserWarning: everything is rejected; decoupled mode is to correct, and ``data`` has no weights; or ``data``
             holds tokens.
     """
-    model_output = as_mapping(model_output)
-    data = as_mapping(data)
-    if _holds_tokens(data):
-        return token_loss(config, model_output, data, dp_group)
-    inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=True)
-    sums = loss_sums(_read_steps(config, model_output, data))
-    return mean_loss(config, sums, dp_group, model_output=model_output, data=data)
+    return mean_loss(_read_steps(config, model_output, data), dp_group, model_output, data)
 
 
 def diffusion_loss_sums(
@@ -75,43 +73,40 @@ def diffusion_loss_sums(
 
     Unlike ``diffusion_loss`` it does not wait for the device: whether the sums are finite is the caller's to see.
     """
-    model_output = as_mapping(model_output)
-    data = as_mapping(data)
-    if _holds_tokens(data):
-        return token_loss_sums(config, model_output, data)
-    inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=True)
     return loss_sums(_read_steps(config, model_output, data))
 
 
-def _holds_tokens(data: TensorMapping) -> bool:
-    """Whether this batch is one for ``token_loss``, with a warning that says so."""
-    if optional(data, Key.RESPONSE_MASK) is None:
-        return False
-    warnings.warn(
-        "data has a response_mask, so diffusion_loss hands it to flowgrpo_rc.token_loss; call that for tokens",
-        stacklevel=3,
-    )
-    return True
-
-
-def _read_steps(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
-    """Everything that the loss of SDE steps depends on, read and checked."""
+def _read_steps(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder) -> LossInputs:
+    """Everything that the loss of SDE steps depends on, read and checked; of tokens, what ``token_loss`` reads."""
+    data = as_mapping(data)
+    if optional(data, Key.RESPONSE_MASK) is not None:
+        warnings.warn(
+            "data has a response_mask, so diffusion_loss hands it to flowgrpo_rc.token_loss; call that for tokens",
+            stacklevel=3,
+        )
+        return read_tokens(config, model_output, data)
     rc = config.rollout_correction
-    objective = OBJECTIVES[config.diffusion_loss.loss_mode]
-    shared = inputs.read_inputs(
-        config, model_output, data, KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
-    )
-    largest = config.diffusion_loss.adv_clip_max
+    options = config.diffusion_loss
+    objective = OBJECTIVES[options.loss_mode]
+    aggregation = KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
+    shared = read_inputs(config, model_output, data, aggregation)
     # Rewards may have outliers, and one image must not make up a whole step.
-    policy = shared.policy._replace(advantages=shared.policy.advantages.clamp(-largest, largest))
+    policy = shared.policy._replace(
+        advantages=shared.policy.advantages.clamp(-options.adv_clip_max, options.adv_clip_max)
+    )
     if objective.needs_old_means:
         name = Key.ROLLOUT_MEANS if rc.bypass_mode else Key.OLD_TRANSITION_MEANS
-        old_mean = inputs.require(data, name, "data (this loss_mode)")
+        old_mean = require(data, name, "data (this loss_mode)")
         kl, std = _kl_and_std(model_output, "the old transition means", old_mean, policy, "this loss_mode")
-        policy = policy._replace(shift=TransitionShift(kl, std, _step_size(data, objective, policy.keep)))
+        dt = None
+        if objective.needs_sigmas:
+            where = f"data (loss_mode={objective.name})"
+            dt = require(data, Key.SIGMAS, where) - require(data, Key.NEXT_SIGMAS, where)
+            dt = kept(dt, policy.keep, 1.0)
+        policy = policy._replace(shift=TransitionShift(kl, std, dt))
     reference_kl = None
     if config.use_kl_loss:
-        reference = inputs.require(model_output, "ref_transition_means", "model_output (use_kl_loss=true)")
+        reference = require(model_output, "ref_transition_means", "model_output (use_kl_loss=true)")
         reference_kl, _ = _kl_and_std(model_output, "ref_transition_means", reference, policy, "use_kl_loss=true")
     return replace(shared, policy=policy, reference_kl=reference_kl)
 
@@ -120,22 +115,11 @@ def _kl_and_std(
     model_output: TensorMapping, name: str, other_mean: Tensor, policy: PolicyInputs, why: str
 ) -> tuple[Tensor, Tensor]:
     """KL of each step to the transition with ``other_mean``, and its standard deviation: 0 and 1 where not kept."""
-    mean = inputs.require(model_output, "transition_means", f"model_output ({why})")
-    std = inputs.require(model_output, "transition_stds", f"model_output ({why})")
     steps = policy.log_prob.shape
-    inputs.check_shape("transition_stds", std, steps)
-    inputs.check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
-    inputs.check_shape(name, other_mean, mean.shape)
+    mean = require(model_output, "transition_means", f"model_output ({why})")
+    std = require(model_output, "transition_stds", f"model_output ({why})", steps)
+    check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
+    check_shape(name, other_mean, mean.shape)
     # Selected before the arithmetic: what a rejected step holds would reach the gradient through a later mask.
     std = kept(std, policy.keep, 1.0)
     return gaussian_kl(kept(mean, policy.keep), kept(other_mean, policy.keep), std), std
-
-
-def _step_size(data: TensorMapping, objective: Objective, keep: Tensor | None) -> Tensor | None:
-    """How far the noise level falls in each step, for objectives that divide by it; 1 where not kept."""
-    if not objective.needs_sigmas:
-        return None
-    where = f"data (loss_mode={objective.name})"
-    sigmas = inputs.require(data, Key.SIGMAS, where)
-    next_sigmas = inputs.require(data, Key.NEXT_SIGMAS, where)
-    return kept(sigmas - next_sigmas, keep, 1.0)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
-from flowgrpo_rc.correction.mapping import TensorMapping, optional
+from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss.aggregation import Aggregation
 from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Threshold
 from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, reinforce_objective
@@ -65,10 +65,12 @@ class LossInputs:
     """The elements that metrics count: valid tokens; ``None``: all."""
     reference_kl: Float[Tensor, "..."] | None = None
     """KL to the reference policy of each element, 0 where not kept; ``None``: it is not in the loss."""
-    kl_coefficient: float = 0.0
+    kl_coefficient: float
     """Weight of that KL in the loss."""
-    correction: RolloutCorrection | None = None
-    """What bypass mode has found out about the off-policy gap."""
+    bypasses: bool
+    """Whether the old policy is the rollout's, so that the correction is computed with the loss."""
+    correction: RolloutCorrection | None
+    """What bypass mode has found out about the off-policy gap; ``None`` where no token is valid."""
 
 
 def read_inputs(
@@ -85,24 +87,35 @@ def read_inputs(
         valid: the ``response_mask`` of tokens, of which what is masked is never kept; ``None``: SDE steps.
     """
     rc = config.rollout_correction
+    options = config.diffusion_loss
+    _warn_if_uncorrected(rc, data, may_reject=valid is None)
     log_prob = require(model_output, "log_probs", "model_output")
     # Ratios move by 1e-5 to 1e-2, which half precision cannot hold.
     log_prob = log_prob.to(torch.promote_types(log_prob.dtype, torch.float32))
     old_log_prob = _old_log_probs(data, log_prob, bypass=rc.bypass_mode)
     advantages = _advantages(data, log_prob)
-    correction = None
-    if rc.bypass_mode:
-        correction = _bypass_correction(rc, data, log_prob, old_log_prob, valid)
-        # PPO's ratio is over the rollout policy already, so that weights would count it twice.
-        weights = correction.weights if correction is not None and rc.loss_type == "reinforce" else None
-        keep = valid if correction is None else correction.mask.bool()
-    else:
-        weights, keep = _decoupled_correction(data, log_prob, valid)
-    # Whatever the objective limits: the share outside the clip band is a metric of all of them.
-    low, high = CLIP_BAND.sides(config.diffusion_loss, _clip_widths(data, log_prob))
-    objective = OBJECTIVES[config.diffusion_loss.loss_mode]
-    threshold = objective.limit.value(config.diffusion_loss) if isinstance(objective.limit, Threshold) else math.inf
     reinforces = rc.bypass_mode and rc.loss_type == "reinforce"
+    correction = None
+    weights = None
+    keep = valid
+    if not rc.bypass_mode:
+        weights, keep = _decoupled_correction(data, log_prob, valid)
+    elif valid is None or valid.any():
+        correction = compute_rollout_correction(
+            log_prob.detach(),
+            old_log_prob,
+            valid,
+            config=rc,
+            timesteps=optional(data, Key.TIMESTEPS) if valid is None else None,
+            rs_bounds=optional(data, Key.ROLLOUT_RS_BOUNDS),
+        )
+        # PPO's ratio is over the rollout policy already, so that weights would count it twice.
+        weights = correction.weights if reinforces else None
+        keep = correction.mask.bool()
+    # Whatever the objective limits: the share outside the clip band is a metric of all of them.
+    low, high = CLIP_BAND.sides(options, _clip_widths(data, log_prob))
+    objective = OBJECTIVES[options.loss_mode]
+    threshold = objective.limit.value(options) if isinstance(objective.limit, Threshold) else math.inf
     return LossInputs(
         policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep),
         objective=reinforce_objective if reinforces else objective.load(),
@@ -110,23 +123,8 @@ def read_inputs(
         aggregation=aggregation,
         valid=valid,
         kl_coefficient=config.kl_loss_coef,
+        bypasses=rc.bypass_mode,
         correction=correction,
-    )
-
-
-def _bypass_correction(
-    rc: RolloutCorrectionConfig, data: TensorMapping, log_prob: Tensor, old_log_prob: Tensor, valid: Tensor | None
-) -> RolloutCorrection | None:
-    """``pi_theta`` over ``pi_rollout``; ``None`` where no token is valid, so that there is nothing to correct."""
-    if valid is not None and not valid.any():
-        return None
-    return compute_rollout_correction(
-        log_prob.detach(),
-        old_log_prob,
-        valid,
-        config=rc,
-        timesteps=optional(data, Key.TIMESTEPS) if valid is None else None,
-        rs_bounds=optional(data, Key.ROLLOUT_RS_BOUNDS),
     )
 
 
@@ -138,13 +136,12 @@ def _decoupled_correction(
     keep = like_log_probs(data, Key.ROLLOUT_KEEP, log_prob)
     if keep is None and weights is not None and valid is None:
         keep = weights != 0  # a diffusion batch may carry its mask in the weights alone
-    keep = None if keep is None else keep.bool()
-    if valid is None:
-        return weights, keep
-    return weights, valid if keep is None else valid & keep
+    if keep is None:
+        return weights, valid
+    return weights, keep.bool() if valid is None else valid & keep.bool()
 
 
-def warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, may_reject: bool) -> None:
+def _warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, may_reject: bool) -> None:
     """Decoupled mode is corrected before the loss, once for the whole batch; say so where that was left out.
 
     Args:
@@ -158,20 +155,26 @@ def warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, may
             "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
             "apply_rollout_correction_to_diffusion_batch(batch, config.rollout_correction) on the whole batch first, "
             "or set rollout_correction=None",
-            stacklevel=3,
+            stacklevel=5,  # whoever called the loss, which reads its inputs by way of read_inputs
         )
 
 
-def require(mapping: TensorMapping, name: str, where: str) -> Tensor:
+def require(mapping: TensorMapping, name: str, where: str, shape: tuple[int, ...] | None = None) -> Tensor:
     """The tensor of that name.
 
     Raises:
-        ValueError: ``where`` lacks it.
+        ValueError: ``where`` lacks it, or it does not have the ``shape`` that follows from the log-probs.
     """
     value = optional(mapping, name)
     if value is None:
-        raise ValueError(f"{where} lacks {name!r}; it holds: {', '.join(sorted(map(str, mapping.keys())))}")
+        raise ValueError(f"{where} lacks {name!r}; {_holds(mapping)}")
+    if shape is not None:
+        check_shape(name, value, shape)
     return value
+
+
+def _holds(mapping: TensorMapping) -> str:
+    return f"it holds: {', '.join(sorted(map(str, mapping.keys())))}"
 
 
 def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor | None:
@@ -184,14 +187,22 @@ def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor |
     return value
 
 
+def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless ``value`` has the shape that follows from the log-probs."""
+    if value.shape != expected:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)}")
+
+
 def _clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
     """``clip_widths``, with NaN for what is none, so that the loss is not finite either: no wait for the device."""
     widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
-    return None if widths is None else torch.where(_is_width(widths), widths, torch.nan)
+    return None if widths is None else torch.where(_is_usable(Key.CLIP_WIDTHS, widths), widths, torch.nan)
 
 
-def _is_width(values: Tensor) -> Tensor:
-    return (values > 0) & torch.isfinite(values)
+def _is_usable(name: str, values: Tensor) -> Tensor:
+    """Which values are finite, and as clip widths above 0."""
+    finite = torch.isfinite(values)
+    return finite & (values > 0) if name == Key.CLIP_WIDTHS else finite
 
 
 def _old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
@@ -201,40 +212,27 @@ def _old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Te
         value = like_log_probs(data, name, log_prob)
         if value is not None:
             return value
-    raise ValueError(f"data lacks {' or '.join(names)}; it holds: {', '.join(sorted(map(str, data.keys())))}")
+    raise ValueError(f"data lacks {' or '.join(names)}; {_holds(data)}")
 
 
 def _advantages(data: TensorMapping, log_prob: Tensor) -> Tensor:
     """The advantages as constants, broadcast from one an image (a sequence) to one a step (a token)."""
     advantages = require(data, Key.ADVANTAGES, "data")
-    if advantages.shape != log_prob.shape:
-        if advantages.shape != log_prob.shape[:1]:
-            raise ValueError(
-                f"advantages has shape {tuple(advantages.shape)}; expected ({log_prob.shape[0]},) or "
-                f"{tuple(log_prob.shape)}"
-            )
-        advantages = advantages.reshape(-1, *([1] * (log_prob.dim() - 1))).expand_as(log_prob)
-    return advantages.detach()
+    shape = log_prob.shape
+    if advantages.shape not in (shape, shape[:1]):
+        raise ValueError(f"advantages has shape {tuple(advantages.shape)}; expected ({shape[0]},) or {tuple(shape)}")
+    return advantages.reshape(*advantages.shape, *[1] * (len(shape) - advantages.dim())).expand_as(log_prob).detach()
 
 
-def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` unless ``value`` has the shape that follows from the log-probs."""
-    if value.shape != expected:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)}")
-
-
-def not_finite(**mappings: TensorMapping) -> str:
+def not_finite(**holders: object) -> str:
     """What to say where a result is NaN or infinite: which tensors hold such values, and how many of them."""
     found = []
-    for where, tensors in mappings.items():
+    for where, holder in holders.items():
+        tensors = as_mapping(holder)
         for name in tensors.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
             value = tensors[name]
-            if not isinstance(value, Tensor):
-                continue
-            is_width = name == Key.CLIP_WIDTHS
-            bad = int((~(_is_width(value) if is_width else torch.isfinite(value))).sum())
-            if bad:
-                kind = " (or not above 0)" if is_width else ""
+            if isinstance(value, Tensor) and (bad := int((~_is_usable(name, value)).sum())):
+                kind = " (or not above 0)" if name == Key.CLIP_WIDTHS else ""
                 found.append(f"{bad} of {value.numel()} in {where}[{name!r}]{kind}")
     if found:
         return f"NaN or infinite, masked values included: {', '.join(found)}"

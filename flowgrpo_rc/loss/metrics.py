@@ -1,9 +1,6 @@
 """Loss metrics as sums on the device: added over micro-batches and ranks, sent to the host once."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
@@ -92,11 +89,6 @@ class LossMetrics:
             dual_clip is not None,
         )
 
-    @classmethod
-    def merge(cls, parts: "Sequence[LossMetrics]") -> "LossMetrics":
-        """Those of all micro-batches together; there must be one."""
-        return reduce(add, parts)
-
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
         return LossMetrics(
             self.sums + other.sums,
@@ -124,8 +116,8 @@ class LossMetrics:
 
     def kept_and_denominator(self) -> tuple[float, float]:
         """How many elements rejection kept, and what the loss sum is to be divided by."""
-        count, denominator = self.sums[[_SUMS.index("kept"), _SUMS.index("denominator")]].tolist()
-        return count, denominator
+        total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        return total["kept"], total["denominator"]
 
     def compute(self) -> dict[str, float]:
         """``actor/...`` metrics as floats, with one device-to-host transfer.
@@ -141,7 +133,7 @@ class LossMetrics:
         host = torch.cat([self.sums, torch.stack([self.ratio_min, self.ratio_max]).double()]).tolist()
         total = dict(zip(_SUMS, host, strict=False))
         n = max(total["elements"], 1.0)
-        ratios = (total["ratio"] / n, *host[-2:]) if total["elements"] else (1.0, 1.0, 1.0)
+        mean, least, most = (total["ratio"] / n, *host[-2:]) if total["elements"] else (1.0, 1.0, 1.0)
         dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if self.dual_clip else {}
         denominator = total["denominator"] if total["denominator"] > 0 else 1.0
         return {
@@ -154,6 +146,8 @@ class LossMetrics:
             "actor/pg_clipfrac_inert": total["inert"] / n,
             **dual,
             "actor/log_ratio_abs_mean": total["abs_log_ratio"] / n,
-            **dict(zip(("actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"), ratios, strict=True)),
+            "actor/ratio_mean": mean,
+            "actor/ratio_min": least,
+            "actor/ratio_max": most,
             "actor/kl_loss": total["kl_loss"] / denominator,
         }

@@ -114,15 +114,12 @@ class ClipBand(Limit):
         return (ratio < 1 - low) | (ratio > 1 + high)
 
     def ends(self, options: LossOptions, widths: Any = None) -> list[float]:
-        """Half widths below and above 1; of calibrated ``widths`` the narrowest and the widest."""
-        if widths is None:
-            return list(self.sides(options))
-        return [float(widths.min()), float(widths.max())]
-
-    def narrowest(self, options: LossOptions) -> float:
-        """The narrower configured half width; of ``auto`` the least that it can be."""
-        width = float(options.auto_clip_min if options.clip_ratio == "auto" else options.clip_ratio)
-        return min(width if side is None else float(side) for side in (options.clip_ratio_low, options.clip_ratio_high))
+        """Half widths below and above 1; with ``auto`` the narrowest and widest of ``widths``, or their bounds."""
+        if widths is not None:
+            return [float(widths.min()), float(widths.max())]
+        if options.clip_ratio == "auto":
+            return [options.auto_clip_min, options.auto_clip_max]
+        return list(self.sides(options))
 
     def setting(self, options: LossOptions) -> str:
         """The limit as the configuration writes it."""
@@ -147,10 +144,6 @@ class Threshold(Limit):
     def ends(self, options: LossOptions, widths: Any = None) -> list[float]:
         """The threshold alone."""
         return [self.value(options)]
-
-    def narrowest(self, options: LossOptions) -> float:
-        """The threshold."""
-        return self.value(options)
 
     def setting(self, options: LossOptions) -> str:
         """The limit as the configuration writes it."""
@@ -193,7 +186,7 @@ class Objective:
     """Whether the function reads ``PolicyInputs.shift``, and so the transition means of the old policy (in bypass mode
     the rollout engine's) and of the new one. Tokens have none."""
     needs_sigmas: bool = False
-    """Whether it reads ``PolicyInputs.dt``, and so the noise levels around each step."""
+    """Whether it reads ``TransitionShift.dt``, and so the noise levels around each step."""
     sde_type: str | None = None
     """The only ``rollout.algo.sde_type`` that it is meant for; ``None``: any."""
 
@@ -204,13 +197,9 @@ class Objective:
 
     @property
     def clips_plain_ratio(self) -> bool:
-        """Whether it clips ``pi_theta/pi_old`` itself, so that the log-prob gap compares with the clip band."""
+        """Whether it clips ``pi_theta/pi_old`` itself, so that the log-prob gap compares with the clip band, and
+        ``clip_ratio=auto``, whose calibration measures that gap, suits it."""
         return self.clips and self.measure is log_ratio
-
-    @property
-    def takes_auto(self) -> bool:
-        """Whether ``clip_ratio=auto`` suits it: the calibration measures the plain log ratio."""
-        return self.clips_plain_ratio
 
     @property
     def beyond(self) -> str:

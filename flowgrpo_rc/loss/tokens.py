@@ -11,10 +11,9 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, response_mask
-from flowgrpo_rc.loss import inputs
-from flowgrpo_rc.loss.aggregation import aggregation
+from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
-from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs
+from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, like_log_probs, read_inputs, require
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES
 from flowgrpo_rc.loss.policy import k3_kl
 
@@ -26,6 +25,10 @@ def token_loss(
     dp_group: object | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
     """Mean loss of one batch of token sequences and its metrics.
+
+    Log-probs and KL are in nats per token; advantages, weights and the loss have no unit.
+
+    Source: PPO, arXiv 1707.06347, with the dual clip of arXiv 1912.09729; ``aggregation`` follows verl's ``agg_loss``.
 
     Args:
         config: a ``DiffusionActorConfig``; of its ``diffusion_loss`` also ``clip_ratio_c``, ``loss_agg_mode`` and
@@ -49,11 +52,7 @@ def token_loss(
     Warns:
         UserWarning: everything is rejected; or decoupled mode is to weight, and ``data`` has no weights.
     """
-    model_output = as_mapping(model_output)
-    data = as_mapping(data)
-    inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=False)
-    sums = loss_sums(_read_tokens(config, model_output, data))
-    return mean_loss(config, sums, dp_group, model_output=model_output, data=data)
+    return mean_loss(read_tokens(config, model_output, data), dp_group, model_output, data)
 
 
 def token_loss_sums(
@@ -63,27 +62,26 @@ def token_loss_sums(
 
     Unlike ``token_loss`` it does not say whether the sums are finite: that is the caller's to see.
     """
-    data = as_mapping(data)
-    inputs.warn_if_uncorrected(config.rollout_correction, data, may_reject=False)
-    return loss_sums(_read_tokens(config, as_mapping(model_output), data))
+    return loss_sums(read_tokens(config, model_output, data))
 
 
-def _read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping) -> LossInputs:
+def read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder) -> LossInputs:
     """Everything that the loss of tokens depends on, read and checked."""
+    data = as_mapping(data)
     options = config.diffusion_loss
-    inputs.require(data, Key.RESPONSE_MASK, "data")
-    valid = response_mask(data, inputs.require(model_output, "log_probs", "model_output"))
+    require(data, Key.RESPONSE_MASK, "data")
+    valid = response_mask(data, require(model_output, "log_probs", "model_output"))
     if OBJECTIVES[options.loss_mode].needs_old_means:
         raise ValueError(
             f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens have no "
             f"transition means; set loss_mode={DEFAULT}, or leave response_mask out for SDE steps"
         )
-    shared = inputs.read_inputs(config, model_output, data, aggregation(options.loss_agg_mode), valid=valid)
+    shared = read_inputs(config, model_output, data, AGGREGATIONS[options.loss_agg_mode], valid=valid)
     policy = shared.policy
     reference_kl = None
     if config.use_kl_loss:
-        inputs.like_log_probs(data, Key.REF_LOG_PROBS, policy.log_prob)
-        reference = inputs.require(data, Key.REF_LOG_PROBS, "data (use_kl_loss=true)")
+        like_log_probs(data, Key.REF_LOG_PROBS, policy.log_prob)
+        reference = require(data, Key.REF_LOG_PROBS, "data (use_kl_loss=true)")
         reference_kl = k3_kl(policy.log_prob, reference, keep=policy.keep)
     limits = shared.limits._replace(dual_clip=options.clip_ratio_c)
     return replace(shared, limits=limits, scale_factor=options.loss_scale_factor, reference_kl=reference_kl)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int, UInt8
 from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.models.base import Conditioning
 
 
@@ -131,5 +132,5 @@ def batch_of(record: Mapping[str, Tensor], request: RolloutRequest) -> TensorDic
     if request.window_starts is None:
         return None
     batch = TensorDict(dict(record), batch_size=[len(request.prompt_index)])
-    batch["prompt_index"] = request.prompt_index.clone()
+    batch[Key.PROMPT_INDEX] = request.prompt_index.clone()
     return batch

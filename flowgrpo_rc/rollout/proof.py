@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel, Schedule
 from flowgrpo_rc.rollout.base import Echo, RolloutRequest, RolloutSyncError, Trajectories
@@ -19,7 +20,7 @@ from flowgrpo_rc.rollout.base import Echo, RolloutRequest, RolloutSyncError, Tra
 TOLERANCE = 1e-6
 """Relative difference that two float32 computations of one schedule may have."""
 
-_SCALARS = ("timesteps", "sigmas", "next_sigmas", "rollout_log_probs")
+_SCALARS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS)
 _SCHEDULE_CAUSE = (
     "the engine's scheduler differs from the model's: shift, dynamic shifting, number of steps, image size"
 )
@@ -112,21 +113,21 @@ def check_trajectories(request: RolloutRequest, trajectories: Trajectories, sche
         return
     if batch is None:
         _refuse("recorded steps", "none", f"{request.window_size} an image", "the engine sampled without noise")
-    latents = ("latents", "next_latents", *(["rollout_means"] if request.record_means else []))
-    absent = {"prompt_index", *_SCALARS, *latents} - set(batch.keys())
+    latents = (Key.LATENTS, Key.NEXT_LATENTS, *([Key.ROLLOUT_MEANS] if request.record_means else []))
+    absent = {Key.PROMPT_INDEX, *_SCALARS, *latents} - set(batch.keys())
     if absent:
         _refuse("recorded steps", f"no {', '.join(sorted(absent))}", "them all", "the engine records too little")
-    _check("prompt_index", _listed(batch["prompt_index"]), _listed(request.prompt_index), _ORDER_CAUSE)
+    _check(Key.PROMPT_INDEX, _listed(batch[Key.PROMPT_INDEX]), _listed(request.prompt_index), _ORDER_CAUSE)
     window = (size, request.window_size)
     for name in _SCALARS:
         _check_shape(name, batch[name], window)
     for name in latents:
-        _check_shape(name, batch[name], (*window, *batch["latents"].shape[2:]))
+        _check_shape(name, batch[name], (*window, *batch[Key.LATENTS].shape[2:]))
     steps = request.window_starts[:, None] + torch.arange(request.window_size)
     expected = {
-        "timesteps": schedule.timesteps[steps],
-        "sigmas": schedule.sigmas[steps],
-        "next_sigmas": schedule.sigmas[steps + 1],
+        Key.TIMESTEPS: schedule.timesteps[steps],
+        Key.SIGMAS: schedule.sigmas[steps],
+        Key.NEXT_SIGMAS: schedule.sigmas[steps + 1],
     }
     for name, values in expected.items():
         _check_floats(f"recorded {name}", batch[name].float(), values, f"{_ORDER_CAUSE}, or record the step after")
@@ -138,7 +139,7 @@ def check_starting_noise(request: RolloutRequest, trajectories: Trajectories, mo
     if request.window_starts is None or trajectories.batch is None:
         return
     cond = request.conditioning
-    latents = trajectories.batch["latents"]
+    latents = trajectories.batch[Key.LATENTS]
     for row in (request.window_starts == 0).nonzero().flatten().tolist():
         generator = torch.Generator().manual_seed(request.seeds[row])
         if not torch.equal(model.initial_noise(generator, cond.height, cond.width), latents[row, 0]):
@@ -157,7 +158,7 @@ def _check_seeds(expected: list[int], got: list[int]) -> None:
 
 def _check_values(batch: TensorDict) -> None:
     for name, tensor in batch.items():
-        if name == "prompt_index":
+        if name == Key.PROMPT_INDEX:
             continue
         if tensor.dtype != torch.float32:
             _refuse(f"dtype of {name}", dtype_name(tensor.dtype), "float32", "the engine stores in its compute dtype")
@@ -168,7 +169,7 @@ def _check_values(batch: TensorDict) -> None:
                 f"{name}: not finite for {len(rows)} of {len(finite)} images (rows {_shown(rows)}), expected finite "
                 "numbers; the engine's precision may be too low: try actor_rollout_ref.rollout.dtype=float32"
             )
-    for name in ("latents", "next_latents"):
+    for name in (Key.LATENTS, Key.NEXT_LATENTS):
         _check_width(name, batch[name].flatten(1))
 
 

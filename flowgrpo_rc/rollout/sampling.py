@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
@@ -80,15 +81,15 @@ class RequestSampler:
                     noise[row] = torch.randn(latents.shape[1:], generator=generators[row])
                 next_latents = draw(distribution, noise.to(self._device))
                 recorded = {
-                    "latents": latents,
-                    "next_latents": next_latents,
-                    "timesteps": t,
-                    "sigmas": sigma,
-                    "next_sigmas": next_sigma,
-                    "rollout_log_probs": log_prob(distribution, next_latents, sde_type=request.sde_type),
+                    Key.LATENTS: latents,
+                    Key.NEXT_LATENTS: next_latents,
+                    Key.TIMESTEPS: t,
+                    Key.SIGMAS: sigma,
+                    Key.NEXT_SIGMAS: next_sigma,
+                    Key.ROLLOUT_LOG_PROBS: log_prob(distribution, next_latents, sde_type=request.sde_type),
                 }
                 if request.record_means:
-                    recorded["rollout_means"] = distribution.mean
+                    recorded[Key.ROLLOUT_MEANS] = distribution.mean
                 _write(record, recorded, stochastic, step - starts, request.window_size)
             latents = next_latents
         self._noise_levels.append(torch.stack(noise_levels))

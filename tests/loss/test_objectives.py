@@ -34,14 +34,13 @@ def test_the_tables_that_configurations_ask_need_no_torch():
 def test_the_records(name, beyond, auto, means, sde_type):
     objective = DiffusionLossConfig(loss_mode=name).objective
     assert objective is OBJECTIVES[name]
-    assert (objective.beyond, objective.takes_auto, objective.needs_old_means, objective.sde_type) == (
+    assert (objective.beyond, objective.clips_plain_ratio, objective.needs_old_means, objective.sde_type) == (
         beyond,
         auto,
         means,
         sde_type,
     )
     assert objective.clips is (objective.limit is CLIP_BAND)
-    assert objective.clips_plain_ratio is auto
     assert hasattr(DiffusionLossConfig(), objective.limit.key)
 
 
@@ -77,7 +76,6 @@ def test_clip_band_by_hand():
     options = DiffusionLossConfig(clip_ratio=0.1, clip_ratio_high=0.3)
     assert CLIP_BAND.sides(options) == (0.1, 0.3)
     assert CLIP_BAND.ends(options) == [0.1, 0.3]
-    assert CLIP_BAND.narrowest(options) == 0.1
     assert CLIP_BAND.setting(options) == "clip_ratio_low=0.1 and clip_ratio_high=0.3"
     ratios = torch.tensor([0.89, 0.91, 1.29, 1.31], dtype=F64)
     assert CLIP_BAND.exceeded(ratios.log(), options).tolist() == [True, False, False, True]
@@ -89,7 +87,7 @@ def test_calibrated_clip_band_by_hand():
     options = DiffusionLossConfig(clip_ratio="auto", auto_clip_min=1e-3, auto_clip_max=0.5)
     widths = torch.tensor([0.01, 0.2], dtype=F64)
     assert CLIP_BAND.ends(options, widths) == [0.01, 0.2]
-    assert CLIP_BAND.narrowest(options) == 1e-3
+    assert CLIP_BAND.ends(options) == [1e-3, 0.5]
     assert CLIP_BAND.setting(options) == "clip_ratio=auto (0.001 to 0.5)"
     assert CLIP_BAND.exceeded(torch.tensor([0.1, 0.1], dtype=F64), options, widths).tolist() == [True, False]
     with pytest.raises(ValueError, match="data lacks 'clip_widths', which clip_ratio=auto reads"):
@@ -99,7 +97,7 @@ def test_calibrated_clip_band_by_hand():
 def test_trust_region_by_hand():
     """``flow_dppo`` leaves out the half that moves on, so the share beyond the threshold is twice what it counts."""
     options = DiffusionLossConfig(loss_mode="flow_dppo", kl_mask_threshold=2e-5)
-    assert KL_TRUST_REGION.ends(options) == [KL_TRUST_REGION.narrowest(options)] == [2e-5]
+    assert KL_TRUST_REGION.ends(options) == [2e-5]
     assert KL_TRUST_REGION.setting(options) == "kl_mask_threshold=2e-05"
     assert KL_TRUST_REGION.exceeded(torch.tensor([1e-5, 2e-5, 3e-5], dtype=F64), options).tolist() == [
         False,
