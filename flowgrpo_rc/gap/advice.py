@@ -137,14 +137,19 @@ def advise(
     if clip is not None and clip.verdict != SAFE and (holding or clip.verdict == NOT_SHOWN_SAFE):
         reasons.append(remedy(CLIP, RunSetup.of(mode), holding=holding))
     worst = decisive(list(judged.values()))
-    recommended = "auto" if calibrated else wanted
+    verdict = NOT_SAFE if failure else worst.verdict
+    limit_key = None
+    recommended = None
+    if mode.has_limit:
+        limit_key = limit.key
+        recommended = "auto" if calibrated else wanted
     return Advice(
-        verdict=NOT_SAFE if failure else worst.verdict,
+        verdict=verdict,
         because=failure or str(worst),
         judged=tuple(judged.values()),
         mode="bypass" if fits else "decoupled",
-        limit_key=limit.key if mode.has_limit else None,
-        limit=recommended if mode.has_limit else None,
+        limit_key=limit_key,
+        limit=recommended,
         rejection_band=_rejection_band(mode.rollout_correction, gap),
         reasons=tuple(reasons),
     )
