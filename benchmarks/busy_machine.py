@@ -110,7 +110,8 @@ def take_turns(way: str) -> None:
             trainer.train_step()
         print(json.dumps({"threads": torch.get_num_threads()}), file=answers, flush=True)
         for _ in sys.stdin:
-            started, processor = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
+            processor = time.process_time()
             trainer.train_step()
             taken = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - processor}
             print(json.dumps(taken), file=answers, flush=True)
@@ -157,12 +158,16 @@ def summarise(taken: dict[str, list[Step]], quiet: dict[str, float]) -> dict[str
         rows[way] = {
             "steps": len(steps),
             "seconds": seconds,
-            "over_command_line": statistics.median(ratios) if ratios else None,
+            "over_command_line": _median(ratios),
             "over_no_load": seconds / quiet.get(way, seconds),
-            "cpu_seconds": statistics.median(processor) if processor else None,
+            "cpu_seconds": _median(processor),
             "at_least": any("unfinished" in step for step in steps),
         }
     return rows
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def measure(loads: list[int], rounds: int, seconds: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from flowgrpo_rc.batch import Key, OldPolicy
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.gap.bands import MEMORY
 from flowgrpo_rc.gap.units import GapSample
@@ -41,23 +42,19 @@ class Centred(FlowGRPOTrainer):
 
         self.rescoring.rescore = remembering
 
-    def _score(self, batch: TensorDict, cond: Conditioning) -> int:
-        start = super()._score(batch, cond)
-        centres = [[fmean(self._gaps.get(t, [0.0])) for t in row] for row in batch["timesteps"].tolist()]
-        # The loss of bypass mode takes its ratio to the rollout's log-probs.
-        batch["rollout_log_probs"] = batch["old_log_probs"] = batch["rollout_log_probs"] + torch.tensor(centres)
-        return start
+    def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
+        centres = [[fmean(self._gaps.get(t, [0.0])) for t in row] for row in batch[Key.TIMESTEPS].tolist()]
+        # In bypass mode the old policy is the one that these are said to come from.
+        batch[Key.ROLLOUT_LOG_PROBS] = batch[Key.ROLLOUT_LOG_PROBS] + torch.tensor(centres)
+        return super()._score(batch, cond)
 
 
 class FirstFree(FlowGRPOTrainer):
     """Decoupled for the first mini-batch of a batch, bypass for the others; no scoring pass."""
 
-    def _score(self, batch: TensorDict, cond: Conditioning) -> int:
-        start = len(self._mini_batches(len(batch))[0])
-        batch["old_log_probs"] = batch["rollout_log_probs"].clone()
-        batch["rollout_is_weights"] = torch.ones_like(batch["rollout_log_probs"])
-        batch["rollout_keep"] = torch.ones_like(batch["rollout_log_probs"], dtype=torch.bool)
-        return start
+    def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
+        later = batch[len(batch) // self._mini_batch_count :]
+        return OldPolicy.of_rollout(later) if len(later) else None
 
 
 ALTERNATIVES = {"centred": Centred, "first_free": FirstFree}

@@ -70,8 +70,8 @@ def report(result: dict) -> None:
         curve = " ".join(f"{v:.2f}" for v in steps)
         print(f"{name:10} {steps[0]:.3f} -> {steps[-1]:.3f} in {run['training_seconds']:.0f} s   {curve}")
     for when, figures in result.get("second_ocr", {}).items():
-        own, other = figures["reward_engine_exact"], figures["tesseract_exact"]
-        print(f"{when}: exact by the reward's engine {own:.2f}, by tesseract {other:.2f}")
+        own = figures["reward_engine_exact"]
+        print(f"{when}: exact by the reward's engine {own:.2f}, by tesseract {figures['tesseract_exact']:.2f}")
 
 
 if __name__ == "__main__":

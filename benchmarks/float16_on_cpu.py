@@ -31,8 +31,8 @@ def compare() -> None:
     """Both products side by side on layers of the demo's model's sizes."""
     torch.manual_seed(0)
     for rows, inputs, outputs in ((3072, 128, 512), (3072, 512, 128), (3072, 128, 128)):
-        x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
-        arguments = x.half(), weight.half(), bias.half()
+        layer = (torch.randn(rows, inputs), torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs))
+        arguments = tuple(tensor.half() for tensor in layer)
         exact = OWN_LINEAR(*(tensor.double() for tensor in arguments))
         results = {name: product(*arguments) for name, product in PRODUCTS.items()}
         errors = {name: float((result - exact).abs().mean()) for name, result in results.items()}

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from learning import COMMON, LOSS, RC, ROLLOUT, correction
+from learning import COMMON, LOSS, RC, ROLLOUT, correction, mean_gap
 from machine import describe
 from training_runs import (
     COMMAND,
@@ -52,7 +52,8 @@ WITHOUT_A_GAP = 1e-3
 SECOND_OCR_EACH = 6
 """Images of every held-out number that the second engine reads."""
 
-ALTERNATIVES, FLOAT16 = str(HERE / "clip_alternatives.py"), str(HERE / "float16_on_cpu.py")
+ALTERNATIVES = str(HERE / "clip_alternatives.py")
+FLOAT16 = str(HERE / "float16_on_cpu.py")
 
 PRECISIONS: dict[str, Overrides] = {
     "float32": {f"{ROLLOUT}.dtype": "float32"},
@@ -65,7 +66,8 @@ STALENESS: dict[int, int] = {0: 0, 2: 1, 8: 4}
 CLIPS = ("1e-4", "1e-3", "1e-2")
 DECOUPLED = correction(bypass=False, weights="sequence")
 DECOUPLED_RS = {**correction(bypass=False, weights="sequence", band=FIXED_BAND), f"{LOSS}.clip_ratio": WITHOUT_A_GAP}
-BYPASS, BYPASS_RS = correction(bypass=True), correction(bypass=True, band=FIXED_BAND)
+BYPASS = correction(bypass=True)
+BYPASS_RS = correction(bypass=True, band=FIXED_BAND)
 CALIBRATED: Overrides = {f"{LOSS}.clip_ratio": "auto", f"{LOSS}.auto_clip_min": WITHOUT_A_GAP}
 CALIBRATED_RS: Overrides = {f"{RC}.rollout_rs_threshold": "auto"}
 REINFORCE = correction(bypass=True, weights="sequence", loss="reinforce")
@@ -186,7 +188,8 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     found = read_verdicts(study.results)
     commit = describe()["commit"]
     for setting in settings:
-        program, overrides = study.inside(setting, [*COMMAND, "probe"]), study.overrides(setting, seed=1)
+        program = study.inside(setting, [*COMMAND, "probe"])
+        overrides = study.overrides(setting, seed=1)
         of = {"program": names(program), "of": overrides}
         known = found.get(setting, {})
         if PROGRAM in study.settings[setting] or ("verdict" in known and known.items() >= of.items()):
@@ -218,8 +221,8 @@ def verdict_of(probe: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-VERDICT_CELLS = {"safe": "safe", "not shown safe": "*not shown safe*", "not safe": "**not safe**"}
-"""How the table writes the probe's verdicts."""
+VERDICT_CELLS = {"safe": "safe", "not shown safe": "*not shown safe*", "not safe": "**not safe**", None: ""}
+"""How the table writes the probe's verdicts; ``None``: there is none."""
 
 
 def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> str:
@@ -228,18 +231,18 @@ def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> s
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     rewards = {setting: [run["final_held_out"] for run in group] for setting, group in runs.items()}
     others = {setting: [run["second_ocr"]["tesseract_exact"] for run in group] for setting, group in runs.items()}
-    noise, other_noise = Noise.of(list(rewards.values())), Noise.of(list(others.values()))
+    noise = Noise.of(list(rewards.values()))
+    other_noise = Noise.of(list(others.values()))
     for setting, group in runs.items():
-        bound = "≥ " if any(run["gap_is_lower_bound"] for run in group) else ""
         cells = (
             f"`{setting}`",
             str(len(group)),
             noise.interval(rewards[setting]),
             other_noise.interval(others[setting]),
-            "-" if PROGRAM in SETTINGS[setting] else f"{bound}{fmean(run['gap'] for run in group):.1e}",
+            "-" if PROGRAM in SETTINGS[setting] else mean_gap(group),
             f"{fmean(run['metrics'][_outside(setting)] for run in group):.2f}",
             f"{fmean(run['rejected'] for run in group):.2f}",
-            VERDICT_CELLS[verdicts[setting]["verdict"]] if setting in verdicts else "",
+            VERDICT_CELLS[verdicts.get(setting, {}).get("verdict")],
         )
         lines.append(f"| {' | '.join(cells)} |")
     if noise.freedom:
@@ -322,7 +325,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments, failed = _arguments(), 0
+    arguments = _arguments()
+    failed = 0
     study = Study(SETTINGS, COMMON, arguments.results, arguments.steps, second_engine)
     if arguments.verdicts:
         probed(study, list(load(arguments.settings, arguments.results)))

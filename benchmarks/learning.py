@@ -106,7 +106,7 @@ def table(runs: dict[str, list[dict]]) -> str:
             f"`{setting}`",
             *words({**COMMON, **SETTINGS[setting]}),
             *(f"{final[s]:.2f}" if s in final else "" for s in seeds),
-            _gap(group),
+            mean_gap(group),
             f"{fmean(run['clip_fraction'] for run in group):.2f}",
             f"{fmean(run['rejected'] for run in group):.2f}",
         ]
@@ -133,7 +133,8 @@ def words(overrides: Overrides) -> tuple[str, str]:
     return rollouts, mode
 
 
-def _gap(group: Sequence[dict]) -> str:
+def mean_gap(group: Sequence[dict]) -> str:
+    """As a table writes it, over the seeds of a setting."""
     bound = "≥ " if any(run["gap_is_lower_bound"] for run in group) else ""
     return f"{bound}{fmean(run['gap'] for run in group):.1e}"
 
@@ -166,7 +167,7 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
         for run in group:
             axes.plot([int(s) for s in run["held_out"]], list(run["held_out"].values()), color="#6baed6", linewidth=0.8)
         axes.plot(*mean_curve(group), color="#08519c", linewidth=2.4, label=f"mean of {len(group)}")
-        axes.set_title(f"{setting}\ngap {_gap(group)}", fontsize=9)
+        axes.set_title(f"{setting}\ngap {mean_gap(group)}", fontsize=9)
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7, loc="lower left")
@@ -195,7 +196,8 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = _arguments()
-    study, failed = Study(SETTINGS, COMMON, arguments.results, arguments.steps), 0
+    study = Study(SETTINGS, COMMON, arguments.results, arguments.steps)
+    failed = 0
     if not arguments.report:
         failed = run_missing(study, arguments.settings, arguments.seeds, arguments.jobs)
     runs = load(arguments.settings, arguments.results)

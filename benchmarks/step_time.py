@@ -28,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ from machine import describe
 
 from flowgrpo_rc.actor import actor as actor_module
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.correction.numerics import compute
+from flowgrpo_rc.correction.numerics import compute as correction_module
+from flowgrpo_rc.correction.plan import CorrectionPlan
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import trainer as trainer_module
@@ -79,26 +81,25 @@ class ModelClock:
     @contextmanager
     def watching_rejection(self) -> Iterator[list[int]]:
         """Time the calibrated rejection, and one bound for all on the same rows; gives the number of bounds by call."""
-        original, groups = compute.run_plan, []
+        original = correction_module.run_plan
+        groups: list[int] = []
 
-        def twice(*args, plan, row_bounds=None, **kwargs):
-            if row_bounds is None:
-                return original(*args, plan=plan, **kwargs)
+        def twice(*log_probs_and_mask, plan, row_bounds, **others):
             groups.append(len(row_bounds.unique()))
-            one_bound = row_bounds.max().expand_as(row_bounds)
+            fixed = with_one_bound(plan, float(row_bounds.max()))
             start = self._now()
-            original(*args, plan=plan, row_bounds=one_bound, **kwargs)
+            original(*log_probs_and_mask, plan=fixed, **others)
             between = self._now()
-            result = original(*args, plan=plan, row_bounds=row_bounds, **kwargs)
+            result = original(*log_probs_and_mask, plan=plan, row_bounds=row_bounds, **others)
             self.seconds["one_bound"] += between - start
             self.seconds["calibrated"] += self._now() - between
             return result
 
-        compute.run_plan = twice
+        correction_module.run_plan = twice
         try:
             yield groups
         finally:
-            compute.run_plan = original
+            correction_module.run_plan = original
 
     def _wrap(self, owner: object, name: str, label: str) -> None:
         original = getattr(owner, name)
@@ -119,8 +120,17 @@ class ModelClock:
         return time.perf_counter()
 
     def take(self) -> dict[str, float]:
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        """The seconds since the last call, by name."""
+        taken = dict(self.seconds)
+        self.seconds.clear()
         return taken
+
+
+def with_one_bound(plan: CorrectionPlan, bound: float) -> CorrectionPlan:
+    """The plan with a number in place of ``auto``."""
+    (criterion,) = plan.criteria
+    lower = -bound if criterion.statistic == "k1" else criterion.lower
+    return replace(plan, criteria=(replace(criterion, upper=bound, lower=lower, calibrated=False),))
 
 
 def measure(steps: int, overrides: list[str]) -> dict[str, list[dict[str, float]]]:
@@ -163,7 +173,8 @@ def shares(images: int, steps: int, overrides: list[str]) -> dict[str, float]:
         try:
             for index in range(steps + 1):
                 trainer.train_step()
-                times, inside = trainer.timer.take(), clock.take()
+                times = trainer.timer.take()
+                inside = clock.take()
                 if index > 0:
                     rows.append((times, inside))
         finally:
@@ -184,11 +195,13 @@ def shares(images: int, steps: int, overrides: list[str]) -> dict[str, float]:
 
 def report_calibration(steps: int, overrides: list[str]) -> dict[str, float]:
     """Prints and returns median shares of a step: the probe's forwards, and everything else around them."""
-    forwards, others = [], []
+    forwards = []
+    others = []
     with tempfile.TemporaryDirectory() as folder:
         config = compose("tiny_qwen_image_ocr", [*CALIBRATED, f"trainer.default_local_dir={folder}/run", *overrides])
         trainer = FlowGRPOTrainer(config)
-        clock, run = ModelClock(trainer), trainer.run
+        run = trainer.run
+        clock = ModelClock(trainer)
         clock._wrap(trainer.rescoring, "rescore", "probe_forwards")
         for bands, name in ((run.clip_bands, "widths"), (run.rejection_bands, "bounds")):
             clock._wrap(bands, name, "bands")
@@ -196,7 +209,8 @@ def report_calibration(steps: int, overrides: list[str]) -> dict[str, float]:
         with clock.watching_rejection() as groups:
             for index in range(steps + 1):
                 trainer.train_step()
-                times, inside = trainer.timer.take(), clock.take()
+                times = trainer.timer.take()
+                inside = clock.take()
                 if index > 0:
                     step = times["timing_s/step"] + inside["guard"] - inside["one_bound"]  # the guard ends a step
                     forwards.append(inside["probe_forwards"] / step)

@@ -238,7 +238,8 @@ def load(settings: Iterable[str], results: Path) -> dict[str, list[dict]]:
     return {setting: sorted(group, key=lambda run: run["seed"]) for setting, group in runs.items() if group}
 
 
-TABLE_BEGINS, TABLE_ENDS = "<!-- table of {} -->\n", "<!-- end of the table -->"
+TABLE_BEGINS = "<!-- table of {} -->\n"
+TABLE_ENDS = "<!-- end of the table -->"
 """What stands around a generated table in a page; the name is that of the results' file."""
 
 

@@ -88,7 +88,7 @@ class OldPolicy:
         Raises:
             ValueError: the batch has no ``rollout_log_probs``.
         """
-        _require(batch, (Key.ROLLOUT_LOG_PROBS,), "bypass mode")
+        batch = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "bypass mode")
         return cls(log_probs=batch[Key.ROLLOUT_LOG_PROBS], means=optional(batch, Key.ROLLOUT_MEANS))
 
     @classmethod
@@ -187,7 +187,7 @@ def correct_old_policy(
     """
     if not isinstance(config, RolloutCorrectionConfig):
         config = RolloutCorrectionConfig.from_dict(config)
-    _require(batch, (Key.ROLLOUT_LOG_PROBS,), "rollout correction")
+    batch = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "rollout correction")
     rollout = batch[Key.ROLLOUT_LOG_PROBS]
     shape = tuple(old.log_probs.shape)
     if shape != rollout.shape:

@@ -51,15 +51,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         if config.trainer.resume_mode == "auto":
             config.trainer.resume_mode = "disable"
         from flowgrpo_rc.cli.probe_folder import ProbeFolder
-        from flowgrpo_rc.gap.intervals import MOST_IMAGES
-        from flowgrpo_rc.gap.probe import check_image_counts, run_probe
+        from flowgrpo_rc.gap.probe import run_probe
         from flowgrpo_rc.trainer import FlowGRPOTrainer
 
-        images = _number("--images", arguments.images)
-        most = min(MAX_FACTOR * images, MOST_IMAGES)
-        if arguments.max_images is not None:
-            most = _number("--max-images", arguments.max_images)
-        check_image_counts(images, most)
+        images, most = _image_counts(arguments)
         out = ProbeFolder(arguments.out)
         arguments.phase = LOADING
         trainer = FlowGRPOTrainer(config)
@@ -78,6 +73,21 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise OSError(f"--out: cannot write the result to {arguments.out}: {error}; give another folder") from error
     print("\n".join([report(result), *said]))
     return code
+
+
+def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
+    """How many images to start with at every place of the window, and to end with at most."""
+    from flowgrpo_rc.gap.intervals import MOST_IMAGES
+
+    images = _number("--images", arguments.images)
+    most = min(MAX_FACTOR * images, MOST_IMAGES)
+    if arguments.max_images is not None:
+        most = _number("--max-images", arguments.max_images)
+    if not 2 <= images <= MOST_IMAGES:
+        raise ValueError(f"--images: got {images}; give 2 to {MOST_IMAGES} images a window place")
+    if not images <= most <= MOST_IMAGES:
+        raise ValueError(f"--max-images: got {most}; give a number from --images, {images}, to {MOST_IMAGES}")
+    return images, most
 
 
 def _number(option: str, value: Any) -> int:

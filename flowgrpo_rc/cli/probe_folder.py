@@ -61,14 +61,10 @@ class ProbeFolder:
     def _says_the_same(self, values: dict[str, Any]) -> bool:
         """Whether the result there, if there is one, differs in its timings alone."""
         try:
-            text = (self.root / RESULT).read_text(encoding="utf-8")
+            old = json.loads((self.root / RESULT).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return not (self.root / PICTURE).exists()
-        except (OSError, ValueError):
-            return False
-        try:
-            old = json.loads(text)
-        except (ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError):
             return False
         return isinstance(old, dict) and _without_timings(old) == _without_timings(json.loads(json.dumps(values)))
 

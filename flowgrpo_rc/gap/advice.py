@@ -113,35 +113,43 @@ def advise(
         confidence: of the intervals in ``overall`` and ``steps``.
     """
     judged = judge_all(mode, overall, dimensions)
-    deciding = decisive(list(judged.values()))
+    engine = judged[ENGINE_GAP]
+    clip = judged.get(CLIP)
     limit = mode.objective.limit
     needed = _round_up(CLIP_FACTOR * overall.clip_q90)
     configured = min(limit.ends(mode.diffusion_loss))
-    broken = judged[ENGINE_GAP].value > judged[ENGINE_GAP].limit
+    broken = engine.value > engine.limit
     # No limit repairs an engine that computes something else, and REINFORCE has none that the gap could exceed.
     fits = not broken and (needed <= WIDEST_CLIP or (mode.bypasses and not mode.has_limit))
     # A limit wider than the gap needs was chosen for the policy's own movement, so it is not narrowed.
     wanted = max(configured, needed) if fits else configured
-    may_calibrate = mode.diffusion_loss.clip_ratio == "auto" and fits
     # Where auto_clip_max cuts the gap off, a fixed clip band that holds it is recommended instead.
-    calibrated = may_calibrate and overall.clipped <= LIMITS[CLIP].not_safe
-    holding = f"{limit.key}={wanted:g}" if fits and wanted > configured and not calibrated else ""
-    reasons = [
-        *([failure] if failure else []),
-        *_engine_reasons(mode, judged[ENGINE_GAP]),
-        *_clip_reasons(mode, overall, judged.get(CLIP), steps),
-        *(_lag_reasons(mode, adapter_lag) if mode.bypasses or fits else []),
-        *_removal_reasons(mode, overall, judged),
-        *_image_reasons(overall, judged, images, confidence),
-        *_remedies_of_the_clip(mode, judged.get(CLIP), holding),
-    ]
+    calibrated = fits and mode.diffusion_loss.clip_ratio == "auto" and overall.clipped <= LIMITS[CLIP].not_safe
+    holding = f"{limit.key}={wanted:g}" if wanted > configured and not calibrated else ""
+    reasons = [failure] if failure else []
+    reasons += _engine_reasons(mode, engine)
+    reasons += _clip_reasons(mode, overall, clip, steps)
+    if adapter_lag and mode.has_limit and (mode.bypasses or fits):
+        reasons.append(_lag_reason(mode, adapter_lag))
+    reasons += _removal_reasons(mode, judged)
+    reasons += _image_reasons(overall, judged, images, confidence)
+    # Of a clip that is not safe the recommendation says it already, unless a limit was measured to hold the gap.
+    if clip is not None and clip.verdict != SAFE and (holding or clip.verdict == NOT_SHOWN_SAFE):
+        reasons.append(remedy(CLIP, RunSetup.of(mode), holding=holding))
+    worst = decisive(list(judged.values()))
+    verdict = NOT_SAFE if failure else worst.verdict
+    limit_key = None
+    recommended = None
+    if mode.has_limit:
+        limit_key = limit.key
+        recommended = "auto" if calibrated else wanted
     return Advice(
-        verdict=NOT_SAFE if failure else deciding.verdict,
-        because=failure or str(deciding),
+        verdict=verdict,
+        because=failure or str(worst),
         judged=tuple(judged.values()),
         mode="bypass" if fits else "decoupled",
-        limit_key=limit.key if mode.has_limit else None,
-        limit=("auto" if calibrated else wanted) if mode.has_limit else None,
+        limit_key=limit_key,
+        limit=recommended,
         rejection_band=_rejection_band(mode.rollout_correction, gap),
         reasons=tuple(reasons),
     )
@@ -234,33 +242,27 @@ def _timestep_reason(mode: ModeInForce, step: StepGap) -> str:
     return f"{says}: {_remedy_clause(CLIP_AT_TIMESTEP, mode)}"
 
 
-def _lag_reasons(mode: ModeInForce, adapter_lag: int) -> list[str]:
+def _lag_reason(mode: ModeInForce, adapter_lag: int) -> str:
     """What a lagging adapter adds where the run clips around the engine, or is told to."""
-    if not adapter_lag or not mode.has_limit:
-        return []
     follows = "clip_ratio=auto follows it, " if mode.diffusion_loss.takes_auto else ""
-    return [
+    return (
         f"adapter_lag={adapter_lag} adds the policy's own movement to this gap wherever the clip is centred at the "
         f"engine, most in the first batches, which cannot be measured before training; {follows}guard=fallback watches "
         "it, decoupled mode does without"
-    ]
+    )
 
 
-def _removal_reasons(mode: ModeInForce, overall: StepGap, judged: dict[str, JudgedFigure]) -> list[str]:
+def _removal_reasons(mode: ModeInForce, judged: dict[str, JudgedFigure]) -> list[str]:
     """What rejection and weights of 0 take away for the gap alone."""
     found = []
-    for name, what, share in (
-        (REJECTED, "rejection removes", overall.rejected),
-        (ZEROED, "importance weights are 0 for", overall.zeroed),
-    ):
+    for name, what in ((REJECTED, "rejection removes"), (ZEROED, "importance weights are 0 for")):
         one = judged.get(name)
-        if one is None or (not share and one.verdict == SAFE):
+        if one is None or (not one.value and one.verdict == SAFE):
             continue
+        limit = "" if one.verdict == SAFE else f"; limit {one.limit:.0%}"
         interval = interval_words(one.low, one.high)
-        if one.verdict != SAFE:
-            interval += f"; limit {one.limit:.0%}"
-        reason = f"{what} {share:.0%} of the samples for the gap alone ({interval})"
-        if share and one.verdict != SAFE:
+        reason = f"{what} {one.value:.0%} of the samples for the gap alone ({interval}{limit})"
+        if one.value and limit:
             reason += f": {_remedy_clause(name, mode)}"
         found.append(reason)
     return found
@@ -268,37 +270,25 @@ def _removal_reasons(mode: ModeInForce, overall: StepGap, judged: dict[str, Judg
 
 def _image_reasons(overall: StepGap, judged: dict[str, JudgedFigure], images: int, confidence: float) -> list[str]:
     """How many images would show on which side of its limit a share lies, for each that is not settled."""
-    effective = {
-        CLIP: overall.clipped_interval.effective,
-        REJECTED: overall.rejected_interval.effective,
-        ZEROED: overall.zeroed_interval.effective,
-    }
-    unsettled = [name for name, one in judged.items() if one.verdict == NOT_SHOWN_SAFE and effective.get(name)]
+    intervals = {CLIP: overall.clipped_interval, REJECTED: overall.rejected_interval, ZEROED: overall.zeroed_interval}
     found = []
-    for name in unsettled:
-        one = judged[name]
+    for name, interval in intervals.items():
+        one = judged.get(name)
+        if one is None or one.verdict != NOT_SHOWN_SAFE or not interval.effective:
+            continue
         on_which = f"on which side of its limit the share lies ({one.what})"
         if not images:
             found.append(f"more images would show {on_which}")
             continue
         seems = f"if it is what it seems, {one.value:.0%}"
         enough = images_to_settle(
-            one.value, effective[name], images, one.limit, most=MOST_IMAGES, confidence=confidence
+            one.value, interval.effective, images, one.limit, most=MOST_IMAGES, confidence=confidence
         )
         if enough is None:
             found.append(f"not even --images {MOST_IMAGES} would show {on_which}, {seems}: take it for too much")
         else:
             found.append(f"{images} images a place do not show {on_which}; --images {enough} would, {seems}")
     return found
-
-
-def _remedies_of_the_clip(mode: ModeInForce, clip: JudgedFigure | None, holding: str) -> list[str]:
-    """A limit that was measured to hold the gap, and the other mode."""
-    if clip is None or clip.verdict == SAFE:
-        return []
-    if clip.verdict == NOT_SAFE and not holding:
-        return []  # the recommendation says it already
-    return [remedy(CLIP, RunSetup.of(mode), holding=holding)]
 
 
 def _remedy_clause(finding: str, mode: ModeInForce) -> str:
@@ -310,8 +300,7 @@ def _remedy_clause(finding: str, mode: ModeInForce) -> str:
 def _rejection_band(correction: RolloutCorrectionConfig, gap: Float[Tensor, "B W"]) -> str:
     half = float(torch.quantile(gap.mean(1).abs(), 0.99))
     half = min(max(half, float(correction.rollout_rs_auto_min)), float(correction.rollout_rs_auto_max))
-    # Close to 1 six digits would round the band's ends onto 1.
-    digits = 6 if half >= 1e-4 else 12
+    digits = 6 if half >= 1e-4 else 12  # of which 6 would round the band's ends onto 1
     return f"{math.exp(-half):.{digits}g}_{math.exp(half):.{digits}g}"
 
 

@@ -1,8 +1,7 @@
 """Clip and rejection bands that follow the measured gap: ``clip_ratio=auto`` and ``rollout_rs_threshold=auto``.
 
-In bypass mode the clip is centred at the engine's log-probs, so it must hold the gap, which grows several-fold
-from the noisy to the clean end of the schedule and changes as the adapter grows. The clip band's half width at a
-timestep is
+In bypass mode the clip must hold the gap, which grows several-fold from the noisy to the clean end of the schedule and
+changes as the adapter grows. The clip band's half width at a timestep is
 
     clamp(3 * q90(|log pi_actor - log pi_engine|), auto_clip_min, auto_clip_max)
 
@@ -14,7 +13,7 @@ fewer than ``2 / share``, that quantile lies beyond what has been seen, and is t
 
 from collections import deque
 from collections.abc import Callable
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from flowgrpo_rc.actor.config import DiffusionLossConfig
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.correction.numerics.rejection import row_statistic
+from flowgrpo_rc.gap.intervals import normal_quantile
 from flowgrpo_rc.gap.limits import CLIP_FACTOR, GAP_QUANTILE
 
 MEMORY = 64
@@ -32,7 +32,6 @@ IMAGE_MEMORY = 256
 """Images kept at each first timestep of a window for the rejection band, or 3 / share where that is more."""
 ENOUGH = 8
 """A timestep with fewer values than this takes the quantile over all timesteps."""
-_NORMAL = NormalDist()
 
 
 class NewestValues:
@@ -59,6 +58,12 @@ class NewestValues:
         if not own:
             raise RuntimeError("no gap has been measured yet; observe() comes before the bands")
         return float(torch.quantile(torch.tensor(list(own), dtype=torch.float64), quantile))
+
+    @staticmethod
+    def _each(timesteps: Float[Tensor, "..."], at: Callable[[float], float]) -> Float[Tensor, "..."]:
+        """What ``at`` gives for every timestep, float32."""
+        distinct, place = torch.unique(timesteps, return_inverse=True)
+        return torch.tensor([at(timestep) for timestep in distinct.tolist()], dtype=torch.float32)[place]
 
     def _spread(self, name: str, at: Callable[[float], float]) -> dict[str, float]:
         """Mean, least and largest of what ``at`` gives for the timesteps seen so far."""
@@ -107,8 +112,7 @@ class ClipBands(NewestValues):
 
     def widths(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, "B W"]:
         """The half width of every step of a batch."""
-        values = {timestep: self.width(timestep) for timestep in set(timesteps.flatten().tolist())}
-        return torch.tensor([[values[t] for t in row] for row in timesteps.tolist()], dtype=torch.float32)
+        return self._each(timesteps, self.width)
 
     def metrics(self) -> dict[str, float]:
         """``actor/clip_ratio_auto_mean``, ``_min`` and ``_max`` over the timesteps seen so far."""
@@ -156,14 +160,13 @@ class RejectionBands(NewestValues):
         if len(self._values.get(timestep, ())) >= 2 / self._share:
             return self._quantile(timestep, 1 - self._share)
         # How much farther out the target share's quantile lies than the known one, if the gap is normal.
-        beyond = _NORMAL.inv_cdf(1 - self._share / 2) / _NORMAL.inv_cdf(0.5 + GAP_QUANTILE / 2)
+        beyond = normal_quantile(1 - self._share) / normal_quantile(GAP_QUANTILE)
         power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 go with the square of the log ratio
         return self._quantile(timestep, GAP_QUANTILE) * beyond**power
 
     def bounds(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, " B"]:
         """The bound of every image of a batch."""
-        values = {timestep: self.bound(timestep) for timestep in set(timesteps[:, 0].tolist())}
-        return torch.tensor([values[t] for t in timesteps[:, 0].tolist()], dtype=torch.float32)
+        return self._each(timesteps[:, 0], self.bound)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -20,14 +20,8 @@ from flowgrpo_rc.gap.remedies import RunSetup, remedy
 
 ZERO_WEIGHTS = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
 """Share of importance weights set to 0."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A figure as an update's metrics give it, with the limit above which it counts towards an alarm."""
-
-    value: float
-    limit: float
+ENGINE_GAP_METRIC = "rollout_sync/engine_gap_per_dimension"
+OUTSIDE_CLIP_METRIC = "rollout_sync/outside_clip"
 
 
 @dataclass(frozen=True)
@@ -52,6 +46,7 @@ class Guard:
     def __init__(self, configured: ModeInForce) -> None:
         self._configured = configured
         self._correction = configured.rollout_correction
+        self._limits = {figure: limit.alarm(self._correction) for figure, limit in LIMITS.items()}
         self._over_limit = dict.fromkeys(LIMITS, 0)
         self._warned_of: set[str] = set()
         self._causes: set[str] = set()
@@ -77,18 +72,19 @@ class Guard:
             return GuardOutcome(self.mode, {})
         readings = self._readings(metrics)
         # A single batch may be unlucky; only updates in a row make an alarm.
-        for figure, reading in readings.items():
-            self._over_limit[figure] = self._over_limit[figure] + 1 if reading.value > reading.limit else 0
+        for figure, value in readings.items():
+            self._over_limit[figure] = self._over_limit[figure] + 1 if value > self._limits[figure] else 0
         alarms = [figure for figure in readings if self._over_limit[figure] >= self._correction.guard_patience]
-        may_fall_back = self._correction.guard == "fallback" and self.mode.bypasses
-        if may_fall_back and alarms:
-            self._fall_back({figure: readings[figure] for figure in alarms}, step)
+        if alarms and self._correction.guard == "fallback" and self.mode.bypasses:
+            diagnosis = self._diagnosis(alarms, readings, step)  # of the mode that it was found in
+            self._start_counting(fallen_back=True)
+            self._causes = set(alarms)
+            self.say(f"guard: {diagnosis}. Falling back to decoupled mode")
         # Said once a run: the metrics go on counting, and a log full of one warning hides the others.
         elif new := [figure for figure in alarms if figure not in self._warned_of]:
             self._warned_of |= set(new)
             if PartialState().is_main_process:
-                text = self._diagnosis({figure: readings[figure] for figure in new}, step)
-                warnings.warn(f"guard: {text}", stacklevel=3)
+                warnings.warn(f"guard: {self._diagnosis(new, readings, step)}", stacklevel=3)
         elif self.fallen_back:
             self._consider_return(metrics, readings, step)
         causes = {*alarms, *(self._causes if self.fallen_back else ())}
@@ -99,7 +95,7 @@ class Guard:
         }
         return GuardOutcome(self.mode, found)
 
-    def _readings(self, metrics: dict[str, float]) -> dict[str, Reading]:
+    def _readings(self, metrics: dict[str, float]) -> dict[str, float]:
         """The figures that there are to watch in the present mode."""
         found: dict[str, float] = {}
         if self.mode.has_limit:
@@ -108,49 +104,39 @@ class Guard:
         found[REJECTED] = 1 - metrics["actor/kept_fraction"]
         if self.mode.rollout_correction.weights_act:
             found[ZEROED] = max(metrics.get(name, 0.0) for name in ZERO_WEIGHTS)
-        engine_gap = metrics.get("rollout_sync/engine_gap_per_dimension")
-        if engine_gap is not None:
-            found[ENGINE_GAP] = engine_gap
-        return {figure: Reading(value, LIMITS[figure].alarm(self._correction)) for figure, value in found.items()}
+        if ENGINE_GAP_METRIC in metrics:
+            found[ENGINE_GAP] = metrics[ENGINE_GAP_METRIC]
+        return found
 
-    def _diagnosis(self, causes: dict[str, Reading], step: int) -> str:
+    def _diagnosis(self, causes: list[str], readings: dict[str, float], step: int) -> str:
         setup = RunSetup.of(self._configured)
         if self.fallen_back:
             setup = replace(setup, limits_the_gap=False, fallen_back=True)
-        parts = [f"{self._in_words(figure, reading)}. {remedy(figure, setup)}" for figure, reading in causes.items()]
+        parts = [f"{self._in_words(figure, readings[figure])}. {remedy(figure, setup)}" for figure in causes]
         return f"step {step}: for {self._correction.guard_patience} updates in a row, {'; '.join(parts)}"
 
-    def _in_words(self, figure: str, reading: Reading) -> str:
-        share = f"{reading.value:.0%}"
-        limit = f"(limit {reading.limit:.0%})"
+    def _in_words(self, figure: str, value: float) -> str:
+        limit = self._limits[figure]
         return {
-            CLIP: f"{share} of the samples lay outside the {self._configured.objective.limit.name} before anything was "
-            f"learned {limit}, so the engine's error has a say in what is learned",
-            REJECTED: f"{share} of the samples were rejected {limit}",
-            ZEROED: f"{share} of the importance weights were 0 {limit}",
-            ENGINE_GAP: f"engine and actor differ by {reading.value:.2g} in mean |log ratio| per latent dimension with "
-            f"equal weights (limit {reading.limit:g}), so the engine computes something else",
+            CLIP: f"{value:.0%} of the samples lay outside the {self._configured.objective.limit.name} before anything "
+            f"was learned (limit {limit:.0%}), so the engine's error has a say in what is learned",
+            REJECTED: f"{value:.0%} of the samples were rejected (limit {limit:.0%})",
+            ZEROED: f"{value:.0%} of the importance weights were 0 (limit {limit:.0%})",
+            ENGINE_GAP: f"engine and actor differ by {value:.2g} in mean |log ratio| per latent dimension with "
+            f"equal weights (limit {limit:g}), so the engine computes something else",
         }[figure]
 
-    def _fall_back(self, causes: dict[str, Reading], step: int) -> None:
-        diagnosis = self._diagnosis(causes, step)  # of the mode that it was found in
-        self._start_counting(fallen_back=True)
-        self._causes = set(causes)
-        self.say(f"guard: {diagnosis}. Falling back to decoupled mode")
-
-    def _consider_return(self, metrics: dict[str, float], readings: dict[str, Reading], step: int) -> None:
+    def _consider_return(self, metrics: dict[str, float], readings: dict[str, float], step: int) -> None:
         """Back to bypass mode when all has been at most half of its limit for long enough.
 
         What bypass mode would clip is for the rescored images to say: without them, or with an objective whose ratio
         is not measured on them, the run stays in decoupled mode. Weights of 0 do nothing in bypass mode.
         """
-        outside = metrics.get("rollout_sync/outside_clip")
-        if outside is None:
+        if OUTSIDE_CLIP_METRIC not in metrics:
             return
+        expected = {**readings, CLIP: metrics[OUTSIDE_CLIP_METRIC], ZEROED: 0.0}
         # Half of each limit, since a gap just below its limit would send the run back and forth.
-        expected = {**readings, CLIP: Reading(outside, LIMITS[CLIP].alarm(self._correction))}
-        watched = [reading for figure, reading in expected.items() if figure != ZEROED]
-        safe = all(reading.value <= reading.limit / 2 for reading in watched)
+        safe = all(value <= self._limits[figure] / 2 for figure, value in expected.items())
         self._safe_updates = self._safe_updates + 1 if safe else 0
         # Every return that did not last doubles the wait, so that a run cannot swing between the modes for ever.
         wait = self._correction.guard_return_after * 2**self._returns
@@ -179,11 +165,8 @@ class Guard:
         self._causes = set(state.get("causes", ()))
         if not (state["fallen_back"] and self._configured.bypasses):
             return
-        if self._correction.guard == "fallback":
-            self.fallen_back = True
-            self.say("guard: this run had fallen back to decoupled mode, and goes on there")
-        else:
-            self.say(
-                "guard: this run had fallen back to decoupled mode; "
-                f"guard={self._correction.guard} takes it back to bypass"
-            )
+        self.fallen_back = self._correction.guard == "fallback"
+        follows = f"; guard={self._correction.guard} takes it back to bypass"
+        if self.fallen_back:
+            follows = ", and goes on there"
+        self.say(f"guard: this run had fallen back to decoupled mode{follows}")

@@ -1,19 +1,17 @@
 """How sure a share is that was measured on a few images: confidence intervals with images as the independent unit.
 
 The steps of one image share its prompt, its noise and its path, so that they may say the same thing several times. A
-share over them is a ratio of sums over images, whose variance follows from the images' residuals; divided by the
-variance of as many independent samples it is the *design effect*, and the number of samples divided by that is how
-many independent samples say as much (Kish, Survey Sampling, 1965). It is taken for at least 1 and at most what it is
-where all steps of an image agree, and with few images for as much more as Student's quantile is wider than the
-normal's (Korn and Graubard, Survey Methodology 24, 1998). The interval itself is that of Agresti and Coull (The
-American Statistician 52, 1998) for that many samples: unlike the Wald interval it does not collapse to a point at
-shares of 0 and 1, unlike Wilson's it does not exclude small shares too often, and unlike Clopper and Pearson's it
-needs no quantile of a beta distribution.
-
-Its coverage was simulated with beta-binomial images: `tests/gap/test_intervals.py` holds it.
+share over them is a ratio of sums over images; its variance over that of as many independent samples is the *design
+effect*, and the number of samples divided by that is how many independent samples say as much (Kish, Survey Sampling,
+1965). It is taken for at least 1 and at most what it is where all steps of an image agree, and with few images for as
+much more as Student's quantile is wider than the normal's (Korn and Graubard, Survey Methodology 24, 1998). For that
+many samples the interval is Agresti and Coull's (The American Statistician 52, 1998): unlike Wald's it is no point at
+shares of 0 and 1, unlike Wilson's it does not exclude small shares too often, and unlike Clopper and Pearson's it needs
+no quantile of a beta distribution. ``tests/gap/test_intervals.py`` simulates its coverage.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -26,7 +24,6 @@ CONFIDENCE = 0.95
 """Of the probe's intervals, all looks at them together."""
 MOST_IMAGES = 4096
 """At every place of the window; more tell nothing: a share is known to about a hundredth then."""
-_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,12 @@ def share_interval(
 
 def mean_interval(values: Float[Tensor, " n"], images: Int[Tensor, " n"], confidence: float = CONFIDENCE) -> Interval:
     """Of the mean of ``values``, by Student's t over images; of a single image it is unbounded."""
-    counts, sums = _per_image(torch.ones_like(values), images), _per_image(values, images)
+    counts = _per_image(torch.ones_like(values), images)
     mean = float(values.mean())
-    if len(counts) < 2:
-        return Interval(-math.inf, math.inf, float(len(counts)))
-    half = student_quantile(confidence, len(counts) - 1) * math.sqrt(_variance_of_a_ratio(sums, counts, mean))
+    half = math.inf
+    if len(counts) > 1:
+        variance = _variance_of_a_ratio(_per_image(values, images), counts, mean)
+        half = student_quantile(confidence, len(counts) - 1) * math.sqrt(variance)
     return Interval(mean - half, mean + half, float(len(counts)))
 
 
@@ -102,15 +100,7 @@ def images_to_settle(
 
     if not effective or not settles(most):
         return None
-    too_few = 0
-    enough = most
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if settles(middle):
-            enough = middle
-        else:
-            too_few = middle
-    return enough
+    return 1 + bisect_left(range(1, most), True, key=settles)
 
 
 def looks(start: int, end: int) -> Sequence[tuple[int, float]]:
@@ -123,18 +113,13 @@ def looks(start: int, end: int) -> Sequence[tuple[int, float]]:
     counts = [start]
     while counts[-1] < end:
         counts.append(min(2 * counts[-1], end))
-    left = 1 - CONFIDENCE
-    found = []
-    for count in counts:
-        spent = left if count == end else left / 2
-        found.append((count, 1 - spent))
-        left -= spent
-    return found
+    halvings = [*range(1, len(counts)), len(counts) - 1]
+    return [(count, 1 - (1 - CONFIDENCE) / 2**n) for count, n in zip(counts, halvings, strict=True)]
 
 
 def normal_quantile(confidence: float) -> float:
     """Half width of the central interval of a standard normal variable."""
-    return _NORMAL.inv_cdf(0.5 + confidence / 2)
+    return NormalDist().inv_cdf(0.5 + confidence / 2)
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
@@ -158,8 +143,7 @@ def student_quantile(confidence: float, freedom: int) -> float:
 def _per_image(values: Float[Tensor, " n"], images: Int[Tensor, " n"]) -> Float[Tensor, " images"]:
     """The sum over each image's samples, float64."""
     _, number = torch.unique(images, return_inverse=True)
-    count = int(number.max()) + 1 if len(number) else 0
-    return torch.zeros(count, dtype=torch.float64).index_add_(0, number, values.double())
+    return torch.bincount(number, weights=values.double())
 
 
 def _variance_of_a_ratio(sums: Float[Tensor, " n"], counts: Float[Tensor, " n"], ratio: float) -> float:

@@ -5,8 +5,8 @@ rescored by the actor under the very same weights. In bypass mode the clip is ce
 whatever of that gap lies outside the clip band is clipped before anything has been learned; what is left of the batch
 is chosen by the engine's error instead of the reward.
 
-This is the measurement behind the command ``flowgrpo-rc probe``. The few images of every batch that are rescored while
-a run trains are ``flowgrpo_rc.gap.rescoring``'s.
+This is the measurement behind the command ``flowgrpo-rc probe``; ``flowgrpo_rc.gap.rescoring`` measures while a run
+trains.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.clipping import SampledSteps, what_is_left_out
-from flowgrpo_rc.gap.intervals import CONFIDENCE, MOST_IMAGES, looks, mean_interval, share_interval
+from flowgrpo_rc.gap.intervals import CONFIDENCE, looks, mean_interval, share_interval
 from flowgrpo_rc.gap.limits import GAP_QUANTILE
 from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_rescore, timed
 from flowgrpo_rc.gap.units import GapSample
@@ -60,32 +60,18 @@ class ProbeResult:
         return values
 
 
-def check_image_counts(images: int, max_images: int | None = None) -> None:
-    """Refuse, before anything is loaded, what cannot be measured.
-
-    Raises:
-        ValueError: fewer than 2 images, more than ``MOST_IMAGES``, or more to start with than to end with.
-    """
-    if not 2 <= images <= MOST_IMAGES:
-        raise ValueError(f"--images: got {images}; give 2 to {MOST_IMAGES} images a window place")
-    if max_images is not None and not images <= max_images <= MOST_IMAGES:
-        raise ValueError(f"--max-images: got {max_images}; give a number from --images, {images}, to {MOST_IMAGES}")
-
-
 def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> ProbeResult:
     """Measures at every place of the SDE window. The run is used up: its adapter moves.
 
     Args:
         run: a run before its first step; resumed, if a checkpoint is to be probed.
-        images: at every place, to start with.
+        images: at every place, to start with; at least 2.
         max_images: the same to end with. While it is not shown on which side of their limits the shares lie, the
             number of images is doubled, up to this one; None: no more than ``images``.
 
     Raises:
-        ValueError: see ``check_image_counts``.
         RolloutError: the engine sampled something else than it was asked for, or what the actor cannot score.
     """
-    check_image_counts(images, max_images)
     first = sample_and_rescore(run, images)
     measured = _measure_until_settled(run, first.sample, images, max_images or images)
     seconds = dict(first.seconds)
@@ -118,12 +104,8 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
 
 
 def saved_by_bypass(seconds: Mapping[str, float], scored_share: float) -> float:
-    """Share of rollout, score and update that bypass mode leaves out, against decoupled mode as it is configured.
-
-    Args:
-        seconds: what ``rollout``, ``score`` and ``update`` of the same images took.
-        scored_share: share of a batch that decoupled mode gives a scoring pass.
-    """
+    """Share of ``rollout``, ``score`` and ``update`` of the same images that bypass mode leaves out, against decoupled
+    mode, which gives ``scored_share`` of a batch a scoring pass."""
     score = seconds["score"] * scored_share
     return score / (seconds["rollout"] + score + seconds["update"])
 
@@ -131,10 +113,7 @@ def saved_by_bypass(seconds: Mapping[str, float], scored_share: float) -> float:
 def step_gap(steps: SampledSteps, timestep: float | None, confidence: float = CONFIDENCE) -> StepGap:
     """The statistics of these steps' gaps, with what becomes of the samples.
 
-    Args:
-        steps: flat.
-        timestep: of all of them; None for several timesteps together.
-        confidence: of the intervals.
+    The steps are flat and of one ``timestep``, or with None of several together; ``confidence`` is the intervals'.
     """
     size = steps.gap.abs()
     nats = steps.nats.abs()
@@ -167,7 +146,7 @@ def step_gap(steps: SampledSteps, timestep: float | None, confidence: float = CO
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the images say, and the clip and rejection bands that ``auto`` makes of this very gap."""
+    """What the images say, and the limits that ``auto`` makes of this very gap."""
 
     sample: GapSample
     images: int
@@ -181,6 +160,7 @@ class _Measured:
 def _measure_until_settled(run: ProbedRun, sample: GapSample, first: int, most: int) -> _Measured:
     """What the images say at the look at which they say enough, or are ``most``; ``sample`` holds the ``first``."""
     images = first
+    measured = None
     # Bands, quantiles and intervals are of all images so far, so every look measures anew.
     for count, confidence in looks(first, most):
         while images < count:
@@ -189,9 +169,10 @@ def _measure_until_settled(run: ProbedRun, sample: GapSample, first: int, most: 
             images += missing
         measured = _measure(run.mode, sample, images, confidence)
         judged = judge_all(run.mode, measured.overall, sample.dimensions)
-        if count == most or decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
-            return measured
-    raise AssertionError("the last look is at the most images")
+        if decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
+            break
+    assert measured is not None
+    return measured
 
 
 def _measure(mode: ModeInForce, sample: GapSample, images: int, confidence: float) -> _Measured:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
 from tensordict import TensorDict
-from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
@@ -72,9 +70,17 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
     scored, score_seconds = timed(run.device, lambda: run.actor.rescore(batch, request.conditioning))
     sample = GapSample.of(batch, scored, scored, run.rollout.algo.sde_type)
     assert sample.kl is not None
-    _check_finite(scored["log_probs"], "log-prob")
-    _check_finite(sample.engine, "log ratio to the engine's")
-    _check_finite(sample.kl, "KL from the engine's transition")
+    for what, values in (
+        ("log-prob", scored["log_probs"]),
+        ("log ratio to the engine's", sample.engine),
+        ("KL from the engine's transition", sample.kl),
+    ):
+        bad = int((~torch.isfinite(values)).sum())
+        if bad:
+            raise RolloutError(
+                f"the actor gives {bad} of {values.numel()} steps that the engine sampled a NaN or infinite {what}; "
+                "check actor_rollout_ref.model.dtype and the model's weights"
+            )
     return ProbeBatch(batch, request.conditioning, sample, {"rollout": rollout_seconds, "score": score_seconds})
 
 
@@ -113,12 +119,3 @@ def _request(run: ProbedRun, images: int, before: int) -> RolloutRequest:
         sde_type=rollout.algo.sde_type,
         record_means=True,
     )
-
-
-def _check_finite(values: Float[Tensor, "n W"], what: str) -> None:
-    bad = int((~torch.isfinite(values)).sum())
-    if bad:
-        raise RolloutError(
-            f"the actor gives {bad} of {values.numel()} steps that the engine sampled a NaN or infinite {what}; "
-            "check actor_rollout_ref.model.dtype and the model's weights"
-        )

@@ -11,6 +11,7 @@ The measurement before training, over many images, is ``flowgrpo_rc.gap.probe``.
 
 import warnings
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -44,37 +45,25 @@ class AdapterVersions(Protocol):
         ...
 
 
+@dataclass
 class Rescoring:
-    """Measures ``rollout_sync/...`` for each batch; leaves the batch, the adapter and all random streams alone.
+    """Measures ``rollout_sync/...`` for each batch; leaves the batch, the adapter and all random streams alone."""
 
-    Args:
-        rollout: how many images to rescore, when to warn, the ``sde_type``.
-        mode: the configured one, whose clip band the gap is compared with whatever the guard makes of the mode.
-        prompts: prompts of a batch, over all processes.
-        actor: rescores.
-        adapter: knows the engine's version and can give it to the actor for a while.
-        clip_bands, rejection_bands: learn from what is measured, where they are configured.
-    """
-
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        mode: ModeInForce,
-        prompts: int,
-        actor: DiffusionActor,
-        adapter: AdapterVersions,
-        clip_bands: ClipBands | None = None,
-        rejection_bands: RejectionBands | None = None,
-    ) -> None:
-        self._rollout = rollout
-        self._mode = mode
-        self._actor = actor
-        self._adapter = adapter
-        self._clip_bands = clip_bands
-        self._rejection_bands = rejection_bands
-        self._total = prompts * rollout.n
-        self._images = min(rollout.probe.images, self._total)
-        self._warned = False
+    rollout: RolloutConfig
+    """How many images to rescore, when to warn, the ``sde_type``."""
+    mode: ModeInForce
+    """The configured one, whose clip band the gap is compared with whatever the guard makes of the mode."""
+    prompts: int
+    """Prompts of a batch, over all processes."""
+    actor: DiffusionActor
+    """Rescores."""
+    adapter: AdapterVersions
+    """Knows the engine's version, and can give it to the actor for a while."""
+    clip_bands: ClipBands | None = None
+    """Learn from what is measured; None where the clip band is not calibrated."""
+    rejection_bands: RejectionBands | None = None
+    """Learn from what is measured; None where the rejection band is not calibrated."""
+    _warned: bool = field(default=False, init=False)
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
         """Metrics over all processes; empty with ``rollout.probe.images=0``.
@@ -83,21 +72,21 @@ class Rescoring:
             NonFiniteUpdateError: a rescored log-prob is NaN or infinite, on whatever process; neither the clip bands
                 nor the rejection bands have seen it.
         """
-        if not self._images:
+        if not self.rollout.probe.images:
             return {}
         rows = self.rows(batch, step)
         own = self.rescore(batch, rows, conditioning)
         sample = GapSample.concatenate(gather_object([own]))
         _check_finite(sample, own, rows)
         metrics = gap_metrics(sample, PREFIX)
-        metrics[f"{PREFIX}version_lag"] = float(self._adapter.behind)
-        metrics[f"{PREFIX}probe_forwards"] = float(sample.engine.numel() * (2 if self._adapter.behind else 1))
+        metrics[f"{PREFIX}version_lag"] = float(self.adapter.behind)
+        metrics[f"{PREFIX}probe_forwards"] = float(sample.engine.numel() * (2 if self.adapter.behind else 1))
         self._warn(metrics, step)
         # With staleness: in training the old policy is compared with the present one, not with the engine's version.
-        for bands in filter(None, (self._clip_bands, self._rejection_bands)):
+        for bands in filter(None, (self.clip_bands, self.rejection_bands)):
             bands.observe(sample.timesteps, sample.total)
             metrics |= bands.metrics()
-        if self._mode.has_limit and self._mode.objective.clips_plain_ratio:
+        if self.mode.has_limit and self.mode.objective.clips_plain_ratio:
             metrics[f"{PREFIX}outside_clip"] = self._outside_clip(sample)
         return metrics
 
@@ -107,8 +96,10 @@ class Rescoring:
         Which images are rescored does not depend on the number of processes.
         """
         # The number of an image counts over all processes; it is found from its prompt group and its place in that.
-        chosen = (torch.arange(self._images) * self._total // self._images + step) % self._total
-        number = batch[Key.GROUP] * self._rollout.n + torch.arange(len(batch)) % self._rollout.n
+        total = self.prompts * self.rollout.n
+        images = min(self.rollout.probe.images, total)
+        chosen = (torch.arange(images) * total // images + step) % total
+        number = batch[Key.GROUP] * self.rollout.n + torch.arange(len(batch)) % self.rollout.n
         return torch.isin(number, chosen).nonzero().flatten()
 
     def rescore(self, batch: TensorDict, rows: Tensor, conditioning: Conditioning) -> GapSample:
@@ -118,20 +109,20 @@ class Rescoring:
             # This process has none of the images, but its empty columns take part in the gathering.
             empty = part[Key.ROLLOUT_LOG_PROBS]
             scored = {"log_probs": empty, "transition_stds": empty, "transition_means": part[Key.LATENTS]}
-            return GapSample.of(part, scored, scored, self._rollout.algo.sde_type)
-        with self._adapter.actor_at_rollout_version():
-            scored = self._actor.rescore(part, conditioning)
-        present = self._actor.rescore(part, conditioning) if self._adapter.behind else scored
-        return GapSample.of(part, scored, present, self._rollout.algo.sde_type)
+            return GapSample.of(part, scored, scored, self.rollout.algo.sde_type)
+        with self.adapter.actor_at_rollout_version():
+            scored = self.actor.rescore(part, conditioning)
+        present = self.actor.rescore(part, conditioning) if self.adapter.behind else scored
+        return GapSample.of(part, scored, present, self.rollout.algo.sde_type)
 
     def _outside_clip(self, sample: GapSample) -> float:
         """Share of the rescored steps that a clip band centred at the engine leaves out before any learning."""
-        widths = None if self._clip_bands is None else self._clip_bands.widths(sample.timesteps).double()
-        outside = self._mode.objective.limit.exceeded(sample.total, self._mode.diffusion_loss, widths)
+        widths = None if self.clip_bands is None else self.clip_bands.widths(sample.timesteps).double()
+        outside = self.mode.objective.limit.exceeded(sample.total, self.mode.diffusion_loss, widths)
         return float(outside.double().mean())
 
     def _warn(self, metrics: dict[str, float], step: int) -> None:
-        limit = self._rollout.probe.warn_gap
+        limit = self.rollout.probe.warn_gap
         gap = metrics[f"{PREFIX}engine_gap_per_dimension"]
         if limit is None or gap <= limit or self._warned or not PartialState().is_main_process:
             return

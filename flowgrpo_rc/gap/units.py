@@ -68,7 +68,7 @@ class GapSample:
             stds=stds,
             to_nats=to_nats(stds, dimensions, sde_type),
             dimensions=dimensions,
-            kl=None if means is None else closed_form_kl(means, scored["transition_means"], stds),
+            kl=None if means is None else dimensions * _kl_per_dimension(means, scored["transition_means"], stds),
         )
 
     @staticmethod
@@ -81,18 +81,18 @@ class GapSample:
 
 def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float[Tensor, "..."]:
     """What a mean-pooled log ratio is multiplied with to give nats of the whole step."""
-    scale = torch.full_like(stds.double(), float(dimensions))
-    return scale if SDE_TYPES[sde_type].log_prob_is_density else scale / (2 * stds.double() ** 2)
+    stds = stds.double()
+    if SDE_TYPES[sde_type].log_prob_is_density:
+        return torch.full_like(stds, dimensions)
+    return dimensions / (2 * stds**2)
 
 
-def closed_form_kl(
+def _kl_per_dimension(
     engine_means: Float[Tensor, "B W *L"], actor_means: Float[Tensor, "B W *L"], stds: Float[Tensor, "B W"]
 ) -> Float[Tensor, "B W"]:
-    """KL of each step's Gaussian, engine from actor, in nats of the whole step, from the means of both."""
-    per_dimension = transition_kl(
-        engine_means.double().flatten(0, 1), actor_means.double().flatten(0, 1), stds.double().flatten()
-    )
-    return actor_means.shape[2:].numel() * per_dimension.view(stds.shape)
+    """KL of each step's Gaussian, engine from actor, from the means of both."""
+    engine = engine_means.double().flatten(0, 1)
+    return transition_kl(engine, actor_means.double().flatten(0, 1), stds.flatten()).view(stds.shape)
 
 
 def estimated_kl(nats: Float[Tensor, "..."]) -> float:
@@ -115,12 +115,9 @@ def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
     for part in ("engine_gap", "staleness"):
         values[f"{prefix}{part}_per_dimension"] = values[f"{prefix}{part}_nats"] / sample.dimensions
     # Timesteps that agree in six digits share a name, and so their mean.
-    named: dict[str, list[float]] = {}
-    for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True):
-        named.setdefault(f"/ts_{timestep:.6g}", []).append(timestep)
-    for suffix, timesteps in named.items():
-        chosen = torch.isin(sample.timesteps, torch.tensor(timesteps, dtype=sample.timesteps.dtype))
-        values |= _means(sample, chosen, prefix, suffix)
+    rounded = sample.timesteps.clone().apply_(lambda timestep: float(f"{timestep:.6g}"))
+    for timestep in sorted(set(rounded.flatten().tolist()), reverse=True):
+        values |= _means(sample, rounded == timestep, prefix, f"/ts_{timestep:.6g}")
     return values
 
 

@@ -11,9 +11,11 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.cli import probe_folder
 from flowgrpo_rc.cli.main import main
 
-RC, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.diffusion_loss"
+RC = "algorithm.rollout_correction"
+LOSS = "actor_rollout_ref.actor.diffusion_loss"
 ROLLOUT = "actor_rollout_ref.rollout"
-BYPASS, CLIP = f"{RC}.bypass_mode=true", f"{LOSS}.clip_ratio"
+BYPASS = f"{RC}.bypass_mode=true"
+CLIP = f"{LOSS}.clip_ratio"
 WITHOUT_OCR = ("reward.functions.ocr=0", "reward.functions.jpeg_compressibility=1")
 
 

@@ -92,7 +92,8 @@ def rejection(option="seq_mean_k1", **others):
 
 @pytest.mark.parametrize(("option", "power"), [("seq_mean_k1", 1), ("seq_sum_k1", 1), ("seq_max_k2", 2)])
 def test_the_rejection_bound_lets_the_share_through_at_each_window(option, power):
-    bands, count = rejection(option), IMAGE_MEMORY
+    bands = rejection(option)
+    count = IMAGE_MEMORY
     windows = {1000.0: 1e-4, 750.0: 1e-3}
     for first, scale in windows.items():
         timesteps = torch.tensor([[first, first - 250]]).expand(count, 2)
@@ -138,7 +139,9 @@ def test_few_images_do_not_reject_more_than_the_tail(option, power, count):
 
 
 def test_values_of_another_criterion_are_forgotten():
-    bands, other, same = rejection("seq_mean_k1"), rejection("seq_mean_k3"), rejection("seq_mean_k1")
+    bands = rejection("seq_mean_k1")
+    other = rejection("seq_mean_k3")
+    same = rejection("seq_mean_k1")
     bands.observe(torch.full((20, 2), 500.0), 1e-3 * torch.ones(20, 2).double())
     same.load_state_dict(bands.state_dict())
     assert same.bound(500.0) == bands.bound(500.0)
@@ -149,7 +152,8 @@ def test_values_of_another_criterion_are_forgotten():
 
 def test_values_of_another_window_are_forgotten():
     """A sum over three steps says nothing of one over a single step; from the first observation on they are gone."""
-    wide, narrow = rejection("seq_sum_k1"), rejection("seq_sum_k1")
+    wide = rejection("seq_sum_k1")
+    narrow = rejection("seq_sum_k1")
     wide.observe(torch.full((50, 3), 500.0), 1e-2 * torch.ones(50, 3).double())
     for bands in (narrow, fresh := rejection("seq_sum_k1")):
         if bands is not fresh:

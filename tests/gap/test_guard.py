@@ -37,7 +37,8 @@ QUIET = {
 
 def guarded(*overrides):
     config = compose("tiny_qwen_image_ocr", [*BYPASS, *overrides])
-    guard, said = Guard(ModeInForce.configured(config.actor_rollout_ref.actor)), []
+    guard = Guard(ModeInForce.configured(config.actor_rollout_ref.actor))
+    said = []
     guard.say = said.append
     return guard, said
 

@@ -78,7 +78,8 @@ def test_agresti_and_coull_by_hand():
 @pytest.mark.parametrize("images", [2, 16, 500])
 def test_a_share_of_0_or_1_is_not_a_point(images, steps):
     """And all steps of an image count as one there, since nothing tells how alike they are."""
-    none, every = interval_of([0] * images, steps), interval_of([steps] * images, steps)
+    none = interval_of([0] * images, steps)
+    every = interval_of([steps] * images, steps)
     assert none.low == 0.0
     assert 2 / images < none.high < 5 / images or images == 2
     assert none.effective == every.effective == images
@@ -98,7 +99,8 @@ def test_steps_count_as_far_as_they_differ():
 
 def test_what_is_not_used_does_not_count():
     """Rejected samples leave the share's denominator; images of which nothing is left are no images."""
-    hits, images = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 1, 2])
+    hits = torch.tensor([True, False, True, True])
+    images = torch.tensor([0, 0, 1, 2])
     used = torch.tensor([True, True, False, True])
     found = share_interval(hits, used, images)
     assert found == share_interval(hits[used], used[used], images[used])
@@ -109,7 +111,8 @@ def test_what_is_not_used_does_not_count():
 
 def test_the_order_of_samples_does_not_matter():
     generator = torch.Generator().manual_seed(0)
-    hits, images = torch.rand(64, generator=generator) < 0.3, torch.arange(64) // 4
+    hits = torch.rand(64, generator=generator) < 0.3
+    images = torch.arange(64) // 4
     shuffled = torch.randperm(64, generator=generator)
     used = torch.ones(64, dtype=torch.bool)
     assert share_interval(hits, used, images) == share_interval(hits[shuffled], used, images[shuffled] * 7 + 3)

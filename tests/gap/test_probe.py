@@ -222,7 +222,8 @@ def test_a_rejection_of_most_samples_is_not_safe(small_config, kept, safe):
 @pytest.mark.parametrize(("std", "share"), [(0.5, 0.6171), (0.05, 3e-7)])
 def test_grpo_guard_is_judged_by_its_own_ratio(small_config, std, share):
     """``exp((l + KL) * std)``: for a gap of N(-K, 2K / D) per dimension that is N(0, 2K / D) times the deviation."""
-    kl, dimensions = 1e-3, 512
+    kl = 1e-3
+    dimensions = 512
     deviation = math.sqrt(2 * kl / dimensions)
     generator = torch.Generator().manual_seed(0)
     gap = -kl + deviation * torch.randn(100_000, 2, generator=generator, dtype=torch.float64)
@@ -258,7 +259,8 @@ def test_what_the_probe_says_of_an_objective_is_what_its_first_update_meets(smal
     limit = {"grpo_guard": f"{CLIP}=2e-4", "flow_dppo": f"{LOSS}.kl_mask_threshold=5e-4"}[loss_mode]
     settings = (BYPASS, f"{LOSS}.loss_mode={loss_mode}", "actor_rollout_ref.rollout.quantization=fp8", limit)
     trainer = FlowGRPOTrainer(small_config(*settings, f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null"))
-    update, seen = trainer.run.actor.update, []
+    update = trainer.run.actor.update
+    seen = []
     trainer.run.actor.update = lambda *a, **k: seen.append(update(*a, **k)) or seen[0]
     result = probed(trainer, 16)
     assert 0.1 < result.overall.clipped < 0.95
@@ -509,7 +511,8 @@ def test_it_says_how_many_images_would_settle_it(small_config):
 )
 @pytest.mark.parametrize("what", ["rejected", "zeroed"])
 def test_what_is_removed_is_judged_by_its_interval_too(small_config, what, count, share, verdict):
-    gap, gone = 1e-4 * torch.ones(count, 1, dtype=torch.float64), torch.arange(count) < round(count * share)
+    gap = 1e-4 * torch.ones(count, 1, dtype=torch.float64)
+    gone = torch.arange(count) < round(count * share)
     found = measured(gap.flatten(), **({"keep": ~gone} if what == "rejected" else {"zeroed": gone}))
     advice = advised(small_config(f"{RC}.bypass_mode=false"), found, gap, 512, images=count)
     assert advice.verdict == verdict
@@ -584,7 +587,8 @@ def test_without_a_gap_few_images_are_enough(small_config):
 
 def test_images_that_come_later_are_new_ones(small_config):
     trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=1e-3"))
-    first, second = sample_and_rescore(trainer.probed_run(), 3), sample_and_rescore(trainer.probed_run(), 3, 3)
+    first = sample_and_rescore(trainer.probed_run(), 3)
+    second = sample_and_rescore(trainer.probed_run(), 3, 3)
     together = GapSample.concatenate([first.sample, second.sample])
     assert len(together.engine) == len(first.trajectories) + len(second.trajectories)
     assert len(together.engine.unique()) == together.engine.numel()

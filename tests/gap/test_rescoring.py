@@ -26,7 +26,8 @@ RC = "algorithm.rollout_correction"
 
 def watched(config):
     """A trainer and what its rescoring was given: ``(batch, conditioning, step)``."""
-    trainer, calls = FlowGRPOTrainer(config), []
+    trainer = FlowGRPOTrainer(config)
+    calls = []
     rescoring = trainer.rescoring
     trainer.rescoring = lambda *args: (calls.append((args[0].clone(), *args[1:])), rescoring(*args))[1]
     return trainer, rescoring, calls
@@ -34,7 +35,8 @@ def watched(config):
 
 def by_hand(trainer, batch, conditioning, rows):
     """Log-probs of some rows, one forward a row and step."""
-    model, scores = trainer.run.model, torch.zeros(len(rows), batch["sigmas"].shape[1])
+    model = trainer.run.model
+    scores = torch.zeros(len(rows), batch["sigmas"].shape[1])
     for i, row in enumerate(rows.tolist()):
         cond = conditioning.rows(batch["prompt_index"][row : row + 1], torch.device("cpu"))
         for w in range(scores.shape[1]):
@@ -53,14 +55,16 @@ def test_its_numbers_are_a_rescoring_by_hand(small_config):
     trainer, rescoring, calls = watched(small_config())
     original = trainer.rescoring
     for step in range(2):
-        rows, scores = torch.tensor([0, 4, 8, 12]) + step, []
+        rows = torch.tensor([0, 4, 8, 12]) + step
+        scores = []
 
         def first_by_hand(*args, scores=scores, rows=rows):
             scores.append(by_hand(trainer, args[0], args[1], rows))
             return original(*args)
 
         trainer.rescoring = first_by_hand
-        row, batch = trainer.train_step(), calls[-1][0]
+        row = trainer.train_step()
+        batch = calls[-1][0]
         assert rescoring.rows(batch, step).tolist() == rows.tolist()
         gap = (batch["rollout_log_probs"][rows] - scores[0]).abs()
         assert row["rollout_sync/engine_gap_abs_mean"] == pytest.approx(float(gap.mean()), abs=LOG_PROB)
@@ -106,10 +110,13 @@ def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
     trainer = FlowGRPOTrainer(small_config(f"{LAG}=2", FAST))
     for _ in range(3):
         trainer.train_step()
-    (batch, _, cond), rescoring, step = trainer._rollout(*trainer._next_prompts()), trainer.rescoring, trainer.step
+    (batch, _, cond) = trainer._rollout(*trainer._next_prompts())
+    rescoring = trainer.rescoring
+    step = trainer.step
     rows = rescoring.rows(batch, step)
     scored = rescoring.rescore(batch, rows, cond)
-    recorded, now = batch["rollout_log_probs"][rows].double(), by_hand(trainer, batch, cond, rows).double()
+    recorded = batch["rollout_log_probs"][rows].double()
+    now = by_hand(trainer, batch, cond, rows).double()
     assert_close(scored.total, now - recorded, rtol=0, atol=LOG_PROB)
     with trainer.adapter.actor_at_rollout_version():
         then = by_hand(trainer, batch, cond, rows).double()
@@ -118,7 +125,8 @@ def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
     assert torch.equal(scored.timesteps.float(), batch["timesteps"][rows])
     assert (scored.to_nats == 512).all()
     metrics = rescoring(batch, cond, step)
-    gap, stale = scored.engine.abs(), scored.staleness.abs()
+    gap = scored.engine.abs()
+    stale = scored.staleness.abs()
     assert metrics["rollout_sync/engine_gap_abs_mean"] == pytest.approx(float(gap.mean()), rel=1e-5)
     assert metrics["rollout_sync/staleness_abs_mean"] == pytest.approx(float(stale.mean()), rel=1e-5)
     assert gap.mean() > 1e-5
@@ -129,7 +137,8 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
     trainer, rescoring, calls = watched(small_config(f"{LAG}=1", "actor_rollout_ref.actor.ema_decay=0.5"))
     for _ in range(2):
         trainer.train_step()
-    actor, engine = trainer.run.actor, trainer.run.engine
+    actor = trainer.run.actor
+    engine = trainer.run.engine
     tensors = [p for n, p in actor.transformer.named_parameters() if ".lora_" in n]
     states = [adapter_state(t) for t in (actor.transformer, engine.transformer)] + [actor.averaged_state()]
     states = [{n: v.clone() for n, v in state.items()} for state in states]
@@ -220,7 +229,8 @@ def test_a_gap_below_the_level_does_not_warn(small_config, settings):
 def test_a_log_prob_that_is_not_finite_stops_the_run_before_anything_learns_from_it(small_config, settings):
     """Neither the bands nor the weights have moved, and the prompt is named."""
     trainer = FlowGRPOTrainer(small_config(f"{PROBE}.images=4", *settings))
-    rescore, before = trainer.run.actor.rescore, adapter_state(trainer.run.actor.transformer)
+    rescore = trainer.run.actor.rescore
+    before = adapter_state(trainer.run.actor.transformer)
     before = {name: value.clone() for name, value in before.items()}
 
     def one_nan(batch, conditioning):

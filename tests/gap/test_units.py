@@ -15,11 +15,14 @@ from flowgrpo_rc.trainer import FlowGRPOTrainer
 @pytest.mark.parametrize("shift", [0.003, 0.05])
 def test_nats_and_both_divergences_of_two_gaussians(sde_type, shift):
     """Engine and actor differ by a shift of the mean in every dimension: KL = D shift^2 / (2 std^2)."""
-    n, dimensions, std = 20_000, 64, 0.4
+    n = 20_000
+    dimensions = 64
+    std = 0.4
     generator = torch.Generator().manual_seed(0)
     means = torch.randn(n, dimensions, generator=generator, dtype=torch.float64)
     stds = torch.full((n,), std, dtype=torch.float64)
-    engine, actor = Transition(means, stds), Transition(means + shift, stds)
+    engine = Transition(means, stds)
+    actor = Transition(means + shift, stds)
     drawn = draw(engine, torch.randn(n, dimensions, generator=generator, dtype=torch.float64))
     l = log_prob(actor, drawn, sde_type=sde_type) - log_prob(engine, drawn, sde_type=sde_type)  # noqa: E741
     nats = l * to_nats(stds, dimensions, sde_type)
