@@ -58,7 +58,8 @@ def clock(run: Callable[[], object], device: str) -> float:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first = torch.cuda.Event(enable_timing=True)
+    last = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     first.record()
     run()
@@ -72,12 +73,16 @@ def compare(
 ) -> dict[str, float]:
     """Median seconds of ours, and of verl with the median of the pairwise ratios where there is verl."""
     data = batch(rows, columns, device)
-    pairs = 200 if rows * columns < 1e5 else 30 if rows * columns < 1e6 else 10
+    elements = rows * columns
+    pairs = 200
+    if elements >= 1e5:
+        pairs = 30 if elements < 1e6 else 10
     for _ in range(3):
         compute_rollout_correction_and_rejection_mask(*data, **options)
         if verl is not None:
             verl(*data, **options)
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for _ in range(pairs):
         ours.append(clock(lambda: compute_rollout_correction_and_rejection_mask(*data, **options), device))
         if verl is not None:
@@ -108,7 +113,8 @@ def growth(device: str) -> dict[str, Any]:
 def slope(points: list[tuple[int, float]]) -> float:
     """Least-squares slope of log seconds against log elements."""
     x, y = zip(*((math.log(n), math.log(s)) for n, s in points), strict=True)
-    mx, my = statistics.mean(x), statistics.mean(y)
+    mx = statistics.mean(x)
+    my = statistics.mean(y)
     return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
 
 

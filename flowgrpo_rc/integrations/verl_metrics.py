@@ -96,18 +96,23 @@ def compute_rs_metrics(
         ValueError: no element is valid.
     """
     valid = _valid(response_mask)
-    upper, floor = rollout_rs_threshold, rollout_rs_threshold_lower
-    low_bound = floor if apply_lower_threshold else -math.inf
+    upper = rollout_rs_threshold
+    low_bound = rollout_rs_threshold_lower if apply_lower_threshold else -math.inf
     of_rows = _row_means(rs_statistic, valid) if per_sequence_values is None else per_sequence_values
     rows = (of_rows.squeeze(-1) if of_rows.dim() > 1 else of_rows)[seq_valid_mask]
     zero = rs_statistic.new_zeros((), dtype=torch.float64)
     summary = _of_rows(rows.double(), centre=0.0) if len(rows) else dict.fromkeys(_ROW_FIGURES, zero)
-    rows_high, rows_low = (_share(rows > upper), _share(rows < low_bound)) if len(rows) else (zero, zero)
+    rows_high = _share(rows > upper) if len(rows) else zero
+    rows_low = _share(rows < low_bound) if len(rows) else zero
     if level == "sequence" and len(rows):
-        least, most, high, low = summary["min"], summary["max"], rows_high, rows_low
+        least = summary["min"]
+        most = summary["max"]
+        high = rows_high
+        low = rows_low
     else:
         least, most = _extremes(rs_statistic.double(), valid)
-        high, low = _mean(rs_statistic > upper, valid), _mean(rs_statistic < low_bound, valid)
+        high = _mean(rs_statistic > upper, valid)
+        low = _mean(rs_statistic < low_bound, valid)
     bounded = rs_statistic.double().clamp(min=floor if apply_lower_threshold else 0.0, max=upper)
     variance = _mean(bounded.square(), valid) - _mean(bounded, valid).square()
     out: Figures = {

@@ -34,7 +34,8 @@ def unfinished(history: History) -> bool:
 
 def progress(history: History) -> str:
     """``step 8 of 30``, with what that means."""
-    last, total = history.steps[-1], history.setting("trainer.total_training_steps")
+    last = history.steps[-1]
+    total = history.setting("trainer.total_training_steps")
     if not isinstance(total, int) or isinstance(total, bool) or finite(total) is None:
         return f"step {last}"
     return f"step {last} of {total}" + (", running or interrupted" if unfinished(history) else ", finished")

@@ -122,7 +122,8 @@ def _load(
     val: list[PromptRecord],
 ) -> tuple[DiffusionModel, PromptEncoder, RolloutEngine, DiffusionActor]:
     parts = config.actor_rollout_ref
-    pipeline, algo = parts.rollout.pipeline, parts.rollout.algo
+    pipeline = parts.rollout.pipeline
+    algo = parts.rollout.algo
     torch.manual_seed(config.trainer.seed)
     model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
     model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
@@ -158,7 +159,8 @@ def _load(
 
 def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
     """Refuse, from the model's folder alone, a guidance scale that pipelines of the class ``name`` do not take."""
-    path, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
+    path = config.actor_rollout_ref.model.path
+    rollout = config.actor_rollout_ref.rollout
     embeds = embeds_guidance(name, resolve_asset(path))
     if embeds is None:
         return

@@ -94,7 +94,8 @@ class FlowGRPOTrainer:
         self._resume()
         self.mode = self.run.guard.mode
         """The mode in force: the configured one, or what the guard has put in its place."""
-        rollout, actor = config.actor_rollout_ref.rollout, self.run.actor
+        rollout = config.actor_rollout_ref.rollout
+        actor = self.run.actor
         self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
         self.adapter.push(self.step)
         self.rescoring = Rescoring(

@@ -12,7 +12,9 @@ Metrics = dict[str, float]
 
 def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
     """Every metric that the moments' options give, as Python floats."""
-    plan, n, rows = moments.plan, moments.count, moments.rows
+    plan = moments.plan
+    n = moments.count
+    rows = moments.rows
     out: Metrics = {}
     if plan.importance is not None:
         out |= _importance(plan.importance, moments)
@@ -30,7 +32,10 @@ def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
 
 
 def _off_policy(moments: Moments) -> Metrics:
-    total, figures, n, rows = moments.sums, moments.figures, moments.count, moments.rows
+    total = moments.sums
+    figures = moments.figures
+    n = moments.count
+    rows = moments.rows
     averaged = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl")
     averaged += ("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")
     return {
@@ -57,7 +62,9 @@ def _timestep_gaps(moments: Moments) -> Metrics:
 
 
 def _importance(spec: ImportanceSampling, moments: Moments) -> Metrics:
-    n, rows, figures = moments.count, moments.rows, moments.figures
+    n = moments.count
+    rows = moments.rows
+    figures = moments.figures
     row_weight, row_excess, row_low, row_high = (figures[f"is_{name}"] for name in ("weight", "excess", "low", "high"))
     of_elements = (
         method(f"is_{name}") / n
@@ -68,13 +75,18 @@ def _importance(spec: ImportanceSampling, moments: Moments) -> Metrics:
     _, _, row_variance = _weight_moments(
         row_weight.sum / rows, row_weight.square / rows, row_excess.sum / rows, row_excess.square / rows
     )
-    low, high = moments.element_sum("is_low") / n, moments.element_sum("is_high") / n
+    low = moments.element_sum("is_low") / n
+    high = moments.element_sum("is_high") / n
     if spec.level == "token":
-        smallest, largest = figures["is_smallest"].smallest, figures["is_largest"].largest
-        ratio_low, ratio_high = low, high
+        smallest = figures["is_smallest"].smallest
+        largest = figures["is_largest"].largest
+        ratio_low = low
+        ratio_high = high
     else:
-        smallest, largest = figures["is_ratio"].smallest, figures["is_ratio"].largest
-        ratio_low, ratio_high = row_low.sum / rows, row_high.sum / rows
+        smallest = figures["is_ratio"].smallest
+        largest = figures["is_ratio"].largest
+        ratio_low = row_low.sum / rows
+        ratio_high = row_high.sum / rows
     out = {
         "rollout_is_mean": mean,
         "rollout_is_std": math.sqrt(variance) if n > 1 else 0.0,
@@ -115,20 +127,26 @@ def _merged_divisor(spec: ImportanceSampling, moments: Moments) -> float:
 
 
 def _criterion(c: Criterion, moments: Moments) -> Metrics:
-    n, rows, figures = moments.count, moments.rows, moments.figures
+    n = moments.count
+    rows = moments.rows
+    figures = moments.figures
     row = figures[f"{c.name}/statistic"]
-    row_below, row_above = figures[f"{c.name}/below"].sum / rows, figures[f"{c.name}/above"].sum / rows
+    row_below = figures[f"{c.name}/below"].sum / rows
+    row_above = figures[f"{c.name}/above"].sum / rows
     element_below = moments.element_sum(f"{c.name}/below") / n
     element_above = moments.element_sum(f"{c.name}/above") / n
     inside = moments.element_sum(f"{c.name}/inside") / n
     variance = moments.element_square(f"{c.name}/inside") / n - inside * inside
     if c.aggregate == "token":
         smallest, largest = _element_extremes(c, moments)
-        below, above = element_below, element_above
+        below = element_below
+        above = element_above
         rows_rejected = figures[f"{c.name}/rejected"].sum / rows
     else:
-        smallest, largest = row.smallest, row.largest
-        below, above = row_below, row_above
+        smallest = row.smallest
+        largest = row.largest
+        below = row_below
+        above = row_above
         rows_rejected = below + above
     if c.statistic == "k1" and not c.mirrored:  # k1 = -l: below its bounds are the large ratios
         below, above = above, below

@@ -169,10 +169,12 @@ def run_plan(
 
 def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, " B"] | None) -> Block:
     """Weights, rejection and figures of some rows: what elements decide, then their sums, then what rows decide."""
-    importance, log_veto = plan.importance, plan.log_veto
+    importance = plan.importance
+    log_veto = plan.log_veto
     of_elements = [c for c in plan.criteria if c.aggregate == "token"]
     of_rows = [c for c in plan.criteria if c.aggregate != "token"]
-    figures, sums = RowFigures(), RowSums(x)
+    figures = RowFigures()
+    sums = RowSums(x)
     weights = None
 
     add_off_policy_sums(x, sums)
@@ -212,10 +214,10 @@ def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, 
 def _divisor_sums(spec: ImportanceSampling, block: Block, total: Totals) -> Float[Tensor, "3"]:
     """Sums of ``w``, of ``w - 1`` and of 1 for batch normalisation: over elements ("token"), else over rows."""
     if spec.level == "token":
-        names, sums, count = block.sum_names, total.element_sums, "elements"
-    else:
-        names, sums, count = block.figure_names, total.figure_sums[0], "rows"
-    return torch.stack([sums[names.index(name)] for name in ("is_weight", "is_excess", count)])
+        sums = dict(zip(block.sum_names, total.element_sums.unbind(), strict=True))
+        return torch.stack([sums["is_weight"], sums["is_excess"], sums["elements"]])
+    sums = dict(zip(block.figure_names, total.figure_sums[0].unbind(), strict=True))
+    return torch.stack([sums["is_weight"], sums["is_excess"], sums["rows"]])
 
 
 def _sum_over_ranks(values: Float[Tensor, " sums"], dp_group: Any) -> Float[Tensor, " sums"]:
