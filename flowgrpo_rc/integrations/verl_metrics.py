@@ -113,7 +113,7 @@ def compute_rs_metrics(
         least, most = _extremes(rs_statistic.double(), valid)
         high = _mean(rs_statistic > upper, valid)
         low = _mean(rs_statistic < low_bound, valid)
-    bounded = rs_statistic.double().clamp(min=floor if apply_lower_threshold else 0.0, max=upper)
+    bounded = rs_statistic.double().clamp(min=rollout_rs_threshold_lower if apply_lower_threshold else 0.0, max=upper)
     variance = _mean(bounded.square(), valid) - _mean(bounded, valid).square()
     out: Figures = {
         "mean": _mean(rs_statistic, valid),
