@@ -1,7 +1,8 @@
 """The model families by the name of their diffusers pipeline.
 
 To add one, write its adapter, a subclass of ``family.Family``, in a file of this folder and add an entry to
-``FAMILIES``. Importing this loads neither torch nor diffusers.
+``FAMILIES``. Importing this loads neither torch nor diffusers. What vllm-omni calls the same pipeline, for the families
+that it can sample, stands with that engine in ``rollout/vllm_omni/protocol.py``.
 """
 
 from __future__ import annotations
