@@ -23,7 +23,7 @@ ALLOWED = {
     "integrations": {"correction", "sde", "loss", "batch"},
 }
 ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
-ALLOWED["report"] = {"correction", "loss", "gap", "rewards", *BASE}
+ALLOWED["report"] = {"correction", "sde", "loss", "gap", "rewards", *BASE}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
