@@ -32,7 +32,10 @@ COMPILE_BACKEND = "inductor"
 """What ``torch.compile`` hands the transformer's blocks to."""
 
 _TRANSITION_KEYS = (Key.LATENTS, Key.NEXT_LATENTS, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS)
-_LOSS_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.ADVANTAGES, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS)
+_LOSS_KEYS = (
+    *(Key.ROLLOUT_LOG_PROBS, Key.ADVANTAGES, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS),
+    *(Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS),
+)
 """What the loss reads of a batch on the device, besides the old policy."""
 
 
@@ -298,10 +301,7 @@ class DiffusionActor:
         means = read.pop(Key.OLD_TRANSITION_MEANS, None)
         if self._compares_means and means is not None:
             read[Key.ROLLOUT_MEANS if mode.bypasses else Key.OLD_TRANSITION_MEANS] = means
-        found = {name: value.to(self._accelerator.device) for name, value in read.items()}
-        if mode.rollout_correction.plan().calibrated:
-            found[Key.ROLLOUT_RS_BOUNDS] = data[Key.ROLLOUT_RS_BOUNDS]  # read on the host
-        return found
+        return {name: value.to(self._accelerator.device) for name, value in read.items()}
 
     @property
     def _compares_means(self) -> bool:

@@ -177,3 +177,12 @@ def test_a_share_too_small_to_be_measured_is_refused():
     assert config(rollout_rs_auto_share=1e-4).rollout_rs_auto_share == 1e-4
     with pytest.raises(ValueError, match=r"rollout_rs_auto_share must be at least 0\.0001, got 1e-05"):
         config(rollout_rs_auto_share=1e-5)
+
+
+@pytest.mark.gpu
+def test_bounds_on_the_host_hold_for_log_probs_on_the_device():
+    l = gaps()  # noqa: E741
+    bounds = torch.linspace(1e-4, 2e-3, len(l), dtype=torch.float64)
+    there = compute_rollout_correction(l.cuda(), torch.zeros_like(l).cuda(), config=config(), rs_bounds=bounds)
+    here = compute_rollout_correction(l, torch.zeros_like(l), config=config(), rs_bounds=bounds)
+    assert torch.equal(there.mask.cpu(), here.mask)

@@ -114,7 +114,7 @@ def run_plan(
     """
     _check(log_prob, rollout_log_prob, mask, timesteps)
     if plan.calibrated:
-        _check_row_bounds(row_bounds, log_prob)
+        row_bounds = _check_row_bounds(row_bounds, log_prob)
     p, q, m, t = (
         None if x is None else x.unsqueeze(1) if x.dim() == 1 else x
         for x in (log_prob, rollout_log_prob, mask, timesteps)
@@ -261,7 +261,8 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
         raise ValueError(f"The batch is empty: log_prob has shape {tuple(shape)}.")
 
 
-def _check_row_bounds(bounds: Tensor | None, log_prob: Tensor) -> None:
+def _check_row_bounds(bounds: Tensor | None, log_prob: Tensor) -> Tensor:
+    """The bounds where the log-probs are: a trainer measures them on the host."""
     if bounds is None:
         raise ValueError(
             "rollout_rs_threshold='auto' needs the rejection bound of every row (rollout_rs_bounds in the batch, which "
@@ -269,6 +270,7 @@ def _check_row_bounds(bounds: Tensor | None, log_prob: Tensor) -> None:
         )
     if bounds.shape != log_prob.shape[:1]:
         raise ValueError(f"rollout_rs_bounds has shape {tuple(bounds.shape)}, expected {tuple(log_prob.shape[:1])}.")
+    return bounds.to(log_prob.device, non_blocking=True)
 
 
 def _check_bound_values(bounds: list[float]) -> None:
