@@ -102,7 +102,9 @@ def test_exponentials_are_exact_to_their_last_digits(dtype, ulps):
         one = torch.tensor([x], dtype=dtype)
         k3 = compute_rollout_correction(one, torch.zeros_like(one), config=config).metrics["rollout_corr/k3_kl"]
         series = sum(x**n / math.factorial(n) for n in range(2, 30))  # of small x more exact than expm1(x) - x
-        assert k3 == pytest.approx(series, rel=20 * eps, abs=eps * abs(x))
+        # In float32 it comes from float64 and is exact; in float64 it is a difference of numbers of the size of x.
+        rounding = 0 if dtype == torch.float32 else eps * abs(x)
+        assert k3 == pytest.approx(series, rel=20 * eps, abs=rounding)
 
 
 def test_a_long_row_s_sums_are_exact():
