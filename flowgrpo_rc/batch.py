@@ -104,7 +104,7 @@ class OldPolicy:
         return len(self.log_probs)
 
     def rows(self, chosen: Int[Tensor, " M"]) -> "OldPolicy":
-        """Some of the rows."""
+        """The old policy of some of the rows, in the order of ``chosen``."""
         columns: dict[str, Any] = {
             name: None if values is None else values[chosen] for name, values in vars(self).items()
         }
@@ -125,7 +125,7 @@ class MiniBatch(NamedTuple):
     """What one optimizer step sees."""
 
     rows: Int[Tensor, " M"]
-    """Of the batch."""
+    """The rows of the batch that it sees."""
     old: OldPolicy | None = None
     """Of these rows. ``None``: the rollout's in bypass mode; in decoupled mode the present policy is the old one, and
     the update's own forward supplies it."""

@@ -32,7 +32,7 @@ class Verdict:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Every pattern."""
+        """The patterns of keys that this verdict is on."""
         return tuple(self.targets)
 
 
@@ -41,7 +41,7 @@ class Ignored(Verdict):
 
 
 class Deleted(Verdict):
-    """Means nothing here."""
+    """A key that asks for something which does not exist here, so that it is left out."""
 
 
 @dataclass(frozen=True)
