@@ -41,7 +41,7 @@ class Ignored(Verdict):
 
 
 class Deleted(Verdict):
-    """A key that asks for something which does not exist here, so that it is left out."""
+    """Means nothing here: the key is refused, and the remedy is to delete it."""
 
 
 @dataclass(frozen=True)
