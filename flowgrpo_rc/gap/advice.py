@@ -14,8 +14,19 @@ from torch import Tensor
 
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction import RolloutCorrectionConfig
+from flowgrpo_rc.gap.drift import Drift
 from flowgrpo_rc.gap.intervals import CONFIDENCE, MOST_IMAGES, Interval, images_to_settle
-from flowgrpo_rc.gap.limits import CLIP, CLIP_FACTOR, ENGINE_GAP, LIMITS, REJECTED, WIDEST_CLIP, ZEROED
+from flowgrpo_rc.gap.limits import (
+    CLIP,
+    CLIP_FACTOR,
+    DRIFT,
+    DRIFT_NOT_SAFE,
+    ENGINE_GAP,
+    LIMITS,
+    REJECTED,
+    WIDEST_CLIP,
+    ZEROED,
+)
 from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy
 from flowgrpo_rc.gap.verdict import NOT_SAFE, NOT_SHOWN_SAFE, SAFE, JudgedFigure, decisive, interval_words, judge
 
@@ -96,6 +107,7 @@ def advise(
     steps: Sequence[StepGap] = (),
     failure: str = "",
     *,
+    drift: Drift | None = None,
     adapter_lag: int = 0,
     images: int = 0,
     confidence: float = CONFIDENCE,
@@ -107,12 +119,13 @@ def advise(
         overall, steps: the gap over all timesteps, and at each.
         gap: ``l`` of every step.
         dimensions: number of latent dimensions.
+        drift: what an update would learn from the gap alone; None where that is nothing, or not known.
         failure: why the actor could not take an optimizer step; that is never safe.
         adapter_lag: batches by which the engine's adapter is configured to be behind.
         images: measured at every place of the window, to say how many would be enough; 0 where that is not known.
         confidence: of the intervals in ``overall`` and ``steps``.
     """
-    judged = judge_all(mode, overall, dimensions)
+    judged = judge_all(mode, overall, dimensions, drift)
     engine = judged[ENGINE_GAP]
     clip = judged.get(CLIP)
     limit = mode.objective.limit
@@ -155,7 +168,9 @@ def advise(
     )
 
 
-def judge_all(mode: ModeInForce, overall: StepGap, dimensions: int) -> dict[str, JudgedFigure]:
+def judge_all(
+    mode: ModeInForce, overall: StepGap, dimensions: int, drift: Drift | None = None
+) -> dict[str, JudgedFigure]:
     """Every figure that this configuration is judged by, held against its limit; by its name in ``limits``.
 
     The clip counts where it is centred at the engine's log-probs; rejection and weights of 0 where the configuration
@@ -174,10 +189,13 @@ def judge_all(mode: ModeInForce, overall: StepGap, dimensions: int) -> dict[str,
     zeroes = correction.weights_act and plan.importance is not None and plan.importance.mode == "zero"
     if zeroes or overall.zeroed > 0:
         figures[ZEROED] = ("importance weights of 0", overall.zeroed, overall.zeroed_interval)
-    return {
+    judged = {
         name: judge(what, value, interval, LIMITS[name].not_safe_for(correction), is_share=name != ENGINE_GAP)
         for name, (what, value, interval) in figures.items()
     }
+    if drift is not None:
+        judged[DRIFT] = judge("drift", drift.value, drift.interval, DRIFT_NOT_SAFE, is_share=False)
+    return judged
 
 
 def _limit_words(mode: ModeInForce) -> str:
