@@ -20,6 +20,7 @@ from flowgrpo_rc.gap.limits import (
     CLIP,
     CLIP_FACTOR,
     DRIFT,
+    DRIFT_COSTS,
     DRIFT_NOT_SAFE,
     ENGINE_GAP,
     LIMITS,
@@ -142,12 +143,15 @@ def advise(
     reasons = [failure] if failure else []
     reasons += _engine_reasons(mode, engine)
     reasons += _clip_reasons(mode, overall, clip, steps)
+    unsettled = [name for name in (CLIP, DRIFT) if name in judged and judged[name].verdict != SAFE]
+    if drift is not None:
+        reasons.append(_drift_reason(judged[DRIFT]))
     if adapter_lag and mode.has_limit and (mode.bypasses or fits):
         reasons.append(_lag_reason(mode, adapter_lag))
     reasons += _removal_reasons(mode, judged)
     reasons += _image_reasons(overall, judged, images, confidence)
     # Of a clip that is not safe the recommendation says it already, unless a limit was measured to hold the gap.
-    if clip is not None and clip.verdict != SAFE and (holding or clip.verdict == NOT_SHOWN_SAFE):
+    if unsettled and (holding or all(judged[name].verdict == NOT_SHOWN_SAFE for name in unsettled)):
         reasons.append(remedy(CLIP, RunSetup.of(mode), holding=holding))
     worst = decisive(list(judged.values()))
     verdict = NOT_SAFE if failure else worst.verdict
@@ -258,6 +262,17 @@ def _timestep_reason(mode: ModeInForce, step: StepGap) -> str:
         follows = "which may be too much there"
     says = f"at timestep {step.timestep:g} it is {step.clipped:.0%} ({interval_words(ends.low, ends.high)}), {follows}"
     return f"{says}: {_remedy_clause(CLIP_AT_TIMESTEP, mode)}"
+
+
+def _drift_reason(drift: JudgedFigure) -> str:
+    """What an update learns from the gap whatever is rewarded, and what that has done to runs."""
+    size = f"{drift.value:.2g} ({drift.low:.2g} to {drift.high:.2g}; limit {drift.limit:g}) of one image's gradient"
+    text = f"whatever is rewarded, an update moves toward the engine's error, by {size}"
+    if drift.verdict == NOT_SAFE:
+        return f"{text}: runs like that lost what they had learned"
+    if drift.verdict == NOT_SHOWN_SAFE:
+        return f"{text}: the limit lies within that interval, and more images would show on which side it is"
+    return f"{text}: runs like that learned, but less" if drift.value > DRIFT_COSTS else text
 
 
 def _lag_reason(mode: ModeInForce, adapter_lag: int) -> str:

@@ -102,6 +102,10 @@ class DriftMeter:
             self._sizes[number] += len(rows)
         self.images += len(batch)
 
+    def group_sums(self) -> list[Float[Tensor, " parameters"]]:
+        """The expected drift summed over the images of each group, a gradient of the loss."""
+        return list(self._drifts)
+
     def result(self, confidence: float) -> Drift:
         """The drift of all images so far.
 
