@@ -28,7 +28,6 @@ from flowgrpo_rc.correction.mapping import optional
 from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics, run_plan
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.plan import ThresholdSpec
 from flowgrpo_rc.integrations._replace import Replacement
 from flowgrpo_rc.integrations.verl import OPTIONS, plan_of_options, weights_proto
 
@@ -176,17 +175,11 @@ def compute_rollout_correction_and_rejection_mask(
     old_log_prob: Float[Tensor, "B T"],
     rollout_log_prob: Float[Tensor, "B T"],
     response_mask: Shaped[Tensor, "B T"],
-    rollout_is: str | None = None,
-    rollout_is_threshold: ThresholdSpec = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    rollout_rs: str | None = None,
-    rollout_rs_threshold: ThresholdSpec = None,
+    *options: Any,
+    **named: Any,
 ) -> tuple[Any, Tensor, dict[str, float]]:
-    """verl's helper as verl-omni's diffusion loss calls it, with the documented k1 band."""
-    plan = plan_of_options(
-        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
-    )
-    result = run_plan(old_log_prob, rollout_log_prob, response_mask, plan=plan)
+    """verl's helper, with its options (``plan_of_options``), as verl-omni's loss calls it: the k1 band as documented."""
+    result = run_plan(old_log_prob, rollout_log_prob, response_mask, plan=plan_of_options(*options, **named))
     return weights_proto(result.weights), result.mask, result.metrics
 
 
