@@ -178,7 +178,7 @@ def compute_rollout_correction_and_rejection_mask(
     *options: Any,
     **named: Any,
 ) -> tuple[Any, Tensor, dict[str, float]]:
-    """verl's helper, with its options (``plan_of_options``), as verl-omni's loss calls it: the k1 band as documented."""
+    """verl's helper and its options, as verl-omni's diffusion loss calls it, with the documented k1 band."""
     result = run_plan(old_log_prob, rollout_log_prob, response_mask, plan=plan_of_options(*options, **named))
     return weights_proto(result.weights), result.mask, result.metrics
 

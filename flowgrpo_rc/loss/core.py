@@ -29,16 +29,17 @@ class LossSums(NamedTuple):
 def loss_sums(inputs: LossInputs) -> LossSums:
     """The loss before its division, without waiting for the device."""
     policy = inputs.policy
+    scale_factor = inputs.config.diffusion_loss.loss_scale_factor
     terms = inputs.objective(policy, inputs.limits)
     # Without a rejection all is kept; a mask of ones lets every aggregation count in the same way.
     keep = torch.ones_like(policy.log_prob, dtype=torch.bool) if policy.keep is None else policy.keep
     denominator = inputs.aggregation.denominator(keep).to(policy.log_prob.dtype)
-    policy_sum = inputs.aggregation.loss_sum(terms.loss, keep, inputs.scale_factor)
+    policy_sum = inputs.aggregation.loss_sum(terms.loss, keep, scale_factor)
     kl_sum = policy_sum.new_zeros(())
     total = policy_sum
     if inputs.reference_kl is not None:
-        kl_sum = inputs.aggregation.loss_sum(inputs.reference_kl, keep, inputs.scale_factor)
-        total = policy_sum + inputs.kl_coefficient * kl_sum
+        kl_sum = inputs.aggregation.loss_sum(inputs.reference_kl, keep, scale_factor)
+        total = policy_sum + inputs.config.kl_loss_coef * kl_sum
     metrics = LossMetrics.of(
         policy, terms, inputs.limits, loss_sum=policy_sum, denominator=denominator, kl_sum=kl_sum, valid=inputs.valid
     )
@@ -62,7 +63,7 @@ def mean_loss(
         # Averaging the ranks' gradients divides by their number, so each divides by the mean denominator.
         ranks = torch.distributed.get_world_size(dp_group)  # type: ignore[arg-type]
         denominator = (reported.denominator / ranks).to(denominator.dtype)
-        if inputs.bypasses:
+        if inputs.config.rollout_correction.bypass_mode:
             # Also a rank with no valid token, and so no correction, must take part in the collective.
             everywhere = MetricAccumulator()
             if sums.correction is not None:
@@ -71,7 +72,7 @@ def mean_loss(
     # Where nothing is kept the sum is 0 and still has its graph: a loss of 0 with gradients of 0, on every rank.
     loss = sums.loss_sum / torch.where(denominator > 0, denominator, 1.0)
     metrics = reported.compute()
-    metrics["actor/loss"] = metrics["actor/pg_loss"] + inputs.kl_coefficient * metrics["actor/kl_loss"]
+    metrics["actor/loss"] = metrics["actor/pg_loss"] + inputs.config.kl_loss_coef * metrics["actor/kl_loss"]
     # The loss clamps log ratios, so that it may be finite where they are not.
     for name in ("actor/loss", "actor/log_ratio_abs_mean"):
         if not math.isfinite(metrics[name]):

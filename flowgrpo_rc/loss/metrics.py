@@ -1,5 +1,6 @@
 """Loss metrics as sums on the device: added over micro-batches and ranks, sent to the host once."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -7,32 +8,17 @@ from torch import Tensor
 
 from flowgrpo_rc.loss.policy import SAFETY_BOUND, PolicyInputs, PolicyLimits, PolicyTerms, kept
 
-_SUMS = (
-    "loss",
-    "denominator",
-    "elements",
-    "kept",
-    "ppo_kl",
-    "abs_log_ratio",
-    "ratio",
-    "clipped_high",
-    "clipped_low",
-    "inert",
-    "dual_clipped",
-    "kl_loss",
-)
-
 
 @dataclass
 class LossMetrics:
     """Sums and extremes of one or many micro-batches; ``+`` merges them exactly."""
 
+    names: tuple[str, ...]
+    """Of the sums; ``dual_clipped`` is among them where the objective clips dually (token path)."""
     sums: Tensor
-    """``(12,)`` float64, in the order of ``_SUMS``."""
-    ratio_min: Tensor
-    ratio_max: Tensor
-    dual_clip: bool = False
-    """Whether the objective clips dually (token path), and so has a share of such elements to report."""
+    """Float64, where counts stay exact and sums of many small losses keep their digits."""
+    extremes: Tensor
+    """``(2,)`` float64: minus the smallest ratio and the largest, so that a maximum merges both."""
 
     @classmethod
     @torch.no_grad()
@@ -58,44 +44,33 @@ class LossMetrics:
         ratio = torch.exp(terms.log_ratio)
         high = ratio > 1 + limits.clip_high
         low = ratio < 1 - limits.clip_low
-        dual = torch.zeros_like(high)
-        dual_clip = limits.dual_clip if terms.left_out is None else None
-        if dual_clip is not None:
-            dual = (ratio > dual_clip) & (policy.advantages < 0)
-        # Outside the clip band a step that leads further out has no gradient; one that leads back keeps it.
-        inert = terms.left_out
-        if inert is None:
-            inert = (high & (policy.advantages > 0)) | (low & (policy.advantages < 0)) | dual
         valid = torch.ones_like(high) if valid is None else valid
-        columns = [
-            loss_sum,
-            denominator,
-            valid.sum(),
-            (valid if policy.keep is None else policy.keep).sum(),
-            -torch.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND).sum(),
-            log_ratio.abs().sum(),
-            torch.where(valid, ratio, 0.0).sum(),
-            high.sum(),
-            low.sum(),
-            inert.sum(),
-            dual.sum(),
-            kl_sum,
-        ]
-        return cls(
-            # In float64, where counts stay exact and sums of many small losses keep their digits.
-            torch.stack([column.detach().double() for column in columns]),
-            torch.where(valid, ratio, torch.inf).min(),
-            torch.where(valid, ratio, -torch.inf).max(),
-            dual_clip is not None,
-        )
+        sums = {
+            "loss": loss_sum,
+            "denominator": denominator,
+            "kl_loss": kl_sum,
+            "elements": valid.sum(),
+            "kept": (valid if policy.keep is None else policy.keep).sum(),
+            "ppo_kl": -torch.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND).sum(),
+            "abs_log_ratio": log_ratio.abs().sum(),
+            "ratio": torch.where(valid, ratio, 0.0).sum(),
+            "clipped_high": high.sum(),
+            "clipped_low": low.sum(),
+        }
+        # Outside the clip band a step that leads further out has no gradient; one that leads back keeps it.
+        inert = (high & (policy.advantages > 0)) | (low & (policy.advantages < 0))
+        if terms.left_out is not None:
+            inert = terms.left_out
+        elif limits.dual_clip is not None:
+            dual = (ratio > limits.dual_clip) & (policy.advantages < 0)
+            sums["dual_clipped"] = dual.sum()
+            inert = inert | dual
+        sums["inert"] = inert.sum()
+        extremes = (-torch.where(valid, ratio, torch.inf).min(), torch.where(valid, ratio, -torch.inf).max())
+        return cls(tuple(sums), _on_device(sums.values()), _on_device(extremes))
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
-        return LossMetrics(
-            self.sums + other.sums,
-            torch.minimum(self.ratio_min, other.ratio_min),
-            torch.maximum(self.ratio_max, other.ratio_max),
-            self.dual_clip,
-        )
+        return LossMetrics(self.names, self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
     def all_reduce(self, group: object | None = None) -> "LossMetrics":
         """Merged over the ranks of ``group`` (the default group when ``None``); itself without one."""
@@ -103,20 +78,19 @@ class LossMetrics:
             return self
         operations = torch.distributed.ReduceOp
         sums = self.sums.clone()
-        # The smallest is minus the largest of the negatives, so that one collective finds both.
-        extremes = torch.stack([-self.ratio_min, self.ratio_max])
+        extremes = self.extremes.clone()
         torch.distributed.all_reduce(sums, operations.SUM, group=group)  # type: ignore[arg-type]
         torch.distributed.all_reduce(extremes, operations.MAX, group=group)  # type: ignore[arg-type]
-        return LossMetrics(sums, -extremes[0], extremes[1], self.dual_clip)
+        return LossMetrics(self.names, sums, extremes)
 
     @property
     def denominator(self) -> Tensor:
         """What the loss sum is to be divided by, on the device."""
-        return self.sums[_SUMS.index("denominator")]
+        return self.sums[self.names.index("denominator")]
 
     def kept_and_denominator(self) -> tuple[float, float]:
         """How many elements rejection kept, and what the loss sum is to be divided by."""
-        total = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        total = dict(zip(self.names, self.sums.tolist(), strict=True))
         return total["kept"], total["denominator"]
 
     def compute(self) -> dict[str, float]:
@@ -130,11 +104,11 @@ class LossMetrics:
         ``pi_theta/pi_old``. On the token path the elements are the valid tokens, and ``pg_clipfrac_dual`` is the share
         that the dual clip bounds (verl's ``pg_clipfrac_lower``). Without a valid element every ratio is 1.
         """
-        host = torch.cat([self.sums, torch.stack([self.ratio_min, self.ratio_max]).double()]).tolist()
-        total = dict(zip(_SUMS, host, strict=False))
+        *sums, minus_least, most = torch.cat([self.sums, self.extremes]).tolist()
+        total = dict(zip(self.names, sums, strict=True))
         n = max(total["elements"], 1.0)
-        mean, least, most = (total["ratio"] / n, *host[-2:]) if total["elements"] else (1.0, 1.0, 1.0)
-        dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if self.dual_clip else {}
+        ratio = (total["ratio"] / n, -minus_least, most) if total["elements"] else (1.0, 1.0, 1.0)
+        dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if "dual_clipped" in total else {}
         denominator = total["denominator"] if total["denominator"] > 0 else 1.0
         return {
             "actor/pg_loss": total["loss"] / denominator,
@@ -146,8 +120,11 @@ class LossMetrics:
             "actor/pg_clipfrac_inert": total["inert"] / n,
             **dual,
             "actor/log_ratio_abs_mean": total["abs_log_ratio"] / n,
-            "actor/ratio_mean": mean,
-            "actor/ratio_min": least,
-            "actor/ratio_max": most,
+            **dict(zip(("actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"), ratio, strict=True)),
             "actor/kl_loss": total["kl_loss"] / denominator,
         }
+
+
+def _on_device(figures: Iterable[Tensor]) -> Tensor:
+    """Scalars as one tensor, in float64."""
+    return torch.stack([figure.detach().double() for figure in figures])

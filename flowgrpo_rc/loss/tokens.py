@@ -83,5 +83,4 @@ def read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: Tens
         like_log_probs(data, Key.REF_LOG_PROBS, policy.log_prob)
         reference = require(data, Key.REF_LOG_PROBS, "data (use_kl_loss=true)")
         reference_kl = k3_kl(policy.log_prob, reference, keep=policy.keep)
-    limits = shared.limits._replace(dual_clip=options.clip_ratio_c)
-    return replace(shared, limits=limits, scale_factor=options.loss_scale_factor, reference_kl=reference_kl)
+    return replace(shared, reference_kl=reference_kl)

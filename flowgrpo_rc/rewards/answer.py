@@ -49,7 +49,8 @@ def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
     scores, info = answer
     # Where flow_grpo's ``multi_score`` puts the sum in its dict of scores.
     if isinstance(scores, Mapping) and "avg" in scores:
-        return scores["avg"], {**{key: value for key, value in scores.items() if key != "avg"}, **info}
+        parts = dict(scores)
+        return parts.pop("avg"), parts | dict(info)
     return scores, info
 
 
@@ -141,9 +142,8 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
     if not isinstance(key, str):
         raise AnswerError(f"{returned} info with the key {brief_repr(key)}; its keys must be strings")
     where = f"{returned} info[{brief_repr(key)}]"
-    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    scalar = getattr(value, "ndim", 1) == 0
-    if not listed or scalar or isinstance(value, (str, bytes, Mapping)):
+    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "ndim", 1) > 0
+    if not listed or isinstance(value, (str, bytes, Mapping)):
         raise AnswerError(
             f"{where} of type {type(value).__name__}; give a list with one entry for each of the {count} images"
         )

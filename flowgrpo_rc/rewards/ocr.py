@@ -111,10 +111,8 @@ class OCRReward:
         self.check_prompts(prompts, image_size=(images.shape[1], images.shape[2]))
         texts = self.read(images)
         contained = self.config.contained_is_match
-        scores = [
-            text_similarity(text, quoted_target(prompt) or "", contained_is_match=contained)
-            for text, prompt in zip(texts, prompts, strict=True)
-        ]
+        targets = [quoted_target(prompt) or "" for prompt in prompts]
+        scores = [text_similarity(*pair, contained_is_match=contained) for pair in zip(texts, targets, strict=True)]
         return np.asarray(scores, dtype=np.float32), {"text": texts}
 
     def read(self, images: np.ndarray) -> list[str]:
@@ -160,15 +158,16 @@ class OCRReward:
             target = quoted_target(prompt)
             if target is None:
                 raise ValueError(
-                    f"{where}: {prompt!r} has no text in double quotes, which the reward 'ocr' compares "
-                    'with; write the wanted text in quotes, as in: a sign that says "42", or turn the reward '
-                    "off with reward.functions.ocr=0"
+                    f"{where}: {prompt!r} has no text in double quotes, which the reward 'ocr' compares with; write "
+                    'the wanted text in quotes, as in: a sign that says "42", or turn the reward off with '
+                    "reward.functions.ocr=0"
                 )
-            if len(normalise(target)) > room:
+            length = len(normalise(target))
+            if length > room:
                 raise ValueError(
-                    f"{where}: the target {target!r} has {len(normalise(target))} characters, but at image "
-                    f"size {image_size} the recogniser's input is wide enough for {room}; widen "
-                    "reward.ocr.rec_image_shape or set reward.ocr.mode=full"
+                    f"{where}: the target {target!r} has {length} characters, but at image size {image_size} the "
+                    f"recogniser's input is wide enough for {room}; widen reward.ocr.rec_image_shape or set "
+                    "reward.ocr.mode=full"
                 )
 
 

@@ -107,33 +107,25 @@ def _remove_raising_filters(before: list[Any]) -> None:
 
 
 def _stream(name: str) -> _Setting:
-    """``sys.stdout`` and its like: the same object, and open."""
-    original = getattr(sys, name)
-    was_open = not getattr(original, "closed", True)
+    """``sys.stdout`` and its like: the same object, and open if it was."""
+    ours = getattr(sys, name)
+    was_open = not getattr(ours, "closed", True)
     number = None
     with suppress(OSError, ValueError, AttributeError):
-        number = original.fileno()
+        number = ours.fileno()
 
-    def read() -> tuple[int, bool]:
-        stream = getattr(sys, name)
-        return _identity(stream), was_open and not getattr(stream, "closed", True)
+    def is_as_before() -> bool:
+        return getattr(sys, name) is ours and not (was_open and ours.closed)
 
-    def write(before: tuple[int, bool]) -> None:
-        setattr(sys, name, original)
-        if not was_open or not original.closed or number is None:
-            return
-        # Closing the stream leaves the descriptor open: Python's own standard streams do not own theirs.
-        mode = "r" if name == "stdin" else "w"
-        stream = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        stream._stands_for = _identity(original)  # type: ignore[attr-defined]
-        setattr(sys, name, stream)
+    def set_back(_: bool) -> None:
+        nonlocal ours
+        if was_open and ours.closed and number is not None:
+            # Closing the stream left the descriptor open: Python's own standard streams do not own theirs.
+            mode = "r" if name == "stdin" else "w"
+            ours = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, ours)
 
-    return _Setting(f"sys.{name}", read, write)
-
-
-def _identity(stream: Any) -> int:
-    """Of the stream, or of the closed one that it was opened for."""
-    return getattr(stream, "_stands_for", id(stream))
+    return _Setting(f"sys.{name}", is_as_before, set_back)
 
 
 def _signals() -> Iterator[_Setting]:
