@@ -19,15 +19,10 @@ CAPTIONS = "text"
 
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
-    """The scores, (N,) float32, and the info of a reward function's answer.
+    """The scores, (N,) float32, and the info of what the reward function ``name`` returned for N prompts.
 
     Numbers may come as a list, a numpy array, a torch tensor of any device, dtype and gradient, a pandas series, or a
     list of zero-dimensional tensors. flow_grpo's ``({"avg": total, "part": ...}, {})`` counts with its total.
-
-    Args:
-        name: of the function, for messages.
-        answer: what it returned.
-        prompts: the N prompts that were scored.
 
     Raises:
         AnswerError: anything else, a wrong length, or a score that is not finite; names function, value and remedy.

@@ -25,11 +25,8 @@ REFUSED = 2
 def load_reward(config: CustomRewardConfig, timeout_s: float | None = None) -> Any:
     """The user's function as a reward that takes a batch, whichever of the two known forms it has.
 
-    A class is made into an object once, without arguments.
-
-    Args:
-        config: where the function is.
-        timeout_s: longest time that importing the file, and making the object, may take.
+    A class is made into an object once, without arguments. Importing the file may take ``timeout_s``, and making the
+    object too.
 
     Raises:
         ValueError: the file or the function cannot be used; names the field, the place and what to do.

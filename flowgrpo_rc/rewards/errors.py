@@ -25,28 +25,23 @@ class AnswerError(RewardError):
 def describe_exception(error: BaseException, file: str | None) -> str:
     """``KeyError: 'gone' at /home/me/mine.py:12, in compute_score``: type, text and place of an exception.
 
-    Args:
-        error: what was raised.
-        file: the user's file. The place is the innermost line of it that the exception passed through; without
-            such a line the innermost of all.
+    The place is the innermost line of the user's ``file`` that it passed through; without one the innermost of all.
     """
     name = type(error).__name__
     text = exception_text(error)
     told = name if text == name else f"{name}: {_shorten(text)}"
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{told} at {error.filename}:{error.lineno}"
-    # The outermost level is this package's call itself.
-    levels = list(traceback.walk_tb(error.__traceback__))[:0:-1]
+    # The two outermost levels are this package's call itself.
+    levels = list(traceback.walk_tb(error.__traceback__))[:1:-1]
     return told + describe_place(levels, file)
 
 
 def describe_place(levels: Iterable[tuple[FrameType, int]], file: str | None, *, quote: bool = False) -> str:
-    """`` at FILE:LINE, in FUNCTION``: the first of some levels of a stack that lies in the user's file, or else of all.
+    """`` at FILE:LINE, in FUNCTION``: the innermost level of a stack in the user's ``file``, or else of all.
 
-    Args:
-        levels: frames and their lines, the innermost first; without any the text is empty.
-        file: the user's file.
-        quote: whether the line itself follows, in parentheses.
+    ``levels`` are frames and their lines, the innermost first; without any the text is empty. With ``quote`` the line
+    itself follows, in parentheses.
     """
     found = sorted(levels, key=lambda level: level[0].f_code.co_filename != file)  # stable, so still innermost first
     if not found:

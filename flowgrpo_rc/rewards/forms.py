@@ -194,12 +194,7 @@ class PerImageReward:
 
 
 def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """``function`` as a reward that is called with a batch.
-
-    Args:
-        function: anything callable: a function, a method, an object with ``__call__``, a ``functools.partial``.
-        name: of the reward, for messages.
-        kwargs: further keyword arguments of every call.
+    """``function``, which is anything callable, as a reward that is called with a batch and always with ``kwargs``.
 
     Raises:
         ValueError: the signature is of neither form, cannot be read, or does not take ``kwargs``; names the

@@ -95,12 +95,11 @@ class OCRReward:
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
     ) -> tuple[np.ndarray, dict[str, list[str]]]:
-        """Score images against the quoted text of their prompts.
+        """Score images against the quoted text of their prompts; metadata is not used.
 
         Args:
             images: (N, H, W, 3) uint8, RGB.
             prompts: N prompts, each with its target in double quotes.
-            metadata: not used.
 
         Returns:
             (N,) float32 in [0, 1], and ``{"text": what was read in each image}``.

@@ -183,7 +183,10 @@ def _torch_settings(torch: Any) -> Iterator[_Setting]:
         if read is not None and write is not None:
             yield _Setting(f"torch's {kernel} attention kernel", read, write)
     for device in ("cpu", "cuda"):
-        yield _autocast(torch, device)
+        read = partial(torch.is_autocast_enabled, device)
+        yield _Setting(f"torch's autocast on {device}", read, partial(torch.set_autocast_enabled, device))
+        read = partial(torch.get_autocast_dtype, device)
+        yield _Setting(f"torch's autocast dtype on {device}", read, partial(torch.set_autocast_dtype, device))
 
 
 def _flushes_denormals() -> bool:
@@ -196,14 +199,3 @@ def _set_inference_mode(torch: Any, on: bool) -> None:
     guard = torch.inference_mode(on)
     guard.__enter__()
     _LEFT_INFERENCE_MODES.append(guard)
-
-
-def _autocast(torch: Any, device: str) -> _Setting:
-    def read() -> tuple[bool, Any]:
-        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-    def write(state: tuple[bool, Any]) -> None:
-        torch.set_autocast_enabled(device, state[0])
-        torch.set_autocast_dtype(device, state[1])
-
-    return _Setting(f"torch's autocast on {device}", read, write)

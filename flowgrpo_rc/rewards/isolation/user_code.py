@@ -45,11 +45,7 @@ class UserCode:
     _warned: set[str] = field(default_factory=set)
 
     def run(self, function: Callable[..., Any], *args: Any, passing: type[Exception] | tuple[()] = ()) -> Any:
-        """``function(*args)``.
-
-        Args:
-            function: what to call, with the positional arguments ``args``.
-            passing: an exception of our own checks that is raised on as it is.
+        """``function(*args)``; ``passing`` is an exception of our own checks that is raised on as it is.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
@@ -61,12 +57,7 @@ class UserCode:
         with Watch(self.timeout_s, self._describe_overrun, self.exit_code) as watch:
             before = ProcessState()
             try:
-                # The deadline may pass between any two instructions in here, but it raises only once.
-                try:
-                    watch.begin()
-                    result = function(*args)
-                finally:
-                    watch.over()
+                result = watch.call(function, *args)
             except BaseException as error:
                 raised = error
             changed, stuck = before.restore()

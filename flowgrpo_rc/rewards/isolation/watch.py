@@ -45,7 +45,7 @@ class DeadlinePassed(KeyboardInterrupt):
 
 @dataclass(eq=False)
 class Watch:
-    """``with Watch(...) as watch:`` around a call, ``watch.begin()`` right before it, ``watch.over()`` right after."""
+    """``with Watch(...) as watch: watch.call(...)``, once."""
 
     timeout_s: float | None
     """Seconds until the deadline; None for no deadline."""
@@ -80,23 +80,23 @@ class Watch:
         os._exit = self._refuse_exit  # type: ignore[assignment]
         return self
 
-    def begin(self) -> None:
-        """The call begins, and its time."""
-        self._calling = True
-        if self.timeout_s is not None:
-            self._watcher = threading.Thread(target=self._wait, args=[self.timeout_s], name="reward deadline")
-            self._watcher.daemon = True
-            self._watcher.start()
-            last_resort = min(self.timeout_s + 2 * GRACE_S, threading.TIMEOUT_MAX / 2)
-            with suppress(OSError, OverflowError, ValueError, RuntimeError):  # no standard error stream to write to
-                faulthandler.dump_traceback_later(last_resort, exit=True, file=2)
-
-    def over(self) -> None:
-        """The call has ended: nothing is raised from here on."""
-        self._calling = False
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``; the deadline may pass between any two instructions in here, but it raises only once."""
+        try:
+            self._calling = True
+            if self.timeout_s is not None:
+                self._watcher = threading.Thread(target=self._wait, args=[self.timeout_s], name="reward deadline")
+                self._watcher.daemon = True
+                self._watcher.start()
+                last_resort = min(self.timeout_s + 2 * GRACE_S, threading.TIMEOUT_MAX / 2)
+                with suppress(OSError, OverflowError, ValueError, RuntimeError):  # no standard error stream
+                    faulthandler.dump_traceback_later(last_resort, exit=True, file=2)
+            return function(*args)
+        finally:
+            self._calling = False  # nothing is raised from here on
 
     def __exit__(self, *error: object) -> None:
-        self.over()
+        self._calling = False
         self._ended.set()
         if os.getpid() != self._process:
             _exit_process(1)  # a fork's child that came back from the call must not train too
