@@ -45,8 +45,6 @@ __all__ = [
 _HOME = "verl_omni.trainer.diffusion.rollout_correction"
 _LOSSES = "verl_omni.workers.utils.losses"
 _HELPER = "compute_rollout_correction_and_rejection_mask"
-_LATER = "compute_rollout_corr_metrics_from_batch"
-"""Not in verl-omni's first release of the feature."""
 _WITHOUT_EFFECT = ("rejection_normalization", "guard", "rollout_rs_auto")
 """Starts of keys of this library that its own loss and trainer act on, and verl-omni's do not."""
 _AS_THERE = {"rejection_normalization": "all", "guard": "off"}
@@ -209,8 +207,8 @@ def install() -> Replacement:
     except ImportError as error:
         raise ImportError(f"This drop-in replaces functions of verl-omni, which cannot be imported: {error}") from error
     names = [name for name in __all__ if name.startswith(("rollout_", "apply_", "compute_rollout_corr_metrics"))]
-    if not hasattr(home, _LATER):
-        names.remove(_LATER)
+    if not hasattr(home, "compute_rollout_corr_metrics_from_batch"):  # verl-omni's first release of the feature
+        names.remove("compute_rollout_corr_metrics_from_batch")
     installed.apply(home, {name: globals()[name] for name in names}, package="verl_omni")
     losses = importlib.import_module(_LOSSES)
     if hasattr(losses, _HELPER):

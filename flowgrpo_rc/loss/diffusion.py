@@ -14,10 +14,10 @@ from torch import Tensor
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
-from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, check_shape, read_inputs, require
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 from flowgrpo_rc.loss.policy import PolicyInputs, TransitionShift, kept
+from flowgrpo_rc.loss.sums import LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.tokens import read_tokens
 from flowgrpo_rc.sde import transition_kl
 

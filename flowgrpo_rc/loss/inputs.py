@@ -1,6 +1,6 @@
 """From configuration, model output and batch to ``LossInputs``: all that a loss is a function of.
 
-Here everything is read and checked once; what follows (``core``) is arithmetic on tensors. ``diffusion_loss`` and
+Here everything is read and checked once; what follows (``sums``) is arithmetic on tensors. ``diffusion_loss`` and
 ``token_loss`` read what only they know, and share the rest. Every error names the key and both shapes.
 
 ====================== ==================== ======================================== =========================

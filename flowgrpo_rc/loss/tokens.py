@@ -12,10 +12,10 @@ from torch import Tensor
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, response_mask
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
-from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, like_log_probs, read_inputs, require
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES
 from flowgrpo_rc.loss.policy import k3_kl
+from flowgrpo_rc.loss.sums import LossSums, loss_sums, mean_loss
 
 
 def token_loss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -37,16 +37,15 @@ def describe_exception(error: BaseException, file: str | None) -> str:
     return told + describe_place(levels, file)
 
 
-def describe_place(levels: Iterable[tuple[FrameType, int]], file: str | None, *, quote: bool = False) -> str:
+def describe_place(levels: Sequence[tuple[FrameType, int]], file: str | None, *, quote: bool = False) -> str:
     """`` at FILE:LINE, in FUNCTION``: the innermost level of a stack in the user's ``file``, or else of all.
 
     ``levels`` are frames and their lines, the innermost first; without any the text is empty. With ``quote`` the line
     itself follows, in parentheses.
     """
-    found = sorted(levels, key=lambda level: level[0].f_code.co_filename != file)  # stable, so still innermost first
-    if not found:
+    if not levels:
         return ""
-    frame, number = found[0]
+    frame, number = next((level for level in levels if level[0].f_code.co_filename == file), levels[0])
     path = frame.f_code.co_filename
     line = linecache.getline(path, number).strip() if quote else ""
     return f" at {path}:{number}, in {frame.f_code.co_name}" + (f" ({line})" if line else "")
