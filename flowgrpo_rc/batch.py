@@ -167,10 +167,7 @@ def apply_rollout_correction_to_diffusion_batch(
 
 
 def correct_old_policy(
-    old: OldPolicy,
-    batch: TensorMapping,
-    config: RolloutCorrectionConfig | Mapping[str, Any],
-    dp_group: Any = None,
+    old: OldPolicy, batch: TensorMapping, config: RolloutCorrectionConfig | Mapping[str, Any], dp_group: Any = None
 ) -> tuple[OldPolicy, RolloutCorrection]:
     """Decoupled mode: ``old`` with its weights and rejection over ``rollout_log_probs``, and what was measured.
 

@@ -108,8 +108,7 @@ def _corrects(config: RolloutCorrectionConfig) -> bool:
 
 def _tensors(batch: Any) -> Any:
     """The mapping in ``batch.batch``; where that is None, an empty one, of which every key is missing."""
-    empty: dict[str, Tensor] = {}
-    return empty if batch.batch is None else batch.batch
+    return {} if batch.batch is None else batch.batch
 
 
 def _read(section: Any) -> RolloutCorrectionConfig:

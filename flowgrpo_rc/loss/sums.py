@@ -199,10 +199,7 @@ def mean_loss(
         if not math.isfinite(metrics[name]):
             raise ValueError(f"{name} is {metrics[name]}; {not_finite(model_output=model_output, data=data)}")
     if metrics["actor/kept_fraction"] == 0:
-        warnings.warn(
-            "rollout correction rejected every element of this batch: loss and gradients are 0",
-            stacklevel=3,
-        )
+        warnings.warn("rollout correction rejected every element of this batch: loss and gradients are 0", stacklevel=3)
     return loss, metrics | {f"actor/{name}": value for name, value in correction.items()}
 
 

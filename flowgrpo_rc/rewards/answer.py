@@ -49,9 +49,6 @@ def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
     return scores, info
 
 
-# ---------------------------------------------------------------------- scores
-
-
 def _numbers(returned: str, scores: Any) -> np.ndarray:
     """``scores`` as real numbers, of whatever shape they have."""
     kind = type(scores).__name__
@@ -127,9 +124,6 @@ def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> N
             f"{returned} {int(wrong.sum())} {what}; the first is {values[first]} for sample {first}, prompt "
             f"{brief_repr(prompts[first])}{remedy}"
         )
-
-
-# ---------------------------------------------------------------------- info
 
 
 def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[Any]:

@@ -59,10 +59,7 @@ class RewardMix:
     """
 
     def __init__(
-        self,
-        functions: Mapping[str, RewardFunction],
-        weights: Mapping[str, float],
-        timeout_s: float | None = None,
+        self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float], timeout_s: float | None = None
     ) -> None:
         if not functions or functions.keys() != weights.keys():
             raise ValueError(

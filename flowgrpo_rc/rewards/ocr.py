@@ -84,7 +84,8 @@ class OCRReward:
 
     def __init__(self, config: OCRConfig | None = None) -> None:
         self.config = OCRConfig() if config is None else config
-        self._num_threads = self.config.num_threads or _usable_cores()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._num_threads = self.config.num_threads or min(cores, 8)
         self._engine = _load_engine(self.config)
         # The engine loads its models when they are first used, and a broken one should show before training.
         blank = np.zeros((48, 64, 3), dtype=np.uint8)
@@ -194,9 +195,3 @@ def _load_engine(config: OCRConfig) -> Any:
             "Det.limit_side_len": 960,
         }
     )
-
-
-def _usable_cores() -> int:
-    """Cores this process may run on, at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)

@@ -84,9 +84,6 @@ def _settings() -> Iterator[_Setting]:
         yield from _torch_settings(torch)
 
 
-# ---------------------------------------------------------------------- Python
-
-
 def _umask() -> int:
     """It can only be read by setting it."""
     mask = os.umask(0o077)
@@ -146,9 +143,6 @@ def _signals() -> Iterator[_Setting]:
 
 def _is_pending(timer: int) -> bool:
     return signal.getitimer(timer)[0] > 0
-
-
-# ---------------------------------------------------------------------- torch
 
 
 def _torch_settings(torch: Any) -> Iterator[_Setting]:
