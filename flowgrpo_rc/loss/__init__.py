@@ -10,11 +10,10 @@ from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
     from flowgrpo_rc.loss.advantages import GroupAdvantages, group_advantages
-    from flowgrpo_rc.loss.core import LossSums
     from flowgrpo_rc.loss.diffusion import diffusion_loss, diffusion_loss_sums
-    from flowgrpo_rc.loss.metrics import LossMetrics
     from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
     from flowgrpo_rc.loss.policy import PolicyTerms, ppo_clip, reinforce
+    from flowgrpo_rc.loss.sums import LossMetrics, LossSums
     from flowgrpo_rc.loss.tokens import token_loss, token_loss_sums
 
 __all__ = [
@@ -33,16 +32,8 @@ __all__ = [
     "token_loss_sums",
 ]
 
-_HOMES = {
-    "GroupAdvantages": "advantages",
-    "LossMetrics": "metrics",
-    "LossSums": "core",
-    "OBJECTIVES": "objectives",
-    "Objective": "objectives",
-    "diffusion_loss": "diffusion",
-    "diffusion_loss_sums": "diffusion",
-    "group_advantages": "advantages",
-    "token_loss": "tokens",
-    "token_loss_sums": "tokens",
-}
+_HOMES = {"LossMetrics": "sums", "LossSums": "sums", "OBJECTIVES": "objectives", "Objective": "objectives"}
+_HOMES |= {"GroupAdvantages": "advantages", "group_advantages": "advantages"}
+_HOMES |= {"diffusion_loss": "diffusion", "diffusion_loss_sums": "diffusion"}
+_HOMES |= {"token_loss": "tokens", "token_loss_sums": "tokens"}
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'policy')}" for name in __all__})
