@@ -49,19 +49,4 @@ __all__ = [
     "token_loss",
 ]
 
-_HOMES = {
-    "DiffusionActor": "actor",
-    "DiffusionActorConfig": "actor",
-    "DiffusionLossConfig": "actor",
-    "FlowGRPOConfig": "trainer",
-    "FlowGRPOTrainer": "trainer",
-    "apply_bypass_mode_to_diffusion_batch": "batch",
-    "apply_rollout_correction_to_diffusion_batch": "batch",
-    "check_health": "report",
-    "compose": "cli.compose",
-    "diffusion_loss": "loss",
-    "group_advantages": "loss",
-    "load_model": "models",
-    "token_loss": "loss",
-}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'correction')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -23,7 +23,4 @@ __all__ = [
     "UpdateResult",
 ]
 
-_MODULES = dict.fromkeys(__all__, "actor")
-_MODULES |= dict.fromkeys(("DiffusionActorConfig", "DiffusionLossConfig", "OptimizerConfig"), "config")
-_MODULES["ModeInForce"] = "mode"
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _MODULES.items()})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -41,15 +41,4 @@ __all__ = [
     "slime_metrics",
 ]
 
-_HOMES = {
-    "Explanation": "options.explanation",
-    "MetricAccumulator": "numerics.accumulator",
-    "Moments": "numerics.moments",
-    "RolloutCorrectionConfig": "options.config",
-    "SAFETY_BOUND": "plan",
-    "explain": "options.explanation",
-    "slime_metrics": "numerics.slime",
-}
-__getattr__, __dir__ = lazy_names(
-    __name__, {name: f"{__name__}.{_HOMES.get(name, 'numerics.compute')}" for name in __all__}
-)
+__getattr__, __dir__ = lazy_names(__name__)

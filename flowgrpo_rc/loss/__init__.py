@@ -33,16 +33,4 @@ __all__ = [
     "token_loss_sums",
 ]
 
-_HOMES = {
-    "GroupAdvantages": "advantages",
-    "LossMetrics": "metrics",
-    "LossSums": "core",
-    "OBJECTIVES": "objectives",
-    "Objective": "objectives",
-    "diffusion_loss": "diffusion",
-    "diffusion_loss_sums": "diffusion",
-    "group_advantages": "advantages",
-    "token_loss": "tokens",
-    "token_loss_sums": "tokens",
-}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'policy')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

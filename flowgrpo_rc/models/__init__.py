@@ -45,8 +45,4 @@ __all__ = [
     "read_pipeline_class",
 ]
 
-_HOMES = {"ModelConfig": "config", "PromptEncoder": "prompts"}
-_HOMES |= dict.fromkeys(("AdapterMismatchError", "check_adapter_file"), "lora")
-_BASE = ("Conditioning", "DiffusionModel", "EncodedPrompt", "NonFiniteImageError", "Prompts", "Schedule")
-_HOMES |= dict.fromkeys(_BASE, "base")
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'load')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

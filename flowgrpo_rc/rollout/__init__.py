@@ -33,5 +33,4 @@ __all__ = [
     "build_engine",
 ]
 
-_HOMES = {"build_engine": "engines", "RolloutConfig": "config", "DiffusersEngine": "diffusers_engine"}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'base')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

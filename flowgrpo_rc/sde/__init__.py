@@ -27,6 +27,4 @@ __all__ = [
     "transition_kl",
 ]
 
-_HOMES = {"SDE_TYPES": "types", "SDEWindow": "window", "draw_window_start": "window"}
-_HOMES |= {"progressive_places": "window", "progressive_window_start": "window"}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'transitions')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -23,7 +23,4 @@ __all__ = [
     "RunFolder",
 ]
 
-_HOMES = {"CheckpointError": "checkpoint", "CheckpointStore": "checkpoint", "FlowGRPOConfig": "config"}
-_HOMES |= {"NonFiniteMetricError": "logging", "FlowGRPOTrainer": "trainer"}
-_FULL_HOMES = {name: f"{__name__}.{module}" for name, module in _HOMES.items()}
-__getattr__, __dir__ = lazy_names(__name__, {**_FULL_HOMES, "RunFolder": "flowgrpo_rc.run_folder"})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmOmniEngine"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"VllmOmniEngine": f"{__name__}.engine"})
+__getattr__, __dir__ = lazy_names(__name__)
