@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo_rc.checks import choice, show
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.presets import PRESET_NAMES, Presets
 from flowgrpo_rc.correction.options.quoting import refuse_unquoted_bands
@@ -21,7 +22,6 @@ from flowgrpo_rc.correction.plan import (
     parse_is_threshold,
     parse_number,
     plain_threshold,
-    shown,
 )
 from flowgrpo_rc.field_docs import documented_fields
 
@@ -107,8 +107,7 @@ class RolloutCorrectionConfig(Presets):
         if self.guard is False:
             self.guard = "off"  # as YAML reads a bare off
         for name, options in _CHOICES.items():
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}.")
+            choice(name, getattr(self, name), options)
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError("loss_type='reinforce' needs bypass_mode=True: it has no proximal policy pi_old.")
         if self.guard == "fallback" and self.loss_type == "reinforce":
@@ -169,7 +168,7 @@ class RolloutCorrectionConfig(Presets):
             return mapping
         if not isinstance(mapping, Mapping):
             raise ValueError(
-                f"rollout_correction must be a mapping of keys, or null, got {shown(mapping)}; a preset is chosen by "
+                f"rollout_correction must be a mapping of keys, or null, got {show(mapping)}; a preset is chosen by "
                 "the key preset."
             )
         canonical, warning = cls._canonical({str(key): value for key, value in mapping.items()})
@@ -231,7 +230,7 @@ def _of_plain_types(keywords: dict[str, Any]) -> dict[str, Any]:
     """Keywords with thresholds as Python's own numbers or text; refuses other types there, and in switches."""
     for name in _SWITCHES:
         if name in keywords and not isinstance(keywords[name], bool):
-            raise TypeError(f"{name} must be true or false, got {shown(keywords[name])}.")
+            raise TypeError(f"{name} must be true or false, got {show(keywords[name])}.")
     thresholds = [name for name in (*_BANDS, *_NUMBERS) if name in keywords]
     return keywords | {name: plain_threshold(keywords[name], name, band=name in _BANDS) for name in thresholds}
 

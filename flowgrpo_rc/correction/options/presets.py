@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from flowgrpo_rc.correction.options.values import BoundKeys, is_band
+from flowgrpo_rc.correction.options.values import BoundKeys
+from flowgrpo_rc.correction.plan import is_band
 
 P = ParamSpec("P")
 T = TypeVar("T")

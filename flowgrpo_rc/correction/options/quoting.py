@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.correction.options.slime import slime_name
-from flowgrpo_rc.correction.plan import shown
 
 if TYPE_CHECKING:
     from yaml import Node, ScalarNode
@@ -48,7 +48,7 @@ def read_value(key: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
-        raise ValueError(f"{key}: got {shown(text)}, which cannot be read; give a number, a word, or null") from error
+        raise ValueError(f"{key}: got {show(text)}, which cannot be read; give a number, a word, or null") from error
 
 
 def refuse_unquoted_bands(path: Path) -> None:

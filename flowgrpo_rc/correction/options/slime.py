@@ -2,17 +2,10 @@
 
 from typing import Any
 
+from flowgrpo_rc.checks import choice, show
 from flowgrpo_rc.correction.options.legacy import LEVELS, is_k1
-from flowgrpo_rc.correction.options.values import (
-    BoundKeys,
-    Values,
-    choice,
-    given,
-    is_band,
-    refuse_unused,
-    switch,
-)
-from flowgrpo_rc.correction.plan import parse_is_threshold, parse_number, plain_threshold, shown, split_band
+from flowgrpo_rc.correction.options.values import BoundKeys, Values, given, refuse_unused, switch
+from flowgrpo_rc.correction.plan import is_band, parse_is_threshold, parse_number, plain_threshold, split_band
 
 KEYS = (
     *("use_tis", "tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
@@ -64,7 +57,7 @@ def changes(values: Values, base: Values, preset: str | None) -> dict[str, Any]:
         ValueError: an unknown choice, a bad bound, or a key that cannot act beside this preset.
     """
     for key, choices in _CHOICES.items():
-        choice(values, key, choices)
+        choice(key, values.get(key), (None, *choices))
     values = {**values, **{key: switch(values, key) for key in _SWITCHES}}
     changed = _veto(values, preset)
     if preset is None:
@@ -87,7 +80,7 @@ def _veto(values: Values, preset: str | None) -> dict[str, Any]:
     region = values.get("rs_trust_region")
     if region is not None and region is not False:
         raise ValueError(
-            f"rs_trust_region={shown(region)}: slime's trust region is not implemented here; set it to null, and "
+            f"rs_trust_region={show(region)}: slime's trust region is not implemented here; set it to null, and "
             "reject with use_rs, rs_level and its bounds."
         )
     veto = plain_threshold(values.get(_VETO), _VETO, band=False)
