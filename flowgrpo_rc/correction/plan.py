@@ -44,10 +44,7 @@ WEIGHT_MODES = {
         lower_may_be_zero=True, slime_fractions={"mis_clip_fraction_low": "low", "mis_clip_fraction_high": "high"}
     ),
     "mask": WeightMode(
-        lower_may_be_zero=True,
-        rejects=True,
-        outside_metric="rollout_is_masked_fraction",
-        slime_fractions=_MASKED,
+        lower_may_be_zero=True, rejects=True, outside_metric="rollout_is_masked_fraction", slime_fractions=_MASKED
     ),
 }
 RS_OPTIONS = (
@@ -179,34 +176,28 @@ def _plan(
     rejection: tuple[str | None, ThresholdSpec],
     veto: ThresholdSpec,
 ) -> CorrectionPlan:
-    importance = _importance(*weights)
-    log_veto = None if veto is None else math.log(parse_number(veto, "rollout_token_veto_threshold"))
-    return CorrectionPlan(importance, _criteria(*rejection), log_veto)
-
-
-def _importance(
-    level: str | None, threshold: ThresholdSpec, mode: str | None, batch_normalize: bool
-) -> ImportanceSampling | None:
-    if level is None:
-        return None
+    level, threshold, mode, batch_normalize = weights
     choice("rollout_is", level, (None, *IS_LEVELS))
-    if threshold is None:
+    if level is not None and threshold is None:
         raise ValueError(
             f"rollout_is_threshold is null with rollout_is={level!r}; give a number or 'lower_upper', or set "
             "rollout_is=null for no weights."
         )
-    return ImportanceSampling(level, *parse_is_threshold(threshold, mode), batch_normalize)
+    importance = None
+    if level is not None:
+        importance = ImportanceSampling(level, *parse_is_threshold(threshold, mode), batch_normalize)
+    log_veto = None if veto is None else math.log(parse_number(veto, "rollout_token_veto_threshold"))
+    return CorrectionPlan(importance, _criteria(*rejection), log_veto)
 
 
-def parse_is_threshold(
-    spec: ThresholdSpec, mode: str | None = None, name: str = "rollout_is_threshold"
-) -> tuple[str, float, float]:
+def parse_is_threshold(spec: ThresholdSpec, mode: str | None = None) -> tuple[str, float, float]:
     """``(mode, lower, upper)`` of an importance-sampling threshold; ``lower`` is 0 where there is none.
 
     A number ``u`` alone means ``truncate``, and ``"lower_upper"`` means ``zero`` (IcePop). An explicit ``mode`` of
     ``zero``, ``clip`` or ``mask`` reads a lone ``u`` as ``1/u_u``. A lower bound of 0, for none, needs ``clip`` or
     ``mask``.
     """
+    name = "rollout_is_threshold"
     choice("rollout_is_mode", mode, (None, *WEIGHT_MODES))
     below, above = split_band(spec, name)
     if mode is None:
@@ -244,7 +235,7 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
         near = _near_band(spec) if len(options) == 1 else ""
         raise ValueError(
             f"rollout_rs_threshold={show(spec)} has {len(entries)} entries; give one for all or one for each of "
-            f"{', '.join(options)}; an entry for k1 is a number, or 'lower_upper' as in '0.5_2.0'{near}."
+            f"{', '.join(options)}; for k1 {_BAND_FORM}{near}."
         )
     if len(entries) == 1:
         entries *= len(options)
@@ -326,18 +317,14 @@ def split_band(spec: object, name: str) -> tuple[object | None, object]:
 
 
 def _bounds(spec: object, name: str, *, zero_allowed: bool) -> tuple[float, float]:
-    """The lower and the upper bound of a ratio; that of a lone number is its reciprocal. ``zero_allowed`` is of the
-    lower one."""
+    """The bounds of a ratio; the lower one of a lone number is its reciprocal, and may be 0 if ``zero_allowed``."""
     below, above = split_band(spec, name)
     upper = parse_number(above, name, band=spec)
     lower = 1.0 / upper
     if below is not None:
         lower = parse_number(below, f"{name} (lower bound)", band=spec, zero_allowed=zero_allowed)
     if lower > upper:
-        raise ValueError(
-            f"{name}={show(spec)}: the lower bound {lower:g} exceeds the upper bound {upper:g}; a band is "
-            "'lower_upper' as in '0.5_2.0'."
-        )
+        raise ValueError(f"{name}={show(spec)}: the lower bound {lower:g} exceeds the upper {upper:g}; {_BAND_FORM}.")
     return lower, upper
 
 
