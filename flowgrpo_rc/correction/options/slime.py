@@ -94,11 +94,10 @@ def _weights(values: Values, base: Values, preset: str | None) -> dict[str, Any]
     if values["use_tis"] is False:
         return {"rollout_is": None}
     asked = given(values, ("tis_level", "tis_mode", *_WEIGHT_BOUNDS))
-    shared: set[str] = set()
-    if values["use_rs"] and base["rollout_rs"] is None:
-        # Rejection is new: where it has no bound of its own, that of the weights is its bound too.
-        pairs = zip(_WEIGHT_BOUNDS, _REJECTION_BOUNDS, strict=True)
-        shared = {of_weights for of_weights, own in pairs if values.get(own) is None}
+    # Where rejection is new and has no bound of its own, that of the weights is its bound too.
+    is_new = values["use_rs"] and base["rollout_rs"] is None
+    pairs = zip(_WEIGHT_BOUNDS, _REJECTION_BOUNDS, strict=True)
+    shared = {of_weights for of_weights, own in pairs if is_new and values.get(own) is None}
     if not values["use_tis"] and base["rollout_is"] is None:
         unused = {key: value for key, value in asked.items() if key not in shared}
         refuse_unused(unused, preset, "without weights", "add use_tis: true")
@@ -137,8 +136,7 @@ def _rejection(values: Values, base: Values, preset: str | None) -> dict[str, An
     if new != criterion and (bounds or not is_k1(criterion)):
         return {"rollout_rs": new, "rollout_rs_threshold": _new_band(values, base)}
     if not is_k1(criterion):
-        remedy = "bound that by rollout_rs_threshold, or add rs_level"
-        refuse_unused(asked, preset, f"with {criterion}", remedy)
+        refuse_unused(asked, preset, f"with {criterion}", "bound that by rollout_rs_threshold, or add rs_level")
     band = _REJECTION_BOUNDS.changed_band(base["rollout_rs_threshold"], bounds, preset)
     return {"rollout_rs": new, "rollout_rs_threshold": band}
 
@@ -148,18 +146,15 @@ def _new_band(values: Values, base: Values) -> str:
 
     Where those have no lower bound either, it is the reciprocal of *their* upper bound, whatever ``rs_upper_bound`` is.
     """
-    lower, upper = _REJECTION_BOUNDS.read(values)
-    weights_lower, weights_upper = _WEIGHT_BOUNDS.read(values)
-    if weights_upper is None:
-        weights_upper = base["rollout_is_threshold"] or _DEFAULT_UPPER
-    lower_key, upper_key = _REJECTION_BOUNDS
-    if upper is None:
-        upper = weights_upper
-        upper_key = _WEIGHT_BOUNDS.upper
-    if lower is None and not is_band(upper):
-        lower = weights_lower
-        lower_key = _WEIGHT_BOUNDS.lower
-        if lower is None:
-            below, above = split_band(weights_upper, _WEIGHT_BOUNDS.upper)
-            lower = 1.0 / parse_number(above, _WEIGHT_BOUNDS.upper) if below is None else below
-    return BoundKeys(lower_key, upper_key).band(lower, upper)
+    threshold = base["rollout_is_threshold"] or _DEFAULT_UPPER
+    bounds = {_WEIGHT_BOUNDS.upper: threshold, **given(values, (*_WEIGHT_BOUNDS, *_REJECTION_BOUNDS))}
+    pairs = zip(_REJECTION_BOUNDS, _WEIGHT_BOUNDS, strict=True)
+    keys = BoundKeys(*(own if own in bounds else of_weights for own, of_weights in pairs))
+    _WEIGHT_BOUNDS.read(bounds)  # checks them, those too that are not used here
+    lower, upper = keys.read(bounds)
+    if is_band(upper):
+        lower = values.get(_REJECTION_BOUNDS.lower)
+    elif lower is None:
+        below, above = split_band(bounds[_WEIGHT_BOUNDS.upper], _WEIGHT_BOUNDS.upper)
+        lower = 1.0 / parse_number(above, _WEIGHT_BOUNDS.upper) if below is None else below
+    return keys.band(lower, upper)
