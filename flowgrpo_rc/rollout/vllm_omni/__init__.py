@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.rollout.vllm_omni.engine import VllmOmniEngine
-
-__all__ = ["VllmOmniEngine"]
+    from flowgrpo_rc.rollout.vllm_omni.engine import VllmOmniEngine as VllmOmniEngine
 
 __getattr__, __dir__ = lazy_names(__name__)
