@@ -248,6 +248,11 @@ def test_every_preset_is_listed_above():
     assert {name for name, _ in mark.args[1]} == set(PRESET_NAMES)
 
 
+def test_a_preset_keeps_its_name_beside_its_aliases():
+    assert Config.decoupled_token_is.__name__ == Config.token_tis.__name__ == "decoupled_token_is"
+    assert Config.bypass_pg_is.__name__ == "bypass_pg_is"
+
+
 def test_preset_arguments():
     assert Config.decoupled_token_icepop(3.0, 0.25).rollout_is_threshold == "0.25_3.0"
     assert Config.seq_mis(4.0).rollout_rs_threshold == "0_4.0"

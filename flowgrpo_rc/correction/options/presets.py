@@ -36,7 +36,7 @@ class Preset(Generic[P]):
         self._fixed = fixed or {}
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self.name = getattr(self, "name", name)  # the first one: an alias does not rename it
 
     def __get__(self, instance: object, owner: type[T]) -> Callable[P, T]:
         def make(*args: P.args, **kwargs: P.kwargs) -> T:
