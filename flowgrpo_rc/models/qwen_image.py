@@ -6,13 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.family import Family, dynamic_shift
-from flowgrpo_rc.models.guidance import refuse_guidance_scale
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts, dynamic_shift
 from flowgrpo_rc.models.single_frame import use_2d_convolutions_for_one_frame
 
 
-class QwenImage(Family):
+class QwenImage(DiffusionModel):
     """Adapter of ``diffusers.QwenImagePipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``."""
 
     default_lora_targets: tuple[str, ...] = (
@@ -30,10 +28,6 @@ class QwenImage(Family):
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
         use_2d_convolutions_for_one_frame(pipe.vae)
-
-    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        self._check_size(height, width)
-        refuse_guidance_scale("QwenImagePipeline", bool(self.transformer.config.guidance_embeds), guidance_scale)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         return (height // self._multiple) * (width // self._multiple), self._channels

@@ -5,12 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.family import Family, dynamic_shift
-from flowgrpo_rc.models.guidance import refuse_guidance_scale
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts, dynamic_shift
 
 
-class StableDiffusion3(Family):
+class StableDiffusion3(DiffusionModel):
     """Adapter of ``diffusers.StableDiffusion3Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
 
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
@@ -35,14 +33,13 @@ class StableDiffusion3(Family):
             pipe.transformer._repeated_blocks = ["JointTransformerBlock"]  # diffusers compiles what is named here
 
     def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        self._check_size(height, width)
+        super().check_request(height, width, guidance_scale)
         largest = int(self.transformer.config.pos_embed_max_size) * self._multiple
         if max(height, width) > largest:
             raise ValueError(
                 f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model has positions for at "
                 f"most {largest} pixels to a side"
             )
-        refuse_guidance_scale("StableDiffusion3Pipeline", False, guidance_scale)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor = self.pipe.vae_scale_factor
