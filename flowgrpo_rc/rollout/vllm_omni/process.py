@@ -17,7 +17,7 @@ from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError
 from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import with_cause
-from flowgrpo_rc.rollout.vllm_omni.protocol import Call, Ready, Reply, Settings, receive, send
+from flowgrpo_rc.rollout.vllm_omni.protocol import READY, Call, Reply, Settings, receive, send
 from flowgrpo_rc.threads import limit_spinning
 
 _DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -50,7 +50,7 @@ class EngineProcess:
             )
         main_thread = threading.current_thread() is threading.main_thread()
         self._send(replace(settings, parent=os.getpid(), die_with_thread=main_thread), "starting")
-        self._wait(Ready, 0, timeouts.start_timeout_s, "starting")
+        self._wait(READY, timeouts.start_timeout_s, "starting")
 
     @property
     def pid(self) -> int:
@@ -66,7 +66,7 @@ class EngineProcess:
         self._last_id += 1
         self._send(Call(self._last_id, method, argument), method)
         limit = self._timeouts.sync_timeout_s if method == "sync" else self._timeouts.request_timeout_s
-        reply = self._wait(Reply, self._last_id, limit, method)
+        reply = self._wait(self._last_id, limit, method)
         if reply.error is not None:
             kind = AdapterMismatchError if reply.error_type == "AdapterMismatchError" else RolloutError
             raise kind(with_cause(reply.error))
@@ -112,11 +112,11 @@ class EngineProcess:
         if errors:
             self._down(f"{self._exit()} before {_activity(doing)}")
 
-    def _wait(self, kind: type, id: int, limit: float, doing: str) -> Any:
-        """The message of this kind and id; answers to calls that were given up are dropped."""
+    def _wait(self, id: int, limit: float, doing: str) -> Reply:
+        """The reply of this id; heartbeats, and replies to calls that were given up, are dropped."""
         deadline = time.monotonic() + limit
         # Loading a large model may keep the interpreter busy for long.
-        silence = limit if kind is Ready else self._timeouts.silence_timeout_s
+        silence = limit if id == READY else self._timeouts.silence_timeout_s
         while (left := deadline - time.monotonic()) > 0:
             try:
                 heard = self._connection.poll(min(left, silence))
@@ -125,7 +125,7 @@ class EngineProcess:
                 self._down(f"{self._exit()} while {_activity(doing)}")
             if not heard and left > silence:
                 self._down(f"gave no sign of life for {silence:g} s while {_activity(doing)}; it was ended")
-            if isinstance(message, kind) and getattr(message, "id", id) == id:
+            if isinstance(message, Reply) and message.id == id:
                 return message
         self._down(f"took more than {limit:g} s for {_activity(doing)}; it was ended")
 
