@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.guidance import refuse_guidance_scale
 
+JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+"""The linear layers of diffusers' attention over image and prompt together."""
+
 
 class NonFiniteImageError(RuntimeError):
     """A VAE decoded finite latents to pixels that are NaN or infinite; most often its precision is too low."""
@@ -216,6 +219,19 @@ class DiffusionModel(ABC):
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         """Of the scheduler's ``set_timesteps``, for so many image tokens."""
 
+    @staticmethod
+    def _dynamic_shift(config: Any, tokens: int, default_max_shift: float) -> float:
+        """``mu`` of the pipelines whose schedule depends on the image's size."""
+        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+        return calculate_shift(
+            tokens,
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", default_max_shift),
+        )
+
     @abstractmethod
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Images ``(B, 3, H, W)``, -1 to 1."""
@@ -238,17 +254,4 @@ def _check_pixels(decoded: Tensor, latents: Tensor) -> None:
     raise NonFiniteImageError(
         f"the vae decoded {len(bad)} of {len(decoded)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
         f"{dtype_name(decoded.dtype)}; {remedy}"
-    )
-
-
-def dynamic_shift(config: Any, tokens: int, default_max_shift: float) -> float:
-    """``mu`` of the pipelines whose schedule depends on the image's size."""
-    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-
-    return calculate_shift(
-        tokens,
-        config.get("base_image_seq_len", 256),
-        config.get("max_image_seq_len", 4096),
-        config.get("base_shift", 0.5),
-        config.get("max_shift", default_max_shift),
     )

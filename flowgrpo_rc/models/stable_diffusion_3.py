@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts, dynamic_shift
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
 
 
 class StableDiffusion3(DiffusionModel):
@@ -14,16 +14,7 @@ class StableDiffusion3(DiffusionModel):
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
     """
 
-    default_lora_targets: tuple[str, ...] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
     """The joint attention, as Flow-GRPO trains it; ``attn2``, the second attention of 3.5-medium, is left alone."""
     longest_prompt = 512
 
@@ -110,7 +101,7 @@ class StableDiffusion3(DiffusionModel):
         }
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
-        mu = {"mu": dynamic_shift(config, tokens, 1.16)} if config.get("use_dynamic_shifting") else {}
+        mu = {"mu": self._dynamic_shift(config, tokens, 1.16)} if config.get("use_dynamic_shifting") else {}
         return {"num_inference_steps": num_inference_steps, **mu}
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
