@@ -86,21 +86,17 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     """The engine used what the request and the actor's schedule say."""
     cond = request.conditioning
     true_cfg_scale = 1.0 if cond.negative is None else cond.true_cfg_scale
-    noise_level = request.noise_level
-    window_size = request.window_size
-    if request.window_starts is None:
-        noise_level = 0.0
-        window_size = 0
+    stochastic = request.window_starts is not None
     _check("request id", echo.request_id, request.request_id, _ORDER_CAUSE)
     _check_seeds(list(request.seeds), list(echo.seeds))
     _check_floats("sigmas", echo.sigmas, schedule.sigmas, _SCHEDULE_CAUSE)
     _check_floats("timesteps", echo.timesteps, schedule.timesteps, _SCHEDULE_CAUSE)
     _check("true_cfg_scale", echo.true_cfg_scale, true_cfg_scale, _GUIDANCE_CAUSE)
     _check("guidance_scale", echo.guidance_scale, cond.guidance_scale, "the engine ignored or renamed it")
-    _check("noise_level", echo.noise_level, noise_level, _NOISE_CAUSE)
+    _check("noise_level", echo.noise_level, request.noise_level if stochastic else 0.0, _NOISE_CAUSE)
     _check("sde_type", echo.sde_type, request.sde_type, _NOISE_CAUSE)
     _check("window_starts", _listed(echo.window_starts), _listed(request.window_starts), _NOISE_CAUSE)
-    _check("window_size", echo.window_size, window_size, _NOISE_CAUSE)
+    _check("window_size", echo.window_size, request.window_size if stochastic else 0, _NOISE_CAUSE)
 
 
 def check_trajectories(request: RolloutRequest, trajectories: Trajectories, schedule: Schedule) -> None:

@@ -225,7 +225,7 @@ def test_each_call_has_its_own_limit(monkeypatch):
     monkeypatch.setattr(process, "_wait", lambda id, limit, doing: limits.append((doing, limit)) or Reply(id))
     process.call("sync", None)
     process.call("generate", None)
-    assert limits == [("sync", 7.0), ("generate", 11.0)]
+    assert limits == [("taking an adapter", 7.0), ("sampling", 11.0)]
 
 
 FLOODING = """

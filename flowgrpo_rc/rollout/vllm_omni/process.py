@@ -64,9 +64,11 @@ class EngineProcess:
             AdapterMismatchError, RolloutError: it answered with an error.
         """
         self._last_id += 1
-        self._send(Call(self._last_id, method, argument), method)
-        limit = self._timeouts.sync_timeout_s if method == "sync" else self._timeouts.request_timeout_s
-        reply = self._wait(self._last_id, limit, method)
+        doing, limit = "sampling", self._timeouts.request_timeout_s
+        if method == "sync":
+            doing, limit = "taking an adapter", self._timeouts.sync_timeout_s
+        self._send(Call(self._last_id, method, argument), doing)
+        reply = self._wait(self._last_id, limit, doing)
         if reply.error is not None:
             kind = AdapterMismatchError if reply.error_type == "AdapterMismatchError" else RolloutError
             raise kind(with_cause(reply.error))
@@ -107,10 +109,9 @@ class EngineProcess:
         thread.start()
         thread.join(self._timeouts.silence_timeout_s)
         if thread.is_alive():
-            silence = self._timeouts.silence_timeout_s
-            self._down(f"did not take a request for {silence:g} s while {_activity(doing)}; it was ended")
+            self._down(f"did not take a request for {self._timeouts.silence_timeout_s:g} s while {doing}; it was ended")
         if errors:
-            self._down(f"{self._exit()} before {_activity(doing)}")
+            self._down(f"{self._exit()} before {doing}")
 
     def _wait(self, id: int, limit: float, doing: str) -> Reply:
         """The reply of this id; heartbeats, and replies to calls that were given up, are dropped."""
@@ -122,12 +123,12 @@ class EngineProcess:
                 heard = self._connection.poll(min(left, silence))
                 message = receive(self._connection) if heard else None
             except (EOFError, OSError):
-                self._down(f"{self._exit()} while {_activity(doing)}")
+                self._down(f"{self._exit()} while {doing}")
             if not heard and left > silence:
-                self._down(f"gave no sign of life for {silence:g} s while {_activity(doing)}; it was ended")
+                self._down(f"gave no sign of life for {silence:g} s while {doing}; it was ended")
             if isinstance(message, Reply) and message.id == id:
                 return message
-        self._down(f"took more than {limit:g} s for {_activity(doing)}; it was ended")
+        self._down(f"took more than {limit:g} s for {doing}; it was ended")
 
     def _exit(self) -> str:
         try:
@@ -164,8 +165,3 @@ def engine_environment(device: Any) -> dict[str, str]:
         index = device.index or 0
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     return environment
-
-
-def _activity(method: str) -> str:
-    """What a process does that answers this call, for messages."""
-    return {"generate": "sampling", "sync": "taking an adapter"}.get(method, method)

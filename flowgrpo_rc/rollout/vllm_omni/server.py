@@ -38,7 +38,7 @@ def main() -> None:
 
 
 async def _serve(server: "_Server", connection: Connection, lock: threading.Lock) -> None:
-    """Answer one call after the other; waiting for the next one holds up the event loop, where nothing is left to do."""
+    """Answer one call after the other; waiting for the next holds up the event loop, where nothing is left to do."""
     await server.prepare()
     with lock:
         send(connection, Reply(READY))
