@@ -153,16 +153,13 @@ def _check_seeds(expected: list[int], got: list[int]) -> None:
 
 
 def _check_values(batch: TensorDict) -> None:
-    for name, tensor in batch.items():
-        if name == Key.PROMPT_INDEX:
-            continue
+    for name, tensor in batch.exclude(Key.PROMPT_INDEX).items():
         if tensor.dtype != torch.float32:
             _refuse(f"dtype of {name}", dtype_name(tensor.dtype), "float32", "the engine stores in its compute dtype")
-        finite = torch.isfinite(tensor.flatten(1)).all(1)
-        if not finite.all():
-            rows = (~finite).nonzero().flatten().tolist()
+        rows = (~torch.isfinite(tensor.flatten(1)).all(1)).nonzero().flatten().tolist()
+        if rows:
             raise RolloutSyncError(
-                f"{name}: not finite for {len(rows)} of {len(finite)} images (rows {_shown(rows)}), expected finite "
+                f"{name}: not finite for {len(rows)} of {len(tensor)} images (rows {_shown(rows)}), expected finite "
                 "numbers; the engine's precision may be too low: try actor_rollout_ref.rollout.dtype=float32"
             )
     for name in (Key.LATENTS, Key.NEXT_LATENTS):

@@ -139,9 +139,8 @@ def _write(
 
 
 def _check_finite(latents: Tensor, rows: Tensor) -> None:
-    finite = torch.isfinite(latents.flatten(1)).all(1).cpu()
-    if not finite.all():
-        bad = rows[~finite].tolist()
+    bad = rows[~torch.isfinite(latents.flatten(1)).all(1).cpu()].tolist()
+    if bad:
         raise RolloutError(
             f"the rollout engine produced non-finite latents for {len(bad)} images (rows {bad[:8]}); its precision "
             "may be too low for this model: try actor_rollout_ref.rollout.dtype=float32"

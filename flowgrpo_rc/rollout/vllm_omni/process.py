@@ -152,10 +152,8 @@ def engine_environment(device: Any) -> dict[str, str]:
     """The trainer's environment without its process group; with one GPU, the trainer's, if it has one."""
     import torch
 
-    environment = {k: v for k, v in os.environ.items() if k not in _DISTRIBUTED and not k.startswith("TORCHELASTIC_")}
-    for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
-        environment.setdefault(name, "1")
-    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    own = {k: v for k, v in os.environ.items() if k not in _DISTRIBUTED and not k.startswith("TORCHELASTIC_")}
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | own
     limit_spinning(environment)
     if not torch.accelerator.is_available():
         environment.setdefault("VLLM_TARGET_DEVICE", "cpu")

@@ -6,6 +6,7 @@ It holds one ``AsyncOmni`` with one diffusion stage, which vllm-omni runs inside
 
 import asyncio
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -78,7 +79,7 @@ class _Server:
             request_batch_max_wait_ms=100.0,  # for more images, before it draws a batch that is not full
             max_cpu_loras=2,
             custom_pipeline_args={"pipeline_class": f"{here}.pipeline.{pipeline}"},
-            worker_extension_cls=f"{here}.worker.RolloutWorker",
+            worker_extension_cls=f"{here}.lora.RolloutWorker",
             init_timeout=settings.init_timeout,
             stage_init_timeout=settings.init_timeout,
         )
@@ -86,7 +87,7 @@ class _Server:
         """The adapter that is in use."""
         self._adapter = 0
         """Its id in vllm-omni: a number of its own for every push, since vllm-omni keeps the old one of a used id."""
-        self._last_id = 0
+        self._ids = itertools.count(1)
 
     async def prepare(self) -> None:
         """What is left to do after loading."""
@@ -108,8 +109,7 @@ class _Server:
         from flowgrpo_rc.models.lora import AdapterMismatchError
         from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
 
-        self._last_id += 1
-        new = self._last_id
+        new = next(self._ids)
         old = self._adapter
         try:
             await self.omni.add_lora(lora_request(new, push))
