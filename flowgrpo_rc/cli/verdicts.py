@@ -11,6 +11,14 @@ from typing import Any
 Tree = Mapping[str, Any]
 """All settings that were given, dotted key to value."""
 Harmless = Callable[[Any, Tree], bool]
+SECTIONS = {
+    "A": "actor_rollout_ref.actor",
+    "R": "actor_rollout_ref.rollout",
+    "M": "actor_rollout_ref.model",
+    "P": "actor_rollout_ref.rollout.pipeline",
+    "V": "actor_rollout_ref.rollout.val_kwargs",
+}
+"""The sections that a verdict's keys shorten to a letter."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +27,8 @@ class Verdict:
 
     reason: str
     keys: str
-    """Patterns, apart by blanks and lines. On a line ``section: a b`` they are ``section.a`` and ``section.b``.
+    """Patterns, apart by blanks and lines. On a line ``section: a b`` they are ``section.a`` and ``section.b``, and
+    sections may be the letters of ``SECTIONS``.
 
     In a pattern ``*`` stands for text within one part of a key, a leading ``**`` for any parts, and ``a.**`` for ``a``
     and everything below it.
@@ -110,6 +119,7 @@ def rank(pattern: str) -> tuple[int, int]:
 
 def _entries(line: str) -> list[tuple[str, str]]:
     """Patterns of a line, each with the key here that it is moved to, if it is."""
+    line = re.sub(r"(?<![\w.])([ARMPV])(?=[.:])", lambda found: SECTIONS[found[1]], line)
     there, arrow, here = line.strip().partition(" -> ")
     if arrow:
         return [(there, here)]
