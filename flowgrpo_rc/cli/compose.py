@@ -18,7 +18,7 @@ from flowgrpo_rc.checks import fit, show
 from flowgrpo_rc.cli.foreign_keys import find
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
 from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, nearest, nest, schema, sections
-from flowgrpo_rc.cli.translate import CORRECTIONS, override, translate
+from flowgrpo_rc.cli.translate import CORRECTIONS, Translation, override
 from flowgrpo_rc.cli.yaml_files import own_files
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.options.quoting import quote_bands, refuse_unquoted_bands
@@ -72,7 +72,8 @@ def compose(
     except RecursionError as error:
         raise ConfigError("the configuration is nested too deeply; give keys of the schema, key=value") from error
     inside = (f"{key}.{part}" for key, value in overridden.items() if isinstance(value, Mapping) for part in value)
-    translation = translate(leaves, refusals, flatten(defaults, Refusals()), {*overridden, *inside})
+    translation = Translation(leaves, refusals, flatten(defaults, Refusals()), {*overridden, *inside})
+    translation.run()
     gone = [*translation.gone, *_fit_types(leaves, refusals), *_check_correction(leaves, refusals)]
     config = _build(leaves, refusals, gone)
     refusals.raise_if_any()

@@ -9,7 +9,7 @@ import pytest
 
 from flowgrpo_rc.cli.compose import ConfigError, compose
 from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, TABLE, find
-from flowgrpo_rc.cli.schema import known_keys, schema, sections
+from flowgrpo_rc.cli.schema import schema, sections
 from flowgrpo_rc.cli.spellings import ALGORITHMS, OTHER_DEFAULTS, SPELLINGS
 from flowgrpo_rc.cli.translate import override
 from flowgrpo_rc.cli.verdicts import Ignored, Moved, Refused, Renamed
@@ -135,10 +135,10 @@ def test_every_move_leads_to_a_key_that_exists():
 def test_the_table_takes_no_key_of_our_own():
     """A pattern without wildcards that is a key here would never be asked; it is a key that has been added since."""
     patterns = [pattern for verdict in TABLE for pattern in verdict.patterns]
-    assert [pattern for pattern in patterns if pattern in known_keys()] == []
+    assert [pattern for pattern in patterns if pattern in schema()] == []
     assert [pattern for pattern in set(patterns) if patterns.count(pattern) > 1] == []
-    assert set(SPELLINGS) <= set(known_keys())
-    assert set(OTHER_DEFAULTS) <= set(known_keys())
+    assert SPELLINGS.keys() <= schema().keys()
+    assert OTHER_DEFAULTS.keys() <= schema().keys()
 
 
 @pytest.mark.parametrize(
