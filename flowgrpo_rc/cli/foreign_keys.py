@@ -1,20 +1,17 @@
 """The table of ``foreign_keys.yaml``: every key of another trainer that is not a key here, and what becomes of it.
 
-Of the patterns that fit a key the narrowest decides (``verdicts.rank``). Beside the file's entries stand here those
-that depend on the code: keys whose values have spellings of their own.
+The file says how it is read; the conditions and spellings that it names stand here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib import resources
 from typing import Any
 
 from flowgrpo_rc.cli.spellings import AUTOCAST, DTYPES, A, M, R
 from flowgrpo_rc.cli.verdicts import DROP, Deleted, Ignored, Moved, Refused, Renamed, Tree, Verdict, fit, rank
-from flowgrpo_rc.models.config import ALL_LINEAR
 from flowgrpo_rc.models.registry import FAMILIES
 
 LAUNCHER_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes")
@@ -78,90 +75,58 @@ _CONDITIONS = {
     )
 }
 """Whether a value asks for what happens here anyway; the file names them with an ``@``."""
-_KINDS = {"deleted": Deleted, "ignored": Ignored, "moved": Moved, "renamed": Renamed}
-_FLOW_FACTORY = "Flow-Factory's file has another form"
+_SPELLINGS: Mapping[str, tuple[Mapping[Any, Any], bool]] = {
+    "@dtype": (DTYPES, True),
+    "@dtype_or_null": ({**DTYPES, None: "float32"}, True),
+    "@autocast": (AUTOCAST, True),
+    "@unless_null": ({None: DROP}, False),
+}
+"""Spellings of values that the file has by name, and whether other values are refused."""
+_SECTIONS = {"A": "actor", "R": "rollout", "M": "model", "P": "rollout.pipeline", "V": "rollout.val_kwargs"}
+"""What the file shortens, all of it in ``actor_rollout_ref``."""
 
 
-def _entries_of_the_file() -> Iterator[Verdict]:
+def _table() -> Iterator[Verdict]:
+    """The file's verdicts, one for every pattern."""
     import yaml
 
     text = resources.files("flowgrpo_rc.cli").joinpath("foreign_keys.yaml").read_text(encoding="utf-8")
+    text = re.sub(r"(?<![\w.])([ARMPV])(?=[.:])", lambda found: f"actor_rollout_ref.{_SECTIONS[found[1]]}", text)
     for kind, reasons in yaml.safe_load(text).items():
         for reason, lines in reasons.items():
             for line in lines.splitlines():
                 keys, _, values = line.partition(" = ")
-                if kind != "refused":
-                    yield _KINDS[kind](reason, keys)
-                elif values.startswith("@"):
-                    yield Refused(reason, keys, _CONDITIONS[values])
-                else:
-                    yield Refused(reason, keys, tuple(yaml.safe_load(value) for value in values.split()))
+                there, _, here = keys.partition(" -> ")
+                section, colon, names = there.rpartition(": ")
+                for name in names.split():
+                    yield _verdict(kind, f"{section}.{name}" if colon else name, reason, here, values)
+    for name in ("architecture", "config_path"):
+        reason = f"a model's own index says what it is; families: {', '.join(FAMILIES)}"
+        yield Refused(f"{M}.{name}", reason, (None, *FAMILIES))
 
 
-TABLE: tuple[Verdict, ...] = (
-    *_entries_of_the_file(),
-    Refused(
-        f"a model's own index says what it is; families: {', '.join(FAMILIES)}",
-        "M: architecture config_path",
-        (None, *FAMILIES),
-    ),
-    Moved(
-        "precision of the frozen weights",
-        "A.fsdp_config.model_dtype -> M.dtype",
-        {**DTYPES, None: "float32"},
-        True,
-    ),
-    Moved("precision of the frozen weights", "A.veomni_config.model_dtype -> M.dtype", DTYPES, True),
-    Moved(
-        "precision of the actor's forward",
-        """A.fsdp_config.dtype -> trainer.mixed_precision
-        A.fsdp_config.mixed_precision.param_dtype -> trainer.mixed_precision
-        A.veomni_config.mixed_precision_param_dtype -> trainer.mixed_precision""",
-        AUTOCAST,
-        True,
-    ),
-    Moved("autocast", "A.veomni_config.mixed_precision -> trainer.mixed_precision", AUTOCAST, True),
-    Moved("divisor of token losses", "A.loss_scale_factor -> A.diffusion_loss.loss_scale_factor", {None: DROP}),
-    Moved("learning-rate schedule", "A.optim.warmup_style -> A.optim.lr_scheduler_type", {None: DROP}),
-    Moved(
-        "the clip is the loss's",
-        """A.clip_ratio* -> A.diffusion_loss.clip_ratio*
-        A.loss_agg_mode -> A.diffusion_loss.loss_agg_mode""",
-        {None: DROP},
-    ),
-    Moved("the actor scores what was drawn", "M.pipeline.* -> P.*\nM.algo.* -> R.algo.*", {None: DROP}),
-    Renamed("Flow-GRPO's file is Python", "sample.sde_window_size -> R.algo.sde_window_size", {0: None}),
-    Renamed("Flow-GRPO's file is Python", "mixed_precision -> trainer.mixed_precision", {"fp16": "bf16"}),
-    Renamed(_FLOW_FACTORY, "model.target_modules -> M.target_modules", {"default": None, "all": ALL_LINEAR}),
-    Renamed(_FLOW_FACTORY, "log.logging_backend -> trainer.logger", {"none": ["console"]}),
-    Renamed(_FLOW_FACTORY, "log.save_freq -> trainer.save_freq\neval.eval_freq -> trainer.test_freq", {0: -1}),
-    Renamed(_FLOW_FACTORY, "train.ema_decay -> A.ema_decay", {0: None}),
-    Renamed(
-        _FLOW_FACTORY,
-        "scheduler.dynamics_type -> R.algo.sde_type",
-        {"Flow-SDE": "sde", "Dance-SDE": "dance_sde", "CPS": "cps"},
-    ),
-)
+def _verdict(kind: str, pattern: str, reason: str, target: str, values: str) -> Verdict:
+    import yaml
+
+    if kind == "refused":
+        harmless = _CONDITIONS.get(values) or tuple(yaml.safe_load(value) for value in values.split())
+        return Refused(pattern, reason, harmless)
+    if kind in ("moved", "renamed"):
+        spellings, only = _SPELLINGS.get(values) or (yaml.safe_load(values) or {}, False)
+        return {"moved": Moved, "renamed": Renamed}[kind](pattern, reason, target, spellings, only)
+    return {"deleted": Deleted, "ignored": Ignored}[kind](pattern, reason)
+
+
+TABLE = tuple(sorted(_table(), key=lambda verdict: rank(verdict.pattern)))
+"""Every verdict, the one of the narrowest pattern first."""
 
 
 def find(key: str) -> Verdict | None:
-    """What the table says of a key that is none here."""
-    found = _find(key)
-    return None if found is None else found[1]
+    """What the table says of a key that is none here: the verdict of the narrowest pattern that fits."""
+    return next((verdict for verdict in TABLE if fit(verdict.pattern, key)), None)
 
 
 def has_pattern_of_its_own(key: str) -> bool:
     """Whether the table has this very key, not only a section that it lies in."""
-    found = _find(key)
-    return found is not None and "**" not in found[0]
-
-
-def _find(key: str) -> tuple[str, Verdict] | None:
-    """The narrowest pattern that fits, and its verdict."""
-    return next(((pattern, verdict) for pattern, verdict in _ranked() if fit(pattern, key)), None)
-
-
-@cache
-def _ranked() -> list[tuple[str, Verdict]]:
-    rows = [(pattern, verdict) for verdict in TABLE for pattern in verdict.patterns]
-    return sorted(rows, key=lambda row: rank(row[0]))
+    verdict = find(key)
+    return verdict is not None and "**" not in verdict.pattern
