@@ -199,11 +199,12 @@ LOG_CHECK = Check(
 )
 
 
-def advice_beside_a_guard_that_acts(history: History) -> str | None:
-    """The usual advice is for a run that bypasses with a plain clip and has no guard that acts."""
+def advice_on_alarms(history: History) -> str:
+    """More than what the alarm said where the run bypasses with a plain clip and has no guard that acts."""
     plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.setup.clip_sides
     usual = history.clips_at_the_engine and plain and history.correction("guard") != "fallback"
-    return None if usual or history.config is None else "Do what the alarm said."
+    more = ": widen clip_ratio or set it to auto, or set guard=fallback" if usual or history.config is None else ""
+    return f"Do what the alarm said{more}."
 
 
 LEARNING_CHECKS = (
@@ -254,7 +255,6 @@ LEARNING_CHECKS = (
         sde=HealthyRange(high=0.0),
         limits="healthy: quiet, watch: alarms, or fallen back",
         reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
-        advice="Do what the alarm said: widen clip_ratio or set it to auto, or set guard=fallback.",
-        suited=advice_beside_a_guard_that_acts,
+        advice=advice_on_alarms,
     ),
 )
