@@ -6,16 +6,98 @@ The file says how it is read; the conditions and spellings that it names stand h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
-from flowgrpo_rc.cli.spellings import AUTOCAST, DTYPES, A, M, R
-from flowgrpo_rc.cli.verdicts import DROP, Deleted, Ignored, Moved, Refused, Renamed, Tree, Verdict, fit, rank
+from flowgrpo_rc.cli.spellings import AUTOCAST, DROP, DTYPES, A, M, R
 from flowgrpo_rc.models.registry import FAMILIES
 
 LAUNCHER_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 """Held against the numbers of processes and machines that the launcher started."""
+
+
+Tree = Mapping[str, Any]
+"""All settings that were given, dotted key to value."""
+Harmless = Callable[[Any, Tree], bool]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of the keys that fit a pattern, and why; a key goes by the narrowest that fits."""
+
+    pattern: str
+    """See ``foreign_keys.yaml``."""
+    reason: str
+
+
+class Ignored(Verdict):
+    """Cannot change what is learned."""
+
+
+class Deleted(Verdict):
+    """Means nothing here: the key is refused, and the remedy is to delete it."""
+
+
+@dataclass(frozen=True)
+class Refused(Verdict):
+    """Would change what is learned, and nothing here does the same."""
+
+    harmless: tuple[Any, ...] | Harmless
+    """Values that ask for what happens here anyway."""
+
+    def is_harmless(self, value: Any, tree: Tree) -> bool:
+        """Whether this value asks for what happens here anyway."""
+        return self.harmless(value, tree) if callable(self.harmless) else value in self.harmless
+
+
+@dataclass(frozen=True)
+class Moved(Verdict):
+    """Acts through another key."""
+
+    target: str
+    """The key here; a ``*`` in it is what the one in the pattern matched."""
+    values: Mapping[Any, Any]
+    """Spellings of a value that differ; ``DROP`` leaves the key out."""
+    only: bool
+    """Whether values that are not listed are refused."""
+
+    def target_for(self, key: str) -> str:
+        """The key here, for one that fits."""
+        found = fit(self.pattern, key)
+        return self.target.replace("*", found[1]) if found and "*" in self.target else self.target
+
+
+class Renamed(Moved):
+    """Belongs to a program whose configuration has another form; shown as it is written here, never applied."""
+
+
+def fit(pattern: str, key: str) -> re.Match[str] | None:
+    """The match where a pattern fits a key, whose groups are the texts of the pattern's ``*``."""
+    return _regex(pattern).fullmatch(key.removeprefix("config."))  # flow_grpo's flags begin with it
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for i, part in enumerate(pattern.split(".")):
+        if part == "**":
+            parts.append(r"(?:\.[^.]+)*" if i else r"(?:[^.]+\.)*[^.]+")
+        else:
+            parts.append((r"\." if i else "") + re.escape(part).replace(r"\*", r"([^.]*)"))
+    return re.compile("".join(parts))
+
+
+def rank(pattern: str) -> tuple[int, int]:
+    """Sorts patterns so that the one that says most of a key comes first.
+
+    Those without ``*`` come before those with it, and whole sections last, of which the longer are the narrower.
+    """
+    if pattern.endswith(".**"):
+        return 2, -len(pattern)
+    return int("*" in pattern), 0
 
 
 def off(value: Any, tree: Tree) -> bool:

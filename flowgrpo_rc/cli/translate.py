@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo_rc.checks import fit, positive, show
-from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, find
+from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, Deleted, Ignored, Moved, Refused, Renamed, find
 from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
-from flowgrpo_rc.cli.spellings import ALGORITHMS, MAY_DIFFER, OTHER_DEFAULTS, SPELLINGS
-from flowgrpo_rc.cli.verdicts import DROP, Deleted, Ignored, Moved, Refused, Renamed
+from flowgrpo_rc.cli.spellings import ALGORITHMS, DROP, MAY_DIFFER, OTHER_DEFAULTS, SPELLINGS
 from flowgrpo_rc.loss.objectives import DEFAULT
 
 _OPTIM = "actor_rollout_ref.actor.optim"

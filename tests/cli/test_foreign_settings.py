@@ -10,11 +10,10 @@ import yaml
 
 from flowgrpo_rc.cli import foreign_keys
 from flowgrpo_rc.cli.compose import ConfigError, compose
-from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, TABLE, find
+from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, TABLE, Ignored, Moved, Refused, Renamed, find
 from flowgrpo_rc.cli.schema import schema, sections
 from flowgrpo_rc.cli.spellings import ALGORITHMS, OTHER_DEFAULTS, SPELLINGS
 from flowgrpo_rc.cli.translate import override
-from flowgrpo_rc.cli.verdicts import Ignored, Moved, Refused, Renamed
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 TINY = "tiny_qwen_image_ocr"
