@@ -74,7 +74,9 @@ def compose(
     inside = (f"{key}.{part}" for key, value in overridden.items() if isinstance(value, Mapping) for part in value)
     translation = Translation(leaves, refusals, flatten(defaults, Refusals()), {*overridden, *inside})
     translation.run()
-    gone = [*translation.gone, *_fit_types(leaves, refusals), *_check_correction(leaves, refusals)]
+    gone = translation.gone
+    _fit_types(leaves, refusals, gone)
+    _check_correction(leaves, refusals, gone)
     config = _build(leaves, refusals, gone)
     refusals.raise_if_any()
     assert config is not None
@@ -290,9 +292,8 @@ def _resolved(raw: dict[str, Any], defaults: Mapping[str, Any], refusals: Refusa
     return resolve(raw, "")
 
 
-def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
-    """Every value as its field's type; those that cannot be are refused, left out and returned."""
-    gone = []
+def _fit_types(leaves: dict[str, Any], refusals: Refusals, gone: list[str]) -> None:
+    """Every value as its field's type; those that cannot be are refused, left out and added to ``gone``."""
     for key, value in list(leaves.items()):
         try:
             if key in OPEN_SECTIONS and not isinstance(value, Mapping | None):
@@ -302,12 +303,11 @@ def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
             refusals.wrong(str(error))
             del leaves[key]
             gone.append(key)
-    return gone
 
 
-def _check_correction(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
+def _check_correction(leaves: dict[str, Any], refusals: Refusals, gone: list[str]) -> None:
     """The correction's class checks its section, whose name goes before what it refuses; the section is left out then
-    and returned."""
+    and added to ``gone``."""
     section = CORRECTIONS[0]
     given = leaves.get(section)
     try:
@@ -319,8 +319,7 @@ def _check_correction(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
         starts_with_key = re.split(r"\W", message, maxsplit=1)[0] in (given or {})
         refusals.wrong(f"{section}{'.' if starts_with_key else ': '}{message}")
         del leaves[section]
-        return [section]
-    return []
+        gone.append(section)
 
 
 def _build(leaves: Mapping[str, Any], refusals: Refusals, gone: list[str]) -> FlowGRPOConfig | None:

@@ -12,16 +12,15 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+import yaml
+
 from flowgrpo_rc.cli.spellings import AUTOCAST, DROP, DTYPES, A, M, R
 from flowgrpo_rc.models.registry import FAMILIES
 
 LAUNCHER_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 """Held against the numbers of processes and machines that the launcher started."""
-
-
 Tree = Mapping[str, Any]
 """All settings that were given, dotted key to value."""
-Harmless = Callable[[Any, Tree], bool]
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,10 @@ class Verdict:
     pattern: str
     """See ``foreign_keys.yaml``."""
     reason: str
+
+    def match(self, key: str) -> re.Match[str] | None:
+        """The match where the pattern fits a key, whose groups are the texts of the pattern's ``*``."""
+        return _regex(self.pattern).fullmatch(key.removeprefix("config."))  # flow_grpo's flags begin with it
 
 
 class Ignored(Verdict):
@@ -45,7 +48,7 @@ class Deleted(Verdict):
 class Refused(Verdict):
     """Would change what is learned, and nothing here does the same."""
 
-    harmless: tuple[Any, ...] | Harmless
+    harmless: tuple[Any, ...] | Callable[[Any, Tree], bool]
     """Values that ask for what happens here anyway."""
 
     def is_harmless(self, value: Any, tree: Tree) -> bool:
@@ -66,17 +69,12 @@ class Moved(Verdict):
 
     def target_for(self, key: str) -> str:
         """The key here, for one that fits."""
-        found = fit(self.pattern, key)
+        found = self.match(key)
         return self.target.replace("*", found[1]) if found and "*" in self.target else self.target
 
 
 class Renamed(Moved):
     """Belongs to a program whose configuration has another form; shown as it is written here, never applied."""
-
-
-def fit(pattern: str, key: str) -> re.Match[str] | None:
-    """The match where a pattern fits a key, whose groups are the texts of the pattern's ``*``."""
-    return _regex(pattern).fullmatch(key.removeprefix("config."))  # flow_grpo's flags begin with it
 
 
 @cache
@@ -170,8 +168,6 @@ _SECTIONS = {"A": "actor", "R": "rollout", "M": "model", "P": "rollout.pipeline"
 
 def _table() -> Iterator[Verdict]:
     """The file's verdicts, one for every pattern."""
-    import yaml
-
     text = resources.files("flowgrpo_rc.cli").joinpath("foreign_keys.yaml").read_text(encoding="utf-8")
     text = re.sub(r"(?<![\w.])([ARMPV])(?=[.:])", lambda found: f"actor_rollout_ref.{_SECTIONS[found[1]]}", text)
     for kind, reasons in yaml.safe_load(text).items():
@@ -188,8 +184,6 @@ def _table() -> Iterator[Verdict]:
 
 
 def _verdict(kind: str, pattern: str, reason: str, target: str, values: str) -> Verdict:
-    import yaml
-
     if kind == "refused":
         harmless = _CONDITIONS.get(values) or tuple(yaml.safe_load(value) for value in values.split())
         return Refused(pattern, reason, harmless)
@@ -205,7 +199,7 @@ TABLE = tuple(sorted(_table(), key=lambda verdict: rank(verdict.pattern)))
 
 def find(key: str) -> Verdict | None:
     """What the table says of a key that is none here: the verdict of the narrowest pattern that fits."""
-    return next((verdict for verdict in TABLE if fit(verdict.pattern, key)), None)
+    return next((verdict for verdict in TABLE if verdict.match(key)), None)
 
 
 def has_pattern_of_its_own(key: str) -> bool:

@@ -102,12 +102,9 @@ def shared_check(figure: str, **fields: Any) -> Check:
     Healthy up to where the figure costs, a problem from where it is not safe.
     """
     limit = LIMITS[figure]
-    fields = {
-        "sde": HealthyRange(high=limit.costs, problem_high=limit.not_safe),
-        "reason": f"{limit.source}.",
-        **fields,
-    }
-    return Check(advice=lambda history: f"{remedy(figure, history.setup)}.", **fields)
+    limits = HealthyRange(high=limit.costs, problem_high=limit.not_safe)
+    fields = {"reason": f"{limit.source}.", **fields}
+    return Check(sde=limits, advice=lambda history: f"{remedy(figure, history.setup)}.", **fields)
 
 
 GAP_CHECKS = (

@@ -76,9 +76,8 @@ class History:
         highest = itertools.accumulate(trained_at, max)
         self.repeated = [step for step, before in zip(trained_at[1:], highest, strict=False) if step <= before]
         """Training steps that were logged after the same or a later one, as where two runs wrote one log."""
-        order = sorted(range(len(rows)), key=lambda i: steps[i])
-        self.rows = [rows[i] for i in order]
-        self.steps = [steps[i] for i in order]
+        self.rows = [row for _, row in sorted(zip(steps, rows, strict=True), key=lambda pair: pair[0])]
+        self.steps = sorted(steps)
         self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
         self.trained = sorted(set(trained_at))
         """The steps that logged more than a validation."""

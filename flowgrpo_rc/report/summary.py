@@ -1,7 +1,4 @@
-"""What a run shows when it ends: ``summary.png``, the pictures under ``plots/`` and the closing table.
-
-All are drawn from ``panels``, as the page is.
-"""
+"""What a run shows when it ends: ``summary.png``, the pictures under ``plots/`` and the closing table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
