@@ -26,10 +26,9 @@ from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
-BASE_CONFIG = "flowgrpo_trainer"
-
-
 __all__ = ["BASE_CONFIG", "ConfigError", "compose", "to_yaml"]
+
+BASE_CONFIG = "flowgrpo_trainer"
 
 
 class _Override(NamedTuple):

@@ -185,8 +185,7 @@ def _table() -> Iterator[Verdict]:
 
 def _verdict(kind: str, pattern: str, reason: str, target: str, values: str) -> Verdict:
     if kind == "refused":
-        harmless = _CONDITIONS.get(values) or tuple(yaml.safe_load(value) for value in values.split())
-        return Refused(pattern, reason, harmless)
+        return Refused(pattern, reason, _CONDITIONS.get(values) or tuple(map(yaml.safe_load, values.split())))
     if kind in ("moved", "renamed"):
         spellings, only = _SPELLINGS.get(values) or (yaml.safe_load(values) or {}, False)
         return {"moved": Moved, "renamed": Renamed}[kind](pattern, reason, target, spellings, only)

@@ -48,13 +48,11 @@ class ProbeFolder:
             OSError: the disk is full, or the folder is gone; what lay there before is left alone.
         """
         values = result.to_dict()
-        said = []
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".probe-") as name:
             new = Path(name)
             (new / RESULT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
             draw(result, new / PICTURE)
-            if not self._says_the_same(values):
-                said.append(self._keep())
+            said = [] if self._says_the_same(values) else [self._keep()]
             for file in (RESULT, PICTURE):
                 os.replace(new / file, self.root / file)
         return [*said, f"Written: {self.root / RESULT}, {self.root / PICTURE}"]

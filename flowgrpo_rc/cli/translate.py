@@ -23,8 +23,6 @@ CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_
 WRITTEN_THERE = 3
 """So many foreign keys show that settings were written for another trainer, whose defaults are then worth a word."""
 _ALGORITHM = "actor_rollout_ref.model.algorithm"
-
-
 _PLAIN = re.compile(r"[\w/\-+.$%*@?|]+(:[\w/\-+.$%*@?|]+)*", re.ASCII)
 """Text that Hydra reads without quotes; a colon inside needs none: http://host:8000."""
 
@@ -96,10 +94,10 @@ class Translation:
     def _foreign_key(self, key: str, given: Mapping[str, Any]) -> None:
         value = self.leaves.pop(key)
         setting = override(key, value)
-        if key in LAUNCHER_KEYS:
-            return self._launcher(key, value)
         verdict = find(key)
-        if isinstance(verdict, Renamed):
+        if key in LAUNCHER_KEYS:
+            self._launcher(key, value)
+        elif isinstance(verdict, Renamed):
             value = verdict.values.get(value, value) if _hashable(value) else value
             self.refusals.instead(setting, override(verdict.target_for(key), value), verdict.reason)
         elif isinstance(verdict, Moved):
@@ -112,7 +110,6 @@ class Translation:
             self.refusals.delete(key, verdict.reason)
         else:
             self.refusals.unknown(key, nearest(key))
-        return None
 
     def _move(self, key: str, value: Any, verdict: Moved) -> None:
         target = verdict.target_for(key)
@@ -162,18 +159,17 @@ class Translation:
 
     def _algorithm(self) -> None:
         """verl-omni names an algorithm; here it is made up of an objective and of how windows are placed."""
-        leaves = self.leaves
-        name = leaves.get(_ALGORITHM, DEFAULT)
+        name = self.leaves.get(_ALGORITHM, DEFAULT)
         if not _hashable(name) or name not in ALGORITHMS:
             names = ", ".join(ALGORITHMS)
-            leaves.pop(_ALGORITHM)
+            self.leaves.pop(_ALGORITHM)
             self.refusals.cannot(override(_ALGORITHM, name), f"this algorithm is not implemented; there are {names}")
             return
         if name == DEFAULT:
             return
-        leaves[_ALGORITHM] = DEFAULT
+        self.leaves[_ALGORITHM] = DEFAULT
         for key, value in ALGORITHMS[name].items():
-            present = leaves.get(key, value)
+            present = self.leaves.get(key, value)
             if present != value and self._first_wins(_ALGORITHM, key):
                 present = value
             elif present != value and key not in MAY_DIFFER and not self._first_wins(key, _ALGORITHM):
@@ -182,8 +178,8 @@ class Translation:
                     f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave "
                     "one out"
                 )
-            leaves[key] = present
-        made_of = " ".join(f"{key}={show(leaves[key]).strip(chr(39))}" for key in ALGORITHMS[name])
+            self.leaves[key] = present
+        made_of = " ".join(f"{key}={show(self.leaves[key]).strip(chr(39))}" for key in ALGORITHMS[name])
         self.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
 
     def _shared_correction(self) -> None:
@@ -228,7 +224,9 @@ class Translation:
 
     def _spelling(self, key: str, spellings: Mapping[Any, Any], meaning: str) -> None:
         value = self.leaves[key]
-        if not _hashable(value) or value not in spellings or (type(value) is bool and not _lists_bool(spellings)):
+        # True equals 1 and False 0, so a table of numbers would take them.
+        takes = not isinstance(value, bool) or any(isinstance(name, bool) for name in spellings)
+        if not takes or not _hashable(value) or value not in spellings:
             return
         here = spellings[value]
         if here is DROP:
@@ -262,11 +260,6 @@ def _started() -> tuple[int, int] | None:
 def _respelled(key: str, value: Any) -> Any:
     spellings = SPELLINGS.get(key, ({}, ""))[0]
     return spellings.get(value, value) if _hashable(value) else value
-
-
-def _lists_bool(spellings: Mapping[Any, Any]) -> bool:
-    """``True`` equals 1 and ``False`` 0, so a table of numbers would take them."""
-    return any(isinstance(name, bool) for name in spellings)
 
 
 def _hashable(value: Any) -> bool:

@@ -29,8 +29,6 @@ WEIGHTS_ONLY_DIAGNOSE = (
 """In place of a check's own advice, which would change what no update sees."""
 AS_SDE = HealthyRange()
 """Stands for the limits of SDE steps."""
-Advice = str | Callable[[History], str]
-"""What to do, or what tells it for the run as it is set up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +48,18 @@ class Check:
     """The limits in words, where their numbers are only a code."""
     of_densities: bool = False
     """Whether the limits take a log ratio for one of densities: that of ``cps`` leaves out ``1/(2 std^2)``."""
-    advice: Advice
+    advice: str | Callable[[History], str]
+    """What to do, or what tells it for the run as it is set up."""
     of_weights: bool = False
     """Whether it judges importance weights. Where they only diagnose, no value of theirs is a problem by itself."""
 
+    def __post_init__(self) -> None:
+        if self.tokens is AS_SDE:
+            object.__setattr__(self, "tokens", self.sde)
+
     def limits_for(self, history: History) -> HealthyRange | None:
         """Those of the run's kind of log-prob."""
-        return self.sde if history.sde or self.tokens is AS_SDE else self.tokens
+        return self.sde if history.sde else self.tokens
 
     def advice_for(self, history: History) -> str:
         """The advice that suits the run."""

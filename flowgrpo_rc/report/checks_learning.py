@@ -136,20 +136,16 @@ def guard_alarms(history: History) -> Measurement | None:
     alarms = history.recent("guard/alarms")
     if alarms is None:
         return None
-    causes = [name for name in GUARDED if _is_raised(history.recent(f"guard/alarm_{name}"))]
+    causes = [name for name in GUARDED if history.is_raised(f"guard/alarm_{name}")]
     over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
     setup = replace(history.setup, fallen_back=False)  # of the mode where it was caused
     advice = " ".join(dict.fromkeys(f"{remedy(name, setup)}." for name in causes)) or None
     metric = "guard/fallback" if history.fallen_back else "guard/alarms"
-    state = "raises alarms" if _is_raised(alarms) else "is quiet"
+    state = "raises alarms" if history.is_raised("guard/alarms") else "is quiet"
     if history.fallen_back:
         state = "has the run in decoupled mode"
     says = f"the guard {state} at step {alarms.steps[-1]}{over}"
     return Measurement(float(state != "is quiet"), metric, alarms.span, says, advice)
-
-
-def _is_raised(alarm: Series | None) -> bool:
-    return alarm is not None and alarm.values[-1] > 0
 
 
 def not_finite(history: History) -> Measurement | None:

@@ -116,6 +116,11 @@ class History:
         series = self.series(*names)
         return None if series is None else self.now(series)
 
+    def is_raised(self, name: str) -> bool:
+        """Whether a metric that is 0 while all is well, as the guard's are, is above it now."""
+        series = self.recent(name)
+        return series is not None and series.values[-1] > 0
+
     def by_timestep(self) -> dict[str, dict[float, Series]]:
         """``recent`` as ``{metric: {timestep: series}}`` of all that ``TIMESTEP`` matches; noisy timesteps first."""
         found: dict[str, dict[float, Series]] = {}
@@ -155,8 +160,7 @@ class History:
     @property
     def fallen_back(self) -> bool:
         """Whether the guard has the run in decoupled mode now."""
-        fled = self.recent("guard/fallback")
-        return fled is not None and fled.values[-1] > 0
+        return self.is_raised("guard/fallback")
 
     @property
     def bypasses(self) -> bool:
