@@ -5,13 +5,12 @@ message, which names the newest older checkpoint that is whole.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flowgrpo_rc.models.lora import AdapterMismatchError, read_lora, save_lora
 from flowgrpo_rc.trainer.checkpoint import (
@@ -42,7 +41,7 @@ def save_run(run: Run, store: CheckpointStore, step: int) -> None:
     tensors |= {name: part.state_dict() for name, part in _gap_parts(run).items()}
     store.save(
         step,
-        {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": vars(run.fingerprint)},
+        {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": run.fingerprint},
         tensors,
         lambda folder: save_lora(run.model, actor.transformer, folder),
     )
@@ -150,11 +149,10 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> tuple[dic
 
 def _where_to_go_on(run: Run, store: CheckpointStore, damaged: Path, error: Exception) -> str:
     """The end of the message about a checkpoint that cannot be continued from: where to go on instead."""
-    damaged_step = step_of(damaged)
-    for folder in reversed(CheckpointStore(damaged.parent, None).complete()):
-        step = step_of(folder)
-        if folder == damaged or step is None or (damaged_step is not None and step >= damaged_step):
-            continue
+    whole = CheckpointStore(damaged.parent, None).complete()
+    step = step_of(damaged)
+    older = [folder for folder in whole if folder != damaged and (step is None or (step_of(folder) or 0) < step)]
+    for folder in reversed(older):
         try:
             read_checkpoint(run, store, folder)
         except (CheckpointError, ValueError):
@@ -170,10 +168,9 @@ def _where_to_go_on(run: Run, store: CheckpointStore, damaged: Path, error: Exce
 
 def _check_sampler(run: Run, state: dict[str, Any], file: CheckpointFile) -> None:
     """The run's own sampler takes the saved position, and had given a batch for every step there."""
-    saved = file.entry(state, "sampler", dict)
-    for name, own in run.sampler.state_dict().items():
-        file.entry(saved, name, type(own), "sampler")
     sampler = copy.copy(run.sampler)
+    file.check(state, {"sampler": sampler.state_dict()})
+    saved = state["sampler"]
     try:
         sampler.load_state_dict(saved)
     except ValueError as error:
@@ -185,50 +182,46 @@ def _check_sampler(run: Run, state: dict[str, Any], file: CheckpointFile) -> Non
 
 def _check_optimizer(run: Run, tensors: dict[str, Any], file: CheckpointFile) -> None:
     """Moments of the right shapes for every weight, as many steps as the schedule has taken, all finite."""
-    optimizer = file.entry(tensors, "optimizer", dict)
-    groups = file.entry(optimizer, "param_groups", list, "optimizer")
-    moments = file.entry(optimizer, "state", dict, "optimizer")
-    schedule = file.entry(tensors, "lr_scheduler", dict)
-    taken = file.entry(schedule, "last_epoch", int, "lr_scheduler")
-    shapes = [tuple(parameter.shape) for parameter in _trained(run)]
-    indices = list(range(len(shapes)))
-    if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("params") != indices:
-        raise file.damaged(f"optimizer.param_groups is not one group of {len(shapes)}")
+    file.check(tensors, {"optimizer": {"param_groups": [], "state": {}}, "lr_scheduler": {"last_epoch": 0}})
+    groups = tensors["optimizer"]["param_groups"]
+    moments = tensors["optimizer"]["state"]
+    taken = tensors["lr_scheduler"]["last_epoch"]
+    weights = dict(enumerate(_trained(run)))
+    if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("params") != list(weights):
+        raise file.damaged(f"optimizer.param_groups is not one group of {len(weights)}")
     if taken < 0:
         raise file.damaged(f"lr_scheduler.last_epoch is {taken}")
-    if set(moments) != set(indices if taken else ()):  # AdamW makes its moments at the first step
-        raise file.damaged(f"optimizer.state holds {len(moments)} of {len(shapes)} weights after {taken} steps")
-    for index in moments:
-        where = f"optimizer.state.{index}"
-        own = file.entry(moments, index, dict, "optimizer.state")
-        for moment in ("exp_avg", "exp_avg_sq"):  # what AdamW keeps of every weight
-            _check_tensor(own.get(moment), shapes[index], file, f"{where}.{moment}")
-        _check_tensor(own.get("step"), (), file, f"{where}.step")
+    if set(moments) != set(weights if taken else ()):  # AdamW makes its moments at the first step
+        raise file.damaged(f"optimizer.state holds {len(moments)} of {len(weights)} weights after {taken} steps")
+    # What AdamW keeps of every weight.
+    kept = {i: {"exp_avg": weights[i], "exp_avg_sq": weights[i], "step": torch.tensor(0)} for i in moments}
+    file.check(moments, kept, "optimizer.state")
+    for index, own in moments.items():
         if float(own["step"]) != taken or bool((own["exp_avg_sq"] < 0).any()):
             raise file.damaged(
-                f"{where} has taken {float(own['step']):g} steps and its schedule {taken}, or a second moment is "
-                "negative"
+                f"optimizer.state.{index} has taken {float(own['step']):g} steps and its schedule {taken}, or a second "
+                "moment is negative"
             )
 
 
-def _trained(run: Run) -> list[torch.nn.Parameter]:
+def _trained(run: Run) -> list[Any]:
     """The weights that the optimizer moves."""
-    return run.actor.optimizer.param_groups[0]["params"]
+    return [parameter.detach() for parameter in run.actor.optimizer.param_groups[0]["params"]]
 
 
 def _check_average(run: Run, saved: dict[str, Any], file: CheckpointFile) -> None:
     from diffusers.training_utils import EMAModel
 
-    parameters = _trained(run)
+    weights = _trained(run)
     try:
-        EMAModel(parameters, decay=0.5).load_state_dict(saved | {"decay": 0.5})
+        EMAModel(weights, decay=0.5).load_state_dict(saved | {"decay": 0.5})
     except Exception as error:
         raise file.damaged(f"average: {error}") from error
     shadows = file.entry(saved, "shadow_params", list, "average")
-    if len(shadows) != len(parameters):
-        raise file.damaged(f"average.shadow_params has {len(shadows)} of {len(parameters)} weights")
-    for index, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
-        _check_tensor(shadow, tuple(parameter.shape), file, f"average.shadow_params.{index}")
+    if len(shadows) != len(weights):
+        raise file.damaged(f"average.shadow_params has {len(shadows)} of {len(weights)} weights")
+    for index, (shadow, weight) in enumerate(zip(shadows, weights, strict=True)):
+        file.check_tensor(shadow, weight, f"average.shadow_params.{index}")
 
 
 def _check_gap_part(part: Any, name: str, state: dict[str, Any], file: CheckpointFile) -> None:
@@ -240,33 +233,16 @@ def _check_gap_part(part: Any, name: str, state: dict[str, Any], file: Checkpoin
             f"{file.path.parent}: its state of {name} is of another version (KeyError: {missing[0]!r}), or "
             f"{file.path.name} is damaged"
         )
-    _check_types(own, state, file, name)
-    for key, numbers in state["values"].items() if "values" in own else ():
-        listed = isinstance(key, float) and isinstance(numbers, Sequence) and not isinstance(numbers, str)
+    for key, example in own.items():
+        found = file.entry(state, key, type(example), name)
+        if isinstance(example, dict):
+            # Which counters and timesteps there are depends on the version and the run: what both have is compared.
+            file.check(found, {entry: example[entry] for entry in example.keys() & found.keys()}, f"{name}.{key}")
+    for timestep, numbers in state["values"].items() if "values" in own else ():
+        listed = isinstance(timestep, float) and isinstance(numbers, list | tuple)
         if not listed or not all(isinstance(number, float) and isfinite(number) for number in numbers):
-            raise file.damaged(f"{name}.values.{key} is not a list of finite numbers")
+            raise file.damaged(f"{name}.values.{timestep} is not a list of finite numbers")
     if "of" in own and [type(value) for value in state["of"]] != [str, int]:
         raise file.damaged(f"{name}.of is {state['of']!r}")
     if not all(isinstance(cause, str) for cause in state.get("causes", ())):
         raise file.damaged(f"{name}.causes is {state['causes']!r}")
-
-
-def _check_types(own: Mapping[str, Any], saved: Any, file: CheckpointFile, where: str) -> None:
-    """Entries that both have are of one type, all the way down."""
-    for key, value in own.items():
-        if key in saved:
-            found = file.entry(saved, key, type(value), where)
-            if isinstance(value, Mapping):
-                _check_types(value, found, file, f"{where}.{key}")
-
-
-def _check_tensor(value: Any, shape: tuple[int, ...], file: CheckpointFile, where: str) -> None:
-    """A dense tensor of this shape that holds every one of its values, all of them finite floats."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise file.damaged(f"{where} is {found}, not a tensor of shape {shape}")
-    # An expanded tensor repeats a few values, and optimizers write into every one.
-    if value.layout is not torch.strided or value.untyped_storage().nbytes() < value.numel() * value.element_size():
-        raise file.damaged(f"{where} does not hold every one of its values")
-    if not value.is_floating_point() or not bool(value.float().isfinite().all()):
-        raise file.damaged(f"{where} holds values that are NaN, infinite or no floats")

@@ -41,7 +41,7 @@ from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
 from flowgrpo_rc.trainer.samples import save_grid
-from flowgrpo_rc.trainer.setup import Run, build_run
+from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import validate
 
@@ -54,7 +54,7 @@ class FlowGRPOTrainer:
 
     Raises:
         RunFolderInUseError: another run writes the run folder; raised before anything is loaded or changed.
-        ValueError, FileNotFoundError, ImportError: see ``build_run``; raised before the model is loaded where
+        ValueError, FileNotFoundError, ImportError: see ``Run``; raised before the model is loaded where
             that is possible.
         CheckpointError: the checkpoint to resume from is damaged or of another model; nothing was changed.
     """
@@ -67,7 +67,7 @@ class FlowGRPOTrainer:
                 trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
             )
             refused.callback(self.folder.abandon)
-            self.run: Run = build_run(config, str(self.folder.root))
+            self.run = Run(config, str(self.folder.root))
             refused.callback(self.run.engine.close)
             self._set_up()
             refused.pop_all()

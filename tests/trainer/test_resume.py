@@ -126,7 +126,10 @@ DAMAGE = {
         edit_tensors(lambda t: t["optimizer"]["state"][0].update(exp_avg=torch.zeros(3))),
         r"optimizer.state.0.exp_avg is \(3,\), not a tensor of shape",
     ),
-    "moment missing": (edit_tensors(lambda t: t["optimizer"]["state"][1].pop("exp_avg_sq")), "state.1.exp_avg_sq is N"),
+    "moment missing": (
+        edit_tensors(lambda t: t["optimizer"]["state"][1].pop("exp_avg_sq")),
+        "1.exp_avg_sq is missing",
+    ),
     "moment NaN": (
         edit_tensors(lambda t: t["optimizer"]["state"][0]["exp_avg"].fill_(torch.nan)),
         "optimizer.state.0.exp_avg holds values that are NaN",
