@@ -5,12 +5,16 @@ message, which names the newest older checkpoint that is whole.
 """
 
 import copy
+import random
 from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from flowgrpo_rc.models.lora import AdapterMismatchError, read_lora, save_lora
 from flowgrpo_rc.trainer.checkpoint import (
@@ -23,7 +27,6 @@ from flowgrpo_rc.trainer.checkpoint import (
     step_of,
 )
 from flowgrpo_rc.trainer.config import TrainerConfig
-from flowgrpo_rc.trainer.random_states import check_random_states, random_states, restore_random_states
 from flowgrpo_rc.trainer.setup import Run
 
 
@@ -137,7 +140,7 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> tuple[dic
     file = CheckpointFile(folder / TENSOR_FILE)
     with file.reading():  # tensors of rare kinds refuse to be looked at
         _check_optimizer(run, tensors, file)
-        check_random_states(file.entry(tensors, "random", dict), file)
+        _check_random(file.entry(tensors, "random", dict), file)
         if run.actor.average is not None and "average" in tensors:
             _check_average(run, file.entry(tensors, "average", dict), file)
         for name, part in _gap_parts(run).items():
@@ -246,3 +249,50 @@ def _check_gap_part(part: Any, name: str, state: dict[str, Any], file: Checkpoin
         raise file.damaged(f"{name}.of is {state['of']!r}")
     if not all(isinstance(cause, str) for cause in state.get("causes", ())):
         raise file.damaged(f"{name}.causes is {state['causes']!r}")
+
+
+def random_states() -> dict[str, Any]:
+    """States of the global random generators, for reward functions that draw from them; of types that
+    ``torch.load(weights_only=True)`` takes."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Undo ``random_states``."""
+    random.setstate(states["python"])
+    _set_numpy(np.random, states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _check_random(saved: dict[str, Any], file: CheckpointFile) -> None:
+    """Generators made here take the states; the global ones stay as they are."""
+    attempts: dict[str, Callable[[Any], object]] = {
+        "python": random.Random().setstate,
+        "numpy": partial(_set_numpy, np.random.RandomState()),
+        "torch": torch.Generator().set_state,
+    }
+    for name, set_state in attempts.items():
+        if name not in saved:
+            raise file.damaged(f"random.{name} is missing")
+        try:
+            set_state(saved[name])
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise file.damaged(f"random.{name} is no state of a generator ({why})") from error
+    if "cuda" in saved and not (isinstance(saved["cuda"], Tensor) and saved["cuda"].dtype == torch.uint8):
+        raise file.damaged("random.cuda is no state of a generator")
+
+
+def _set_numpy(generator: Any, state: Any) -> None:
+    kind, keys, position, has_gauss, cached = state
+    generator.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))

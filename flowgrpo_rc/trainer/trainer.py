@@ -40,10 +40,9 @@ from flowgrpo_rc.trainer.console import surviving_console, write_at_once
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
-from flowgrpo_rc.trainer.samples import save_grid
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
-from flowgrpo_rc.trainer.validation import validate
+from flowgrpo_rc.trainer.validation import save_grid, validate
 
 
 class FlowGRPOTrainer:

@@ -14,7 +14,7 @@ from flowgrpo_rc.trainer.checkpoint import (
     CheckpointStore,
     DamagedCheckpointError,
 )
-from flowgrpo_rc.trainer.random_states import random_states, restore_random_states
+from flowgrpo_rc.trainer.resume import random_states, restore_random_states
 
 
 def fingerprint(pipeline, transformer, lora):
