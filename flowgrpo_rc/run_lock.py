@@ -97,7 +97,7 @@ class RunLock:
 
     def _acquire(self) -> None:
         for _ in range(_TRIES):
-            self._make_folder(self.path.parent)
+            self._make_folder()
             try:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
             except FileNotFoundError:  # the folder was removed by a start that was refused
@@ -148,11 +148,11 @@ class RunLock:
         except FileNotFoundError:
             return False
 
-    def _make_folder(self, folder: Path) -> None:
+    def _make_folder(self) -> None:
         """Make the folder and its parents where they are missing, and note which were made here."""
-        if not folder.is_dir():
-            if folder.parent != folder:
-                self._make_folder(folder.parent)
+        for folder in reversed(self.path.parents):
+            if folder.is_dir():
+                continue
             with suppress(FileExistsError):
                 folder.mkdir()
                 self._made.append(folder)

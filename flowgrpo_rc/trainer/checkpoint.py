@@ -205,9 +205,8 @@ class CheckpointStore:
         """
         final = self.root / f"step_{step}"
         try:
-            for ending in (WRITING, _REMOVING):  # what a kill left half-written or half-removed
-                for stale in self.root.glob(f".*{ending}"):
-                    shutil.rmtree(stale, ignore_errors=True)
+            for stale in (*self.root.glob(f".*{WRITING}"), *self.root.glob(f".*{_REMOVING}")):  # a kill left them
+                shutil.rmtree(stale, ignore_errors=True)
             with temporary_folder(final) as temporary:
                 write_lora(temporary)
                 digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
@@ -282,17 +281,17 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise self._pointer_error(one_line(error, 300)) from error
-        if name and not _FOLDER.fullmatch(name):
-            raise self._pointer_error(f"it says {name!r}")
-        return name or None
-
-    def _pointer_error(self, why: str) -> CheckpointError:
+            why = one_line(error, 300)
+        else:
+            if not name or _FOLDER.fullmatch(name):
+                return name or None
+            why = f"it says {name!r}"
         newest = self.newest_complete()
-        there = f"go on from the newest complete checkpoint, {newest}"
-        found = "begin at step 0 (there is no complete checkpoint)" if newest is None else there
-        return CheckpointError(
-            f"{self._pointer} names no checkpoint ({why}); write step_N into it, or remove it to {found}"
+        follows = f"go on from the newest complete checkpoint, {newest}"
+        if newest is None:
+            follows = "begin at step 0 (there is no complete checkpoint)"
+        raise CheckpointError(
+            f"{self._pointer} names no checkpoint ({why}); write step_N into it, or remove it to {follows}"
         )
 
     def _folder_aside(self, number: int | None = None) -> Path:

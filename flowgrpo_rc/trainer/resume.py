@@ -106,12 +106,7 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
         raise CheckpointError(f"{error}{_where_to_go_on(run, store, source, error)}") from error
     actor = run.actor
     actor.load_adapter(source)
-    # The moments and the position in the schedule; every option is this run's own.
-    taken = tensors["lr_scheduler"]["last_epoch"]
-    actor.load_optimizer(
-        {**actor.optimizer.state_dict(), "state": tensors["optimizer"]["state"]},
-        {**actor.lr_scheduler.state_dict(), "last_epoch": taken, "_step_count": taken + 1},
-    )
+    actor.load_optimizer(tensors["optimizer"]["state"], tensors["lr_scheduler"]["last_epoch"])
     actor.load_average(tensors.get("average"))
     for name, part in _gap_parts(run).items():
         if name in tensors:

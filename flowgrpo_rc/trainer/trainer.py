@@ -184,10 +184,10 @@ class FlowGRPOTrainer:
         algo = self.config.actor_rollout_ref.rollout.algo
         if algo.sample_strategy == "progressive":
             return [progressive_window_start(self.window, self.step, algo.iters_per_group)] * len(groups)
-        if algo.sde_window_seed is not None:
-            shared = draw_window_start(self.window, generator_for(algo.sde_window_seed, WINDOW, self.step, 0))
-            return [shared] * len(groups)
         seed = self.config.rollout_seed
+        if algo.sde_window_seed is not None:  # one place for all groups
+            seed = algo.sde_window_seed
+            groups = [0] * len(groups)
         return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
 
     def _reward(
