@@ -10,7 +10,7 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 from flowgrpo_rc.messages import reason
@@ -138,23 +138,18 @@ def surviving_console() -> Iterator[tuple[SurvivingStream, SurvivingStream]]:
         yield _active[0], _active[1]
         return
     _fill_standard_descriptors()
-    stdout = sys.stdout
-    stderr = sys.stderr
-    out = SurvivingStream(stdout, "standard output")
-    err = SurvivingStream(stderr, "standard error")
+    out = SurvivingStream(sys.stdout, "standard output")
+    err = SurvivingStream(sys.stderr, "standard error")
     out.other = err
     err.other = out
     _active.extend((out, err))
-    sys.stdout = out  # type: ignore[assignment]
-    sys.stderr = err  # type: ignore[assignment]
     try:
-        yield out, err
+        with redirect_stdout(out), redirect_stderr(err):  # type: ignore[type-var]
+            yield out, err
     finally:
-        for stream in (out, err):
-            stream.settle()
+        out.settle()
+        err.settle()
         _active.clear()
-        sys.stdout = stdout
-        sys.stderr = stderr
 
 
 def hurry() -> None:

@@ -145,8 +145,7 @@ def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) 
 
 
 def _check_trackers(names: list[str]) -> None:
-    packages = [LOGGERS[name] for name in names]
-    missing = [package for package in packages if package and importlib.util.find_spec(package) is None]
+    missing = [package for name in names if (package := LOGGERS[name]) and importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(
             f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "

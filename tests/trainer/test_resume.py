@@ -249,7 +249,6 @@ def test_a_damaged_checkpoint_leaves_the_run_folder_as_it_was(small_config):
     ("path", "message"),
     [
         ("nowhere", r"there is no .*nowhere; give a checkpoints/step_N folder"),
-        ("a\0b", "holds a NUL character"),
         ("checkpoints", r"checkpoints holds no trainer_state.json.*; near it are .*step_1, .*step_2, .*step_3"),
         (".", r"holds no trainer_state.json.*; near it are .*step_1"),
         ("checkpoints/latest", r"latest holds no trainer_state.json.*near it are .*step_3"),
