@@ -119,7 +119,7 @@ class RunLock:
         if fcntl is None:
             self.problem = "this system has no flock"
             return
-        for last_try in (False, True):
+        for _ in range(2):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
@@ -127,8 +127,7 @@ class RunLock:
                 if error.errno not in _HELD_BY_ANOTHER:
                     self.problem = reason(error)
                     return
-            if not last_try:
-                gc.collect()  # an earlier run of this process that nobody refers to any more may still hold it
+            gc.collect()  # an earlier run of this process that nobody refers to any more may still hold it
         raise RunFolderInUseError(
             f"run folder {self.path.parent} is in use by {_holder(descriptor)}; two runs in one folder would mix. Wait "
             "for that one or end it, or give this run a folder of its own: trainer.default_local_dir=... or "

@@ -333,7 +333,6 @@ def _is_write_failure(error: BaseException) -> bool:
 def _is_full(folder: Path, error: BaseException) -> bool:
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
         return True
-    try:
+    with suppress(OSError):
         return shutil.disk_usage(folder).free < 1 << 20
-    except OSError:
-        return False
+    return False

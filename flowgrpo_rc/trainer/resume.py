@@ -34,18 +34,12 @@ def save_run(run: Run, store: CheckpointStore, step: int) -> None:
     """Write ``step_N``: the adapter and its average if there is one, optimizer, schedule, random states, what was
     learned of the gap, and the position in the data."""
     actor = run.actor
-    tensors = {
-        "optimizer": actor.optimizer.state_dict(),
-        "lr_scheduler": actor.lr_scheduler.state_dict(),
-        "random": random_states(),
-    }
-    if actor.average is not None:
-        tensors["average"] = actor.average.state_dict()
-    tensors |= {name: part.state_dict() for name, part in _gap_parts(run).items()}
+    parts = {"optimizer": actor.optimizer, "lr_scheduler": actor.lr_scheduler, "average": actor.average}
+    tensors = {name: part.state_dict() for name, part in (parts | _gap_parts(run)).items() if part is not None}
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": run.fingerprint},
-        tensors,
+        {**tensors, "random": random_states()},
         lambda folder: save_lora(run.model, actor.transformer, folder),
     )
 
