@@ -142,10 +142,8 @@ class CheckpointStore:
         self._pointer = root / "latest"
 
     def latest(self, say: Callable[[str], object] = lambda _text: None) -> Path | None:
-        """The checkpoint that ``latest`` names; where it names none that is complete, the newest complete one.
-
-        Args:
-            say: told where ``latest`` names a checkpoint that is not complete.
+        """The checkpoint that ``latest`` names; where it names one that is not complete, ``say`` is told so, and it is
+        the newest complete one.
 
         Raises:
             CheckpointError: ``latest`` cannot be read.

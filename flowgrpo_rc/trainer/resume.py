@@ -53,12 +53,8 @@ def _gap_parts(run: Run) -> dict[str, Any]:
 def checkpoint_to_resume(
     trainer: TrainerConfig, store: CheckpointStore, say: Callable[[str], None] = lambda _text: None
 ) -> Path | None:
-    """The checkpoint that ``resume_mode`` names; ``None``: start afresh.
-
-    Args:
-        trainer: the section of the configuration.
-        store: the run's own checkpoints.
-        say: told when ``latest`` names a checkpoint that is not there.
+    """The checkpoint that ``resume_mode`` names; ``None``: start afresh. ``say`` is told when ``latest`` names one that
+    is not there.
 
     Raises:
         CheckpointError: ``latest`` or ``resume_from_path`` names no checkpoint.
@@ -200,14 +196,10 @@ def _trained(run: Run) -> list[Any]:
 
 
 def _check_average(run: Run, saved: dict[str, Any], file: CheckpointFile) -> None:
-    from diffusers.training_utils import EMAModel
-
+    """Settings and counters of the run's own types, and a shadow of every weight."""
+    file.check(saved, run.actor.average.state_dict(), "average")
     weights = _trained(run)
-    try:
-        EMAModel(weights, decay=0.5).load_state_dict(saved | {"decay": 0.5})
-    except Exception as error:
-        raise file.damaged(f"average: {error}") from error
-    shadows = file.entry(saved, "shadow_params", list, "average")
+    shadows = saved["shadow_params"]
     if len(shadows) != len(weights):
         raise file.damaged(f"average.shadow_params has {len(shadows)} of {len(weights)} weights")
     for index, (shadow, weight) in enumerate(zip(shadows, weights, strict=True)):

@@ -29,10 +29,7 @@ from flowgrpo_rc.trainer.fingerprint import fingerprint
 
 class Run:
     """The parts of a run. Data, rewards, processes and the model's index are checked before the model is loaded.
-
-    Args:
-        config: the validated configuration.
-        project_dir: where trackers write.
+    Trackers write to ``project_dir``.
 
     Raises:
         ValueError: the configuration does not fit the data, the processes or the model; names the field.
@@ -114,7 +111,6 @@ class Run:
                 warnings.warn(cut, stacklevel=2)
         self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device)
         torch.manual_seed(self.config.trainer.seed)
-        mini_batches = self.config.data.train_batch_size // parts.actor.ppo_mini_batch_size
         self.actor = DiffusionActor(
             self.model,
             parts.actor,
@@ -122,7 +118,7 @@ class Run:
             self.accelerator,
             sde_type=parts.rollout.algo.sde_type,
             noise_level=parts.rollout.algo.noise_level,
-            total_optimizer_steps=self.total_steps * mini_batches * parts.actor.ppo_epochs,
+            total_optimizer_steps=self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs,
             score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
         )
         if parts.model.lora_adapter_path:

@@ -236,9 +236,7 @@ class FlowGRPOTrainer:
             if self.run.clip_bands is not None:
                 batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
             return OldPolicy.of_rollout(batch)
-        start = 0
-        if self.config.first_mini_batch_is_free:
-            start = len(batch) // self._mini_batch_count
+        start = len(batch) // self.config.mini_batches if self.config.first_mini_batch_is_free else 0
         return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
 
     def _correct(self, batch: TensorDict, old: OldPolicy | None) -> tuple[OldPolicy | None, MetricAccumulator]:
@@ -259,14 +257,10 @@ class FlowGRPOTrainer:
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
-    @property
-    def _mini_batch_count(self) -> int:
-        return self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-
     def _mini_batches(self, size: int, old: OldPolicy | None) -> list[MiniBatch]:
         """The rows of each optimizer step, with their old policy where they have been scored."""
         start = size - (0 if old is None else len(old))
-        parts = torch.arange(size).chunk(self._mini_batch_count)
+        parts = torch.arange(size).chunk(self.config.mini_batches)
         return [MiniBatch(rows, None if old is None or rows[0] < start else old.rows(rows - start)) for rows in parts]
 
     # ------------------------------------------------------------------ the run

@@ -24,7 +24,9 @@ TITLE = 26
 GAP = 8
 
 Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
+"""Embeds prompts for a pipeline's settings."""
 Generate = Callable[[RolloutRequest], Trajectories]
+"""Samples and proves that it did what was asked."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,6 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
 
     Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
     alone. The images are dealt out over the processes.
-
-    Args:
-        run: the parts of the run.
-        conditioning: embeds prompts for a pipeline's settings.
-        generate: samples and proves that it did what was asked.
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.

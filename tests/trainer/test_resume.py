@@ -169,7 +169,10 @@ DAMAGE = {
     "average a list": (edit_tensors(lambda t: t.update(average=[])), "average is a list"),
     "average short": (edit_tensors(lambda t: t["average"]["shadow_params"].pop()), "average.shadow_params has"),
     "average NaN": (edit_tensors(lambda t: t["average"]["shadow_params"][0].fill_(torch.nan)), "shadow_params.0 holds"),
-    "average at a text": (edit_tensors(lambda t: t["average"].update(optimization_step="1")), "Invalid optimization"),
+    "average at a text": (
+        edit_tensors(lambda t: t["average"].update(optimization_step="1")),
+        "optimization_step is a str",
+    ),
     "bands a list": (edit_tensors(lambda t: t.update(clip_bands=[])), "clip_bands is a list"),
     "bands NaN": (
         edit_tensors(lambda t: next(iter(t["clip_bands"]["values"].values())).append(float("nan"))),
