@@ -1,6 +1,6 @@
 """The training run: configuration, loop, validation, checkpoints, and what people look at.
 
-Floor 5: imports every floor below. Names load on first use; the configuration needs no torch.
+Floor 7: may import every floor but the command line's. Names load on first use; the configuration needs no torch.
 """
 
 from typing import TYPE_CHECKING
