@@ -8,60 +8,27 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.actor.actor import DiffusionActor
-    from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
+    from flowgrpo_rc.actor.actor import DiffusionActor as DiffusionActor
+    from flowgrpo_rc.actor.config import DiffusionActorConfig as DiffusionActorConfig
+    from flowgrpo_rc.actor.config import DiffusionLossConfig as DiffusionLossConfig
+    from flowgrpo_rc.batch import apply_bypass_mode_to_diffusion_batch as apply_bypass_mode_to_diffusion_batch
     from flowgrpo_rc.batch import (
-        apply_bypass_mode_to_diffusion_batch,
-        apply_rollout_correction_to_diffusion_batch,
+        apply_rollout_correction_to_diffusion_batch as apply_rollout_correction_to_diffusion_batch,
     )
-    from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.cli.compose import compose as compose
+    from flowgrpo_rc.correction.numerics.compute import compute_rollout_correction as compute_rollout_correction
     from flowgrpo_rc.correction.numerics.compute import (
-        compute_rollout_correction,
-        compute_rollout_correction_and_rejection_mask,
+        compute_rollout_correction_and_rejection_mask as compute_rollout_correction_and_rejection_mask,
     )
-    from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-    from flowgrpo_rc.loss.advantages import group_advantages
-    from flowgrpo_rc.loss.diffusion import diffusion_loss
-    from flowgrpo_rc.loss.tokens import token_loss
-    from flowgrpo_rc.models.load import load_model
-    from flowgrpo_rc.report.health import check_health
-    from flowgrpo_rc.trainer.config import FlowGRPOConfig
-    from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
+    from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig as RolloutCorrectionConfig
+    from flowgrpo_rc.loss.advantages import group_advantages as group_advantages
+    from flowgrpo_rc.loss.diffusion import diffusion_loss as diffusion_loss
+    from flowgrpo_rc.loss.tokens import token_loss as token_loss
+    from flowgrpo_rc.models.load import load_model as load_model
+    from flowgrpo_rc.report.health import check_health as check_health
+    from flowgrpo_rc.trainer.config import FlowGRPOConfig as FlowGRPOConfig
+    from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer as FlowGRPOTrainer
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DiffusionActor",
-    "DiffusionActorConfig",
-    "DiffusionLossConfig",
-    "FlowGRPOConfig",
-    "FlowGRPOTrainer",
-    "RolloutCorrectionConfig",
-    "apply_bypass_mode_to_diffusion_batch",
-    "apply_rollout_correction_to_diffusion_batch",
-    "check_health",
-    "compose",
-    "compute_rollout_correction",
-    "compute_rollout_correction_and_rejection_mask",
-    "diffusion_loss",
-    "group_advantages",
-    "load_model",
-    "token_loss",
-]
-
-_HOMES = {
-    "DiffusionActor": "actor",
-    "DiffusionActorConfig": "actor",
-    "DiffusionLossConfig": "actor",
-    "FlowGRPOConfig": "trainer",
-    "FlowGRPOTrainer": "trainer",
-    "apply_bypass_mode_to_diffusion_batch": "batch",
-    "apply_rollout_correction_to_diffusion_batch": "batch",
-    "check_health": "report",
-    "compose": "cli.compose",
-    "diffusion_loss": "loss",
-    "group_advantages": "loss",
-    "load_model": "models",
-    "token_loss": "loss",
-}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'correction')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -94,21 +94,15 @@ class OldPolicy:
     @classmethod
     def concatenate(cls, parts: "Sequence[OldPolicy]") -> "OldPolicy":
         """The rows of all parts, in their order."""
-        columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
-        joined: dict[str, Any] = {
-            name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
-        }
-        return cls(**joined)
+        there = [name for name, values in vars(parts[0]).items() if values is not None]
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in there})
 
     def __len__(self) -> int:
         return len(self.log_probs)
 
     def rows(self, chosen: Int[Tensor, " M"]) -> "OldPolicy":
         """The old policy of some of the rows, in the order of ``chosen``."""
-        columns: dict[str, Any] = {
-            name: None if values is None else values[chosen] for name, values in vars(self).items()
-        }
-        return OldPolicy(**columns)
+        return OldPolicy(**{name: values[chosen] for name, values in vars(self).items() if values is not None})
 
     def batch_keys(self) -> dict[str, Tensor]:
         """What there is of it under the keys that the loss reads from a batch."""
@@ -173,10 +167,7 @@ def apply_rollout_correction_to_diffusion_batch(
 
 
 def correct_old_policy(
-    old: OldPolicy,
-    batch: TensorMapping,
-    config: RolloutCorrectionConfig | Mapping[str, Any],
-    dp_group: Any = None,
+    old: OldPolicy, batch: TensorMapping, config: RolloutCorrectionConfig | Mapping[str, Any], dp_group: Any = None
 ) -> tuple[OldPolicy, RolloutCorrection]:
     """Decoupled mode: ``old`` with its weights and rejection over ``rollout_log_probs``, and what was measured.
 

@@ -6,15 +6,27 @@ import math
 import os
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 LARGEST_INTEGER = 2**63 - 1
 """What torch's and numpy's generators, tensors' sizes and the files of a run all take."""
 
 _TRUE = ("true", "yes", "on", "y", "1")
 _FALSE = ("false", "no", "off", "n", "0")
+_IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of whole numbers, e.g. [0,5]",
+    list[float]: "a list of numbers, e.g. [0.9,0.999]",
+    list[str]: "a list of names, e.g. [a,b]",
+    dict[str, float]: "a mapping of names to numbers, e.g. {ocr: 1.0}",
+}
+"""What an error asks for, by the type that a field is annotated with."""
 
 
 def choice(field: str, value: object, options: Sequence[object]) -> None:
@@ -25,17 +37,17 @@ def choice(field: str, value: object, options: Sequence[object]) -> None:
 
 def positive(field: str, value: float | None, *, optional: bool = False) -> None:
     """``value`` is a finite number above 0 (or ``None`` where ``optional``)."""
-    if optional and value is None:
+    if value is None and optional:
         return
-    if not _is_finite(value) or value <= 0:  # type: ignore[operator]
+    if not _is_finite_number(value) or value <= 0:
         raise ValueError(f"{field}: got {show(value)}; give a number above 0{' or null' if optional else ''}")
 
 
 def non_negative(field: str, value: float | None, *, optional: bool = False) -> None:
     """``value`` is a finite number of at least 0 (or ``None`` where ``optional``)."""
-    if optional and value is None:
+    if value is None and optional:
         return
-    if not _is_finite(value) or value < 0:  # type: ignore[operator]
+    if not _is_finite_number(value) or value < 0:
         raise ValueError(f"{field}: got {show(value)}; give 0 or more{' or null' if optional else ''}")
 
 
@@ -107,10 +119,10 @@ def fit(field: str, kind: Any, value: Any) -> Any:
     for option in wanted:
         if option is str and len(wanted) > 1 and not isinstance(value, str):
             continue  # beside a number, text is a word such as auto
-        found, result = _convert(option, value)
-        if found:
-            return result
-    raise ValueError(f"{field}: got {show(value)}; {_why_not(wanted, value)}{_expected(wanted)}{_or_null(options)}")
+        with suppress(TypeError, ValueError, OverflowError):
+            return _convert(option, value)
+    names = [_IN_WORDS.get(option, str(option)) for option in wanted] + ["null"] * (type(None) in options)
+    raise ValueError(f"{field}: got {show(value)}; {_why_not(wanted, value)}give {' or '.join(names)}")
 
 
 def plain(value: Any) -> Any:
@@ -139,92 +151,43 @@ def _plain(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-def _is_finite(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
+def _is_finite_number(value: object) -> TypeGuard[float]:
+    # Compared, as ``math.isfinite`` takes no integer beyond the range of floats.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Whether ``value`` is a ``kind``, and it as one."""
+def _convert(kind: Any, value: Any) -> Any:
+    """``value`` as a ``kind``; raises a ``TypeError``, ``ValueError`` or ``OverflowError`` where it is none."""
     origin = get_origin(kind)
-    if origin is list:
-        return _convert_list(get_args(kind)[0], value)
-    if origin is dict:
-        return _convert_dict(get_args(kind)[1], value)
-    if kind is bool:
-        return _convert_bool(value)
+    if origin is list and isinstance(value, list | tuple):
+        return [_convert(get_args(kind)[0], item) for item in value]
+    if origin is dict and isinstance(value, Mapping):
+        return {str(key): _convert(get_args(kind)[1], item) for key, item in value.items()}
+    if origin is not None or not isinstance(value, str | int | float):
+        raise TypeError
+    if kind is bool and str(value).lower() in (*_TRUE, *_FALSE):
+        return str(value).lower() in _TRUE
     if kind is str:
-        plain = isinstance(value, str | int | float)
-        return plain, str(value) if plain else None
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return False, None
-    try:
-        number = kind(value) if not (kind is int and isinstance(value, float)) else None
-    except (ValueError, OverflowError):
-        return False, None
-    if number is None or not math.isfinite(number if kind is float else 0):
-        return False, None
-    return (abs(number) <= LARGEST_INTEGER if kind is int else True), number
-
-
-def _convert_bool(value: Any) -> tuple[bool, Any]:
-    text = str(value).lower() if isinstance(value, str | bool | int) else ""
-    return text in (*_TRUE, *_FALSE), text in _TRUE
-
-
-def _convert_list(kind: Any, value: Any) -> tuple[bool, Any]:
-    if not isinstance(value, list | tuple):
-        return False, None
-    items = [_convert(kind, item) for item in value]
-    return all(found for found, _ in items), [item for _, item in items]
-
-
-def _convert_dict(kind: Any, value: Any) -> tuple[bool, Any]:
-    if not isinstance(value, Mapping):
-        return False, None
-    items = {str(key): _convert(kind, item) for key, item in value.items()}
-    return all(found for found, _ in items.values()), {key: item for key, (_, item) in items.items()}
+        return str(value)
+    if kind is bool or isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        raise TypeError
+    number = kind(value)
+    if abs(number) > LARGEST_INTEGER if kind is int else not math.isfinite(number):
+        raise ValueError
+    return number
 
 
 def _why_not(wanted: Sequence[Any], value: Any) -> str:
     """What is wrong beyond the type, where there is more to say."""
     if isinstance(value, float) and not math.isfinite(value):
         return "that is not finite; "
-    if int in wanted and _too_large(value):
-        return "that is beyond 2**63 - 1, which is the largest integer that torch and numpy take; "
+    with suppress(TypeError, ValueError):
+        if int in wanted and not isinstance(value, float) and abs(int(value)) > LARGEST_INTEGER:
+            return "that is beyond 2**63 - 1, which is the largest integer that torch and numpy take; "
     if wanted == [int] and isinstance(value, str):
         return "it could not be converted to Integer; "
     return ""
-
-
-def _too_large(value: Any) -> bool:
-    try:
-        return not isinstance(value, float) and abs(int(value)) > LARGEST_INTEGER
-    except (TypeError, ValueError):
-        return False
-
-
-_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-
-
-def _expected(wanted: Sequence[Any]) -> str:
-    return "give " + " or ".join(_name(kind) for kind in wanted)
-
-
-def _name(kind: Any) -> str:
-    origin = get_origin(kind)
-    if origin is list:
-        examples = {int: "whole numbers, e.g. [0,5]", float: "numbers, e.g. [0.9,0.999]", str: "names, e.g. [a,b]"}
-        return f"a list of {examples[get_args(kind)[0]]}"
-    if origin is dict:
-        return "a mapping of names to numbers, e.g. {ocr: 1.0}"
-    return _EXPECTED.get(kind, str(kind))
-
-
-def _or_null(options: Sequence[Any]) -> str:
-    return " or null" if type(None) in options else ""

@@ -1,25 +1,39 @@
-"""Public names that are imported on first use (PEP 562), so that reading a configuration loads no torch."""
+"""Public names that are imported on first use (PEP 562), so that reading a configuration loads no torch.
+
+A package lists its public names once, as imports under ``if TYPE_CHECKING:``, each in the form ``from module import
+name as name`` by which type checkers know a name that is public. These follow the imports; at run time, where the block
+is not executed, ``lazy_names`` reads it from the package's source.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package whose names live in other modules.
+def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of the package of that ``__name__``."""
+    module = sys.modules[package]
 
-    Args:
-        package: the package's ``__name__``.
-        homes: public name -> full name of the module that defines it.
-    """
+    @functools.cache
+    def homes() -> dict[str, str]:
+        """Public name -> full name of the module that defines it."""
+        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+        (block,) = (node for node in tree.body if isinstance(node, ast.If))
+        imports = (node for node in block.body if isinstance(node, ast.ImportFrom))
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> object:
-        if name not in homes:
+        if name == "__all__":  # ``from package import *`` asks for it
+            return sorted(homes())
+        if name not in homes():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name]), name)
-        setattr(sys.modules[package], name, value)
+        value = getattr(importlib.import_module(homes()[name]), name)
+        setattr(module, name, value)
         return value
 
-    return get, lambda: sorted(homes)
+    return get, lambda: sorted(homes())

@@ -252,18 +252,9 @@ class RunFolder:
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a ``metrics.jsonl``, and how many lines were none."""
-    rows = []
-    broken = 0
-    for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines():
-        try:
-            row = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            broken += 1
-        elif row:
-            rows.append(row)
-    return rows, broken
+    lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    rows = [_row(line) for line in lines if line.strip()]
+    return [row for row in rows if row], rows.count(None)
 
 
 def sync(descriptor: int) -> None:
@@ -339,10 +330,15 @@ def _holds_something(path: Path) -> bool:
         return True
 
 
-def _is_row_until(line: bytes, step: int) -> bool:
+def _row(line: str | bytes) -> dict[str, Any] | None:
+    """The row that a line holds; ``None``: it is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    number = row.get("step") if isinstance(row, dict) else None
-    return isinstance(number, int) and not isinstance(number, bool) and number <= step
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_row_until(line: bytes, step: int) -> bool:
+    number = (_row(line) or {}).get("step")
+    return type(number) is int and number <= step

@@ -97,7 +97,7 @@ class RunLock:
 
     def _acquire(self) -> None:
         for _ in range(_TRIES):
-            self._make_folder(self.path.parent)
+            self._make_folder()
             try:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
             except FileNotFoundError:  # the folder was removed by a start that was refused
@@ -119,7 +119,7 @@ class RunLock:
         if fcntl is None:
             self.problem = "this system has no flock"
             return
-        for last_try in (False, True):
+        for _ in range(2):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
@@ -127,8 +127,7 @@ class RunLock:
                 if error.errno not in _HELD_BY_ANOTHER:
                     self.problem = reason(error)
                     return
-            if not last_try:
-                gc.collect()  # an earlier run of this process that nobody refers to any more may still hold it
+            gc.collect()  # an earlier run of this process that nobody refers to any more may still hold it
         raise RunFolderInUseError(
             f"run folder {self.path.parent} is in use by {_holder(descriptor)}; two runs in one folder would mix. Wait "
             "for that one or end it, or give this run a folder of its own: trainer.default_local_dir=... or "
@@ -148,11 +147,11 @@ class RunLock:
         except FileNotFoundError:
             return False
 
-    def _make_folder(self, folder: Path) -> None:
+    def _make_folder(self) -> None:
         """Make the folder and its parents where they are missing, and note which were made here."""
-        if not folder.is_dir():
-            if folder.parent != folder:
-                self._make_folder(folder.parent)
+        for folder in reversed(self.path.parents):
+            if folder.is_dir():
+                continue
             with suppress(FileExistsError):
                 folder.mkdir()
                 self._made.append(folder)

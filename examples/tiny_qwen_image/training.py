@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from flowgrpo_rc.models.single_frame import use_2d_convolutions_for_one_frame
+from flowgrpo_rc.models.qwen_image import use_2d_convolutions_for_one_frame
 
 LOG_EVERY = 100
 

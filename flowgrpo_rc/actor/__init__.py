@@ -9,21 +9,12 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.actor.actor import DiffusionActor, NonFiniteUpdateError, UpdateResult
-    from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig, OptimizerConfig
-    from flowgrpo_rc.actor.mode import ModeInForce
+    from flowgrpo_rc.actor.actor import DiffusionActor as DiffusionActor
+    from flowgrpo_rc.actor.actor import NonFiniteUpdateError as NonFiniteUpdateError
+    from flowgrpo_rc.actor.actor import UpdateResult as UpdateResult
+    from flowgrpo_rc.actor.config import DiffusionActorConfig as DiffusionActorConfig
+    from flowgrpo_rc.actor.config import DiffusionLossConfig as DiffusionLossConfig
+    from flowgrpo_rc.actor.config import OptimizerConfig as OptimizerConfig
+    from flowgrpo_rc.actor.mode import ModeInForce as ModeInForce
 
-__all__ = [
-    "DiffusionActor",
-    "DiffusionActorConfig",
-    "DiffusionLossConfig",
-    "ModeInForce",
-    "NonFiniteUpdateError",
-    "OptimizerConfig",
-    "UpdateResult",
-]
-
-_MODULES = dict.fromkeys(__all__, "actor")
-_MODULES |= dict.fromkeys(("DiffusionActorConfig", "DiffusionLossConfig", "OptimizerConfig"), "config")
-_MODULES["ModeInForce"] = "mode"
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _MODULES.items()})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -147,18 +147,16 @@ class DiffusionActor:
             return None
         return dict(zip(adapter_parameters(self.transformer), self.average.shadow_params, strict=True))
 
-    def load_optimizer(self, optimizer: dict[str, Any], lr_scheduler: dict[str, Any]) -> None:
-        """Take over moments and position in the schedule; rates and decay are those of this configuration."""
-        optim = self.config.optim
-        self.optimizer.load_state_dict(optimizer)
-        self.lr_scheduler.load_state_dict(lr_scheduler)
-        # The state of the schedule brings the rates of the run that wrote it; the present configuration's count.
-        self.lr_scheduler.base_lrs = [optim.lr] * len(self.optimizer.param_groups)
-        for group, scale in zip(self.optimizer.param_groups, self.lr_scheduler.lr_lambdas, strict=True):
-            rate = optim.lr * scale(self.lr_scheduler.last_epoch)
-            group |= {"lr": rate, "initial_lr": optim.lr, "eps": optim.eps, "weight_decay": optim.weight_decay}
-            group["betas"] = (optim.betas[0], optim.betas[1])
-        self.lr_scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+    def load_optimizer(self, moments: dict[int, Any], taken: int) -> None:
+        """Go on with AdamW's ``moments`` after ``taken`` steps of the schedule; options are this configuration's."""
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        self.lr_scheduler.load_state_dict(
+            {**self.lr_scheduler.state_dict(), "last_epoch": taken, "_step_count": taken + 1}
+        )
+        (group,) = self.optimizer.param_groups
+        (scale,) = self.lr_scheduler.lr_lambdas
+        group["lr"] = self.config.optim.lr * scale(taken)
+        self.lr_scheduler._last_lr = [group["lr"]]
 
     @torch.no_grad()
     def score(self, batch: TensorDict, conditioning: Conditioning) -> OldPolicy:
@@ -177,8 +175,7 @@ class DiffusionActor:
         """
         rows = torch.arange(len(batch)).split(self._score_batch_size)
         parts = [self._forward(batch[r], conditioning, means=True) for r in rows]
-        names = ("log_probs", "transition_means", "transition_stds")
-        return {name: torch.cat([part[name].cpu() for part in parts]) for name in names}
+        return {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
 
     def gradients(
         self,
@@ -380,16 +377,14 @@ class DiffusionActor:
         for place in torch.arange(len(mini.rows)).split(1):
             self.optimizer.zero_grad(set_to_none=True)
             self._backward(update, mini.part(place))
-            grads = [p.grad for p in self._parameters if p.grad is not None]
-            if not all(bool(torch.isfinite(g).all()) for g in grads):
+            if not all(bool(p.grad.isfinite().all()) for p in self._parameters if p.grad is not None):
                 bad += mini.rows[place].tolist()
         self._raise_non_finite("gradient", bad)
 
     def _raise_non_finite(self, what: str, samples: list[int]) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        where = "in the sum of a mini-batch (no single sample of this process is to blame)"
-        if samples:
-            where = f"for {len(samples)} samples of the batch (rows {samples[:8]})"
+        nowhere = "in the sum of a mini-batch (no single sample of this process is to blame)"
+        where = f"for {len(samples)} samples of the batch (rows {samples[:8]})" if samples else nowhere
         raise NonFiniteUpdateError(
             f"non-finite {what} {where}; the optimizer was not stepped. Try a lower "
             "actor_rollout_ref.actor.optim.lr, or float32 for actor_rollout_ref.model.dtype",
@@ -402,10 +397,9 @@ class DiffusionActor:
         """The update's metrics: means over all mini-steps, and ``..._first`` of the first."""
         first = mini_steps[0].compute()
         metrics = reduce(add, mini_steps).compute()
-        # A rejected element counts as a ratio of 1, which would thin out the share of those that are clipped.
-        kept = first["actor/kept_fraction"] or 1.0
-        metrics["actor/pg_clipfrac_first"] = first["actor/pg_clipfrac"] / kept
-        metrics["actor/pg_clipfrac_inert_first"] = first["actor/pg_clipfrac_inert"] / kept
+        for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_inert"):
+            # A rejected element counts as a ratio of 1, which would thin out the share of those that are clipped.
+            metrics[f"{name}_first"] = first[name] / (first["actor/kept_fraction"] or 1.0)
         metrics["actor/log_ratio_abs_mean_first"] = first["actor/log_ratio_abs_mean"]
         metrics["actor/ratio_deviation_first"] = max(
             abs(first["actor/ratio_max"] - 1), abs(first["actor/ratio_min"] - 1)

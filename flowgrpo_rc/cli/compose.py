@@ -18,7 +18,7 @@ from flowgrpo_rc.checks import fit, show
 from flowgrpo_rc.cli.foreign_keys import find
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
 from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, nearest, nest, schema, sections
-from flowgrpo_rc.cli.translate import CORRECTIONS, override, translate
+from flowgrpo_rc.cli.translate import CORRECTIONS, Translation, override
 from flowgrpo_rc.cli.yaml_files import own_files
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.options.quoting import quote_bands, refuse_unquoted_bands
@@ -26,10 +26,9 @@ from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
-BASE_CONFIG = "flowgrpo_trainer"
-
-
 __all__ = ["BASE_CONFIG", "ConfigError", "compose", "to_yaml"]
+
+BASE_CONFIG = "flowgrpo_trainer"
 
 
 class _Override(NamedTuple):
@@ -72,8 +71,11 @@ def compose(
     except RecursionError as error:
         raise ConfigError("the configuration is nested too deeply; give keys of the schema, key=value") from error
     inside = (f"{key}.{part}" for key, value in overridden.items() if isinstance(value, Mapping) for part in value)
-    translation = translate(leaves, refusals, flatten(defaults, Refusals()), {*overridden, *inside})
-    gone = [*translation.gone, *_fit_types(leaves, refusals), *_check_correction(leaves, refusals)]
+    translation = Translation(leaves, refusals, flatten(defaults, Refusals()), {*overridden, *inside})
+    translation.run()
+    gone = translation.gone
+    _fit_types(leaves, refusals, gone)
+    _check_correction(leaves, refusals, gone)
     config = _build(leaves, refusals, gone)
     refusals.raise_if_any()
     assert config is not None
@@ -289,9 +291,8 @@ def _resolved(raw: dict[str, Any], defaults: Mapping[str, Any], refusals: Refusa
     return resolve(raw, "")
 
 
-def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
-    """Every value as its field's type; those that cannot be are refused, left out and returned."""
-    gone = []
+def _fit_types(leaves: dict[str, Any], refusals: Refusals, gone: list[str]) -> None:
+    """Every value as its field's type; those that cannot be are refused, left out and added to ``gone``."""
     for key, value in list(leaves.items()):
         try:
             if key in OPEN_SECTIONS and not isinstance(value, Mapping | None):
@@ -301,12 +302,11 @@ def _fit_types(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
             refusals.wrong(str(error))
             del leaves[key]
             gone.append(key)
-    return gone
 
 
-def _check_correction(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
+def _check_correction(leaves: dict[str, Any], refusals: Refusals, gone: list[str]) -> None:
     """The correction's class checks its section, whose name goes before what it refuses; the section is left out then
-    and returned."""
+    and added to ``gone``."""
     section = CORRECTIONS[0]
     given = leaves.get(section)
     try:
@@ -318,8 +318,7 @@ def _check_correction(leaves: dict[str, Any], refusals: Refusals) -> list[str]:
         starts_with_key = re.split(r"\W", message, maxsplit=1)[0] in (given or {})
         refusals.wrong(f"{section}{'.' if starts_with_key else ': '}{message}")
         del leaves[section]
-        return [section]
-    return []
+        gone.append(section)
 
 
 def _build(leaves: Mapping[str, Any], refusals: Refusals, gone: list[str]) -> FlowGRPOConfig | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowgrpo_rc.gap.limits import CLIP, LIMITS
 from flowgrpo_rc.loss.objectives import OBJECTIVES
+from flowgrpo_rc.run_folder import RunFolder
 
 RESULT = "probe.json"
 PICTURE = "probe.png"
@@ -47,13 +48,11 @@ class ProbeFolder:
             OSError: the disk is full, or the folder is gone; what lay there before is left alone.
         """
         values = result.to_dict()
-        said = []
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".probe-") as name:
             new = Path(name)
             (new / RESULT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
             draw(result, new / PICTURE)
-            if not self._says_the_same(values):
-                said += self._keep()
+            said = [] if self._says_the_same(values) else [self._keep()]
             for file in (RESULT, PICTURE):
                 os.replace(new / file, self.root / file)
         return [*said, f"Written: {self.root / RESULT}, {self.root / PICTURE}"]
@@ -68,15 +67,12 @@ class ProbeFolder:
             return False
         return isinstance(old, dict) and _without_timings(old) == _without_timings(json.loads(json.dumps(values)))
 
-    def _keep(self) -> list[str]:
+    def _keep(self) -> str:
         """Moves what is there to the first number that is free."""
         number = next(n for n in count(1) if not any(path.exists() for path in self._numbered(n)))
-        kept = []
-        for old, path in zip((self.root / RESULT, self.root / PICTURE), self._numbered(number), strict=True):
-            if old.exists():
-                os.replace(old, path)
-                kept.append(str(path))
-        return [f"The earlier result there says something else; kept as {', '.join(kept)}"]
+        RunFolder(self.root).set_aside((RESULT, PICTURE), number)
+        kept = ", ".join(str(path) for path in self._numbered(number) if path.exists())
+        return f"The earlier result there says something else; kept as {kept}"
 
     def _numbered(self, number: int) -> list[Path]:
         return [self.root / f"{Path(name).stem}.{number}{Path(name).suffix}" for name in (RESULT, PICTURE)]
@@ -88,16 +84,14 @@ def _without_timings(values: dict[str, Any]) -> dict[str, Any]:
 
 def draw(result: Any, path: Path) -> None:
     """The gap against the clip band, and the share clipped with its interval against the limit, by timestep."""
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     steps = result.steps
     verdict = result.advice.verdict
     limit = LIMITS[CLIP].not_safe
     names = [f"{step.timestep:.0f}" for step in steps]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for values, label, style in (
         ([s.abs_max for s in steps], "largest", ":"),
         ([s.abs_q90 for s in steps], "90 %", "--"),
@@ -124,4 +118,3 @@ def draw(result: Any, path: Path) -> None:
     right.set_title("Left out before anything is learned")
     figure.suptitle(f"{verdict.capitalize()}: {result.advice.because}", color=_COLOURS[verdict], fontsize=10, wrap=True)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -61,10 +61,8 @@ class Refusals:
         Raises:
             ConfigError: something was found.
         """
-        if len(self.found) == 1:
-            raise ConfigError(self.found[0].alone)
         if self.found:
-            raise ConfigError("\n".join(self._lines()))
+            raise ConfigError(self.found[0].alone if len(self.found) == 1 else "\n".join(self._lines()))
 
     def _add(self, group: str, subject: str, reason: str, alone: str) -> None:
         refusal = _Refusal(group, subject, reason, alone)

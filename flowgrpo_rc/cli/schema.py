@@ -39,11 +39,6 @@ def sections() -> frozenset[str]:
     return frozenset(".".join(parts[: i + 1]) for parts in parents for i in range(len(parts)))
 
 
-def known_keys() -> list[str]:
-    """Every key of the schema, dotted."""
-    return list(schema())
-
-
 def flatten(raw: Mapping[Any, Any], refusals: Refusals) -> dict[str, Any]:
     """Dotted key -> value of everything that ``raw``, nested mappings, sets.
 
@@ -83,7 +78,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def nearest(key: str) -> str:
     """Known keys that may have been meant: by the last part first (a right name in the wrong section), then by all."""
-    known = known_keys()
+    known = list(schema())
     last = key.rsplit(".", 1)[-1]
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
     names = difflib.get_close_matches(last, [n.rsplit(".", 1)[-1] for n in known])

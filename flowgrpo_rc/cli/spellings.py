@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowgrpo_rc import dtypes
-from flowgrpo_rc.cli.verdicts import DROP
 from flowgrpo_rc.loss import objectives
 from flowgrpo_rc.trainer.config import LOGGERS
 
 A, R, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 """The sections of actor, rollout and model, as the tables shorten them."""
+
+DROP = object()
+"""The value that leaves a key out."""
 
 DTYPES: Mapping[Any, str] = {
     **{spelling: name for name, dtype in dtypes.DTYPES.items() for spelling in dtype.spellings},

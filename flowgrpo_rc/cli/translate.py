@@ -6,16 +6,15 @@ import os
 import re
 import shlex
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo_rc.checks import fit, positive, show
-from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, find
+from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, Deleted, Ignored, Moved, Refused, Renamed, find
 from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
-from flowgrpo_rc.cli.spellings import ALGORITHMS, MAY_DIFFER, OTHER_DEFAULTS, SPELLINGS
-from flowgrpo_rc.cli.verdicts import DROP, Deleted, Ignored, Moved, Refused, Renamed
+from flowgrpo_rc.cli.spellings import ALGORITHMS, DROP, MAY_DIFFER, OTHER_DEFAULTS, SPELLINGS
 from flowgrpo_rc.loss.objectives import DEFAULT
 
 _OPTIM = "actor_rollout_ref.actor.optim"
@@ -24,16 +23,28 @@ CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_
 WRITTEN_THERE = 3
 """So many foreign keys show that settings were written for another trainer, whose defaults are then worth a word."""
 _ALGORITHM = "actor_rollout_ref.model.algorithm"
-
-
 _PLAIN = re.compile(r"[\w/\-+.$%*@?|]+(:[\w/\-+.$%*@?|]+)*", re.ASCII)
 """Text that Hydra reads without quotes; a colon inside needs none: http://host:8000."""
 
 
+def override(key: str, value: Any) -> str:
+    """``key=value`` as it is typed into a shell: Hydra's grammar, in quotes where the shell needs them."""
+    return shlex.quote(f"{key}={_grammar(value)}")
+
+
 @dataclass
 class Translation:
-    """What was made of the settings of other trainers; ``warn`` says it."""
+    """``run`` brings ``leaves`` to the schema's keys and notes what it did; ``warn`` says it."""
 
+    leaves: dict[str, Any]
+    """Dotted key -> value of everything that was given; changed in place."""
+    refusals: Refusals
+    """Takes what cannot be."""
+    defaults: Mapping[str, Any]
+    """Of every key of the schema, for the settings that are not given."""
+    overridden: Collection[str]
+    """Keys that the command line set. It wins over a file that says the same in another form; two settings of the
+    command line, or of a file, that contradict each other are refused."""
     ignored: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> settings that change nothing that is learned."""
     moved: list[str] = field(default_factory=list)
@@ -43,62 +54,20 @@ class Translation:
     gone: list[str] = field(default_factory=list)
     """Keys whose settings contradict others, and are left out."""
 
-    def ignore(self, setting: str, reason: str) -> None:
-        """Note a setting that changes nothing."""
-        self.ignored.setdefault(reason, []).append(setting)
-
     def warn(self, stacklevel: int) -> None:
         """One warning for what is ignored, one for what is written in another form, one for other defaults."""
+        ignored = [f"{', '.join(keys)} ({reason})" for reason, keys in self.ignored.items()]
         for text, settings in (
-            (
-                "ignored, since they cannot change what is learned",
-                [f"{', '.join(keys)} ({reason})" for reason, keys in self.ignored.items()],
-            ),
+            ("ignored, since they cannot change what is learned", ignored),
             ("settings in another trainer's form, and what they are here", self.moved),
             ("not given, and with another default in verl-omni", self.other_defaults),
         ):
             if settings:
                 warnings.warn(f"{text}: {'; '.join(settings)}", stacklevel=stacklevel + 1)
 
-
-def override(key: str, value: Any) -> str:
-    """``key=value`` as it is typed into a shell: Hydra's grammar, in quotes where the shell needs them."""
-    return shlex.quote(f"{key}={_grammar(value)}")
-
-
-def translate(
-    leaves: dict[str, Any], refusals: Refusals, defaults: Mapping[str, Any], overridden: Collection[str] = ()
-) -> Translation:
-    """Bring ``leaves`` (dotted key -> value) to the schema's keys, in place; what cannot be is noted in ``refusals``.
-
-    Args:
-        defaults: of every key of the schema, for the settings that are not given.
-        overridden: keys that the command line set. It wins over a file that says the same in another form; two
-            settings of the command line, or of a file, that contradict each other are refused.
-    """
-    foreign = [key for key in leaves if key not in schema()]
-    done = Translation()
-    _Translator(leaves, refusals, overridden, done).translate(foreign, defaults)
-    if len(foreign) >= WRITTEN_THERE and not refusals:
-        done.other_defaults = [
-            f"{key}={_grammar(defaults[key])} (there {value})"
-            for key, value in OTHER_DEFAULTS.items()
-            if key not in leaves
-        ]
-    return done
-
-
-@dataclass(frozen=True)
-class _Translator:
-    """Changes ``leaves`` in place, and notes what it did and what cannot be."""
-
-    leaves: dict[str, Any]
-    refusals: Refusals
-    overridden: Collection[str]
-    """Keys that the command line set."""
-    done: Translation
-
-    def translate(self, foreign: Sequence[str], defaults: Mapping[str, Any]) -> None:
+    def run(self) -> None:
+        """Translate everything."""
+        foreign = [key for key in self.leaves if key not in schema()]
         given = dict(self.leaves)
         for key in foreign:
             self._foreign_key(key, given)
@@ -107,7 +76,16 @@ class _Translator:
         for key, (spellings, meaning) in SPELLINGS.items():
             if key in self.leaves:
                 self._spelling(key, spellings, meaning)
-        self._warm_up(defaults)
+        self._warm_up()
+        if len(foreign) >= WRITTEN_THERE and not self.refusals:
+            self.other_defaults = [
+                f"{key}={_grammar(self.defaults[key])} (there {value})"
+                for key, value in OTHER_DEFAULTS.items()
+                if key not in self.leaves
+            ]
+
+    def _ignore(self, setting: str, reason: str) -> None:
+        self.ignored.setdefault(reason, []).append(setting)
 
     def _first_wins(self, first: str, second: str) -> bool:
         """Whether of two settings of the same thing ``first`` alone stands on the command line."""
@@ -116,23 +94,22 @@ class _Translator:
     def _foreign_key(self, key: str, given: Mapping[str, Any]) -> None:
         value = self.leaves.pop(key)
         setting = override(key, value)
-        if key in LAUNCHER_KEYS:
-            return self._launcher(key, value)
         verdict = find(key)
-        if isinstance(verdict, Renamed):
+        if key in LAUNCHER_KEYS:
+            self._launcher(key, value)
+        elif isinstance(verdict, Renamed):
             value = verdict.values.get(value, value) if _hashable(value) else value
             self.refusals.instead(setting, override(verdict.target_for(key), value), verdict.reason)
         elif isinstance(verdict, Moved):
             self._move(key, value, verdict)
         elif isinstance(verdict, Ignored) or (isinstance(verdict, Refused) and verdict.is_harmless(value, given)):
-            self.done.ignore(key, verdict.reason)
+            self._ignore(key, verdict.reason)
         elif isinstance(verdict, Refused):
             self.refusals.cannot(setting, verdict.reason)
         elif isinstance(verdict, Deleted):
             self.refusals.delete(key, verdict.reason)
         else:
             self.refusals.unknown(key, nearest(key))
-        return None
 
     def _move(self, key: str, value: Any, verdict: Moved) -> None:
         target = verdict.target_for(key)
@@ -145,18 +122,18 @@ class _Translator:
             names = ", ".join(name for name in verdict.values if isinstance(name, str))
             return self.refusals.wrong(f"{key}: got {show(value)}; choose one of {names} (it is {target} here)")
         if here is DROP:
-            return self.done.ignore(key, f"nothing is asked for; see {target}")
+            return self._ignore(key, f"nothing is asked for; see {target}")
         present = _respelled(target, self.leaves[target]) if target in self.leaves else here
         if present != here and self._first_wins(target, key):
-            return self.done.ignore(key, f"{target} on the command line wins over the file")
+            return self._ignore(key, f"{target} on the command line wins over the file")
         if present != here and not self._first_wins(key, target):
-            self.done.gone.append(target)
+            self.gone.append(target)
             return self.refusals.wrong(
                 f"{key}: got {show(value)}, but {target} is {show(self.leaves[target])}, and the two are one setting "
                 f"here; leave {key} out"
             )
         self.leaves[target] = here
-        return self.done.moved.append(f"{key}={_grammar(value)} -> {override(target, here)}")
+        return self.moved.append(f"{key}={_grammar(value)} -> {override(target, here)}")
 
     def _launcher(self, key: str, value: Any) -> None:
         """Numbers of processes come from the launcher; what a setting says must agree with it."""
@@ -170,11 +147,11 @@ class _Translator:
         started = _started()
         if started is None:
             agrees = "it agrees" if value == 1 else f"start with `{flag}` (or accelerate launch) for {value}"
-            return self.done.ignore(f"{key}={value}", f"no launcher was used, so there is one process; {agrees}")
+            return self._ignore(f"{key}={value}", f"no launcher was used, so there is one process; {agrees}")
         actual = started[0] if per_node else started[1]
         what = "processes on this machine" if per_node else "machines"
         if value == actual:
-            return self.done.ignore(f"{key}={value}", f"the launcher started {actual} {what}, so it agrees")
+            return self._ignore(f"{key}={value}", f"the launcher started {actual} {what}, so it agrees")
         return self.refusals.cannot(
             f"{key}={value}",
             f"the launcher started {actual} {what}; start with `{flag}` (or accelerate launch), or set {key}={actual}",
@@ -182,29 +159,28 @@ class _Translator:
 
     def _algorithm(self) -> None:
         """verl-omni names an algorithm; here it is made up of an objective and of how windows are placed."""
-        leaves = self.leaves
-        name = leaves.get(_ALGORITHM, DEFAULT)
+        name = self.leaves.get(_ALGORITHM, DEFAULT)
         if not _hashable(name) or name not in ALGORITHMS:
             names = ", ".join(ALGORITHMS)
-            leaves.pop(_ALGORITHM)
+            self.leaves.pop(_ALGORITHM)
             self.refusals.cannot(override(_ALGORITHM, name), f"this algorithm is not implemented; there are {names}")
             return
         if name == DEFAULT:
             return
-        leaves[_ALGORITHM] = DEFAULT
+        self.leaves[_ALGORITHM] = DEFAULT
         for key, value in ALGORITHMS[name].items():
-            present = leaves.get(key, value)
+            present = self.leaves.get(key, value)
             if present != value and self._first_wins(_ALGORITHM, key):
                 present = value
             elif present != value and key not in MAY_DIFFER and not self._first_wins(key, _ALGORITHM):
-                self.done.gone.append(key)
+                self.gone.append(key)
                 self.refusals.wrong(
                     f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave "
                     "one out"
                 )
-            leaves[key] = present
-        made_of = " ".join(f"{key}={show(leaves[key]).strip(chr(39))}" for key in ALGORITHMS[name])
-        self.done.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
+            self.leaves[key] = present
+        made_of = " ".join(f"{key}={show(self.leaves[key]).strip(chr(39))}" for key in ALGORITHMS[name])
+        self.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
 
     def _shared_correction(self) -> None:
         """verl-omni's actor has a copy of the correction, key by key the algorithm's; here there is one."""
@@ -248,7 +224,9 @@ class _Translator:
 
     def _spelling(self, key: str, spellings: Mapping[Any, Any], meaning: str) -> None:
         value = self.leaves[key]
-        if not _hashable(value) or value not in spellings or (type(value) is bool and not _lists_bool(spellings)):
+        # True equals 1 and False 0, so a table of numbers would take them.
+        takes = not isinstance(value, bool) or any(isinstance(name, bool) for name in spellings)
+        if not takes or not _hashable(value) or value not in spellings:
             return
         here = spellings[value]
         if here is DROP:
@@ -257,16 +235,16 @@ class _Translator:
             self.leaves[key] = here
         if meaning:
             becomes = "its default" if here is DROP else _grammar(here)
-            self.done.moved.append(f"{key}={_grammar(value)} -> {becomes} ({meaning})")
+            self.moved.append(f"{key}={_grammar(value)} -> {becomes} ({meaning})")
 
-    def _warm_up(self, defaults: Mapping[str, Any]) -> None:
+    def _warm_up(self) -> None:
         """verl's ``constant`` schedule warms up where it is asked to; here that is ``constant_with_warmup``."""
         kind = f"{_OPTIM}.lr_scheduler_type"
         asked = [self.leaves.get(f"{_OPTIM}.{name}", 0) for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")]
         warms_up = any(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in asked)
-        if warms_up and self.leaves.get(kind, defaults[kind]) == "constant":
+        if warms_up and self.leaves.get(kind, self.defaults[kind]) == "constant":
             self.leaves[kind] = "constant_with_warmup"
-            self.done.moved.append(f"{kind}=constant with a warm-up -> {kind}=constant_with_warmup")
+            self.moved.append(f"{kind}=constant with a warm-up -> {kind}=constant_with_warmup")
 
 
 def _started() -> tuple[int, int] | None:
@@ -282,11 +260,6 @@ def _started() -> tuple[int, int] | None:
 def _respelled(key: str, value: Any) -> Any:
     spellings = SPELLINGS.get(key, ({}, ""))[0]
     return spellings.get(value, value) if _hashable(value) else value
-
-
-def _lists_bool(spellings: Mapping[Any, Any]) -> bool:
-    """``True`` equals 1 and ``False`` 0, so a table of numbers would take them."""
-    return any(isinstance(name, bool) for name in spellings)
 
 
 def _hashable(value: Any) -> bool:

@@ -8,48 +8,23 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator
+    from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator as MetricAccumulator
+    from flowgrpo_rc.correction.numerics.compute import NonFiniteLogProbError as NonFiniteLogProbError
+    from flowgrpo_rc.correction.numerics.compute import RolloutCorrection as RolloutCorrection
+    from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics as compute_offpolicy_metrics
+    from flowgrpo_rc.correction.numerics.compute import compute_rollout_correction as compute_rollout_correction
     from flowgrpo_rc.correction.numerics.compute import (
-        NonFiniteLogProbError,
-        RolloutCorrection,
-        compute_offpolicy_metrics,
-        compute_rollout_correction,
-        compute_rollout_correction_and_rejection_mask,
-        compute_rollout_correction_weights,
-        compute_rollout_rejection_mask,
+        compute_rollout_correction_and_rejection_mask as compute_rollout_correction_and_rejection_mask,
     )
-    from flowgrpo_rc.correction.numerics.moments import Moments
-    from flowgrpo_rc.correction.numerics.slime import slime_metrics
-    from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-    from flowgrpo_rc.correction.options.explanation import Explanation, explain
-    from flowgrpo_rc.correction.plan import SAFETY_BOUND
+    from flowgrpo_rc.correction.numerics.compute import (
+        compute_rollout_correction_weights as compute_rollout_correction_weights,
+    )
+    from flowgrpo_rc.correction.numerics.compute import compute_rollout_rejection_mask as compute_rollout_rejection_mask
+    from flowgrpo_rc.correction.numerics.moments import Moments as Moments
+    from flowgrpo_rc.correction.numerics.slime import slime_metrics as slime_metrics
+    from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig as RolloutCorrectionConfig
+    from flowgrpo_rc.correction.options.explanation import Explanation as Explanation
+    from flowgrpo_rc.correction.options.explanation import explain as explain
+    from flowgrpo_rc.correction.plan import SAFETY_BOUND as SAFETY_BOUND
 
-__all__ = [
-    "Explanation",
-    "MetricAccumulator",
-    "Moments",
-    "NonFiniteLogProbError",
-    "RolloutCorrection",
-    "RolloutCorrectionConfig",
-    "SAFETY_BOUND",
-    "compute_offpolicy_metrics",
-    "compute_rollout_correction",
-    "compute_rollout_correction_and_rejection_mask",
-    "compute_rollout_correction_weights",
-    "compute_rollout_rejection_mask",
-    "explain",
-    "slime_metrics",
-]
-
-_HOMES = {
-    "Explanation": "options.explanation",
-    "MetricAccumulator": "numerics.accumulator",
-    "Moments": "numerics.moments",
-    "RolloutCorrectionConfig": "options.config",
-    "SAFETY_BOUND": "plan",
-    "explain": "options.explanation",
-    "slime_metrics": "numerics.slime",
-}
-__getattr__, __dir__ = lazy_names(
-    __name__, {name: f"{__name__}.{_HOMES.get(name, 'numerics.compute')}" for name in __all__}
-)
+__getattr__, __dir__ = lazy_names(__name__)

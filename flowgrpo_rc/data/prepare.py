@@ -48,9 +48,7 @@ def prepare_ocr(
     ``extra_info`` (``split``, ``index``). All lines are checked before anything is written.
 
     Args:
-        input_dir: folder of the text files.
-        output_dir: folder for the parquet files; created when missing, existing files are replaced.
-        data_source: value of the column of that name.
+        output_dir: created when missing; existing files are replaced.
         negative_prompt: what the negative prompt says.
         system_prompt: system message of both prompts; None for none.
 

@@ -90,9 +90,6 @@ def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:
     return list(read(path, prompt_key))
 
 
-# ---------------------------------------------------------------------- formats
-
-
 def _text_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
     for source, line in _lines(path):
         _check_characters(line, "the prompt", source)

@@ -9,6 +9,7 @@ Where verl overflows to inf or passes a NaN on, these functions stay finite or r
 when a ``DataProto`` has to be built and by ``install``.
 """
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -41,14 +42,6 @@ __all__ = [
     "install",
 ]
 
-OPTIONS = {
-    "rollout_is": None,
-    "rollout_is_threshold": 2.0,
-    "rollout_is_batch_normalize": False,
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-}
-"""verl's options of weights and rejection, and their defaults."""
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(RS_OPTIONS)
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {option for option in RS_OPTIONS if option.startswith("token")}
 
@@ -84,7 +77,7 @@ def compute_rollout_correction_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Float[Tensor, "B T"], Metrics]:
     """Importance weights of log ratios (train over rollout), and their metrics without a prefix."""
-    plan = _plan(rollout_is, rollout_is_threshold, rollout_is_batch_normalize, None, None)
+    plan = _plan(rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
     result = _run(log_ratio, torch.zeros_like(log_ratio), response_mask, plan)
     if result.weights is None:
         raise ValueError("rollout_is and rollout_is_threshold must be given.")
@@ -100,7 +93,7 @@ def compute_rollout_rejection_mask(
     """Mask times keep for log ratios (train over rollout), and the criteria's metrics without a prefix."""
     if not isinstance(rollout_rs, str):
         raise ValueError("rollout_rs must be a string of comma-separated options.")
-    plan = _plan(None, None, False, rollout_rs, rollout_rs_threshold)
+    plan = _plan(rollout_rs=rollout_rs, rollout_rs_threshold=rollout_rs_threshold)
     if log_ratio.shape[0] == 0:
         return response_mask, {}
     result = _run(log_ratio, torch.zeros_like(log_ratio), response_mask, plan)
@@ -179,36 +172,31 @@ def install() -> Replacement:
 
 
 def plan_of_options(
-    rollout_is: str | None,
-    rollout_is_threshold: ThresholdSpec,
-    rollout_is_batch_normalize: bool,
-    rollout_rs: str | None,
-    rollout_rs_threshold: ThresholdSpec,
+    rollout_is: str | None = None,
+    rollout_is_threshold: ThresholdSpec = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: ThresholdSpec = None,
 ) -> CorrectionPlan:
-    """The plan of verl's arguments: no weights without a threshold; k1 bands act on ``r``, as documented."""
-    weighs = rollout_is_threshold is not None
+    """The plan of verl's options: no weights without a threshold; k1 bands act on ``r``, as documented."""
     return make_plan(
-        rollout_is if weighs else None,
-        rollout_is_threshold if weighs else 2.0,
+        None if rollout_is_threshold is None else rollout_is,
+        rollout_is_threshold,
         rollout_is_batch_normalize,
         rollout_rs=rollout_rs,
         rollout_rs_threshold=rollout_rs_threshold,
     )
 
 
-def _plan(
-    rollout_is: str | None,
-    rollout_is_threshold: ThresholdSpec,
-    rollout_is_batch_normalize: bool,
-    rollout_rs: str | None,
-    rollout_rs_threshold: ThresholdSpec,
-) -> CorrectionPlan:
-    """verl's reading of the options: no ``geometric``, mirrored k1 bands."""
-    if rollout_is == "geometric" and rollout_is_threshold is not None:
+OPTIONS = {name: option.default for name, option in inspect.signature(plan_of_options).parameters.items()}
+"""verl's options of weights and rejection, and their defaults."""
+
+
+def _plan(*options: Any, **named: Any) -> CorrectionPlan:
+    """verl's reading of the options of ``plan_of_options``: no ``geometric``, mirrored k1 bands."""
+    plan = plan_of_options(*options, **named)
+    if plan.importance is not None and plan.importance.level == "geometric":
         raise ValueError("verl has the levels 'token' and 'sequence' for rollout_is, got 'geometric'.")
-    plan = plan_of_options(
-        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
-    )
     if any(c.statistic == "k1" and c.lower == -math.inf for c in plan.criteria):
         raise ValueError("verl has no k1 band without a lower bound: give a positive one.")
     return replace(plan, criteria=mirror_k1(plan.criteria))

@@ -43,28 +43,28 @@ def compute_is_metrics(
     lower = 1.0 / upper if rollout_is_threshold_lower is None else rollout_is_threshold_lower
     weights = rollout_is_weights.double()
     bounded = weights.clamp(min=0.0, max=upper)
-    mean, second = _mean(bounded, valid), _mean(bounded.square(), valid)
-    size = torch.where(second > 0, (mean + 1e-8).square() / second, 0.0)
-    out: Figures = {
-        "rollout_is_mean": _mean(weights, valid),
-        "rollout_is_std": (second - mean.square()).clamp(min=0.0).sqrt() * (valid.sum() > 1),
-        "rollout_is_eff_sample_size": size,
-    }
+    second = _mean(bounded.square(), valid)
     if rollout_is == "sequence":
-        high, low = log_ratio_for_metrics > math.log(upper), log_ratio_for_metrics < math.log(lower)
-        out["rollout_is_ratio_fraction_high"], out["rollout_is_ratio_fraction_low"] = _share(high), _share(low)
-        extremes = torch.stack(log_ratio_for_metrics.aminmax()).double().clamp(max=SAFETY_BOUND).exp()
-        out["rollout_is_min"], out["rollout_is_max"] = extremes.unbind()
+        high = _share(log_ratio_for_metrics > math.log(upper))
+        low = _share(log_ratio_for_metrics < math.log(lower))
+        least, most = torch.stack(log_ratio_for_metrics.aminmax()).double().clamp(max=SAFETY_BOUND).exp()
     else:
-        out["rollout_is_ratio_fraction_high"] = _mean(raw_rollout_is_weights > upper, valid)
-        out["rollout_is_ratio_fraction_low"] = _mean(raw_rollout_is_weights < lower, valid)
-        out["rollout_is_min"], out["rollout_is_max"] = _extremes(weights, valid)
+        high = _mean(raw_rollout_is_weights > upper, valid)
+        low = _mean(raw_rollout_is_weights < lower, valid)
+        least, most = _extremes(weights, valid)
+    figures = {
+        "mean": _mean(weights, valid),
+        "std": _std(bounded, valid),
+        "eff_sample_size": torch.where(second > 0, (_mean(bounded, valid) + 1e-8).square() / second, 0.0),
+        "ratio_fraction_high": high,
+        "ratio_fraction_low": low,
+        "min": least,
+        "max": most,
+    }
     if weights.dim() > 1:
-        rows, raw_rows = _row_means(weights, valid), _row_means(raw_rollout_is_weights, valid)
-        out |= {f"rollout_is_seq_{name}": value for name, value in _of_rows(rows, centre=1.0).items()}
-        out["rollout_is_seq_fraction_high"] = _share(raw_rows > upper)
-        out["rollout_is_seq_fraction_low"] = _share(raw_rows < lower)
-    return _to_host(out)
+        raw_rows = _row_means(raw_rollout_is_weights, valid)
+        figures |= _of_rows(_row_means(weights, valid), raw_rows, lower, upper, centre=1.0)
+    return _to_host("rollout_is", figures)
 
 
 @torch.no_grad()
@@ -97,46 +97,43 @@ def compute_rs_metrics(
     """
     valid = _valid(response_mask)
     upper = rollout_rs_threshold
-    low_bound = rollout_rs_threshold_lower if apply_lower_threshold else -math.inf
-    of_rows = _row_means(rs_statistic, valid) if per_sequence_values is None else per_sequence_values
-    rows = (of_rows.squeeze(-1) if of_rows.dim() > 1 else of_rows)[seq_valid_mask]
-    zero = rs_statistic.new_zeros((), dtype=torch.float64)
-    summary = _of_rows(rows.double(), centre=0.0) if len(rows) else dict.fromkeys(_ROW_FIGURES, zero)
-    rows_high = _share(rows > upper) if len(rows) else zero
-    rows_low = _share(rows < low_bound) if len(rows) else zero
+    lower = rollout_rs_threshold_lower if apply_lower_threshold else -math.inf
+    statistic = rs_statistic.double()
+    rows = _row_means(statistic, valid) if per_sequence_values is None else per_sequence_values
+    rows = rows.flatten()[seq_valid_mask]
+    of_rows = _of_rows(rows, rows, lower, upper, centre=0.0)
     if level == "sequence" and len(rows):
-        least = summary["min"]
-        most = summary["max"]
-        high = rows_high
-        low = rows_low
+        least, most, high, low = (of_rows[f"seq_{name}"] for name in ("min", "max", "fraction_high", "fraction_low"))
     else:
-        least, most = _extremes(rs_statistic.double(), valid)
+        least, most = _extremes(statistic, valid)
         high = _mean(rs_statistic > upper, valid)
-        low = _mean(rs_statistic < low_bound, valid)
-    bounded = rs_statistic.double().clamp(min=rollout_rs_threshold_lower if apply_lower_threshold else 0.0, max=upper)
-    variance = _mean(bounded.square(), valid) - _mean(bounded, valid).square()
-    out: Figures = {
-        "mean": _mean(rs_statistic, valid),
+        low = _mean(rs_statistic < lower, valid)
+    if not apply_lower_threshold and len(rows):
+        del of_rows["seq_fraction_low"]
+    figures = {
+        "mean": _mean(statistic, valid),
         "max": most,
         "min": least,
         "fraction_high": high,
         "fraction_low": low,
-        "std": variance.clamp(min=0.0).sqrt() * (valid.sum() > 1),
-        **{f"seq_{name}": value for name, value in summary.items()},
-        "seq_fraction_high": rows_high,
+        "std": _std(statistic.clamp(min=lower if apply_lower_threshold else 0.0, max=upper), valid),
+        **of_rows,
     }
-    if apply_lower_threshold or not len(rows):
-        out["seq_fraction_low"] = rows_low
-    return _to_host({f"rollout_rs_{option_name}_{name}": value for name, value in out.items()})
+    return _to_host(f"rollout_rs_{option_name}", figures)
 
 
-_ROW_FIGURES = ("mean", "std", "max", "min", "max_deviation")
-
-
-def _of_rows(rows: Float[Tensor, " B"], centre: float) -> Figures:
-    std = rows.std() if len(rows) > 1 else torch.zeros_like(rows[0])
-    figures = (rows.mean(), std, rows.max(), rows.min(), (rows - centre).abs().max())
-    return dict(zip(_ROW_FIGURES, figures, strict=True))
+def _of_rows(rows: Tensor, judged: Tensor, lower: float, upper: float, *, centre: float) -> Figures:
+    """Figures of rows, 0 where there are none; ``judged`` is what is held against the bounds."""
+    some = rows.double() if len(rows) else rows.new_zeros(1, dtype=torch.float64)
+    return {
+        "seq_mean": some.mean(),
+        "seq_std": some.std(correction=min(len(some) - 1, 1)),  # of a single row 0
+        "seq_max": some.max(),
+        "seq_min": some.min(),
+        "seq_max_deviation": (some - centre).abs().max(),
+        "seq_fraction_high": _share(judged > upper),
+        "seq_fraction_low": _share(judged < lower),
+    }
 
 
 def _valid(mask: Tensor) -> Bool[Tensor, "..."]:
@@ -155,8 +152,14 @@ def _row_means(values: Tensor, valid: Tensor) -> Float[Tensor, "..."]:
     return torch.where(valid, values.double(), 0.0).sum(-1) / valid.sum(-1).clamp(min=1)
 
 
+def _std(bounded: Tensor, valid: Tensor) -> Float[Tensor, ""]:
+    """Of values that are clamped into their bounds; of a single one 0."""
+    variance = _mean(bounded.square(), valid) - _mean(bounded, valid).square()
+    return variance.clamp(min=0.0).sqrt() * (valid.sum() > 1)
+
+
 def _share(flags: Tensor) -> Float[Tensor, ""]:
-    return flags.double().mean()
+    return flags.double().sum() / max(flags.numel(), 1)
 
 
 def _extremes(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,5 +167,6 @@ def _extremes(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return values.masked_fill(~valid, math.inf).min(), values.masked_fill(~valid, -math.inf).max()
 
 
-def _to_host(figures: Figures) -> dict[str, float]:
-    return dict(zip(figures, torch.stack([value.double() for value in figures.values()]).tolist(), strict=True))
+def _to_host(prefix: str, figures: Figures) -> dict[str, float]:
+    values = torch.stack([value.double() for value in figures.values()]).tolist()
+    return {f"{prefix}_{name}": value for name, value in zip(figures, values, strict=True)}

@@ -28,7 +28,6 @@ from flowgrpo_rc.correction.mapping import optional
 from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics, run_plan
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.plan import ThresholdSpec
 from flowgrpo_rc.integrations._replace import Replacement
 from flowgrpo_rc.integrations.verl import OPTIONS, plan_of_options, weights_proto
 
@@ -46,8 +45,6 @@ __all__ = [
 _HOME = "verl_omni.trainer.diffusion.rollout_correction"
 _LOSSES = "verl_omni.workers.utils.losses"
 _HELPER = "compute_rollout_correction_and_rejection_mask"
-_LATER = "compute_rollout_corr_metrics_from_batch"
-"""Not in verl-omni's first release of the feature."""
 _WITHOUT_EFFECT = ("rejection_normalization", "guard", "rollout_rs_auto")
 """Starts of keys of this library that its own loss and trainer act on, and verl-omni's do not."""
 _AS_THERE = {"rejection_normalization": "all", "guard": "off"}
@@ -111,8 +108,7 @@ def _corrects(config: RolloutCorrectionConfig) -> bool:
 
 def _tensors(batch: Any) -> Any:
     """The mapping in ``batch.batch``; where that is None, an empty one, of which every key is missing."""
-    empty: dict[str, Tensor] = {}
-    return empty if batch.batch is None else batch.batch
+    return {} if batch.batch is None else batch.batch
 
 
 def _read(section: Any) -> RolloutCorrectionConfig:
@@ -176,17 +172,11 @@ def compute_rollout_correction_and_rejection_mask(
     old_log_prob: Float[Tensor, "B T"],
     rollout_log_prob: Float[Tensor, "B T"],
     response_mask: Shaped[Tensor, "B T"],
-    rollout_is: str | None = None,
-    rollout_is_threshold: ThresholdSpec = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    rollout_rs: str | None = None,
-    rollout_rs_threshold: ThresholdSpec = None,
+    *options: Any,
+    **named: Any,
 ) -> tuple[Any, Tensor, dict[str, float]]:
-    """verl's helper as verl-omni's diffusion loss calls it, with the documented k1 band."""
-    plan = plan_of_options(
-        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
-    )
-    result = run_plan(old_log_prob, rollout_log_prob, response_mask, plan=plan)
+    """verl's helper and its options, as verl-omni's diffusion loss calls it, with the documented k1 band."""
+    result = run_plan(old_log_prob, rollout_log_prob, response_mask, plan=plan_of_options(*options, **named))
     return weights_proto(result.weights), result.mask, result.metrics
 
 
@@ -216,8 +206,8 @@ def install() -> Replacement:
     except ImportError as error:
         raise ImportError(f"This drop-in replaces functions of verl-omni, which cannot be imported: {error}") from error
     names = [name for name in __all__ if name.startswith(("rollout_", "apply_", "compute_rollout_corr_metrics"))]
-    if not hasattr(home, _LATER):
-        names.remove(_LATER)
+    if not hasattr(home, "compute_rollout_corr_metrics_from_batch"):  # verl-omni's first release of the feature
+        names.remove("compute_rollout_corr_metrics_from_batch")
     installed.apply(home, {name: globals()[name] for name in names}, package="verl_omni")
     losses = importlib.import_module(_LOSSES)
     if hasattr(losses, _HELPER):

@@ -9,40 +9,18 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.loss.advantages import GroupAdvantages, group_advantages
-    from flowgrpo_rc.loss.core import LossSums
-    from flowgrpo_rc.loss.diffusion import diffusion_loss, diffusion_loss_sums
-    from flowgrpo_rc.loss.metrics import LossMetrics
-    from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
-    from flowgrpo_rc.loss.policy import PolicyTerms, ppo_clip, reinforce
-    from flowgrpo_rc.loss.tokens import token_loss, token_loss_sums
+    from flowgrpo_rc.loss.advantages import GroupAdvantages as GroupAdvantages
+    from flowgrpo_rc.loss.advantages import group_advantages as group_advantages
+    from flowgrpo_rc.loss.diffusion import diffusion_loss as diffusion_loss
+    from flowgrpo_rc.loss.diffusion import diffusion_loss_sums as diffusion_loss_sums
+    from flowgrpo_rc.loss.objectives import OBJECTIVES as OBJECTIVES
+    from flowgrpo_rc.loss.objectives import Objective as Objective
+    from flowgrpo_rc.loss.policy import PolicyTerms as PolicyTerms
+    from flowgrpo_rc.loss.policy import ppo_clip as ppo_clip
+    from flowgrpo_rc.loss.policy import reinforce as reinforce
+    from flowgrpo_rc.loss.sums import LossMetrics as LossMetrics
+    from flowgrpo_rc.loss.sums import LossSums as LossSums
+    from flowgrpo_rc.loss.tokens import token_loss as token_loss
+    from flowgrpo_rc.loss.tokens import token_loss_sums as token_loss_sums
 
-__all__ = [
-    "GroupAdvantages",
-    "LossMetrics",
-    "LossSums",
-    "OBJECTIVES",
-    "Objective",
-    "PolicyTerms",
-    "diffusion_loss",
-    "diffusion_loss_sums",
-    "group_advantages",
-    "ppo_clip",
-    "reinforce",
-    "token_loss",
-    "token_loss_sums",
-]
-
-_HOMES = {
-    "GroupAdvantages": "advantages",
-    "LossMetrics": "metrics",
-    "LossSums": "core",
-    "OBJECTIVES": "objectives",
-    "Objective": "objectives",
-    "diffusion_loss": "diffusion",
-    "diffusion_loss_sums": "diffusion",
-    "group_advantages": "advantages",
-    "token_loss": "tokens",
-    "token_loss_sums": "tokens",
-}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'policy')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -45,7 +45,13 @@ def group_advantages(
         ValueError: empty or non-finite rewards, shapes that differ, or a group with a single image (its
             advantage is always 0, so it cannot be trained on).
     """
-    _check(rewards, group)
+    if rewards.shape != group.shape or rewards.dim() != 1 or rewards.numel() == 0:
+        raise ValueError(
+            f"rewards and group must both be (B,) with B >= 1, got {tuple(rewards.shape)} and {tuple(group.shape)}"
+        )
+    bad = (~torch.isfinite(rewards)).nonzero()
+    if len(bad):
+        raise ValueError(f"rewards holds {len(bad)} non-finite values, first at index {int(bad[0])}")
     keep = torch.ones_like(group, dtype=torch.bool) if keep is None else keep
     _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
     if (sizes == 1).any():
@@ -75,13 +81,3 @@ def group_advantages(
         group_std_mean=float(variance.sqrt().mean()),
         zero_std_fraction=float(flat.double().mean()),
     )
-
-
-def _check(rewards: Tensor, group: Tensor) -> None:
-    if rewards.shape != group.shape or rewards.dim() != 1 or rewards.numel() == 0:
-        raise ValueError(
-            f"rewards and group must both be (B,) with B >= 1, got {tuple(rewards.shape)} and {tuple(group.shape)}"
-        )
-    if not torch.isfinite(rewards).all():
-        bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
-        raise ValueError(f"rewards holds {len(bad)} non-finite values, first at index {bad[0]}")

@@ -14,11 +14,12 @@ from torch import Tensor
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
-from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, check_shape, read_inputs, require
 from flowgrpo_rc.loss.objectives import OBJECTIVES
-from flowgrpo_rc.loss.policy import PolicyInputs, TransitionShift, gaussian_kl, kept
+from flowgrpo_rc.loss.policy import PolicyInputs, TransitionShift, kept
+from flowgrpo_rc.loss.sums import LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.tokens import read_tokens
+from flowgrpo_rc.sde import transition_kl
 
 
 def diffusion_loss(
@@ -117,9 +118,10 @@ def _kl_and_std(
     """KL of each step to the transition with ``other_mean``, and its standard deviation: 0 and 1 where not kept."""
     steps = policy.log_prob.shape
     mean = require(model_output, "transition_means", f"model_output ({why})")
-    std = require(model_output, "transition_stds", f"model_output ({why})", steps)
+    std = require(model_output, "transition_stds", f"model_output ({why})")
+    check_shape("transition_stds", std, steps)
     check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
     check_shape(name, other_mean, mean.shape)
     # Selected before the arithmetic: what a rejected step holds would reach the gradient through a later mask.
     std = kept(std, policy.keep, 1.0)
-    return gaussian_kl(kept(mean, policy.keep), kept(other_mean, policy.keep), std), std
+    return transition_kl(kept(mean, policy.keep), kept(other_mean.detach(), policy.keep), std), std

@@ -1,6 +1,6 @@
 """From configuration, model output and batch to ``LossInputs``: all that a loss is a function of.
 
-Here everything is read and checked once; what follows (``core``) is arithmetic on tensors. ``diffusion_loss`` and
+Here everything is read and checked once; what follows (``sums``) is arithmetic on tensors. ``diffusion_loss`` and
 ``token_loss`` read what only they know, and share the rest. Every error names the key and both shapes.
 
 ====================== ==================== ======================================== =========================
@@ -51,6 +51,7 @@ class ActorLossConfig(Protocol):
 class LossInputs:
     """What the loss of one micro-batch is a function of."""
 
+    config: ActorLossConfig
     policy: PolicyInputs
     """What the objective reads of each element."""
     objective: Callable[[PolicyInputs, PolicyLimits], PolicyTerms]
@@ -59,16 +60,10 @@ class LossInputs:
     """How far an update may go."""
     aggregation: Aggregation
     """From losses of elements to a sum and its denominator."""
-    scale_factor: float | None = None
-    """For aggregations that divide by a fixed length."""
-    valid: Bool[Tensor, "B T"] | None = None
+    valid: Bool[Tensor, "B T"] | None
     """The elements that metrics count: valid tokens; ``None``: all."""
     reference_kl: Float[Tensor, "..."] | None = None
     """KL to the reference policy of each element, 0 where not kept; ``None``: it is not in the loss."""
-    kl_coefficient: float
-    """Weight of that KL in the loss."""
-    bypasses: bool
-    """Whether the old policy is the rollout's, so that the correction is computed with the loss."""
     correction: RolloutCorrection | None
     """What bypass mode has found out about the off-policy gap; ``None`` where no token is valid."""
 
@@ -114,16 +109,16 @@ def read_inputs(
         keep = correction.mask.bool()
     # Whatever the objective limits: the share outside the clip band is a metric of all of them.
     low, high = CLIP_BAND.sides(options, _clip_widths(data, log_prob))
+    dual_clip = None if valid is None else options.clip_ratio_c
     objective = OBJECTIVES[options.loss_mode]
     threshold = objective.limit.value(options) if isinstance(objective.limit, Threshold) else math.inf
     return LossInputs(
+        config=config,
         policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep),
         objective=reinforce_objective if reinforces else objective.load(),
-        limits=PolicyLimits(low, high, threshold=threshold),
+        limits=PolicyLimits(low, high, dual_clip, threshold),
         aggregation=aggregation,
         valid=valid,
-        kl_coefficient=config.kl_loss_coef,
-        bypasses=rc.bypass_mode,
         correction=correction,
     )
 
@@ -159,17 +154,11 @@ def _warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, ma
         )
 
 
-def require(mapping: TensorMapping, name: str, where: str, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The tensor of that name.
-
-    Raises:
-        ValueError: ``where`` lacks it, or it does not have the ``shape`` that follows from the log-probs.
-    """
+def require(mapping: TensorMapping, name: str, where: str) -> Tensor:
+    """The tensor of that name; ``ValueError`` where ``where`` lacks it."""
     value = optional(mapping, name)
     if value is None:
         raise ValueError(f"{where} lacks {name!r}; {_holds(mapping)}")
-    if shape is not None:
-        check_shape(name, value, shape)
     return value
 
 

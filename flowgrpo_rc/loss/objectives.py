@@ -222,14 +222,14 @@ OBJECTIVES: dict[str, Objective] = {
         Objective(name="dance_grpo", function="flowgrpo_rc.loss.policy:flow_grpo", sde_type="dance_sde"),
         Objective(
             name="grpo_guard",
-            function="flowgrpo_rc.loss.trust_region:grpo_guard",
+            function="flowgrpo_rc.loss.policy:grpo_guard",
             measure=normalised_log_ratio,
             needs_old_means=True,
             needs_sigmas=True,
         ),
         Objective(
             name="flow_dppo",
-            function="flowgrpo_rc.loss.trust_region:flow_dppo",
+            function="flowgrpo_rc.loss.policy:flow_dppo",
             limit=KL_TRUST_REGION,
             measure=kl_per_dimension,
             needs_old_means=True,

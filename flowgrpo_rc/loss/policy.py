@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowgrpo_rc.correction import SAFETY_BOUND
-from flowgrpo_rc.sde import transition_kl
+from flowgrpo_rc.loss.objectives import normalised_log_ratio
 
 
 class TransitionShift(NamedTuple):
@@ -140,19 +140,41 @@ def reinforce_objective(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTer
     return reinforce(inputs.log_prob, inputs.old_log_prob, inputs.advantages, weights=inputs.weights, keep=inputs.keep)
 
 
-def gaussian_kl(
-    mean: Float[Tensor, "..."], other_mean: Float[Tensor, "..."], step_std: Float[Tensor, "..."]
-) -> Float[Tensor, "..."]:
-    """KL of each step between two transitions: ``mean over dims of (mean - other_mean)^2 / (2 step_std^2)``.
+def grpo_guard(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
+    """The clipped objective on a ratio whose bias and scale no longer depend on the timestep, divided by ``dt``.
 
-    Args:
-        mean: the new policy's transition means, in the shape of the steps and then of the latents.
-        other_mean: the old or the reference policy's, detached.
-        step_std: in the shape of the steps, ``(B,)`` or ``(B, W)``; both policies share it.
+    ``ratio = exp((log_prob - old_log_prob + kl) * step_std)``, each **per sample**: a micro-batch may mix timesteps.
+    Gradients flow through ``log_prob`` and ``kl``. The returned ``log_ratio`` is the normalised one.
+
+    Source: GRPO-Guard, arXiv 2510.22319.
     """
-    last = step_std.dim() - 1
-    kl = transition_kl(mean.flatten(0, last), other_mean.detach().flatten(0, last), step_std.flatten())
-    return kl.view(step_std.shape)
+    shift = inputs.shift
+    assert shift is not None
+    assert shift.dt is not None
+    log_ratio = kept(inputs.log_prob - inputs.old_log_prob.detach(), inputs.keep)
+    normalised = normalised_log_ratio(log_ratio, shift.kl, shift.step_std)
+    # The normalised log ratio holds the old log-prob already.
+    terms = flow_grpo(inputs._replace(log_prob=normalised, old_log_prob=torch.zeros_like(normalised)), limits)
+    return terms._replace(loss=terms.loss / shift.dt)
+
+
+def flow_dppo(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
+    """``-A * ratio``, without the elements that have left the trust region and are moving further out.
+
+    An element is left out when ``kl >= threshold`` and its gradient would enlarge the distance: a ratio above 1 with a
+    positive advantage, or below 1 with a negative one.
+
+    Source: Flow-DPPO; the same asymmetric mask as DPPO for tokens.
+    """
+    assert inputs.shift is not None
+    advantages = inputs.advantages.detach()
+    log_ratio = select(inputs.log_prob - inputs.old_log_prob.detach(), inputs.keep)
+    outward = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
+    left_out = (inputs.shift.kl.detach() >= limits.threshold) & outward
+    # Selected before exp: an overflow times 0 would be NaN in the gradient.
+    ratio = torch.exp(torch.where(left_out, 0.0, log_ratio))
+    loss = torch.where(left_out, 0.0, -kept(advantages, inputs.keep) * ratio)
+    return PolicyTerms(weigh(loss, inputs.weights, inputs.keep), log_ratio, left_out)
 
 
 def k3_kl(

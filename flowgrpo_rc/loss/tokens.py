@@ -12,10 +12,10 @@ from torch import Tensor
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, response_mask
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
-from flowgrpo_rc.loss.core import LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, like_log_probs, read_inputs, require
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES
 from flowgrpo_rc.loss.policy import k3_kl
+from flowgrpo_rc.loss.sums import LossSums, loss_sums, mean_loss
 
 
 def token_loss(
@@ -83,5 +83,4 @@ def read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: Tens
         like_log_probs(data, Key.REF_LOG_PROBS, policy.log_prob)
         reference = require(data, Key.REF_LOG_PROBS, "data (use_kl_loss=true)")
         reference_kl = k3_kl(policy.log_prob, reference, keep=policy.keep)
-    limits = shared.limits._replace(dual_clip=options.clip_ratio_c)
-    return replace(shared, limits=limits, scale_factor=options.loss_scale_factor, reference_kl=reference_kl)
+    return replace(shared, reference_kl=reference_kl)

@@ -8,45 +8,20 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.models.base import (
-        Conditioning,
-        DiffusionModel,
-        EncodedPrompt,
-        NonFiniteImageError,
-        Prompts,
-        Schedule,
-    )
-    from flowgrpo_rc.models.config import ModelConfig
-    from flowgrpo_rc.models.load import (
-        SUPPORTED_PIPELINES,
-        UnsupportedModelError,
-        check_pipeline,
-        load_model,
-        read_pipeline_class,
-    )
-    from flowgrpo_rc.models.lora import AdapterMismatchError, check_adapter_file
-    from flowgrpo_rc.models.prompts import PromptEncoder
+    from flowgrpo_rc.models.base import Conditioning as Conditioning
+    from flowgrpo_rc.models.base import DiffusionModel as DiffusionModel
+    from flowgrpo_rc.models.base import EncodedPrompt as EncodedPrompt
+    from flowgrpo_rc.models.base import NonFiniteImageError as NonFiniteImageError
+    from flowgrpo_rc.models.base import Prompts as Prompts
+    from flowgrpo_rc.models.base import Schedule as Schedule
+    from flowgrpo_rc.models.config import ModelConfig as ModelConfig
+    from flowgrpo_rc.models.load import SUPPORTED_PIPELINES as SUPPORTED_PIPELINES
+    from flowgrpo_rc.models.load import UnsupportedModelError as UnsupportedModelError
+    from flowgrpo_rc.models.load import check_pipeline as check_pipeline
+    from flowgrpo_rc.models.load import load_model as load_model
+    from flowgrpo_rc.models.load import read_pipeline_class as read_pipeline_class
+    from flowgrpo_rc.models.lora import AdapterMismatchError as AdapterMismatchError
+    from flowgrpo_rc.models.lora import check_adapter_file as check_adapter_file
+    from flowgrpo_rc.models.prompts import PromptEncoder as PromptEncoder
 
-__all__ = [
-    "SUPPORTED_PIPELINES",
-    "AdapterMismatchError",
-    "Conditioning",
-    "DiffusionModel",
-    "EncodedPrompt",
-    "ModelConfig",
-    "NonFiniteImageError",
-    "PromptEncoder",
-    "Prompts",
-    "Schedule",
-    "UnsupportedModelError",
-    "check_adapter_file",
-    "check_pipeline",
-    "load_model",
-    "read_pipeline_class",
-]
-
-_HOMES = {"ModelConfig": "config", "PromptEncoder": "prompts"}
-_HOMES |= dict.fromkeys(("AdapterMismatchError", "check_adapter_file"), "lora")
-_BASE = ("Conditioning", "DiffusionModel", "EncodedPrompt", "NonFiniteImageError", "Prompts", "Schedule")
-_HOMES |= dict.fromkeys(_BASE, "base")
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'load')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

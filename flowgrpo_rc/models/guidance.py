@@ -14,16 +14,10 @@ from flowgrpo_rc.models.registry import FAMILIES
 def refuse_guidance_scale(
     pipeline_class: str, embeds: bool, guidance_scale: float | None, section: str = "pipeline"
 ) -> None:
-    """Raise unless a model that embeds guidance is given a scale, and any other is not.
-
-    Args:
-        pipeline_class: of the model, e.g. ``QwenImagePipeline``.
-        embeds: whether its transformer embeds a guidance scale.
-        guidance_scale: what is asked for.
-        section: of ``actor_rollout_ref.rollout``, which asks for it.
+    """Raise unless a model whose transformer ``embeds`` a guidance scale is given one, and any other is not.
 
     Raises:
-        ValueError: names the setting and what to write.
+        ValueError: names the setting, which is in this ``section`` of ``actor_rollout_ref.rollout``, and what to write.
     """
     if embeds == (guidance_scale is not None):
         return

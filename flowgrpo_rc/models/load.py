@@ -178,13 +178,12 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any) -> An
 
     Libraries only warn of missing, surplus and misshaped weights, and leave what is missing at random values.
     """
-    name, variant = files.weights(part)
-    file = Path(str(name)).name
+    file, variant = files.weights(part)
     options = {"variant": variant} if variant else {}
     if part.library == "transformers":
         _check_configured_size(files, part, kind)
     options["dtype" if part.library == "transformers" else "torch_dtype"] = dtype
-    with _explaining(files, f"{part.name}/config.json and {file} do not give a {part.class_name}"):
+    with _explaining(files, f"{part.name}/config.json and {Path(file).name} do not give a {part.class_name}"):
         network, info = kind.from_pretrained(
             str(files.folder / part.name), output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -192,7 +191,7 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any) -> An
     loaded = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": misshaped}
     faults = describe(loaded)
     if faults:
-        raise files.damaged(f"{part.name}/{file} and config.json are not of one {part.class_name}: {faults}")
+        raise files.damaged(f"{file} and config.json are not of one {part.class_name}: {faults}")
     return network
 
 

@@ -190,11 +190,7 @@ def give_umask_mode(folder: Path) -> None:
 
 
 def load_lora(transformer: nn.Module, folder: Path) -> None:
-    """Read what ``save_lora`` wrote into an adapter that is already attached.
-
-    Raises:
-        AdapterMismatchError: see ``read_lora``.
-    """
+    """Read what ``save_lora`` wrote into an adapter that is already attached; raises as ``read_lora`` does."""
     load_adapter_state(transformer, read_lora(transformer, folder))
 
 

@@ -35,11 +35,11 @@ TOKENIZER_FILES = (
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors format allows no larger header."""
 
-_STEMS = {
-    "diffusers": ("diffusion_pytorch_model", "diffusion_pytorch_model"),
-    "transformers": ("model", "pytorch_model"),
+_WEIGHTS = {
+    "diffusers": (("diffusion_pytorch_model", "safetensors"), ("diffusion_pytorch_model", "bin")),
+    "transformers": (("model", "safetensors"), ("pytorch_model", "bin")),
 }
-"""How each library names its weights: as safetensors, and as pickled ``.bin`` files."""
+"""How each library names its weights, as safetensors and as pickled files."""
 
 
 class UnsupportedModelError(ValueError):
@@ -157,38 +157,32 @@ class PipelineFiles:
         """Bytes of the part's files."""
         return sum(file.stat().st_size for file in (self.folder / part.name).glob("*") if file.is_file())
 
-    def weights(self, part: Part) -> tuple[str | None, str | None]:
+    def weights(self, part: Part) -> tuple[str, str | None]:
         """The file that a part's weights are read from, and the variant that its name carries (``fp16``), if any.
 
-        An index of shards stands for its shards. Safetensors go before pickled files, and files without a variant
-        before those with one, as the loaders prefer them. No file: there are no weights.
+        An index of shards stands for its shards. Files without a variant go before those with one, and safetensors
+        before pickled files, as the loaders prefer them.
+
+        Raises:
+            UnsupportedModelError: there are no weights.
         """
-        safe, pickled = _STEMS.get(part.library, _STEMS["diffusers"])
-        formats = ((safe, "safetensors"), (pickled, "bin"))
-        names = sorted(file.name for file in (self.folder / part.name).glob("*"))
-        for stem, ending in formats:
-            single = f"{stem}.{ending}"
-            index = f"{stem}.{ending}.index.json"
+        variant = r"(?:\.([\w-]+)(?<!-of-\d{5}))?"  # shards are named by their index
+        forms: list[str] = []
+        for stem, ending in _WEIGHTS.get(part.library, _WEIGHTS["diffusers"]):
+            single = rf"{stem}{variant}\.{ending}"
+            index = rf"{stem}\.{ending}\.index{variant}\.json"
             # diffusers reads the shards where both are there, transformers the single file.
-            preferred = (index, single) if part.library == "diffusers" else (single, index)
-            for name in preferred:
-                if name in names:
-                    return f"{part.name}/{name}", None
-        for stem, ending in formats:
-            pattern = re.compile(
-                rf"{re.escape(stem)}\.(?:(?P<a>[\w-]+)\.{ending}|{ending}\.index\.(?P<b>[\w-]+)\.json)(?<!-of-\d{{5}}\.{ending})"
-            )
-            found = [(match["a"] or match["b"], name) for name in names if (match := pattern.fullmatch(name))]
-            if found:
-                variant, name = min(found)
-                return f"{part.name}/{name}", variant
-        return None, None
+            forms += [index, single] if part.library == "diffusers" else [single, index]
+        names = [file.name for file in (self.folder / part.name).glob("*")]
+        found = [(place, m) for place, form in enumerate(forms) for name in names if (m := re.fullmatch(form, name))]
+        if not found:
+            raise self.damaged(f"{part.name} holds no weights: no .safetensors or .bin file of a {part.class_name}")
+        _, file = min(found, key=lambda entry: (entry[1][1] is not None, entry[0], entry[1][1]))
+        return f"{part.name}/{file[0]}", file[1]
 
     def stored_values(self, part: Part) -> int | None:
         """How many numbers the part's weights are, from the headers of its files; None for pickled files."""
         file, _ = self.weights(part)
-        if file is None:
-            return None
         files = {file}
         if file.endswith(".json"):
             files = {f"{part.name}/{shard}" for shard in self.read_json(file)["weight_map"].values()}
@@ -226,8 +220,6 @@ class PipelineFiles:
 
     def _check_weights(self, part: Part) -> None:
         file, _ = self.weights(part)
-        if file is None:
-            raise self.damaged(f"{part.name} holds no weights: no .safetensors or .bin file of a {part.class_name}")
         if file.endswith(".json"):
             self._check_shards(part, file)
         else:

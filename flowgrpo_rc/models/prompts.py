@@ -34,14 +34,8 @@ class PromptEncoder:
         """How many prompts have gone through the text encoder."""
 
     def check_length(self, max_sequence_length: int, section: str) -> None:
-        """Refuse a length that the model's text encoders do not take.
-
-        Args:
-            section: of ``actor_rollout_ref.rollout``, which has the length.
-
-        Raises:
-            ValueError: it is too long.
-        """
+        """Raise ``ValueError`` where the length, which a ``section`` of ``actor_rollout_ref.rollout`` asks for, is more
+        than the model's text encoders take."""
         if max_sequence_length > self._model.longest_prompt:
             raise ValueError(
                 f"actor_rollout_ref.rollout.{section}.max_sequence_length: got {max_sequence_length}; this model takes "

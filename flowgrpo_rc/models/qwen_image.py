@@ -1,39 +1,25 @@
 """Qwen-Image (``QwenImagePipeline``): arithmetic as in diffusers' pipeline, one step at a time."""
 
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.family import Family, dynamic_shift
-from flowgrpo_rc.models.guidance import refuse_guidance_scale
-from flowgrpo_rc.models.single_frame import use_2d_convolutions_for_one_frame
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
 
 
-class QwenImage(Family):
+class QwenImage(DiffusionModel):
     """Adapter of ``diffusers.QwenImagePipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``."""
 
-    default_lora_targets: tuple[str, ...] = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-    )
+    default_lora_targets = JOINT_ATTENTION
     longest_prompt = 1024
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
         use_2d_convolutions_for_one_frame(pipe.vae)
-
-    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        self._check_size(height, width)
-        refuse_guidance_scale("QwenImagePipeline", bool(self.transformer.config.guidance_embeds), guidance_scale)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         return (height // self._multiple) * (width // self._multiple), self._channels
@@ -96,7 +82,7 @@ class QwenImage(Family):
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        return {"sigmas": sigmas, "mu": dynamic_shift(config, tokens, 1.15)}
+        return {"sigmas": sigmas, "mu": self._dynamic_shift(config, tokens, 1.15)}
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         vae = self.pipe.vae
@@ -107,3 +93,24 @@ class QwenImage(Family):
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         return vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
+
+
+def use_2d_convolutions_for_one_frame(vae: nn.Module) -> None:
+    """Let this video VAE run its causal 3-D convolutions as 2-D ones when there is one frame, as for an image.
+
+    A causal convolution pads the past with zeros, so over a single frame only the last time slice of its kernel acts: a
+    2-D convolution gives the same numbers, to rounding, for a third of the multiplies. Parameters stay where they are,
+    so saving and loading are unaffected; several frames, or a cache of earlier ones, run as before.
+    """
+    from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+
+    for module in vae.modules():
+        if isinstance(module, QwenImageCausalConv3d) and module.stride == (1, 1, 1):
+            module.forward = MethodType(_forward_one_frame, module)
+
+
+def _forward_one_frame(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+    if x.shape[2] != 1 or cache_x is not None:
+        return type(self).forward(self, x, cache_x)
+    left, _, top, _, _, _ = self._padding
+    return F.conv2d(x[:, :, 0], self.weight[:, :, -1], self.bias, padding=(top, left)).unsqueeze(2)

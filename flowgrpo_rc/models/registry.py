@@ -1,6 +1,6 @@
 """The model families by the name of their diffusers pipeline.
 
-To add one, write its adapter, a subclass of ``family.Family``, in a file of this folder and add an entry to
+To add one, write its adapter, a subclass of ``base.DiffusionModel``, in a file of this folder and add an entry to
 ``FAMILIES``. Importing this loads neither torch nor diffusers. What vllm-omni calls the same pipeline, for the families
 that it can sample, stands with that engine in ``rollout/vllm_omni/protocol.py``.
 """

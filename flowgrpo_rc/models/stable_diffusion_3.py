@@ -5,27 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.family import Family, dynamic_shift
-from flowgrpo_rc.models.guidance import refuse_guidance_scale
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
 
 
-class StableDiffusion3(Family):
+class StableDiffusion3(DiffusionModel):
     """Adapter of ``diffusers.StableDiffusion3Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
 
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
     """
 
-    default_lora_targets: tuple[str, ...] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
     """The joint attention, as Flow-GRPO trains it; ``attn2``, the second attention of 3.5-medium, is left alone."""
     longest_prompt = 512
 
@@ -35,14 +24,13 @@ class StableDiffusion3(Family):
             pipe.transformer._repeated_blocks = ["JointTransformerBlock"]  # diffusers compiles what is named here
 
     def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        self._check_size(height, width)
+        super().check_request(height, width, guidance_scale)
         largest = int(self.transformer.config.pos_embed_max_size) * self._multiple
         if max(height, width) > largest:
             raise ValueError(
                 f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model has positions for at "
                 f"most {largest} pixels to a side"
             )
-        refuse_guidance_scale("StableDiffusion3Pipeline", False, guidance_scale)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor = self.pipe.vae_scale_factor
@@ -113,7 +101,7 @@ class StableDiffusion3(Family):
         }
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
-        mu = {"mu": dynamic_shift(config, tokens, 1.16)} if config.get("use_dynamic_shifting") else {}
+        mu = {"mu": self._dynamic_shift(config, tokens, 1.16)} if config.get("use_dynamic_shifting") else {}
         return {"num_inference_steps": num_inference_steps, **mu}
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:

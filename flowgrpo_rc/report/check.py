@@ -48,9 +48,8 @@ class Check:
     """The limits in words, where their numbers are only a code."""
     of_densities: bool = False
     """Whether the limits take a log ratio for one of densities: that of ``cps`` leaves out ``1/(2 std^2)``."""
-    advice: str
-    suited: Callable[[History], str | None] = lambda history: None
-    """Advice for a run that ``advice`` does not suit, as it is set up; None where it does."""
+    advice: str | Callable[[History], str]
+    """What to do, or what tells it for the run as it is set up."""
     of_weights: bool = False
     """Whether it judges importance weights. Where they only diagnose, no value of theirs is a problem by itself."""
 
@@ -62,6 +61,10 @@ class Check:
         """Those of the run's kind of log-prob."""
         return self.sde if history.sde else self.tokens
 
+    def advice_for(self, history: History) -> str:
+        """The advice that suits the run."""
+        return self.advice if isinstance(self.advice, str) else self.advice(history)
+
     def run(self, history: History) -> Finding | None:
         """The finding; None where there is nothing to measure."""
         limits = self.limits_for(history)
@@ -71,11 +74,10 @@ class Check:
         if found is None:
             return None
         level, limit = limits.judge(found.value)
-        advice = self.suited(history)
+        advice = found.advice or self.advice_for(history)
         if self.of_weights and not history.weights_act:
             level = WATCH if level == PROBLEM else level
             advice = WEIGHTS_ONLY_DIAGNOSE
-        says = found.says or f"{found.metric} is {number(found.value)} {span_words(found.steps)}"
         return Finding(
             level=level,
             check=self.name,
@@ -85,8 +87,8 @@ class Check:
             limit=limit,
             band=self.limits or limits.words(),
             steps=found.steps,
-            measured=says,
-            advice=found.advice or advice or self.advice,
+            measured=found.says or f"{found.metric} is {number(found.value)} {span_words(found.steps)}",
+            advice=advice,
         )
 
 
@@ -123,10 +125,14 @@ def recent_max(*names: str) -> Measure:
 
 
 def against_clip(history: History, series: Series | None, what: str) -> Measurement | None:
-    """The mean of ``series`` in half widths of the clip band, where that is centred at the engine; else None."""
+    """The mean of ``series`` in half widths of the clip band, where that is centred at the engine; else None.
+
+    ``what`` names the series; ``{metric}`` in it stands for its metric.
+    """
     width = history.clip_width
     if series is None or not width or not history.clips_at_the_engine:
         return None
     value = series.mean / width
-    text = f"{what} is {number(series.mean)} {span_words(series.span)}, {number(value)} times the clip band of "
-    return Measurement(value, series.metric, series.span, f"{text}{number(width)}")
+    measured = f"{what.format(metric=series.metric)} is {number(series.mean)} {span_words(series.span)}"
+    says = f"{measured}, {number(value)} times the clip band of {number(width)}"
+    return Measurement(value, series.metric, series.span, says)

@@ -131,9 +131,10 @@ CORRECTION_CHECKS = (
         tokens=HealthyRange(high=0.05, problem_high=0.5),
         reason="Stale adapters gave 2e-3 and learned; at .05 the engine computes something else.",
         of_densities=True,
-        advice="Raise the engine's precision, refresh its weights more often, or set bypass_mode=false.",
-        suited=lambda history: (
-            None if history.setup.limits_the_gap else "Raise the engine's precision, or refresh its weights more often."
+        advice=lambda history: (
+            "Raise the engine's precision, refresh its weights more often, or set bypass_mode=false."
+            if history.setup.limits_the_gap
+            else "Raise the engine's precision, or refresh its weights more often."
         ),
     ),
     Check(

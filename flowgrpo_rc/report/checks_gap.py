@@ -4,7 +4,7 @@ from statistics import median
 from typing import Any
 
 from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS
-from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
+from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, remedy, widen_limit
 from flowgrpo_rc.report.check import Check, Measurement, against_clip, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import WINDOW, History
@@ -23,14 +23,8 @@ NOTHING = 1e-7
 """A gap below this is float32 rounding; its growth means nothing."""
 
 
-def gap_against_clip(history: History) -> Measurement | None:
-    """The gap in half widths of the clip band."""
-    series = history.recent(GAP[1], GAP[0])
-    return against_clip(history, series, f"the gap before each update ({series.metric})" if series else "")
-
-
 def gap_at_the_worst_timestep(history: History) -> Measurement | None:
-    """The same at the timestep with the largest gap; not for calibrated clip bands, which follow it."""
+    """The gap in half widths of the clip band, where it is largest; a calibrated clip band follows each timestep."""
     by_timestep = history.by_timestep()
     names = (GAP[0], "rollout_corr/logprob_abs_diff", "actor/rollout_corr/logprob_abs_diff")
     steps = next((by_timestep[name] for name in names if name in by_timestep), None)
@@ -38,12 +32,6 @@ def gap_at_the_worst_timestep(history: History) -> Measurement | None:
         return None
     timestep, series = max(steps.items(), key=lambda item: item[1].mean)
     return against_clip(history, series, f"the gap at timestep {timestep:g}")
-
-
-def staleness_against_clip(history: History) -> Measurement | None:
-    """What has been learned since the engine's adapter, in half widths of the clip band."""
-    series = history.recent("rollout_sync/staleness_abs_mean")
-    return against_clip(history, series, "the staleness of the engine's adapter")
 
 
 def gap_growth(history: History) -> Measurement | None:
@@ -100,18 +88,12 @@ def clipped_first(history: History) -> Measurement | None:
     return Measurement(limit.share_beyond(series.mean), series.metric, series.span, says)
 
 
-_CLIP = "diffusion_loss.clip_ratio"
-USUAL = RunSetup()
-"""The run that the checks' own advice is for."""
-
-
-def wider(rest: str):
-    """Advice that gives the objective's limit more room, where the check's own does not suit the run."""
-
-    def suited(history: History) -> str | None:
-        return None if history.setup.may_calibrate_clip else f"{widen_limit(history.setup)}{rest}."
-
-    return suited
+def calibrate_or_widen(history: History) -> str:
+    """Gives the objective's limit more room, as it is configured."""
+    setup = history.setup
+    by_the_gap = "Set diffusion_loss.clip_ratio to auto or four times the mean gap"
+    way = by_the_gap if setup.may_calibrate_clip else widen_limit(setup)
+    return f"{way}, raise rollout.dtype, or set bypass_mode=false."
 
 
 def shared_check(figure: str, **fields: Any) -> Check:
@@ -120,13 +102,9 @@ def shared_check(figure: str, **fields: Any) -> Check:
     Healthy up to where the figure costs, a problem from where it is not safe.
     """
     limit = LIMITS[figure]
-    fields = {
-        "sde": HealthyRange(high=limit.costs, problem_high=limit.not_safe),
-        "reason": f"{limit.source}.",
-        "advice": f"{remedy(figure, USUAL)}.",
-        **fields,
-    }
-    return Check(suited=lambda history: f"{remedy(figure, history.setup)}.", **fields)
+    limits = HealthyRange(high=limit.costs, problem_high=limit.not_safe)
+    fields = {"reason": f"{limit.source}.", **fields}
+    return Check(sde=limits, advice=lambda history: f"{remedy(figure, history.setup)}.", **fields)
 
 
 GAP_CHECKS = (
@@ -140,12 +118,13 @@ GAP_CHECKS = (
     Check(
         name="gap_vs_clip",
         title="Gap against the clip band",
-        measure=gap_against_clip,
+        measure=lambda history: against_clip(
+            history, history.recent(GAP[1], GAP[0]), "the gap before each update ({metric})"
+        ),
         sde=HealthyRange(high=0.5, problem_high=0.8),
         tokens=None,
         reason="Of a normal gap, a tenth lies outside the clip band at .5 and a third at .8.",
-        advice=f"Set {_CLIP} to auto or four times the mean gap, raise rollout.dtype, or set bypass_mode=false.",
-        suited=wider(", raise rollout.dtype, or set bypass_mode=false"),
+        advice=calibrate_or_widen,
     ),
     Check(
         name="gap_timestep",
@@ -154,13 +133,14 @@ GAP_CHECKS = (
         sde=HealthyRange(high=1.0, problem_high=2.0),
         tokens=None,
         reason="Of a normal gap, two fifths of that timestep lie outside the clip band at 1 and seven tenths at 2.",
-        advice=f"{remedy(CLIP_AT_TIMESTEP, USUAL)}.",
-        suited=lambda history: f"{remedy(CLIP_AT_TIMESTEP, history.setup)}.",
+        advice=lambda history: f"{remedy(CLIP_AT_TIMESTEP, history.setup)}.",
     ),
     Check(
         name="staleness",
         title="Staleness against the clip band",
-        measure=staleness_against_clip,
+        measure=lambda history: against_clip(
+            history, history.recent("rollout_sync/staleness_abs_mean"), "the staleness of the engine's adapter"
+        ),
         sde=HealthyRange(high=0.5, problem_high=2.0),
         tokens=None,
         reason="Staleness uses up bypass mode's clip band too; four batches of lag gave about 1 and still learned.",
@@ -205,8 +185,9 @@ GAP_CHECKS = (
         measure=clipped("actor/pg_clipfrac"),
         sde=HealthyRange(high=0.3, problem_high=0.6),
         reason="Healthy runs stayed below .22; with most samples clipped little is learned from a batch.",
-        advice=f"Widen {_CLIP}, lower actor.optim.lr, or take fewer optimizer steps a batch.",
-        suited=wider(", lower actor.optim.lr, or take fewer optimizer steps a batch"),
+        advice=lambda history: (
+            f"{widen_limit(history.setup)}, lower actor.optim.lr, or take fewer optimizer steps a batch."
+        ),
     ),
     Check(
         name="clip_inert",
@@ -214,7 +195,6 @@ GAP_CHECKS = (
         measure=clipped("actor/pg_clipfrac_inert"),
         sde=HealthyRange(high=0.2, problem_high=0.4),
         reason="Half of the clipped samples, where signs are even; healthy runs stayed below .11.",
-        advice=f"Widen {_CLIP} or lower actor.optim.lr.",
-        suited=wider(" or lower actor.optim.lr"),
+        advice=lambda history: f"{widen_limit(history.setup)} or lower actor.optim.lr.",
     ),
 )

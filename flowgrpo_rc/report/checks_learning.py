@@ -136,20 +136,16 @@ def guard_alarms(history: History) -> Measurement | None:
     alarms = history.recent("guard/alarms")
     if alarms is None:
         return None
-    causes = [name for name in GUARDED if _is_raised(history.recent(f"guard/alarm_{name}"))]
+    causes = [name for name in GUARDED if history.is_raised(f"guard/alarm_{name}")]
     over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
     setup = replace(history.setup, fallen_back=False)  # of the mode where it was caused
     advice = " ".join(dict.fromkeys(f"{remedy(name, setup)}." for name in causes)) or None
     metric = "guard/fallback" if history.fallen_back else "guard/alarms"
-    state = "raises alarms" if _is_raised(alarms) else "is quiet"
+    state = "raises alarms" if history.is_raised("guard/alarms") else "is quiet"
     if history.fallen_back:
         state = "has the run in decoupled mode"
     says = f"the guard {state} at step {alarms.steps[-1]}{over}"
     return Measurement(float(state != "is quiet"), metric, alarms.span, says, advice)
-
-
-def _is_raised(alarm: Series | None) -> bool:
-    return alarm is not None and alarm.values[-1] > 0
 
 
 def not_finite(history: History) -> Measurement | None:
@@ -199,11 +195,12 @@ LOG_CHECK = Check(
 )
 
 
-def advice_beside_a_guard_that_acts(history: History) -> str | None:
-    """The usual advice is for a run that bypasses with a plain clip and has no guard that acts."""
+def advice_on_alarms(history: History) -> str:
+    """More than what the alarm said where the run bypasses with a plain clip and has no guard that acts."""
     plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.setup.clip_sides
     usual = history.clips_at_the_engine and plain and history.correction("guard") != "fallback"
-    return None if usual or history.config is None else "Do what the alarm said."
+    more = ": widen clip_ratio or set it to auto, or set guard=fallback" if usual or history.config is None else ""
+    return f"Do what the alarm said{more}."
 
 
 LEARNING_CHECKS = (
@@ -254,7 +251,6 @@ LEARNING_CHECKS = (
         sde=HealthyRange(high=0.0),
         limits="healthy: quiet, watch: alarms, or fallen back",
         reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
-        advice="Do what the alarm said: widen clip_ratio or set it to auto, or set guard=fallback.",
-        suited=advice_beside_a_guard_that_acts,
+        advice=advice_on_alarms,
     ),
 )

@@ -46,12 +46,10 @@ def figures(history: History) -> list[Figure]:
 def render(panel: Panel, history: History) -> str:
     """One panel as an SVG data URI; the same bytes for the same run."""
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Canvas
 
     with matplotlib.rc_context(SETTINGS):
         figure = Canvas(figsize=SIZE, layout="constrained")
-        FigureCanvasSVG(figure)
         draw_panel(panel, history, figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

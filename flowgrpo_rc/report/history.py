@@ -76,9 +76,8 @@ class History:
         highest = itertools.accumulate(trained_at, max)
         self.repeated = [step for step, before in zip(trained_at[1:], highest, strict=False) if step <= before]
         """Training steps that were logged after the same or a later one, as where two runs wrote one log."""
-        order = sorted(range(len(rows)), key=lambda i: steps[i])
-        self.rows = [rows[i] for i in order]
-        self.steps = [steps[i] for i in order]
+        self.rows = [row for _, row in sorted(zip(steps, rows, strict=True), key=lambda pair: pair[0])]
+        self.steps = sorted(steps)
         self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
         self.trained = sorted(set(trained_at))
         """The steps that logged more than a validation."""
@@ -116,6 +115,11 @@ class History:
         """``series``, ``now``."""
         series = self.series(*names)
         return None if series is None else self.now(series)
+
+    def is_raised(self, name: str) -> bool:
+        """Whether a metric that is 0 while all is well, as the guard's are, is above it now."""
+        series = self.recent(name)
+        return series is not None and series.values[-1] > 0
 
     def by_timestep(self) -> dict[str, dict[float, Series]]:
         """``recent`` as ``{metric: {timestep: series}}`` of all that ``TIMESTEP`` matches; noisy timesteps first."""
@@ -156,8 +160,7 @@ class History:
     @property
     def fallen_back(self) -> bool:
         """Whether the guard has the run in decoupled mode now."""
-        fled = self.recent("guard/fallback")
-        return fled is not None and fled.values[-1] > 0
+        return self.is_raised("guard/fallback")
 
     @property
     def bypasses(self) -> bool:

@@ -91,11 +91,8 @@ class Level:
 
     def draw(self, axes: Any) -> None:
         """As a horizontal line."""
-        if self.label:
-            style = {**LIMIT_STYLE, "linestyle": self.linestyle}
-            axes.axhline(self.value, color=RED, label=self.label, **style)
-        else:
-            axes.axhline(self.value, color=SOFT, linewidth=0.8)
+        limit = {"color": RED, "label": self.label, **LIMIT_STYLE, "linestyle": self.linestyle}
+        axes.axhline(self.value, **(limit if self.label else {"color": SOFT, "linewidth": 0.8}))
 
 
 @dataclass(frozen=True, kw_only=True)

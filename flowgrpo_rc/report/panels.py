@@ -68,7 +68,10 @@ def panels_of(history: History) -> list[Panel]:
         Panel(
             title="KL of rollout from training",
             unit="in units of the log-probs",
-            lines=KL_LINES,
+            lines=(
+                Line(("rollout_corr/kl",), "KL, either sign"),
+                Line(("rollout_corr/k3_kl",), "k3, non-negative", ORANGE),
+            ),
             levels=(Level(0),),
             caption="Around 0; a steady offset is not rounding.",
         ),
@@ -77,7 +80,12 @@ def panels_of(history: History) -> list[Panel]:
             unit="share of samples",
             file="rejected_fraction",
             scale="share",
-            lines=LOST_SAMPLES,
+            lines=(
+                Line(("rollout_corr/rollout_rs_masked_fraction",), "rejected steps", key=True),
+                Line(("rollout_corr/rollout_rs_seq_masked_fraction",), "rejected rows", style={"linestyle": ":"}),
+                Line(("rollout_corr/rollout_is_veto_fraction",), "vetoed rows", RED),
+                Line(("reward/zero_std_fraction",), "groups with equal rewards", ORANGE),
+            ),
             levels=_veto_levels(history),
             caption="Low; rejection should be for outliers.",
         ),
@@ -91,7 +99,12 @@ def panels_of(history: History) -> list[Panel]:
         Panel(
             title="Where the time goes",
             unit="seconds",
-            lines=STAGES,
+            lines=(
+                Line(("timing_s/step",), "the whole step", SOFT, name="seconds a step", key=True),
+                Line(("timing_s/rollout",), "rollout"),
+                Line(("timing_s/reward",), "reward", GREEN),
+                Line(("timing_s/update",), "update", ORANGE),
+            ),
             caption="The rest is mostly validation and saving, which happen in some steps only.",
         ),
     )
@@ -102,22 +115,6 @@ CLIP_LINES = (
     Line(("actor/pg_clipfrac_first",), "before learning", RED, name="clipped before learning", key=True),
     Line(("actor/pg_clipfrac",), "all mini-steps", name="clipped over all mini-steps", key=True),
     Line(("actor/pg_clipfrac_inert",), "no gradient", SOFT, name="clipped without a gradient"),
-)
-KL_LINES = (
-    Line(("rollout_corr/kl",), "KL, either sign"),
-    Line(("rollout_corr/k3_kl",), "k3, non-negative", ORANGE),
-)
-LOST_SAMPLES = (
-    Line(("rollout_corr/rollout_rs_masked_fraction",), "rejected steps", key=True),
-    Line(("rollout_corr/rollout_rs_seq_masked_fraction",), "rejected rows", style={"linestyle": ":"}),
-    Line(("rollout_corr/rollout_is_veto_fraction",), "vetoed rows", RED),
-    Line(("reward/zero_std_fraction",), "groups with equal rewards", ORANGE),
-)
-STAGES = (
-    Line(("timing_s/step",), "the whole step", SOFT, name="seconds a step", key=True),
-    Line(("timing_s/rollout",), "rollout"),
-    Line(("timing_s/reward",), "reward", GREEN),
-    Line(("timing_s/update",), "update", ORANGE),
 )
 
 

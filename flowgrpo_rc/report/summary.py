@@ -1,7 +1,4 @@
-"""What a run shows when it ends: ``summary.png``, the pictures under ``plots/`` and the closing table.
-
-All are drawn from ``panels``, as the page is.
-"""
+"""What a run shows when it ends: ``summary.png``, the pictures under ``plots/`` and the closing table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +66,6 @@ def write_plots(history: History, folder: Path) -> list[Path]:
         OSError: one cannot be written; matplotlib raises errors of its own beside.
     """
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -84,7 +80,6 @@ def write_plots(history: History, folder: Path) -> list[Path]:
         with matplotlib.rc_context(SETTINGS | {"figure.facecolor": "white"}):
             layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06)
             figure = Figure(figsize=(PANEL_SIZE[0] * columns, PANEL_SIZE[1] * rows), layout=layout)
-            FigureCanvasAgg(figure)
             places = figure.subfigures(rows, columns, squeeze=False)
             for place, panel in zip(places.flat, shown, strict=False):
                 draw_panel(panel, history, place, title=panel.title)

@@ -6,28 +6,19 @@ makes their weighted sum. ``forms`` calls a function as it is written, ``answer`
 ``build_reward`` does.
 """
 
-from flowgrpo_rc.rewards.config import REWARD_NAMES, STATISTICS, CustomRewardConfig, OCRConfig, RewardConfig
-from flowgrpo_rc.rewards.custom import load_function, load_reward
-from flowgrpo_rc.rewards.errors import RewardError
-from flowgrpo_rc.rewards.jpeg import jpeg_compressibility
-from flowgrpo_rc.rewards.mix import RewardFunction, RewardMix, RewardResult, build_reward
-from flowgrpo_rc.rewards.ocr import OCRReward, quoted_target, text_similarity
-
-__all__ = [
-    "REWARD_NAMES",
-    "STATISTICS",
-    "CustomRewardConfig",
-    "OCRConfig",
-    "OCRReward",
-    "RewardConfig",
-    "RewardError",
-    "RewardFunction",
-    "RewardMix",
-    "RewardResult",
-    "build_reward",
-    "jpeg_compressibility",
-    "load_function",
-    "load_reward",
-    "quoted_target",
-    "text_similarity",
-]
+from flowgrpo_rc.rewards.config import REWARD_NAMES as REWARD_NAMES
+from flowgrpo_rc.rewards.config import STATISTICS as STATISTICS
+from flowgrpo_rc.rewards.config import CustomRewardConfig as CustomRewardConfig
+from flowgrpo_rc.rewards.config import OCRConfig as OCRConfig
+from flowgrpo_rc.rewards.config import RewardConfig as RewardConfig
+from flowgrpo_rc.rewards.custom import load_function as load_function
+from flowgrpo_rc.rewards.custom import load_reward as load_reward
+from flowgrpo_rc.rewards.errors import RewardError as RewardError
+from flowgrpo_rc.rewards.jpeg import jpeg_compressibility as jpeg_compressibility
+from flowgrpo_rc.rewards.mix import RewardFunction as RewardFunction
+from flowgrpo_rc.rewards.mix import RewardMix as RewardMix
+from flowgrpo_rc.rewards.mix import RewardResult as RewardResult
+from flowgrpo_rc.rewards.mix import build_reward as build_reward
+from flowgrpo_rc.rewards.ocr import OCRReward as OCRReward
+from flowgrpo_rc.rewards.ocr import quoted_target as quoted_target
+from flowgrpo_rc.rewards.ocr import text_similarity as text_similarity

@@ -19,15 +19,10 @@ CAPTIONS = "text"
 
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
-    """The scores, (N,) float32, and the info of a reward function's answer.
+    """The scores, (N,) float32, and the info of what the reward function ``name`` returned for N prompts.
 
     Numbers may come as a list, a numpy array, a torch tensor of any device, dtype and gradient, a pandas series, or a
     list of zero-dimensional tensors. flow_grpo's ``({"avg": total, "part": ...}, {})`` counts with its total.
-
-    Args:
-        name: of the function, for messages.
-        answer: what it returned.
-        prompts: the N prompts that were scored.
 
     Raises:
         AnswerError: anything else, a wrong length, or a score that is not finite; names function, value and remedy.
@@ -49,11 +44,9 @@ def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
     scores, info = answer
     # Where flow_grpo's ``multi_score`` puts the sum in its dict of scores.
     if isinstance(scores, Mapping) and "avg" in scores:
-        return scores["avg"], {**{key: value for key, value in scores.items() if key != "avg"}, **info}
+        parts = dict(scores)
+        return parts.pop("avg"), parts | dict(info)
     return scores, info
-
-
-# ---------------------------------------------------------------------- scores
 
 
 def _numbers(returned: str, scores: Any) -> np.ndarray:
@@ -133,17 +126,13 @@ def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> N
         )
 
 
-# ---------------------------------------------------------------------- info
-
-
 def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[Any]:
     """One entry of ``info`` as a list of its own, which the function can no longer change."""
     if not isinstance(key, str):
         raise AnswerError(f"{returned} info with the key {brief_repr(key)}; its keys must be strings")
     where = f"{returned} info[{brief_repr(key)}]"
-    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    scalar = getattr(value, "ndim", 1) == 0
-    if not listed or scalar or isinstance(value, (str, bytes, Mapping)):
+    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "ndim", 1) > 0
+    if not listed or isinstance(value, (str, bytes, Mapping)):
         raise AnswerError(
             f"{where} of type {type(value).__name__}; give a list with one entry for each of the {count} images"
         )

@@ -6,11 +6,10 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowgrpo_rc.checks import choice, fit_fields, plain
+from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 
@@ -49,11 +48,9 @@ class OCRConfig:
         shape = self.rec_image_shape
         if len(shape) != 3 or shape[:2] != [3, 48] or shape[2] < 8:
             raise ValueError(
-                f"reward.ocr.rec_image_shape: got {shape}; the recogniser takes [3, 48, width] with "
-                "a width of at least 8"
+                f"reward.ocr.rec_image_shape: got {shape}; give [3, 48, width] with a width of at least 8 pixels"
             )
-        if self.num_threads < 0:
-            raise ValueError(f"reward.ocr.num_threads: got {self.num_threads}; give 0 (all cores) or more")
+        non_negative("reward.ocr.num_threads", self.num_threads)
 
 
 @documented_fields
@@ -188,11 +185,9 @@ def check_name(field_name: str, name: str) -> None:
 
 def _weight(field_name: str, weight: Any) -> float:
     """``weight`` as a float; strings that spell a number are numbers, as in YAML without a decimal point."""
-    weight = plain(weight)
-    number = math.nan
-    if isinstance(weight, (int, float, str)) and not isinstance(weight, bool):
-        with suppress(ValueError, OverflowError):
-            number = float(weight)
-    if not math.isfinite(number):
-        raise ValueError(f"{field_name}: got {weight!r}; a weight must be a finite number (0 turns the reward off)")
-    return number
+    try:
+        return fit(field_name, float, weight)
+    except ValueError:
+        raise ValueError(
+            f"{field_name}: got {plain(weight)!r}; a weight must be a finite number (0 turns the reward off)"
+        ) from None

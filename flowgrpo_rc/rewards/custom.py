@@ -25,11 +25,8 @@ REFUSED = 2
 def load_reward(config: CustomRewardConfig, timeout_s: float | None = None) -> Any:
     """The user's function as a reward that takes a batch, whichever of the two known forms it has.
 
-    A class is made into an object once, without arguments.
-
-    Args:
-        config: where the function is.
-        timeout_s: longest time that importing the file, and making the object, may take.
+    A class is made into an object once, without arguments. Importing the file may take ``timeout_s``, and making the
+    object too.
 
     Raises:
         ValueError: the file or the function cannot be used; names the field, the place and what to do.
@@ -37,7 +34,8 @@ def load_reward(config: CustomRewardConfig, timeout_s: float | None = None) -> A
     function = load_function(str(config.path), config.name, timeout_s)
     code = _user_code(f"{FIELD}.name: {config.name!r}", _file(str(config.path)), timeout_s)
     if isinstance(function, type):
-        function = code.run(_object_of, function, config.name, passing=_UnfitError)
+        code.run(_check_class, function, config.name, passing=ValueError)
+        function = code.run(_object_of, function)
     return code.run(adapt, function, config.name, config.reward_kwargs, passing=ValueError)
 
 
@@ -54,37 +52,35 @@ def load_function(path: str | Path, name: str, timeout_s: float | None = None) -
         raise ValueError(f"{FIELD}.path: {str(path)!r} is not a file; give the path of a Python file")
     module = _load_module(file, timeout_s)
     code = _user_code(f"{FIELD}.name: looking up {name!r} in {file}", file, timeout_s)
-    return code.run(_look_up, module, file, name, passing=_UnfitError)
-
-
-class _UnfitError(ValueError):
-    """A check of ours refused what the file holds."""
-
-
-def _look_up(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
-    function = getattr(module, name, None)
+    function = code.run(getattr, module, name, None)
     if function is None:
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
-        known = ", ".join(sorted(own)) or "no function"
-        raise _UnfitError(f"{FIELD}.name: {file} defines no {name!r}; it defines {known}")
+        raise ValueError(f"{FIELD}.name: {file} defines no {name!r}; it defines {code.run(_functions_of, module)}")
     if not callable(function):
-        raise _UnfitError(
+        raise ValueError(
             f"{FIELD}.name: {name!r} in {file} is a {type(function).__name__}, which cannot be called; name {FORMS}"
         )
     return function
 
 
-@cache  # making it may take long, and the reward may be built more than once
-def _object_of(cls: type, name: str) -> Any:
+def _functions_of(module: ModuleType) -> str:
+    own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
+    return ", ".join(sorted(own)) or "no function"
+
+
+def _check_class(cls: type, name: str) -> None:
     if not any("__call__" in vars(base) for base in cls.__mro__):
-        raise _UnfitError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
+        raise ValueError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
     try:
         inspect.signature(cls).bind()
     except (TypeError, ValueError) as error:
-        raise _UnfitError(
+        raise ValueError(
             f"{FIELD}.name: {name!r} is a class that cannot be made without arguments ({error}); make the object in "
             f"the file (reward = {name}(...)) and name that"
         ) from error
+
+
+@cache  # making it may take long, and the reward may be built more than once
+def _object_of(cls: type) -> Any:
     return cls()
 
 

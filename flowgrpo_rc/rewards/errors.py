@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 from flowgrpo_rc.messages import one_line
@@ -22,14 +25,30 @@ class AnswerError(RewardError):
 def describe_exception(error: BaseException, file: str | None) -> str:
     """``KeyError: 'gone' at /home/me/mine.py:12, in compute_score``: type, text and place of an exception.
 
-    Args:
-        error: what was raised.
-        file: the user's file. The place is the innermost line of it that the exception passed through; without
-            such a line the innermost of all.
+    The place is the innermost line of the user's ``file`` that it passed through; without one the innermost of all.
     """
     name = type(error).__name__
     text = exception_text(error)
-    return (name if text == name else f"{name}: {_shorten(text)}") + _place(error, file)
+    told = name if text == name else f"{name}: {_shorten(text)}"
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{told} at {error.filename}:{error.lineno}"
+    # The two outermost levels are this package's call itself.
+    levels = list(traceback.walk_tb(error.__traceback__))[:1:-1]
+    return told + describe_place(levels, file)
+
+
+def describe_place(levels: Sequence[tuple[FrameType, int]], file: str | None, *, quote: bool = False) -> str:
+    """`` at FILE:LINE, in FUNCTION``: the innermost level of a stack in the user's ``file``, or else of all.
+
+    ``levels`` are frames and their lines, the innermost first; without any the text is empty. With ``quote`` the line
+    itself follows, in parentheses.
+    """
+    if not levels:
+        return ""
+    frame, number = next((level for level in levels if level[0].f_code.co_filename == file), levels[0])
+    path = frame.f_code.co_filename
+    line = linecache.getline(path, number).strip() if quote else ""
+    return f" at {path}:{number}, in {frame.f_code.co_name}" + (f" ({line})" if line else "")
 
 
 def exception_text(error: BaseException) -> str:
@@ -51,15 +70,3 @@ def brief_repr(value: Any) -> str:
 
 def _shorten(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def _place(error: BaseException, file: str | None) -> str:
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return f" at {error.filename}:{error.lineno}"
-    # The outermost level is this package's call itself.
-    levels = list(traceback.walk_tb(error.__traceback__))[1:]
-    if not levels:
-        return ""
-    own = [level for level in levels if level[0].f_code.co_filename == file]
-    frame, line = (own or levels)[-1]
-    return f" at {frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"

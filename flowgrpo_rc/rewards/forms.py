@@ -1,18 +1,13 @@
-"""The forms in which a reward function may be written: which one it has, and calling it with a batch.
+"""The two forms in which a reward function may be written, ``BatchReward`` and ``PerImageReward``.
 
-Two forms are known, synchronous or ``async``. Which one a function has is read off its signature, before anything is
-loaded:
-
-* ours, for a batch: ``fn(images, prompts, metadata)``. The three are given by position, or by name where the function
-  declares them in another order, as keywords only, or takes some through ``**kwargs``. flow_grpo's scorers have this
-  form; its ``only_strict`` is given as True where it has no default.
-* verl-omni's, for one image: any function with a parameter ``solution_image``, see ``PerImageReward``.
+Which one a function has, synchronous or ``async``, is read off its signature, before anything is loaded.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,11 +49,10 @@ class Signature:
         parameters = self._signature.parameters.values()
         self.parameters = [p.name for p in parameters]
         self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.required = [p.name for p in named if p.default is p.empty]
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self.required = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
         """Parameters that can be given by name and have no default."""
-        bare = [p.replace(annotation=p.empty) for p in parameters]
-        self._text = f"{name!r}({', '.join(map(str, bare))})"
+        self._text = f"{name!r}({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
 
     def __str__(self) -> str:
         return self._text
@@ -72,25 +66,31 @@ class Signature:
         return None
 
 
+@dataclass
 class BatchReward:
-    """A function of our form, with its own keyword arguments and its coroutine, if it returns one, awaited."""
+    """Calls ``fn(images, prompts, metadata)`` for a batch; a coroutine that it returns is awaited.
 
-    def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, by_name: bool) -> None:
-        self.function = function
-        self._kwargs = dict(kwargs)
-        self._by_name = by_name
+    The three are given by position, or by name where the function declares them in another order, as keywords only, or
+    takes some through ``**kwargs``. flow_grpo's scorers have this form; its ``only_strict`` is given as True where it
+    has no default.
+    """
+
+    function: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+    """Further keyword arguments of every call."""
+    by_name: bool
 
     def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
         """The function's answer."""
-        if self._by_name:
-            answer = self.function(images=images, prompts=prompts, metadata=metadata, **self._kwargs)
+        if self.by_name:
+            answer = self.function(images=images, prompts=prompts, metadata=metadata, **self.kwargs)
         else:
-            answer = self.function(images, prompts, metadata, **self._kwargs)
+            answer = self.function(images, prompts, metadata, **self.kwargs)
         return coroutines.gather([answer])[0]
 
 
 class PerImageReward:
-    """Calls ``fn(data_source=, solution_image=, ground_truth=, extra_info=)`` for every image of a batch.
+    """Calls ``fn(data_source=, solution_image=, ground_truth=, extra_info=)`` for every image of a batch: verl-omni's.
 
     The image is a uint8 torch tensor (3, H, W) in RGB. The others are columns of the prompt file as verl-omni's data
     preparation lays them out: ``data_source``, ``reward_model: {"ground_truth": ...}`` (a column ``ground_truth`` will
@@ -99,8 +99,6 @@ class PerImageReward:
     ``"score"``, whose other entries become ``info``. Coroutines of a batch are awaited side by side.
 
     Args:
-        function: the function.
-        signature: of the function.
         kwargs: further keyword arguments of every call.
 
     Raises:
@@ -163,10 +161,8 @@ class PerImageReward:
         """What the function takes of one row of the prompt file; raises ``error`` where that is not there."""
         nested = row.get("reward_model")
         truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
-        found = {
-            "data_source": row.get("data_source"),
-            "ground_truth": row.get("ground_truth") if truth is None else truth,
-        }
+        truth = row.get("ground_truth") if truth is None else truth
+        found = {"data_source": row.get("data_source"), "ground_truth": truth}
         for name in self._needs:
             if found[name] is None:
                 raise error(
@@ -187,22 +183,18 @@ class PerImageReward:
         """Score and other entries of one image's answer."""
         if not isinstance(answer, Mapping):
             return answer, {}
-        if "score" not in answer:
-            keys = ", ".join(map(brief_repr, answer)) or "none"
+        info = dict(answer)
+        if "score" not in info:
+            keys = ", ".join(map(brief_repr, info)) or "none"
             raise AnswerError(
                 f"reward function {self._signature} returned for sample {index} a dict without the key 'score' (it "
                 f"has {keys}); return a float, or a dict with 'score'"
             )
-        return answer["score"], {key: value for key, value in answer.items() if key != "score"}
+        return info.pop("score"), info
 
 
 def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """``function`` as a reward that is called with a batch.
-
-    Args:
-        function: anything callable: a function, a method, an object with ``__call__``, a ``functools.partial``.
-        name: of the reward, for messages.
-        kwargs: further keyword arguments of every call.
+    """``function``, which is anything callable, as a reward that is called with a batch and always with ``kwargs``.
 
     Raises:
         ValueError: the signature is of neither form, cannot be read, or does not take ``kwargs``; names the

@@ -22,12 +22,10 @@ def jpeg_compressibility(
         score = -(bytes / 1000) * (512 * 512 / (H * W)) / 500
 
     At 512 x 512 this is flow_grpo's ``jpeg_compressibility``; the factor for the area gives images of other
-    sizes scores of the same magnitude.
+    sizes scores of the same magnitude. Prompts and metadata are not used.
 
     Args:
         images: (N, H, W, 3) uint8, RGB.
-        prompts: not used.
-        metadata: not used.
 
     Returns:
         (N,) float32, negative, larger is better compressible; and ``{"jpeg_kilobytes": unscaled sizes}``.

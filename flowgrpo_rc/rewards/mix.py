@@ -59,10 +59,7 @@ class RewardMix:
     """
 
     def __init__(
-        self,
-        functions: Mapping[str, RewardFunction],
-        weights: Mapping[str, float],
-        timeout_s: float | None = None,
+        self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float], timeout_s: float | None = None
     ) -> None:
         if not functions or functions.keys() != weights.keys():
             raise ValueError(
@@ -140,13 +137,9 @@ class RewardMix:
         sources: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Let every function that can refuse prompts do so before training; see ``OCRReward.check_prompts``.
+        """Let every function that can refuse prompts do so before training, as ``OCRReward.check_prompts`` does.
 
-        Args:
-            prompts: any number of prompts.
-            image_size: (height, width) in pixels of the images to come, if known.
-            sources: where each prompt comes from, for the message; by default its index is named.
-            metadata: the prompts' other columns, for the functions that need some; by default not looked at.
+        ``metadata`` are the prompts' other columns, for the functions that need some; by default not looked at.
 
         Raises:
             ValueError: a function cannot score one of the prompts.

@@ -84,7 +84,8 @@ class OCRReward:
 
     def __init__(self, config: OCRConfig | None = None) -> None:
         self.config = OCRConfig() if config is None else config
-        self._num_threads = self.config.num_threads or _usable_cores()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._num_threads = self.config.num_threads or min(cores, 8)
         self._engine = _load_engine(self.config)
         # The engine loads its models when they are first used, and a broken one should show before training.
         blank = np.zeros((48, 64, 3), dtype=np.uint8)
@@ -95,12 +96,11 @@ class OCRReward:
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
     ) -> tuple[np.ndarray, dict[str, list[str]]]:
-        """Score images against the quoted text of their prompts.
+        """Score images against the quoted text of their prompts; metadata is not used.
 
         Args:
             images: (N, H, W, 3) uint8, RGB.
             prompts: N prompts, each with its target in double quotes.
-            metadata: not used.
 
         Returns:
             (N,) float32 in [0, 1], and ``{"text": what was read in each image}``.
@@ -111,10 +111,8 @@ class OCRReward:
         self.check_prompts(prompts, image_size=(images.shape[1], images.shape[2]))
         texts = self.read(images)
         contained = self.config.contained_is_match
-        scores = [
-            text_similarity(text, quoted_target(prompt) or "", contained_is_match=contained)
-            for text, prompt in zip(texts, prompts, strict=True)
-        ]
+        targets = [quoted_target(prompt) or "" for prompt in prompts]
+        scores = [text_similarity(*pair, contained_is_match=contained) for pair in zip(texts, targets, strict=True)]
         return np.asarray(scores, dtype=np.float32), {"text": texts}
 
     def read(self, images: np.ndarray) -> list[str]:
@@ -160,15 +158,16 @@ class OCRReward:
             target = quoted_target(prompt)
             if target is None:
                 raise ValueError(
-                    f"{where}: {prompt!r} has no text in double quotes, which the reward 'ocr' compares "
-                    'with; write the wanted text in quotes, as in: a sign that says "42", or turn the reward '
-                    "off with reward.functions.ocr=0"
+                    f"{where}: {prompt!r} has no text in double quotes, which the reward 'ocr' compares with; write "
+                    'the wanted text in quotes, as in: a sign that says "42", or turn the reward off with '
+                    "reward.functions.ocr=0"
                 )
-            if len(normalise(target)) > room:
+            length = len(normalise(target))
+            if length > room:
                 raise ValueError(
-                    f"{where}: the target {target!r} has {len(normalise(target))} characters, but at image "
-                    f"size {image_size} the recogniser's input is wide enough for {room}; widen "
-                    "reward.ocr.rec_image_shape or set reward.ocr.mode=full"
+                    f"{where}: the target {target!r} has {length} characters, but at image size {image_size} the "
+                    f"recogniser's input is wide enough for {room}; widen reward.ocr.rec_image_shape or set "
+                    "reward.ocr.mode=full"
                 )
 
 
@@ -196,9 +195,3 @@ def _load_engine(config: OCRConfig) -> Any:
             "Det.limit_side_len": 960,
         }
     )
-
-
-def _usable_cores() -> int:
-    """Cores this process may run on, at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)

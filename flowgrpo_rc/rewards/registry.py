@@ -22,11 +22,7 @@ DEFAULT_REWARD = "ocr"
 
 
 def load_builtin(name: str, options: Any = None) -> Any:
-    """The built-in reward of this name, imported and ready to be called.
-
-    Args:
-        name: a key of ``REWARDS``.
-        options: the reward's section of the configuration; None where it has none.
+    """The built-in reward of this name, made with its section of the configuration; None where it has none.
 
     Raises:
         ImportError: a package that the reward needs is not installed.

@@ -9,29 +9,14 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.rollout.base import (
-        Echo,
-        RolloutEngine,
-        RolloutError,
-        RolloutRequest,
-        RolloutSyncError,
-        Trajectories,
-    )
-    from flowgrpo_rc.rollout.config import RolloutConfig
-    from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-    from flowgrpo_rc.rollout.engines import build_engine
+    from flowgrpo_rc.rollout.base import Echo as Echo
+    from flowgrpo_rc.rollout.base import RolloutEngine as RolloutEngine
+    from flowgrpo_rc.rollout.base import RolloutError as RolloutError
+    from flowgrpo_rc.rollout.base import RolloutRequest as RolloutRequest
+    from flowgrpo_rc.rollout.base import RolloutSyncError as RolloutSyncError
+    from flowgrpo_rc.rollout.base import Trajectories as Trajectories
+    from flowgrpo_rc.rollout.config import RolloutConfig as RolloutConfig
+    from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine as DiffusersEngine
+    from flowgrpo_rc.rollout.engines import build_engine as build_engine
 
-__all__ = [
-    "DiffusersEngine",
-    "Echo",
-    "RolloutConfig",
-    "RolloutEngine",
-    "RolloutError",
-    "RolloutRequest",
-    "RolloutSyncError",
-    "Trajectories",
-    "build_engine",
-]
-
-_HOMES = {"build_engine": "engines", "RolloutConfig": "config", "DiffusersEngine": "diffusers_engine"}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'base')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -103,8 +103,7 @@ class DiffusersEngine:
         sampler = RequestSampler(self._model, self.transformer, request, self._device)
         micro_batches = torch.arange(len(request.prompt_index)).split(self._micro_batch_size)
         sampled = [sampler.sample(rows) for rows in micro_batches]
-        records = [record for _, record in sampled]
-        record = {name: torch.cat([part[name] for part in records]) for name in records[0]}
+        record = {name: torch.cat([part[name] for _, part in sampled]) for name in sampled[0][1]}
         # Read from the weights after they have drawn, so that a change meanwhile is noticed.
         echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)

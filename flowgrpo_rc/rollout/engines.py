@@ -53,13 +53,7 @@ def check_engine(name: str) -> None:
 
 
 def build_engine(config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any) -> RolloutEngine:
-    """The engine ``config.name`` around ``model``, before the actor attaches its adapter.
-
-    Args:
-        config: the section ``actor_rollout_ref.rollout``.
-        model: the trainer's.
-        lora: the section ``actor_rollout_ref.model``.
-        device: the trainer's.
+    """The engine ``config.name`` around the trainer's ``model``, before the actor attaches its adapter.
 
     Raises:
         ImportError, ValueError, RolloutError: see ``VllmOmniEngine``.

@@ -86,21 +86,17 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     """The engine used what the request and the actor's schedule say."""
     cond = request.conditioning
     true_cfg_scale = 1.0 if cond.negative is None else cond.true_cfg_scale
-    noise_level = request.noise_level
-    window_size = request.window_size
-    if request.window_starts is None:
-        noise_level = 0.0
-        window_size = 0
+    stochastic = request.window_starts is not None
     _check("request id", echo.request_id, request.request_id, _ORDER_CAUSE)
     _check_seeds(list(request.seeds), list(echo.seeds))
     _check_floats("sigmas", echo.sigmas, schedule.sigmas, _SCHEDULE_CAUSE)
     _check_floats("timesteps", echo.timesteps, schedule.timesteps, _SCHEDULE_CAUSE)
     _check("true_cfg_scale", echo.true_cfg_scale, true_cfg_scale, _GUIDANCE_CAUSE)
     _check("guidance_scale", echo.guidance_scale, cond.guidance_scale, "the engine ignored or renamed it")
-    _check("noise_level", echo.noise_level, noise_level, _NOISE_CAUSE)
+    _check("noise_level", echo.noise_level, request.noise_level if stochastic else 0.0, _NOISE_CAUSE)
     _check("sde_type", echo.sde_type, request.sde_type, _NOISE_CAUSE)
     _check("window_starts", _listed(echo.window_starts), _listed(request.window_starts), _NOISE_CAUSE)
-    _check("window_size", echo.window_size, window_size, _NOISE_CAUSE)
+    _check("window_size", echo.window_size, request.window_size if stochastic else 0, _NOISE_CAUSE)
 
 
 def check_trajectories(request: RolloutRequest, trajectories: Trajectories, schedule: Schedule) -> None:
@@ -157,16 +153,13 @@ def _check_seeds(expected: list[int], got: list[int]) -> None:
 
 
 def _check_values(batch: TensorDict) -> None:
-    for name, tensor in batch.items():
-        if name == Key.PROMPT_INDEX:
-            continue
+    for name, tensor in batch.exclude(Key.PROMPT_INDEX).items():
         if tensor.dtype != torch.float32:
             _refuse(f"dtype of {name}", dtype_name(tensor.dtype), "float32", "the engine stores in its compute dtype")
-        finite = torch.isfinite(tensor.flatten(1)).all(1)
-        if not finite.all():
-            rows = (~finite).nonzero().flatten().tolist()
+        rows = (~torch.isfinite(tensor.flatten(1)).all(1)).nonzero().flatten().tolist()
+        if rows:
             raise RolloutSyncError(
-                f"{name}: not finite for {len(rows)} of {len(finite)} images (rows {_shown(rows)}), expected finite "
+                f"{name}: not finite for {len(rows)} of {len(tensor)} images (rows {_shown(rows)}), expected finite "
                 "numbers; the engine's precision may be too low: try actor_rollout_ref.rollout.dtype=float32"
             )
     for name in (Key.LATENTS, Key.NEXT_LATENTS):

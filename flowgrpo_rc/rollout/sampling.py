@@ -1,6 +1,5 @@
 """The sampling loop that every engine runs, around whatever transformer it has, and what it reports of itself."""
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import dtype_name
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel
+from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
 from flowgrpo_rc.sde import draw, log_prob, transition
 
@@ -32,7 +31,9 @@ class RequestSampler:
         self._request = request
         self._device = device
         cond = request.conditioning
-        self._schedule = model.schedule(request.num_inference_steps, cond.height, cond.width)
+        schedule = model.schedule(request.num_inference_steps, cond.height, cond.width)
+        self._timesteps = schedule.timesteps.to(device)
+        self._sigmas = schedule.sigmas.to(device)
         self._seeds: list[int] = []
         self._noise_levels: list[Tensor] = []
         """For each micro-batch, ``(N, b)``: the noise level of every step and image."""
@@ -53,17 +54,22 @@ class RequestSampler:
         cond = request.conditioning.rows(request.prompt_index[rows], self._device)
         # Streams on the host, one an image: the same numbers on every device and in every batch.
         generators = [torch.Generator().manual_seed(request.seeds[row]) for row in rows.tolist()]
-        self._begin_echo(generators, cond)
+        self._seeds += [generator.initial_seed() for generator in generators]
+        self._true_cfg_scale = 1.0 if cond.negative is None else float(cond.true_cfg_scale)
+        self._guidance_scale = cond.guidance_scale
         starting_noise = [self._model.initial_noise(generator, cond.height, cond.width) for generator in generators]
         latents = torch.stack(starting_noise).to(self._device)
-        starts = None if request.window_starts is None else request.window_starts[rows]
+        starts = torch.full((size,), len(self._timesteps))  # without a window no step is stochastic
+        if request.window_starts is not None:
+            starts = request.window_starts[rows]
         noise_levels: list[Tensor] = []
         record: dict[str, Tensor] = {}
-        for step, (t, sigma, next_sigma) in enumerate(self._steps(size)):
+        for step in range(len(self._timesteps)):
+            t = self._timesteps[step].expand(size)
+            sigma = self._sigmas[step].expand(size)
+            next_sigma = self._sigmas[step + 1].expand(size)
             velocity = self._model.velocity(self._transformer, latents, t, cond)
-            stochastic = torch.zeros(size, dtype=torch.bool)
-            if starts is not None:
-                stochastic = (starts <= step) & (step < starts + request.window_size)
+            stochastic = (starts <= step) & (step < starts + request.window_size)
             noise_level = torch.where(stochastic, request.noise_level, 0.0)
             noise_levels.append(noise_level)
             distribution = transition(
@@ -75,7 +81,7 @@ class RequestSampler:
                 sde_type=request.sde_type,
             )
             next_latents = distribution.mean  # an ODE step, whose noise level is 0, ends there
-            if starts is not None and stochastic.any():
+            if stochastic.any():
                 noise = torch.zeros(latents.shape)
                 for row in stochastic.nonzero().flatten().tolist():  # the other images' streams must not move
                     noise[row] = torch.randn(latents.shape[1:], generator=generators[row])
@@ -102,8 +108,8 @@ class RequestSampler:
         stochastic = (noise_levels > 0).long()
         return Echo(
             request_id=self._request.request_id,
-            timesteps=torch.cat(self._timesteps).float().cpu(),
-            sigmas=torch.cat(self._sigmas).float().cpu(),
+            timesteps=self._timesteps.float().cpu(),
+            sigmas=self._sigmas.float().cpu(),
             true_cfg_scale=self._true_cfg_scale,
             guidance_scale=self._guidance_scale,
             noise_level=float(noise_levels.max()),
@@ -115,25 +121,6 @@ class RequestSampler:
             adapter_version=adapter_version,
             adapter_digest=adapter_digest,
         )
-
-    def _begin_echo(self, generators: Sequence[torch.Generator], cond: Conditioning) -> None:
-        """A micro-batch starts with these streams and this guidance."""
-        self._seeds += [generator.initial_seed() for generator in generators]
-        self._true_cfg_scale = 1.0 if cond.negative is None else float(cond.true_cfg_scale)
-        self._guidance_scale = cond.guidance_scale
-        self._timesteps: list[Tensor] = []
-        self._sigmas: list[Tensor] = []
-
-    def _steps(self, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Timestep and both noise levels of each step, ``(b,)`` each; noted for the echo as they are handed out."""
-        sigmas = self._schedule.sigmas.to(self._device)
-        self._sigmas.append(sigmas[:1])
-        for t, sigma, next_sigma in zip(
-            self._schedule.timesteps.to(self._device), sigmas[:-1], sigmas[1:], strict=True
-        ):
-            self._timesteps.append(t[None])
-            self._sigmas.append(next_sigma[None])
-            yield t.expand(size), sigma.expand(size), next_sigma.expand(size)
 
 
 def _write(
@@ -152,9 +139,8 @@ def _write(
 
 
 def _check_finite(latents: Tensor, rows: Tensor) -> None:
-    finite = torch.isfinite(latents.flatten(1)).all(1).cpu()
-    if not finite.all():
-        bad = rows[~finite].tolist()
+    bad = rows[~torch.isfinite(latents.flatten(1)).all(1).cpu()].tolist()
+    if bad:
         raise RolloutError(
             f"the rollout engine produced non-finite latents for {len(bad)} images (rows {bad[:8]}); its precision "
             "may be too low for this model: try actor_rollout_ref.rollout.dtype=float32"

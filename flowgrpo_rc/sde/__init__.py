@@ -9,24 +9,16 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.sde.transitions import Transition, draw, gaussian_log_prob, log_prob, transition, transition_kl
-    from flowgrpo_rc.sde.types import SDE_TYPES
-    from flowgrpo_rc.sde.window import SDEWindow, draw_window_start, progressive_places, progressive_window_start
+    from flowgrpo_rc.sde.transitions import Transition as Transition
+    from flowgrpo_rc.sde.transitions import draw as draw
+    from flowgrpo_rc.sde.transitions import gaussian_log_prob as gaussian_log_prob
+    from flowgrpo_rc.sde.transitions import log_prob as log_prob
+    from flowgrpo_rc.sde.transitions import transition as transition
+    from flowgrpo_rc.sde.transitions import transition_kl as transition_kl
+    from flowgrpo_rc.sde.types import SDE_TYPES as SDE_TYPES
+    from flowgrpo_rc.sde.window import SDEWindow as SDEWindow
+    from flowgrpo_rc.sde.window import draw_window_start as draw_window_start
+    from flowgrpo_rc.sde.window import progressive_places as progressive_places
+    from flowgrpo_rc.sde.window import progressive_window_start as progressive_window_start
 
-__all__ = [
-    "SDE_TYPES",
-    "SDEWindow",
-    "Transition",
-    "draw",
-    "draw_window_start",
-    "gaussian_log_prob",
-    "log_prob",
-    "progressive_places",
-    "progressive_window_start",
-    "transition",
-    "transition_kl",
-]
-
-_HOMES = {"SDE_TYPES": "types", "SDEWindow": "window", "draw_window_start": "window"}
-_HOMES |= {"progressive_places": "window", "progressive_window_start": "window"}
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{_HOMES.get(name, 'transitions')}" for name in __all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -131,14 +131,18 @@ def gaussian_log_prob(next_latents: Float[Tensor, " B *L"], step: Transition) ->
 
 
 def transition_kl(
-    mean: Float[Tensor, " B *L"], other_mean: Float[Tensor, " B *L"], step_std: Float[Tensor, " B"]
-) -> Float[Tensor, " B"]:
-    """``KL(N(mean, std^2) || N(other_mean, std^2))``, averaged over the latent dimensions.
+    mean: Float[Tensor, "..."], other_mean: Float[Tensor, "..."], step_std: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
+    """``KL(N(mean, std^2) || N(other_mean, std^2))`` of each step, averaged over its latent dimensions.
 
-    Both steps share ``step_std``, so this is ``mean((mean - other_mean)^2) / (2 std^2)`` and symmetric.
+    Both transitions share ``step_std``, so this is ``mean((mean - other_mean)^2) / (2 std^2)`` and symmetric.
     Multiply by the number of latent dimensions for nats.
+
+    Args:
+        mean, other_mean: in the shape of the steps, ``(B,)`` or ``(B, W)``, and then of the latents.
+        step_std: in the shape of the steps.
     """
-    return ((mean - other_mean) ** 2).flatten(1).mean(1) / (2 * step_std**2)
+    return ((mean - other_mean) ** 2).flatten(step_std.dim()).mean(-1) / (2 * step_std**2)
 
 
 def _promote(tensor: Tensor) -> Tensor:

@@ -29,20 +29,15 @@ class AdapterSync:
         self._engine = engine
         self._actor = actor
         self._lag = lag
-        self._newest = -1
-        self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=lag + 1)
+        self._waiting: deque[tuple[int, dict[str, Tensor] | None]] = deque(maxlen=lag + 1)
+        """Versions and states, the oldest first; it is the one to sample with. ``None``: the actor has it."""
         self.held = HeldAdapter(-1, "")
         """What the engine holds now."""
 
     @property
-    def version(self) -> int:
-        """The version that the next rollouts must report."""
-        return self._waiting[0][0] if self._waiting else self._newest
-
-    @property
     def behind(self) -> int:
         """Steps between the adapter that draws rollouts and the actor's."""
-        return self._newest - self.version
+        return self._waiting[-1][0] - self._waiting[0][0]
 
     def push(self, version: int) -> None:
         """The actor's adapter now has this version: give the engine the one whose turn it is.
@@ -50,12 +45,12 @@ class AdapterSync:
         Raises:
             RolloutSyncError: the engine does not hold what it was given.
         """
-        self._newest = version
+        state = None
         if self._lag:
             # On the host: many adapters would fill the device, and only the oldest is needed there.
-            state = adapter_state(self._actor.transformer)
-            self._waiting.append((version, {name: tensor.cpu() for name, tensor in state.items()}))
-        self._sync_for_rollouts()
+            state = {name: tensor.cpu() for name, tensor in adapter_state(self._actor.transformer).items()}
+        self._waiting.append((version, state))
+        self._sync(self._state_for_rollouts(), self._waiting[0][0])
 
     def metrics(self) -> dict[str, float]:
         """``rollout/adapter_lag``, the steps between the adapter that samples now and the actor's, if there may be."""
@@ -68,11 +63,11 @@ class AdapterSync:
         if averaged is None and not self.behind:
             yield
             return
-        self._sync(adapter_state(self._actor.transformer) if averaged is None else averaged, self._newest)
+        self._sync(adapter_state(self._actor.transformer) if averaged is None else averaged, self._waiting[-1][0])
         try:
             yield
         finally:
-            self._sync_for_rollouts()
+            self._sync(self._state_for_rollouts(), self._waiting[0][0])
 
     @contextmanager
     def actor_at_rollout_version(self) -> Iterator[None]:
@@ -81,14 +76,14 @@ class AdapterSync:
             yield
             return
         own = adapter_state(self._actor.transformer)  # a copy, which loading the other one leaves alone
-        load_adapter_state(self._actor.transformer, self._waiting[0][1])
+        load_adapter_state(self._actor.transformer, self._state_for_rollouts())
         try:
             yield
         finally:
             load_adapter_state(self._actor.transformer, own)
 
-    def _sync_for_rollouts(self) -> None:
-        self._sync(self._waiting[0][1] if self._waiting else adapter_state(self._actor.transformer), self.version)
+    def _state_for_rollouts(self) -> dict[str, Tensor]:
+        return self._waiting[0][1] or adapter_state(self._actor.transformer)
 
     def _sync(self, state: Mapping[str, Tensor], version: int) -> None:
         self.held = HeldAdapter(version, self._engine.digest_of(state))

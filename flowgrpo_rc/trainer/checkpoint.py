@@ -8,13 +8,14 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.lora import give_umask_mode
@@ -60,6 +61,32 @@ class CheckpointFile:
             raise self.damaged(f"{path} is a {type(mapping[key]).__name__}, not a {kind.__name__}")
         return mapping[key]
 
+    def check(self, saved: Any, like: Mapping[Any, Any], where: str = "") -> None:
+        """``saved`` has every entry of ``like``, of the same type; mappings in turn, and tensors of the same shape.
+
+        Raises:
+            DamagedCheckpointError: names the file and the first entry that is otherwise.
+        """
+        for key, example in like.items():
+            found = self.entry(saved, key, type(example), where)
+            path = f"{where}.{key}" if where else str(key)
+            if isinstance(example, dict):
+                self.check(found, example, path)
+            elif isinstance(example, Tensor):
+                self.check_tensor(found, example, path)
+
+    def check_tensor(self, saved: Any, like: Tensor, where: str) -> None:
+        """``saved`` is a dense tensor of this shape that holds every one of its values, all of them finite floats."""
+        shape = tuple(like.shape)
+        if not isinstance(saved, Tensor) or tuple(saved.shape) != shape:
+            found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
+            raise self.damaged(f"{where} is {found}, not a tensor of shape {shape}")
+        # An expanded tensor repeats a few values, and optimizers write into every one.
+        if saved.layout is not torch.strided or saved.untyped_storage().nbytes() < saved.numel() * saved.element_size():
+            raise self.damaged(f"{where} does not hold every one of its values")
+        if not saved.is_floating_point() or not bool(saved.float().isfinite().all()):
+            raise self.damaged(f"{where} holds values that are NaN, infinite or no floats")
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Whatever goes wrong inside comes of a damaged file: pickles and archives raise errors of every kind.
@@ -76,43 +103,29 @@ class CheckpointFile:
             raise DamagedCheckpointError(f"{self.path} cannot be read: {why}") from error
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """What must agree between a checkpoint and the run that continues it."""
-
-    pipeline: str
-    """Class of the pipeline."""
-    transformer: dict[str, Any]
-    """Settings of the transformer, and a digest of some of its frozen weights."""
-    lora: dict[str, Any]
-    """Rank, alpha and target modules of the adapter."""
-    parts: dict[str, Any] = field(default_factory=dict)
-    """What else shapes the samples: text encoders, vocabularies, VAE, schedule."""
-
-    def check(self, saved: Any, folder: Path) -> None:
-        """Raise ``CheckpointError`` naming the first difference to ``saved``."""
-        file = CheckpointFile(folder / STATE_FILE)
-        for part in fields(self):
-            own = getattr(self, part.name)
-            if part.name == "parts" and isinstance(saved, dict) and part.name not in saved:
-                warnings.warn(
-                    f"{folder} was written before checkpoints recorded text encoders, vocabularies, VAE and schedule: "
-                    "that these are the same is not checked",
-                    stacklevel=3,
-                )
-                continue
-            theirs = file.entry(saved, part.name, type(own), "fingerprint")
-            if not isinstance(own, dict):
-                if theirs != own:
-                    raise CheckpointError(f"{folder} is a checkpoint of a {theirs}, this run trains a {own}")
-                continue
-            different = sorted(key for key in own.keys() | theirs.keys() if own.get(key) != theirs.get(key))
-            if different:
-                key = different[0]
-                raise CheckpointError(
-                    f"{folder} is a checkpoint of another model: {part.name} {key} is {theirs.get(key)!r:.300} there "
-                    f"and {own.get(key)!r:.300} here. Use trainer.resume_mode=disable to start afresh"
-                )
+def check_fingerprint(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
+    """Raise ``CheckpointError`` naming the first difference between a run's fingerprint and one that was ``saved``."""
+    file = CheckpointFile(folder / STATE_FILE)
+    for part, here in own.items():
+        if part == "parts" and part not in saved:
+            warnings.warn(
+                f"{folder} was written before checkpoints recorded text encoders, vocabularies, VAE and schedule: "
+                "that these are the same is not checked",
+                stacklevel=3,
+            )
+            continue
+        there = file.entry(saved, part, type(here), "fingerprint")
+        if isinstance(here, str):
+            if there != here:
+                raise CheckpointError(f"{folder} is a checkpoint of a {there}, this run trains a {here}")
+            continue
+        different = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+        if different:
+            key = different[0]
+            raise CheckpointError(
+                f"{folder} is a checkpoint of another model: {part} {key} is {there.get(key)!r:.300} there "
+                f"and {here.get(key)!r:.300} here. Use trainer.resume_mode=disable to start afresh"
+            )
 
 
 class CheckpointStore:
@@ -129,10 +142,8 @@ class CheckpointStore:
         self._pointer = root / "latest"
 
     def latest(self, say: Callable[[str], object] = lambda _text: None) -> Path | None:
-        """The checkpoint that ``latest`` names; where it names none that is complete, the newest complete one.
-
-        Args:
-            say: told where ``latest`` names a checkpoint that is not complete.
+        """The checkpoint that ``latest`` names; where it names one that is not complete, ``say`` is told so, and it is
+        the newest complete one.
 
         Raises:
             CheckpointError: ``latest`` cannot be read.
@@ -192,9 +203,8 @@ class CheckpointStore:
         """
         final = self.root / f"step_{step}"
         try:
-            for ending in (WRITING, _REMOVING):  # what a kill left half-written or half-removed
-                for stale in self.root.glob(f".*{ending}"):
-                    shutil.rmtree(stale, ignore_errors=True)
+            for stale in (*self.root.glob(f".*{WRITING}"), *self.root.glob(f".*{_REMOVING}")):  # a kill left them
+                shutil.rmtree(stale, ignore_errors=True)
             with temporary_folder(final) as temporary:
                 write_lora(temporary)
                 digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
@@ -219,7 +229,7 @@ class CheckpointStore:
         self._prune()
         return final
 
-    def load(self, folder: Path, fingerprint: Fingerprint) -> tuple[dict[str, Any], dict[str, Any]]:
+    def load(self, folder: Path, fingerprint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """``(state, tensors)`` of a checkpoint, every file of it read whole.
 
         Raises:
@@ -237,7 +247,7 @@ class CheckpointStore:
             raise file.damaged(f"its step is {step}")
         if numbered is not None and step != numbered:
             raise file.damaged(f"its step is {step}, its folder's {numbered}")
-        fingerprint.check(file.entry(state, "fingerprint", dict), folder)
+        check_fingerprint(fingerprint, file.entry(state, "fingerprint", dict), folder)
         # Checkpoints of the first versions have no digests.
         digests = file.entry(state, "digests", dict) if "digests" in state else {}
         for name, digest in digests.items():
@@ -246,7 +256,16 @@ class CheckpointStore:
                 unchanged = _digest(part.path) == digest
             if not unchanged:
                 raise part.damaged("it is not what was saved (its digest differs)")
-        return state, _load_tensors(CheckpointFile(folder / TENSOR_FILE))
+        file = CheckpointFile(folder / TENSOR_FILE)
+        with file.reading():
+            with zipfile.ZipFile(file.path) as archive:  # torch does not look at the checksums
+                broken = archive.testzip()
+            if broken is not None:
+                raise ValueError(f"the checksum of {broken} differs")
+            tensors = torch.load(file.path, map_location="cpu", weights_only=True)
+        if not isinstance(tensors, dict):
+            raise file.damaged(f"it holds a {type(tensors).__name__}, not a mapping")
+        return state, tensors
 
     def _steps(self) -> dict[Path, int]:
         """The folders ``step_N``, complete or not, and their numbers, oldest first."""
@@ -260,17 +279,17 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise self._pointer_error(one_line(error, 300)) from error
-        if name and not _FOLDER.fullmatch(name):
-            raise self._pointer_error(f"it says {name!r}")
-        return name or None
-
-    def _pointer_error(self, why: str) -> CheckpointError:
+            why = one_line(error, 300)
+        else:
+            if not name or _FOLDER.fullmatch(name):
+                return name or None
+            why = f"it says {name!r}"
         newest = self.newest_complete()
-        there = f"go on from the newest complete checkpoint, {newest}"
-        found = "begin at step 0 (there is no complete checkpoint)" if newest is None else there
-        return CheckpointError(
-            f"{self._pointer} names no checkpoint ({why}); write step_N into it, or remove it to {found}"
+        follows = f"go on from the newest complete checkpoint, {newest}"
+        if newest is None:
+            follows = "begin at step 0 (there is no complete checkpoint)"
+        raise CheckpointError(
+            f"{self._pointer} names no checkpoint ({why}); write step_N into it, or remove it to {follows}"
         )
 
     def _folder_aside(self, number: int | None = None) -> Path:
@@ -294,18 +313,6 @@ def step_of(folder: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _load_tensors(file: CheckpointFile) -> dict[str, Any]:
-    with file.reading():
-        with zipfile.ZipFile(file.path) as archive:  # torch does not look at the checksums
-            broken = archive.testzip()
-        if broken is not None:
-            raise ValueError(f"the checksum of {broken} differs")
-        tensors = torch.load(file.path, map_location="cpu", weights_only=True)
-    if not isinstance(tensors, dict):
-        raise file.damaged(f"it holds a {type(tensors).__name__}, not a mapping")
-    return tensors
-
-
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -324,7 +331,6 @@ def _is_write_failure(error: BaseException) -> bool:
 def _is_full(folder: Path, error: BaseException) -> bool:
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
         return True
-    try:
+    with suppress(OSError):
         return shutil.disk_usage(folder).free < 1 << 20
-    except OSError:
-        return False
+    return False

@@ -219,6 +219,11 @@ class FlowGRPOConfig:
         return self.trainer.seed if own is None else own
 
     @property
+    def mini_batches(self) -> int:
+        """Optimizer steps of one pass over a batch."""
+        return self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    @property
     def rollout_correction(self) -> RolloutCorrectionConfig:
         """The run's rollout correction."""
         return self.algorithm.rollout_correction
@@ -235,8 +240,7 @@ class FlowGRPOConfig:
     @property
     def scored_share(self) -> float:
         """Share of a batch that decoupled mode gives a scoring pass."""
-        free = self.actor_rollout_ref.actor.ppo_mini_batch_size / self.data.train_batch_size
-        return 1 - free if self.first_mini_batch_is_free else 1.0
+        return 1 - 1 / self.mini_batches if self.first_mini_batch_is_free else 1.0
 
     def check_processes(self, num_processes: int) -> None:
         """Raise ``ValueError`` unless every process gets whole prompt groups of every mini-batch."""

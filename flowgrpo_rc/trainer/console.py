@@ -7,11 +7,10 @@ lies in its folder, so inside ``surviving_console`` such an error is told once, 
 import errno
 import os
 import select
-import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 from flowgrpo_rc.messages import reason
@@ -39,7 +38,6 @@ class SurvivingStream:
         """Whether nothing is written any more."""
         self._stuck = False
         """Whether the run is to end and the reader has stood still for ``STUCK_SECONDS``."""
-        self._may_block = _may_block(stream)
         self.failure: BaseException | None = None
         """The first error of writing."""
         self.other: SurvivingStream | None = None
@@ -98,16 +96,14 @@ class SurvivingStream:
 
     def _wait_for_room(self) -> bool:
         """Wait until a write will not block; false when the run is to end and the reader stands still."""
-        if not self._may_block:
-            return True
         since = time.monotonic()
         try:
             while not _has_room(self._stream.fileno(), milliseconds=0 if self._stuck else 200):
                 self._stuck = self._stuck or (self.hurry and time.monotonic() - since > STUCK_SECONDS)
                 if self._stuck:
                     return False
-        except (OSError, ValueError):
-            return True  # the write tells what is wrong
+        except (OSError, ValueError, AttributeError, TypeError):
+            return True  # no descriptor to ask, or no way to ask it: the write tells what is wrong
         self._stuck = False
         return True
 
@@ -142,23 +138,18 @@ def surviving_console() -> Iterator[tuple[SurvivingStream, SurvivingStream]]:
         yield _active[0], _active[1]
         return
     _fill_standard_descriptors()
-    stdout = sys.stdout
-    stderr = sys.stderr
-    out = SurvivingStream(stdout, "standard output")
-    err = SurvivingStream(stderr, "standard error")
+    out = SurvivingStream(sys.stdout, "standard output")
+    err = SurvivingStream(sys.stderr, "standard error")
     out.other = err
     err.other = out
     _active.extend((out, err))
-    sys.stdout = out  # type: ignore[assignment]
-    sys.stderr = err  # type: ignore[assignment]
     try:
-        yield out, err
+        with redirect_stdout(out), redirect_stderr(err):  # type: ignore[type-var]
+            yield out, err
     finally:
-        for stream in (out, err):
-            stream.settle()
+        out.settle()
+        err.settle()
         _active.clear()
-        sys.stdout = stdout
-        sys.stderr = stderr
 
 
 def hurry() -> None:
@@ -179,15 +170,6 @@ def _has_room(descriptor: int, *, milliseconds: int) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLOUT)
     return bool(poller.poll(milliseconds))
-
-
-def _may_block(stream: Any) -> bool:
-    """Whether a write may block for long: a pipe, a socket or a terminal."""
-    try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError, AttributeError, TypeError):
-        return False
-    return hasattr(select, "poll") and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode))
 
 
 def _fill_standard_descriptors() -> None:

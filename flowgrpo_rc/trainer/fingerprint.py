@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.models import DiffusionModel
-from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 _TEXTS = ("a photo of a cat", 'A neon sign that says "OPEN 24/7"', "Zwölf Boxkämpfer, 12,345.67 (über) 東京")
@@ -17,22 +16,25 @@ _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 """How a VAE's configuration names what latents are multiplied by and shifted by."""
 
 
-def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> Fingerprint:
-    """The fingerprint of a loaded model and of the adapter that the configuration gives it.
+def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> dict[str, Any]:
+    """The fingerprint of a loaded model and of the adapter that the configuration gives it, as JSON gives it back.
 
-    It costs a few values of each weight; of the transformer, the first ones of a few weights.
+    ``pipeline`` is the class of the pipeline; ``transformer`` has its settings and a digest of the first values of some
+    of its frozen weights; ``lora`` rank, alpha and target modules of the adapter; ``parts`` what else shapes the
+    samples: text encoders, vocabularies, VAE and schedule.
     """
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
     frozen = _frozen(model.transformer)
     transformer["weights"] = _digest([p.flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
     targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
-    return Fingerprint(
-        pipeline=type(model.pipe).__name__,
-        transformer=_plain(transformer),
-        lora=_plain({"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets}),
-        parts=_plain(_parts(model)),
-    )
+    found = {
+        "pipeline": type(model.pipe).__name__,
+        "transformer": transformer,
+        "lora": {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets},
+        "parts": _parts(model),
+    }
+    return json.loads(json.dumps(found, default=str))  # tuples become lists, as in a checkpoint
 
 
 def _parts(model: DiffusionModel) -> dict[str, Any]:
@@ -70,8 +72,3 @@ def _digest(samples: list[torch.Tensor]) -> str:
 
 def _short_hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """The values as JSON gives them back, so that they equal those of a checkpoint: tuples become lists."""
-    return json.loads(json.dumps(values, default=str))

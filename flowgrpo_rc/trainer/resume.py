@@ -5,11 +5,14 @@ message, which names the newest older checkpoint that is whole.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +27,6 @@ from flowgrpo_rc.trainer.checkpoint import (
     step_of,
 )
 from flowgrpo_rc.trainer.config import TrainerConfig
-from flowgrpo_rc.trainer.random_states import check_random_states, random_states, restore_random_states
 from flowgrpo_rc.trainer.setup import Run
 
 
@@ -32,18 +34,12 @@ def save_run(run: Run, store: CheckpointStore, step: int) -> None:
     """Write ``step_N``: the adapter and its average if there is one, optimizer, schedule, random states, what was
     learned of the gap, and the position in the data."""
     actor = run.actor
-    tensors = {
-        "optimizer": actor.optimizer.state_dict(),
-        "lr_scheduler": actor.lr_scheduler.state_dict(),
-        "random": random_states(),
-    }
-    if actor.average is not None:
-        tensors["average"] = actor.average.state_dict()
-    tensors |= {name: part.state_dict() for name, part in _gap_parts(run).items()}
+    parts = {"optimizer": actor.optimizer, "lr_scheduler": actor.lr_scheduler, "average": actor.average}
+    tensors = {name: part.state_dict() for name, part in (parts | _gap_parts(run)).items() if part is not None}
     store.save(
         step,
-        {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": vars(run.fingerprint)},
-        tensors,
+        {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": run.fingerprint},
+        {**tensors, "random": random_states()},
         lambda folder: save_lora(run.model, actor.transformer, folder),
     )
 
@@ -57,12 +53,8 @@ def _gap_parts(run: Run) -> dict[str, Any]:
 def checkpoint_to_resume(
     trainer: TrainerConfig, store: CheckpointStore, say: Callable[[str], None] = lambda _text: None
 ) -> Path | None:
-    """The checkpoint that ``resume_mode`` names; ``None``: start afresh.
-
-    Args:
-        trainer: the section of the configuration.
-        store: the run's own checkpoints.
-        say: told when ``latest`` names a checkpoint that is not there.
+    """The checkpoint that ``resume_mode`` names; ``None``: start afresh. ``say`` is told when ``latest`` names one that
+    is not there.
 
     Raises:
         CheckpointError: ``latest`` or ``resume_from_path`` names no checkpoint.
@@ -75,8 +67,6 @@ def checkpoint_to_resume(
 def _checkpoint_at(text: str) -> Path:
     """The folder at ``resume_from_path``."""
     field = "trainer.resume_from_path"
-    if "\0" in text:
-        raise CheckpointError(f"{field}: got {text!r}, which holds a NUL character; give a checkpoints/step_N folder")
     try:
         path = Path(text).expanduser()
         if path.is_dir() and (path / STATE_FILE).exists():
@@ -104,12 +94,7 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
         raise CheckpointError(f"{error}{_where_to_go_on(run, store, source, error)}") from error
     actor = run.actor
     actor.load_adapter(source)
-    # The moments and the position in the schedule; every option is this run's own.
-    taken = tensors["lr_scheduler"]["last_epoch"]
-    actor.load_optimizer(
-        {**actor.optimizer.state_dict(), "state": tensors["optimizer"]["state"]},
-        {**actor.lr_scheduler.state_dict(), "last_epoch": taken, "_step_count": taken + 1},
-    )
+    actor.load_optimizer(tensors["optimizer"]["state"], tensors["lr_scheduler"]["last_epoch"])
     actor.load_average(tensors.get("average"))
     for name, part in _gap_parts(run).items():
         if name in tensors:
@@ -138,7 +123,7 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> tuple[dic
     file = CheckpointFile(folder / TENSOR_FILE)
     with file.reading():  # tensors of rare kinds refuse to be looked at
         _check_optimizer(run, tensors, file)
-        check_random_states(file.entry(tensors, "random", dict), file)
+        _check_random(file.entry(tensors, "random", dict), file)
         if run.actor.average is not None and "average" in tensors:
             _check_average(run, file.entry(tensors, "average", dict), file)
         for name, part in _gap_parts(run).items():
@@ -150,11 +135,10 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> tuple[dic
 
 def _where_to_go_on(run: Run, store: CheckpointStore, damaged: Path, error: Exception) -> str:
     """The end of the message about a checkpoint that cannot be continued from: where to go on instead."""
-    damaged_step = step_of(damaged)
-    for folder in reversed(CheckpointStore(damaged.parent, None).complete()):
-        step = step_of(folder)
-        if folder == damaged or step is None or (damaged_step is not None and step >= damaged_step):
-            continue
+    whole = CheckpointStore(damaged.parent, None).complete()
+    step = step_of(damaged)
+    older = [folder for folder in whole if folder != damaged and (step is None or (step_of(folder) or 0) < step)]
+    for folder in reversed(older):
         try:
             read_checkpoint(run, store, folder)
         except (CheckpointError, ValueError):
@@ -170,10 +154,9 @@ def _where_to_go_on(run: Run, store: CheckpointStore, damaged: Path, error: Exce
 
 def _check_sampler(run: Run, state: dict[str, Any], file: CheckpointFile) -> None:
     """The run's own sampler takes the saved position, and had given a batch for every step there."""
-    saved = file.entry(state, "sampler", dict)
-    for name, own in run.sampler.state_dict().items():
-        file.entry(saved, name, type(own), "sampler")
     sampler = copy.copy(run.sampler)
+    file.check(state, {"sampler": sampler.state_dict()})
+    saved = state["sampler"]
     try:
         sampler.load_state_dict(saved)
     except ValueError as error:
@@ -185,50 +168,42 @@ def _check_sampler(run: Run, state: dict[str, Any], file: CheckpointFile) -> Non
 
 def _check_optimizer(run: Run, tensors: dict[str, Any], file: CheckpointFile) -> None:
     """Moments of the right shapes for every weight, as many steps as the schedule has taken, all finite."""
-    optimizer = file.entry(tensors, "optimizer", dict)
-    groups = file.entry(optimizer, "param_groups", list, "optimizer")
-    moments = file.entry(optimizer, "state", dict, "optimizer")
-    schedule = file.entry(tensors, "lr_scheduler", dict)
-    taken = file.entry(schedule, "last_epoch", int, "lr_scheduler")
-    shapes = [tuple(parameter.shape) for parameter in _trained(run)]
-    indices = list(range(len(shapes)))
-    if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("params") != indices:
-        raise file.damaged(f"optimizer.param_groups is not one group of {len(shapes)}")
+    file.check(tensors, {"optimizer": {"param_groups": [], "state": {}}, "lr_scheduler": {"last_epoch": 0}})
+    groups = tensors["optimizer"]["param_groups"]
+    moments = tensors["optimizer"]["state"]
+    taken = tensors["lr_scheduler"]["last_epoch"]
+    weights = dict(enumerate(_trained(run)))
+    if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("params") != list(weights):
+        raise file.damaged(f"optimizer.param_groups is not one group of {len(weights)}")
     if taken < 0:
         raise file.damaged(f"lr_scheduler.last_epoch is {taken}")
-    if set(moments) != set(indices if taken else ()):  # AdamW makes its moments at the first step
-        raise file.damaged(f"optimizer.state holds {len(moments)} of {len(shapes)} weights after {taken} steps")
-    for index in moments:
-        where = f"optimizer.state.{index}"
-        own = file.entry(moments, index, dict, "optimizer.state")
-        for moment in ("exp_avg", "exp_avg_sq"):  # what AdamW keeps of every weight
-            _check_tensor(own.get(moment), shapes[index], file, f"{where}.{moment}")
-        _check_tensor(own.get("step"), (), file, f"{where}.step")
+    if set(moments) != set(weights if taken else ()):  # AdamW makes its moments at the first step
+        raise file.damaged(f"optimizer.state holds {len(moments)} of {len(weights)} weights after {taken} steps")
+    # What AdamW keeps of every weight.
+    kept = {i: {"exp_avg": weights[i], "exp_avg_sq": weights[i], "step": torch.tensor(0)} for i in moments}
+    file.check(moments, kept, "optimizer.state")
+    for index, own in moments.items():
         if float(own["step"]) != taken or bool((own["exp_avg_sq"] < 0).any()):
             raise file.damaged(
-                f"{where} has taken {float(own['step']):g} steps and its schedule {taken}, or a second moment is "
-                "negative"
+                f"optimizer.state.{index} has taken {float(own['step']):g} steps and its schedule {taken}, or a second "
+                "moment is negative"
             )
 
 
-def _trained(run: Run) -> list[torch.nn.Parameter]:
+def _trained(run: Run) -> list[Any]:
     """The weights that the optimizer moves."""
-    return run.actor.optimizer.param_groups[0]["params"]
+    return [parameter.detach() for parameter in run.actor.optimizer.param_groups[0]["params"]]
 
 
 def _check_average(run: Run, saved: dict[str, Any], file: CheckpointFile) -> None:
-    from diffusers.training_utils import EMAModel
-
-    parameters = _trained(run)
-    try:
-        EMAModel(parameters, decay=0.5).load_state_dict(saved | {"decay": 0.5})
-    except Exception as error:
-        raise file.damaged(f"average: {error}") from error
-    shadows = file.entry(saved, "shadow_params", list, "average")
-    if len(shadows) != len(parameters):
-        raise file.damaged(f"average.shadow_params has {len(shadows)} of {len(parameters)} weights")
-    for index, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
-        _check_tensor(shadow, tuple(parameter.shape), file, f"average.shadow_params.{index}")
+    """Settings and counters of the run's own types, and a shadow of every weight."""
+    file.check(saved, run.actor.average.state_dict(), "average")
+    weights = _trained(run)
+    shadows = saved["shadow_params"]
+    if len(shadows) != len(weights):
+        raise file.damaged(f"average.shadow_params has {len(shadows)} of {len(weights)} weights")
+    for index, (shadow, weight) in enumerate(zip(shadows, weights, strict=True)):
+        file.check_tensor(shadow, weight, f"average.shadow_params.{index}")
 
 
 def _check_gap_part(part: Any, name: str, state: dict[str, Any], file: CheckpointFile) -> None:
@@ -240,33 +215,63 @@ def _check_gap_part(part: Any, name: str, state: dict[str, Any], file: Checkpoin
             f"{file.path.parent}: its state of {name} is of another version (KeyError: {missing[0]!r}), or "
             f"{file.path.name} is damaged"
         )
-    _check_types(own, state, file, name)
-    for key, numbers in state["values"].items() if "values" in own else ():
-        listed = isinstance(key, float) and isinstance(numbers, Sequence) and not isinstance(numbers, str)
+    for key, example in own.items():
+        found = file.entry(state, key, type(example), name)
+        if isinstance(example, dict):
+            # Which counters and timesteps there are depends on the version and the run: what both have is compared.
+            file.check(found, {entry: example[entry] for entry in example.keys() & found.keys()}, f"{name}.{key}")
+    for timestep, numbers in state["values"].items() if "values" in own else ():
+        listed = isinstance(timestep, float) and isinstance(numbers, list | tuple)
         if not listed or not all(isinstance(number, float) and isfinite(number) for number in numbers):
-            raise file.damaged(f"{name}.values.{key} is not a list of finite numbers")
+            raise file.damaged(f"{name}.values.{timestep} is not a list of finite numbers")
     if "of" in own and [type(value) for value in state["of"]] != [str, int]:
         raise file.damaged(f"{name}.of is {state['of']!r}")
     if not all(isinstance(cause, str) for cause in state.get("causes", ())):
         raise file.damaged(f"{name}.causes is {state['causes']!r}")
 
 
-def _check_types(own: Mapping[str, Any], saved: Any, file: CheckpointFile, where: str) -> None:
-    """Entries that both have are of one type, all the way down."""
-    for key, value in own.items():
-        if key in saved:
-            found = file.entry(saved, key, type(value), where)
-            if isinstance(value, Mapping):
-                _check_types(value, found, file, f"{where}.{key}")
+def random_states() -> dict[str, Any]:
+    """States of the global random generators, for reward functions that draw from them; of types that
+    ``torch.load(weights_only=True)`` takes."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
-def _check_tensor(value: Any, shape: tuple[int, ...], file: CheckpointFile, where: str) -> None:
-    """A dense tensor of this shape that holds every one of its values, all of them finite floats."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise file.damaged(f"{where} is {found}, not a tensor of shape {shape}")
-    # An expanded tensor repeats a few values, and optimizers write into every one.
-    if value.layout is not torch.strided or value.untyped_storage().nbytes() < value.numel() * value.element_size():
-        raise file.damaged(f"{where} does not hold every one of its values")
-    if not value.is_floating_point() or not bool(value.float().isfinite().all()):
-        raise file.damaged(f"{where} holds values that are NaN, infinite or no floats")
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Undo ``random_states``."""
+    random.setstate(states["python"])
+    _set_numpy(np.random, states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _check_random(saved: dict[str, Any], file: CheckpointFile) -> None:
+    """Generators made here take the states; the global ones stay as they are."""
+    attempts: dict[str, Callable[[Any], object]] = {
+        "python": random.Random().setstate,
+        "numpy": partial(_set_numpy, np.random.RandomState()),
+        "torch": torch.Generator().set_state,
+    }
+    for name, set_state in attempts.items():
+        if name not in saved:
+            raise file.damaged(f"random.{name} is missing")
+        try:
+            set_state(saved[name])
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise file.damaged(f"random.{name} is no state of a generator ({why})") from error
+    if "cuda" in saved and not (isinstance(saved["cuda"], Tensor) and saved["cuda"].dtype == torch.uint8):
+        raise file.damaged("random.cuda is no state of a generator")
+
+
+def _set_numpy(generator: Any, state: Any) -> None:
+    kind, keys, position, has_gauss, cached = state
+    generator.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,152 +15,120 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
-from flowgrpo_rc.models import DiffusionModel, PromptEncoder, check_adapter_file, check_pipeline, load_model
+from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline, load_model
 from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.prompts import check_prompts
 from flowgrpo_rc.paths import resolve_asset
-from flowgrpo_rc.rewards import RewardMix, build_reward
-from flowgrpo_rc.rollout import RolloutEngine, build_engine
+from flowgrpo_rc.rewards import build_reward
+from flowgrpo_rc.rollout import build_engine
+from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.engines import check_engine
-from flowgrpo_rc.trainer.checkpoint import Fingerprint
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.fingerprint import fingerprint
 
 
-@dataclass
 class Run:
-    """The parts of a run, checked and loaded."""
-
-    config: FlowGRPOConfig
-    accelerator: Any
-    train_prompts: list[PromptRecord]
-    val_prompts: list[PromptRecord]
-    sampler: PromptSampler
-    reward: RewardMix
-    model: DiffusionModel
-    encoder: PromptEncoder
-    engine: RolloutEngine
-    actor: DiffusionActor
-    total_steps: int
-    fingerprint: Fingerprint
-    guard: Guard
-    clip_bands: ClipBands | None = None
-    """Calibrated clip bands, with ``clip_ratio=auto``."""
-    rejection_bands: RejectionBands | None = None
-    """Calibrated rejection bands, with ``rollout_rs_threshold=auto``."""
-
-
-def build_run(config: FlowGRPOConfig, project_dir: str) -> Run:
-    """Check data, rewards, processes and the model's index; then load the model.
+    """The parts of a run. Data, rewards, processes and the model's index are checked before the model is loaded.
+    Trackers write to ``project_dir``.
 
     Raises:
         ValueError: the configuration does not fit the data, the processes or the model; names the field.
         FileNotFoundError, ImportError: a file or an extra is missing.
     """
-    from accelerate import Accelerator
 
-    rollout = config.actor_rollout_ref.rollout
-    data = config.data
-    _check_trackers(config.trainer.logger)
-    check_engine(rollout.name)
-    lora = config.actor_rollout_ref.model
-    _check_guidance(config, check_pipeline(lora.path))
-    if lora.lora_adapter_path:
-        check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
-    train = _prompts(config, "data.train_files", data.train_files, data.train_max_samples)
-    if not train:
-        raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
-    val = _prompts(config, "data.val_files", data.val_files, data.val_max_samples)
-    sampler = PromptSampler(len(train), data.train_batch_size, seed=data.seed, shuffle=data.shuffle)
-    reward = build_reward(config.reward)
-    for records, pipeline in ((train, rollout.pipeline), (val, rollout.validation_pipeline)):
-        if not records:
-            continue
-        reward.check_prompts(
-            [r.prompt for r in records],
-            image_size=(pipeline.height, pipeline.width),
-            sources=[r.source or str(i) for i, r in enumerate(records)],
-            metadata=[r.metadata for r in records],
+    def __init__(self, config: FlowGRPOConfig, project_dir: str) -> None:
+        from accelerate import Accelerator
+
+        self.config = config
+        trainer = config.trainer
+        lora = config.actor_rollout_ref.model
+        _check_trackers(trainer.logger)
+        check_engine(config.actor_rollout_ref.rollout.name)
+        _check_guidance(config, check_pipeline(lora.path))
+        if lora.lora_adapter_path:
+            check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
+        self._read_prompts()
+        self.accelerator: Any = Accelerator(
+            cpu=trainer.device == "cpu",
+            mixed_precision=trainer.mixed_precision,
+            log_with=[name for name in trainer.logger if LOGGERS[name] is not None] or None,
+            project_dir=project_dir,
         )
-    accelerator = Accelerator(
-        cpu=config.trainer.device == "cpu",
-        mixed_precision=config.trainer.mixed_precision,
-        log_with=[name for name in config.trainer.logger if LOGGERS[name] is not None] or None,
-        project_dir=project_dir,
-    )
-    config.check_processes(accelerator.num_processes)
-    if config.actor_rollout_ref.model.torch_compile:
-        _check_compiler(accelerator.device.type)
-    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    model, encoder, engine, actor = _load(config, accelerator, total_steps, train, val)
-    mode = ModeInForce.configured(config.actor_rollout_ref.actor)
-    return Run(
-        config=config,
-        accelerator=accelerator,
-        train_prompts=train,
-        val_prompts=val,
-        sampler=sampler,
-        reward=reward,
-        model=model,
-        encoder=encoder,
-        engine=engine,
-        actor=actor,
-        total_steps=total_steps,
-        fingerprint=fingerprint(config, model),
-        guard=Guard(mode),
-        clip_bands=ClipBands.configured(mode.diffusion_loss),
-        rejection_bands=RejectionBands.configured(mode.rollout_correction),
-    )
+        config.check_processes(self.accelerator.num_processes)
+        if lora.torch_compile:
+            _check_compiler(self.accelerator.device.type)
+        self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
+        self._load_model()
+        self.fingerprint = fingerprint(config, self.model)
+        mode = ModeInForce.configured(config.actor_rollout_ref.actor)
+        self.guard = Guard(mode)
+        self.clip_bands = ClipBands.configured(mode.diffusion_loss)
+        """Calibrated clip bands; ``None`` without ``clip_ratio=auto``."""
+        self.rejection_bands = RejectionBands.configured(mode.rollout_correction)
+        """Calibrated rejection bands; ``None`` without ``rollout_rs_threshold=auto``."""
 
+    def _read_prompts(self) -> None:
+        """The prompts and the reward, which must be able to score each of them."""
+        data = self.config.data
+        self.train_prompts = _prompts(self.config, "data.train_files", data.train_files, data.train_max_samples)
+        if not self.train_prompts:
+            raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
+        self.val_prompts = _prompts(self.config, "data.val_files", data.val_files, data.val_max_samples)
+        self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
+        self.reward = build_reward(self.config.reward)
+        for records, pipeline in self._prompt_sets():
+            self.reward.check_prompts(
+                [r.prompt for r in records],
+                image_size=(pipeline.height, pipeline.width),
+                sources=[r.source or str(i) for i, r in enumerate(records)],
+                metadata=[r.metadata for r in records],
+            )
 
-def _load(
-    config: FlowGRPOConfig,
-    accelerator: Any,
-    total_steps: int,
-    train: list[PromptRecord],
-    val: list[PromptRecord],
-) -> tuple[DiffusionModel, PromptEncoder, RolloutEngine, DiffusionActor]:
-    parts = config.actor_rollout_ref
-    pipeline = parts.rollout.pipeline
-    algo = parts.rollout.algo
-    torch.manual_seed(config.trainer.seed)
-    model = load_model(parts.model.path, dtype=parts.model.dtype, device=accelerator.device)
-    model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
-    validation = parts.rollout.validation_pipeline
-    try:
-        model.check_request(validation.height, validation.width, validation.guidance_scale)
-    except ValueError as error:
-        where = "actor_rollout_ref.rollout."
-        raise ValueError(str(error).replace(f"{where}pipeline.", f"{where}val_kwargs.pipeline.")) from error
-    encoder = PromptEncoder(model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
-    encoder.check_length(validation.max_sequence_length, "val_kwargs.pipeline")
-    for records, length in ((train, pipeline.max_sequence_length), (val, validation.max_sequence_length)):
-        cut = check_prompts(model, [(r.prompt, r.source) for r in records], length) if records else None
-        if cut and accelerator.is_main_process:
-            warnings.warn(cut, stacklevel=2)
-    engine = build_engine(parts.rollout, model, parts.model, accelerator.device)
-    torch.manual_seed(config.trainer.seed)
-    mini_batches = config.data.train_batch_size // parts.actor.ppo_mini_batch_size
-    actor = DiffusionActor(
-        model,
-        parts.actor,
-        parts.model,
-        accelerator,
-        sde_type=algo.sde_type,
-        noise_level=algo.noise_level,
-        total_optimizer_steps=total_steps * mini_batches * parts.actor.ppo_epochs,
-        score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
-    )
-    if parts.model.lora_adapter_path:
-        actor.load_adapter(Path(parts.model.lora_adapter_path))
-    return model, encoder, engine, actor
+    def _prompt_sets(self) -> list[tuple[list[PromptRecord], PipelineConfig]]:
+        """The prompts of training, and of validation if there are any, with the pipeline's settings for them."""
+        rollout = self.config.actor_rollout_ref.rollout
+        sets = [(self.train_prompts, rollout.pipeline), (self.val_prompts, rollout.validation_pipeline)]
+        return sets if self.val_prompts else sets[:1]
+
+    def _load_model(self) -> None:
+        """The model, which must take what is asked of it, and what works with it: encoder, engine and actor."""
+        parts = self.config.actor_rollout_ref
+        pipeline = parts.rollout.pipeline
+        validation = parts.rollout.validation_pipeline
+        torch.manual_seed(self.config.trainer.seed)
+        self.model = load_model(parts.model.path, dtype=parts.model.dtype, device=self.accelerator.device)
+        self.model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
+        try:
+            self.model.check_request(validation.height, validation.width, validation.guidance_scale)
+        except ValueError as error:
+            where = "actor_rollout_ref.rollout."
+            raise ValueError(str(error).replace(f"{where}pipeline.", f"{where}val_kwargs.pipeline.")) from error
+        self.encoder = PromptEncoder(self.model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
+        self.encoder.check_length(validation.max_sequence_length, "val_kwargs.pipeline")
+        for records, settings in self._prompt_sets():
+            cut = check_prompts(self.model, [(r.prompt, r.source) for r in records], settings.max_sequence_length)
+            if cut and self.accelerator.is_main_process:
+                warnings.warn(cut, stacklevel=2)
+        self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device)
+        torch.manual_seed(self.config.trainer.seed)
+        self.actor = DiffusionActor(
+            self.model,
+            parts.actor,
+            parts.model,
+            self.accelerator,
+            sde_type=parts.rollout.algo.sde_type,
+            noise_level=parts.rollout.algo.noise_level,
+            total_optimizer_steps=self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs,
+            score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
+        )
+        if parts.model.lora_adapter_path:
+            self.actor.load_adapter(Path(parts.model.lora_adapter_path))
 
 
 def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
     """Refuse, from the model's folder alone, a guidance scale that pipelines of the class ``name`` do not take."""
-    path = config.actor_rollout_ref.model.path
     rollout = config.actor_rollout_ref.rollout
-    embeds = embeds_guidance(name, resolve_asset(path))
+    embeds = embeds_guidance(name, resolve_asset(config.actor_rollout_ref.model.path))
     if embeds is None:
         return
     refuse_guidance_scale(name, embeds, rollout.pipeline.guidance_scale)
@@ -174,8 +141,7 @@ def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) 
 
 
 def _check_trackers(names: list[str]) -> None:
-    packages = [LOGGERS[name] for name in names]
-    missing = [package for package in packages if package and importlib.util.find_spec(package) is None]
+    missing = [package for name in names if (package := LOGGERS[name]) and importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(
             f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "

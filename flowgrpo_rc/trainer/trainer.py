@@ -40,10 +40,9 @@ from flowgrpo_rc.trainer.console import surviving_console, write_at_once
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
-from flowgrpo_rc.trainer.samples import save_grid
-from flowgrpo_rc.trainer.setup import Run, build_run
+from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
-from flowgrpo_rc.trainer.validation import validate
+from flowgrpo_rc.trainer.validation import save_grid, validate
 
 
 class FlowGRPOTrainer:
@@ -54,7 +53,7 @@ class FlowGRPOTrainer:
 
     Raises:
         RunFolderInUseError: another run writes the run folder; raised before anything is loaded or changed.
-        ValueError, FileNotFoundError, ImportError: see ``build_run``; raised before the model is loaded where
+        ValueError, FileNotFoundError, ImportError: see ``Run``; raised before the model is loaded where
             that is possible.
         CheckpointError: the checkpoint to resume from is damaged or of another model; nothing was changed.
     """
@@ -67,7 +66,7 @@ class FlowGRPOTrainer:
                 trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
             )
             refused.callback(self.folder.abandon)
-            self.run: Run = build_run(config, str(self.folder.root))
+            self.run = Run(config, str(self.folder.root))
             refused.callback(self.run.engine.close)
             self._set_up()
             refused.pop_all()
@@ -185,10 +184,10 @@ class FlowGRPOTrainer:
         algo = self.config.actor_rollout_ref.rollout.algo
         if algo.sample_strategy == "progressive":
             return [progressive_window_start(self.window, self.step, algo.iters_per_group)] * len(groups)
-        if algo.sde_window_seed is not None:
-            shared = draw_window_start(self.window, generator_for(algo.sde_window_seed, WINDOW, self.step, 0))
-            return [shared] * len(groups)
         seed = self.config.rollout_seed
+        if algo.sde_window_seed is not None:  # one place for all groups
+            seed = algo.sde_window_seed
+            groups = [0] * len(groups)
         return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
 
     def _reward(
@@ -237,9 +236,7 @@ class FlowGRPOTrainer:
             if self.run.clip_bands is not None:
                 batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
             return OldPolicy.of_rollout(batch)
-        start = 0
-        if self.config.first_mini_batch_is_free:
-            start = len(batch) // self._mini_batch_count
+        start = len(batch) // self.config.mini_batches if self.config.first_mini_batch_is_free else 0
         return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
 
     def _correct(self, batch: TensorDict, old: OldPolicy | None) -> tuple[OldPolicy | None, MetricAccumulator]:
@@ -260,14 +257,10 @@ class FlowGRPOTrainer:
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
-    @property
-    def _mini_batch_count(self) -> int:
-        return self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-
     def _mini_batches(self, size: int, old: OldPolicy | None) -> list[MiniBatch]:
         """The rows of each optimizer step, with their old policy where they have been scored."""
         start = size - (0 if old is None else len(old))
-        parts = torch.arange(size).chunk(self._mini_batch_count)
+        parts = torch.arange(size).chunk(self.config.mini_batches)
         return [MiniBatch(rows, None if old is None or rows[0] < start else old.rows(rows - start)) for rows in parts]
 
     # ------------------------------------------------------------------ the run

@@ -1,7 +1,9 @@
-"""Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine."""
+"""Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine; and the grids of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,11 +13,32 @@ from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
-from flowgrpo_rc.trainer.samples import Sample
+from flowgrpo_rc.run_folder import write_whole
 from flowgrpo_rc.trainer.setup import Run
 
+CELL = 96
+"""Pixels of an image's side."""
+CAPTION = 34
+"""Pixels of the two lines under an image."""
+TITLE = 26
+GAP = 8
+
 Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
+"""Embeds prompts for a pipeline's settings."""
 Generate = Callable[[RolloutRequest], Trajectories]
+"""Samples and proves that it did what was asked."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One validation image and what became of it."""
+
+    image: np.ndarray
+    """``(H, W, 3)`` uint8."""
+    prompt: str
+    reward: float
+    text: str | None = None
+    """What an OCR reward read."""
 
 
 def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[str, float], list[Sample]]:
@@ -23,11 +46,6 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
 
     Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
     alone. The images are dealt out over the processes.
-
-    Args:
-        run: the parts of the run.
-        conditioning: embeds prompts for a pipeline's settings.
-        generate: samples and proves that it did what was asked.
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
@@ -76,3 +94,31 @@ def _score(
         sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
         scored.append((index, rewards, sample))
     return scored
+
+
+def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 12) -> None:
+    """Write one PNG with captioned images under a title."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(11)
+    rows = -(-len(samples) // columns)
+    width = GAP + columns * (CELL + GAP)
+    height = GAP + TITLE + rows * (CELL + CAPTION + GAP)
+    canvas = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(canvas)
+    pen.text((GAP, GAP), title, fill="black", font=ImageFont.load_default(15))
+    for i, sample in enumerate(samples):
+        x = GAP + (i % columns) * (CELL + GAP)
+        y = GAP + TITLE + (i // columns) * (CELL + CAPTION + GAP)
+        picture = Image.fromarray(sample.image)
+        # Small images keep their pixels sharp: what the model drew is to be seen, not what smoothing makes of it.
+        scale = Image.Resampling.NEAREST if max(picture.size) < CELL else Image.Resampling.LANCZOS
+        canvas.paste(picture.resize((CELL, CELL), scale), (x, y))
+        prompt = sample.prompt if len(sample.prompt) <= 17 else f"{sample.prompt[:16]}…"
+        pen.rectangle((x, y, x + CELL - 1, y + CELL - 1), outline="#bbbbbb")
+        pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
+        colour = "#0a7d32" if sample.reward >= 0.999 else "#b3261e"
+        read = "" if sample.text is None else f' read "{sample.text}"'
+        pen.text((x, y + CELL + 16), f"{sample.reward:.2f}{read}"[:20], fill=colour, font=font)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))

@@ -263,7 +263,7 @@ RC = "algorithm.rollout_correction"
     ("setting", "message"),
     [
         (f"{RC}.bypass_mode=yes", f"{RC}.bypass_mode must be true or false, got 'yes'"),
-        (f"{RC}.rollout_is=none", f"{RC}.rollout_is must be one of"),
+        (f"{RC}.rollout_is=none", f"{RC}.rollout_is: got 'none'; choose one of null, token"),
         (f"{RC}.rollout_is_threshold=[0.5,2.0]", f"{RC}.rollout_is_threshold must be .* \\(here '0.5_2.0'\\)"),
         (f"{RC}.foo=1", f"{RC}: Unknown rollout-correction key 'foo'"),
         ("reward.functions=[ocr]", r"reward.functions: got \['ocr'\]; give weights by name"),

@@ -78,10 +78,11 @@ def test_a_collapsing_setting_is_not_called_safe(probe, tmp_path):
 
 
 def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypatch):
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda own, *path, **how: (figures.append(own), save(own, *path, **how)))
     _, said, _ = probe("--images", "8", "--max-images", "8", f"{CLIP}=2e-4")
     steps = json.loads((tmp_path / "out" / "probe.json").read_text())
     rows = [

@@ -119,7 +119,7 @@ def test_no_weight_threshold_without_weights():
     config = Config.from_dict({"rollout_is": None, "rollout_is_threshold": None, "rollout_rs": None})
     assert config.plan() == Config.disabled().plan()
     assert Config.from_dict(config.to_dict()) == config
-    with pytest.raises(ValueError, match="rollout_is_mode must be one of"):
+    with pytest.raises(ValueError, match="rollout_is_mode: got 'drop'; choose one of null, truncate"):
         Config(rollout_is=None, rollout_is_threshold=None, rollout_is_mode="drop")
     with pytest.raises(
         ValueError, match="rollout_is_threshold is null with rollout_is='token'; give .*rollout_is=null"
@@ -159,12 +159,12 @@ def test_bad_veto(value):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rollout_is": "tokens"}, "rollout_is must be one of"),
-        ({"rollout_is_mode": "drop"}, "rollout_is_mode must be one of"),
+        ({"rollout_is": "tokens"}, "rollout_is: got 'tokens'; choose one of"),
+        ({"rollout_is_mode": "drop"}, "rollout_is_mode: got 'drop'; choose one of"),
         ({"rollout_is_mode": "truncate", "rollout_is_threshold": "0.5_2.0"}, "truncation has one bound"),
-        ({"loss_type": "ppo"}, "loss_type must be one of"),
+        ({"loss_type": "ppo"}, "loss_type: got 'ppo'; choose one of"),
         ({"loss_type": "reinforce"}, "needs bypass_mode=True"),
-        ({"rejection_normalization": "mean"}, "rejection_normalization must be one of"),
+        ({"rejection_normalization": "mean"}, "rejection_normalization: got 'mean'; choose one of"),
     ],
 )
 def test_bad_options(fields, message):
@@ -246,6 +246,11 @@ def test_presets(name, expected):
 def test_every_preset_is_listed_above():
     (mark,) = [m for m in test_presets.pytestmark if m.name == "parametrize"]
     assert {name for name, _ in mark.args[1]} == set(PRESET_NAMES)
+
+
+def test_a_preset_keeps_its_name_beside_its_aliases():
+    assert Config.decoupled_token_is.__name__ == Config.token_tis.__name__ == "decoupled_token_is"
+    assert Config.bypass_pg_is.__name__ == "bypass_pg_is"
 
 
 def test_preset_arguments():
@@ -554,7 +559,7 @@ def test_pure_correction_needs_bypass_mode(key, off):
     ],
 )
 def test_contradicting_keys(given):
-    with pytest.raises(ValueError, match="contradict|means loss_type|two dialects|belongs to|must be one of"):
+    with pytest.raises(ValueError, match="contradict|means loss_type|two dialects|belongs to|choose one of"):
         Config.from_dict(given)
 
 

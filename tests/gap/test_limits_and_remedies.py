@@ -58,7 +58,7 @@ def test_the_documentation_has_the_same_table():
 def test_the_report_s_check_has_the_limits_and_the_remedy_of_the_table(figure):
     check = next(check for check in CHECKS if check.name == CHECK_OF[figure])
     assert (check.sde.high, check.sde.problem_high) == (LIMITS[figure].costs, LIMITS[figure].not_safe)
-    assert check.advice == f"{remedy(figure, RunSetup())}."
+    assert check.advice_for(History([])) == f"{remedy(figure, RunSetup())}."
     assert LIMITS[figure].source in check.reason
 
 

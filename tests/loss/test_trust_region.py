@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.loss import diffusion_loss
-from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, TransitionShift
-from flowgrpo_rc.loss.trust_region import flow_dppo, grpo_guard
+from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, TransitionShift, flow_dppo, grpo_guard
 
 F64 = torch.float64
 

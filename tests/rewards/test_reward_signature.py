@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,24 @@ def test_the_first_coroutine_that_fails_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"'f' raised ValueError: no answer at .*mine\.py:7, in f"):
         build(write(tmp_path, source))(IMAGES, PROMPTS, METADATA)
     assert time.monotonic() - start < 30
+
+
+def test_coroutines_that_an_interrupt_kept_from_beginning_end_silently(tmp_path: Path) -> None:
+    """When the loop runs next, which is where a failure of theirs would be told."""
+    source = """
+    async def f(solution_image, ground_truth):
+        if ground_truth == "A":
+            raise KeyboardInterrupt
+        return 1.0
+    """
+    mix = build(write(tmp_path, source))
+    with pytest.raises(RewardError, match=r"'f' raised KeyboardInterrupt"):
+        mix(IMAGES, PROMPTS, METADATA)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert mix(IMAGES[1:], PROMPTS[1:], METADATA[1:]).total.tolist() == [1, 1]
+        gc.collect()
+    assert not [warning for warning in caught if "background task" in str(warning.message)]
 
 
 def test_inside_a_running_loop(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def walk(lag, versions, average=None):
     for version in versions:
         actor.set(10.0 * version)
         sync.push(version)
-        assert engine.adapter_version == sync.version
+        assert engine.adapter_version == sync.held.version == version - sync.behind
         seen.append((engine.held, sync.metrics().get("rollout/adapter_lag")))
     return sync, engine, seen
 
@@ -72,7 +72,7 @@ def walk(lag, versions, average=None):
 def test_the_engine_is_lag_batches_behind(lag, versions, seen):
     sync, _, got = walk(lag, versions)
     assert got == seen
-    assert len(sync._waiting) == (0 if lag == 0 else lag + 1)
+    assert len([state for _, state in sync._waiting if state is not None]) == (0 if lag == 0 else lag + 1)
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,19 @@ from flowgrpo_rc.trainer.checkpoint import (
     CheckpointError,
     CheckpointStore,
     DamagedCheckpointError,
-    Fingerprint,
 )
-from flowgrpo_rc.trainer.random_states import random_states, restore_random_states
+from flowgrpo_rc.trainer.resume import random_states, restore_random_states
 
-FINGERPRINT = Fingerprint("QwenImagePipeline", {"num_layers": 4, "axes": [8, 12]}, {"rank": 8})
+
+def fingerprint(pipeline, transformer, lora):
+    return {"pipeline": pipeline, "transformer": transformer, "lora": lora}
+
+
+FINGERPRINT = fingerprint("QwenImagePipeline", {"num_layers": 4, "axes": [8, 12]}, {"rank": 8})
 
 
 def save(store, step, write_lora=lambda folder: (folder / "lora").write_text("weights")):
-    state = {"step": step, "fingerprint": vars(FINGERPRINT)}
+    state = {"step": step, "fingerprint": FINGERPRINT}
     return store.save(step, state, {"x": torch.full((3,), float(step))}, write_lora)
 
 
@@ -103,9 +107,9 @@ def test_saving_a_step_again_moves_the_earlier_one_aside(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Fingerprint("FluxPipeline", {}, {}), "is a checkpoint of a QwenImagePipeline, this run trains a FluxPipeline"),
-        (Fingerprint("QwenImagePipeline", {"num_layers": 60, "axes": [8, 12]}, {"rank": 8}), "num_layers is 4 there"),
-        (Fingerprint("QwenImagePipeline", {"num_layers": 4, "axes": [8, 12]}, {"rank": 16}), "lora rank is 8 there"),
+        (fingerprint("FluxPipeline", {}, {}), "is a checkpoint of a QwenImagePipeline, this run trains a FluxPipeline"),
+        (fingerprint("QwenImagePipeline", {"num_layers": 60, "axes": [8, 12]}, {"rank": 8}), "num_layers is 4 there"),
+        (fingerprint("QwenImagePipeline", {"num_layers": 4, "axes": [8, 12]}, {"rank": 16}), "lora rank is 8 there"),
     ],
 )
 def test_another_model_is_named(tmp_path, other, message):
@@ -173,7 +177,7 @@ def test_a_truncated_checkpoint_is_named(tmp_path):
 
 
 NESTED = b"[" * 100_000
-WHOLE = {"step": 1, "fingerprint": vars(FINGERPRINT)}
+WHOLE = {"step": 1, "fingerprint": FINGERPRINT}
 
 
 @pytest.mark.parametrize(
@@ -197,8 +201,8 @@ WHOLE = {"step": 1, "fingerprint": vars(FINGERPRINT)}
         ({"step": 7}, "is damaged: its step is 7, its folder's 1"),
         ({"fingerprint": []}, "is damaged: fingerprint is a list"),
         ({"fingerprint": {"pipeline": "QwenImagePipeline"}}, "is damaged: fingerprint.transformer is missing"),
-        ({"fingerprint": {**vars(FINGERPRINT), "lora": 3}}, "is damaged: fingerprint.lora is a int"),
-        ({"fingerprint": {**vars(FINGERPRINT), "pipeline": 3}}, "is damaged: fingerprint.pipeline is a int"),
+        ({"fingerprint": {**FINGERPRINT, "lora": 3}}, "is damaged: fingerprint.lora is a int"),
+        ({"fingerprint": {**FINGERPRINT, "pipeline": 3}}, "is damaged: fingerprint.pipeline is a int"),
     ],
 )
 def test_every_kind_of_damaged_state_is_named(tmp_path, content, message):

@@ -11,7 +11,7 @@ from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures
 from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.logging import NonFiniteMetricError, RunLogger
-from flowgrpo_rc.trainer.samples import Sample, save_grid
+from flowgrpo_rc.trainer.validation import Sample, save_grid
 
 ROW = {
     "reward/mean": 0.5,

@@ -126,7 +126,10 @@ DAMAGE = {
         edit_tensors(lambda t: t["optimizer"]["state"][0].update(exp_avg=torch.zeros(3))),
         r"optimizer.state.0.exp_avg is \(3,\), not a tensor of shape",
     ),
-    "moment missing": (edit_tensors(lambda t: t["optimizer"]["state"][1].pop("exp_avg_sq")), "state.1.exp_avg_sq is N"),
+    "moment missing": (
+        edit_tensors(lambda t: t["optimizer"]["state"][1].pop("exp_avg_sq")),
+        "1.exp_avg_sq is missing",
+    ),
     "moment NaN": (
         edit_tensors(lambda t: t["optimizer"]["state"][0]["exp_avg"].fill_(torch.nan)),
         "optimizer.state.0.exp_avg holds values that are NaN",
@@ -166,7 +169,10 @@ DAMAGE = {
     "average a list": (edit_tensors(lambda t: t.update(average=[])), "average is a list"),
     "average short": (edit_tensors(lambda t: t["average"]["shadow_params"].pop()), "average.shadow_params has"),
     "average NaN": (edit_tensors(lambda t: t["average"]["shadow_params"][0].fill_(torch.nan)), "shadow_params.0 holds"),
-    "average at a text": (edit_tensors(lambda t: t["average"].update(optimization_step="1")), "Invalid optimization"),
+    "average at a text": (
+        edit_tensors(lambda t: t["average"].update(optimization_step="1")),
+        "optimization_step is a str",
+    ),
     "bands a list": (edit_tensors(lambda t: t.update(clip_bands=[])), "clip_bands is a list"),
     "bands NaN": (
         edit_tensors(lambda t: next(iter(t["clip_bands"]["values"].values())).append(float("nan"))),
@@ -246,7 +252,6 @@ def test_a_damaged_checkpoint_leaves_the_run_folder_as_it_was(small_config):
     ("path", "message"),
     [
         ("nowhere", r"there is no .*nowhere; give a checkpoints/step_N folder"),
-        ("a\0b", "holds a NUL character"),
         ("checkpoints", r"checkpoints holds no trainer_state.json.*; near it are .*step_1, .*step_2, .*step_3"),
         (".", r"holds no trainer_state.json.*; near it are .*step_1"),
         ("checkpoints/latest", r"latest holds no trainer_state.json.*near it are .*step_3"),

@@ -578,7 +578,7 @@ def test_a_run_holds_its_folder_from_before_loading_to_its_end(small_config, mon
 
     first = FlowGRPOTrainer(small_config("trainer.resume_mode=auto"))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "build_run", lambda *_: pytest.fail("loaded before it was refused"))
+        patch.setattr(module, "Run", lambda *_: pytest.fail("loaded before it was refused"))
         with pytest.raises(RunFolderInUseError, match=f"in use by process {os.getpid()} on host"):
             FlowGRPOTrainer(small_config("trainer.resume_mode=auto"))
     beside = FlowGRPOTrainer(small_config("trainer.resume_mode=disable"))

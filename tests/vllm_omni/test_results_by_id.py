@@ -58,7 +58,7 @@ def test_any_order_gives_the_requests_order(request_of_six):
     results = results_of(request_of_six)
     sampled = assemble(request_of_six, [results[i] for i in (3, 0, 5, 1, 4, 2)], 1)
     assert sampled.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert sampled.record["latents"][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert sampled.batch["latents"][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert sampled.echo.seeds == tuple(request_of_six.seeds)
     assert sampled.echo.window_starts.tolist() == request_of_six.window_starts.tolist()
 

@@ -159,7 +159,7 @@ def test_a_process_that_dies_of_a_missing_kernel_says_so(tmp_path):
     with pytest.raises(
         EngineDownError, match=r"ended with code 1 .*asked for convert_weight_packed.*name=diffusers\)$"
     ):
-        process._wait(Reply, 1, 10.0, "starting")
+        process._wait(1, 10.0, "starting")
 
 
 def test_an_answer_that_names_a_missing_kernel_is_explained(monkeypatch):
@@ -222,10 +222,10 @@ def test_each_call_has_its_own_limit(monkeypatch):
     process, limits = object.__new__(EngineProcess), []
     process._last_id, process._timeouts = 0, VllmOmniConfig(request_timeout_s=11.0, sync_timeout_s=7.0)
     monkeypatch.setattr(process, "_send", lambda *args: None)
-    monkeypatch.setattr(process, "_wait", lambda kind, id, limit, doing: limits.append((doing, limit)) or Reply(id))
+    monkeypatch.setattr(process, "_wait", lambda id, limit, doing: limits.append((doing, limit)) or Reply(id))
     process.call("sync", None)
     process.call("generate", None)
-    assert limits == [("sync", 7.0), ("generate", 11.0)]
+    assert limits == [("taking an adapter", 7.0), ("sampling", 11.0)]
 
 
 FLOODING = """

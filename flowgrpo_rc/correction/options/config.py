@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo_rc.checks import choice, show
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.presets import PRESET_NAMES, Presets
 from flowgrpo_rc.correction.options.quoting import refuse_unquoted_bands
@@ -21,7 +22,6 @@ from flowgrpo_rc.correction.plan import (
     parse_is_threshold,
     parse_number,
     plain_threshold,
-    shown,
 )
 from flowgrpo_rc.field_docs import documented_fields
 
@@ -107,8 +107,7 @@ class RolloutCorrectionConfig(Presets):
         if self.guard is False:
             self.guard = "off"  # as YAML reads a bare off
         for name, options in _CHOICES.items():
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} must be one of {options}, got {getattr(self, name)!r}.")
+            choice(name, getattr(self, name), options)
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError("loss_type='reinforce' needs bypass_mode=True: it has no proximal policy pi_old.")
         if self.guard == "fallback" and self.loss_type == "reinforce":
@@ -116,7 +115,7 @@ class RolloutCorrectionConfig(Presets):
                 "guard='fallback' with loss_type='reinforce': decoupled mode has no such loss to fall back to. Set "
                 "guard='warn', or loss_type='ppo_clip'."
             )
-        self._check_numbers()
+        self._check_ranges()
         if self.rollout_is is None:
             threshold = 2.0 if self.rollout_is_threshold is None else self.rollout_is_threshold
             parse_is_threshold(threshold, self.rollout_is_mode)
@@ -169,7 +168,7 @@ class RolloutCorrectionConfig(Presets):
             return mapping
         if not isinstance(mapping, Mapping):
             raise ValueError(
-                f"rollout_correction must be a mapping of keys, or null, got {shown(mapping)}; a preset is chosen by "
+                f"rollout_correction must be a mapping of keys, or null, got {show(mapping)}; a preset is chosen by "
                 "the key preset."
             )
         canonical, warning = cls._canonical({str(key): value for key, value in mapping.items()})
@@ -205,14 +204,11 @@ class RolloutCorrectionConfig(Presets):
         base = defaults if preset is None else getattr(cls, preset)().to_dict()
         return dialects.translate(named, base, preset, defaults)
 
-    def _check_numbers(self) -> None:
+    def _check_ranges(self) -> None:
         for name in _COUNTS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of updates, 1 or more, got {value!r}.")
-        for name in _NUMBERS:
-            if name != _VETO or self.rollout_token_veto_threshold is not None:
-                setattr(self, name, parse_number(getattr(self, name), name))
         for name in _SHARES:
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a share between 0 and 1, got {getattr(self, name)!r}.")
@@ -228,12 +224,16 @@ class RolloutCorrectionConfig(Presets):
 
 
 def _of_plain_types(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Keywords with thresholds as Python's own numbers or text; refuses other types there, and in switches."""
-    for name in _SWITCHES:
-        if name in keywords and not isinstance(keywords[name], bool):
-            raise TypeError(f"{name} must be true or false, got {shown(keywords[name])}.")
-    thresholds = [name for name in (*_BANDS, *_NUMBERS) if name in keywords]
-    return keywords | {name: plain_threshold(keywords[name], name, band=name in _BANDS) for name in thresholds}
+    """Keywords with numbers as Python's own, and thresholds so or as text; refuses other types, and in switches too."""
+    plain = dict(keywords)
+    for name, value in keywords.items():
+        if name in _SWITCHES and not isinstance(value, bool):
+            raise TypeError(f"{name} must be true or false, got {show(value)}.")
+        if name in _BANDS:
+            plain[name] = plain_threshold(value, name)
+        elif name in _NUMBERS and (name != _VETO or value is not None):
+            plain[name] = parse_number(value, name)
+    return plain
 
 
 def _translating(init: Callable[..., None]) -> Callable[..., None]:

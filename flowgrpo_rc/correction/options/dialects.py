@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.correction.options import legacy, slime
 from flowgrpo_rc.correction.options.legacy import is_legacy_level
 from flowgrpo_rc.correction.options.values import Values, given
-from flowgrpo_rc.correction.plan import shown
 
 _THRESHOLD = "rollout_rs_threshold"
 
@@ -75,7 +75,7 @@ def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:
         if name is None:
             raise ValueError(f"Unknown rollout-correction key {key!r}; nearest known: {nearest(key, known)}.")
         if name in named:
-            raise ValueError(f"{name} is there twice, in two spellings: {shown(named[name])} and {shown(value)}.")
+            raise ValueError(f"{name} is there twice, in two spellings: {show(named[name])} and {show(value)}.")
         named[name] = value
     return named
 

@@ -1,10 +1,11 @@
 """``explain``: in words, which algorithm a configuration is, and which classic mistakes it makes."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.plan import SAFETY_BOUND, Criterion, ImportanceSampling
+from flowgrpo_rc.correction.plan import SAFETY_BOUND, CorrectionPlan, Criterion, ImportanceSampling
 
 _WEIGHTS = {
     "truncate": ("truncated importance sampling", "at most {upper:g}"),
@@ -74,6 +75,9 @@ def explain(config: RolloutCorrectionConfig) -> Explanation:
 def in_force(config: RolloutCorrectionConfig) -> str:
     """What acts on the loss, in one line: mode, weights, rejection; what only measures is said to do so."""
     weights = config.plan().importance
+    mode = "decoupled mode (pi_old recomputed)"
+    if config.bypass_mode:
+        mode = f"bypass mode (pi_old = pi_rollout, {config.loss_type})"
     parts: list[str] = []
     if not config.weights_act:
         parts.append("the PPO ratio pi_theta/pi_rollout is the importance weight itself")
@@ -82,13 +86,10 @@ def in_force(config: RolloutCorrectionConfig) -> str:
     elif weights is not None:
         norm = ", divided by their batch mean" if weights.batch_normalize else ""
         parts.append(f"weights {_weights(config, weights)}{norm}")
-    rejected = _rejections(config)
-    if rejected:
+    if rejected := _rejections(config):
         parts.append(f"rejects {'; '.join(rejected)}")
-    if config.weights_act and weights is None and not rejected:
-        parts.append("no importance weights, no rejection: the gap to pi_rollout is measured, not corrected")
-    bypass = f"bypass mode (pi_old = pi_rollout, {config.loss_type})"
-    return f"{bypass if config.bypass_mode else 'decoupled mode (pi_old recomputed)'}: {'; '.join(parts)}"
+    nothing = "no importance weights, no rejection: the gap to pi_rollout is measured, not corrected"
+    return f"{mode}: {'; '.join(parts) or nothing}"
 
 
 def _ratio(config: RolloutCorrectionConfig) -> str:
@@ -160,71 +161,58 @@ def _guard(config: RolloutCorrectionConfig) -> str:
     )
 
 
-def _mistakes(config: RolloutCorrectionConfig) -> list[str]:
+def _mistakes(config: RolloutCorrectionConfig) -> Iterator[str]:
     plan = config.plan()
     corrects = plan.importance is not None or plan.can_reject
     by_row = [criterion.name for criterion in plan.criteria if criterion.aggregate != "token"]
-    found: list[str] = []
     if not config.bypass_mode and not corrects:
-        found.append(
+        yield (
             "PPO against pi_old while the rollout policy is ignored: nothing corrects pi_old/pi_rollout. "
             "Set rollout_is, or bypass_mode=true."
         )
     if not config.weights_act and plan.importance is not None and plan.importance.mode != "mask":
-        found.append(
+        yield (
             "rollout_is in bypass mode with ppo_clip: applied weights would count pi_theta/pi_rollout twice, so they "
             "are diagnostics only. Set rollout_is=null, or loss_type=reinforce."
         )
     if config.loss_type == "reinforce" and not corrects:
-        found.append("REINFORCE on off-policy data without weights or rejection is biased. Set rollout_is.")
+        yield "REINFORCE on off-policy data without weights or rejection is biased. Set rollout_is."
     if config.guard == "fallback" and not config.bypass_mode:
-        found.append("guard=fallback has nothing to fall back to: the run is in decoupled mode already.")
+        yield "guard=fallback has nothing to fall back to: the run is in decoupled mode already."
     if config.bypass_mode and by_row:
-        found.append(
+        yield (
             f"{', '.join(by_row)} in bypass mode: a loss that is fed one SDE step at a time, (B,) or (B, 1), can only "
             "see that step, and every criterion then acts per step. Feed it (B, W)."
         )
-    found += _never_binding(config)
+    yield from _never_binding(plan)
     if plan.can_reject and config.rejection_normalization == "all":
-        found.append(
+        yield (
             "rejected elements stay in the denominator of the diffusion loss, which shrinks the gradient by "
             "kept/total. rejection_normalization=kept avoids that."
         )
-    return found + _idle(config)
-
-
-def _idle(config: RolloutCorrectionConfig) -> list[str]:
-    """Settings of weights or rejection that are not there."""
-    found = []
+    # Settings of weights or rejection that are not there.
     if config.rollout_rs is None and config.rollout_rs_threshold is not None:
-        found.append(f"rollout_rs_threshold={config.rollout_rs_threshold!r} has no rollout_rs to act on.")
+        yield f"rollout_rs_threshold={config.rollout_rs_threshold!r} has no rollout_rs to act on."
     for field in fields(config) if config.rollout_is is None else ():
         value = getattr(config, field.name)
         if field.name.startswith("rollout_is_") and value not in (field.default, None):
-            found.append(f"{field.name}={value!r} has no rollout_is to act on: there are no weights.")
-    return found
+            yield f"{field.name}={value!r} has no rollout_is to act on: there are no weights."
 
 
-def _never_binding(config: RolloutCorrectionConfig) -> list[str]:
+def _never_binding(plan: CorrectionPlan) -> Iterator[str]:
     """Bounds that the safety clamp, or the scale of mean-pooled SDE log-probs, keeps out of reach."""
-    plan = config.plan()
     weights = plan.importance
-    found = []
-    if weights is not None and math.log(weights.upper) >= SAFETY_BOUND:
-        found.append(f"rollout_is_threshold: the upper bound {weights.upper:g} can never bind; ratios end at exp(20).")
+    if weights is not None and weights.log_upper >= SAFETY_BOUND:
+        yield f"rollout_is_threshold: the upper bound {weights.upper:g} can never bind; ratios end at exp(20)."
     if plan.log_veto is not None and plan.log_veto >= 0:
-        found.append("rollout_token_veto_threshold of 1 or more rejects rows with any ratio below it: usually all.")
-    for c in plan.criteria:
-        if c.calibrated:
-            continue
-        sums = c.aggregate == "seq_sum"
-        if not sums and c.upper >= _LARGEST[c.statistic] and c.lower <= -SAFETY_BOUND:
-            found.append(f"the threshold of {c.name} can never bind: log ratios are clamped to +-20.")
+        yield "rollout_token_veto_threshold of 1 or more rejects rows with any ratio below it: usually all."
+    for c in plan.criteria if not plan.calibrated else ():
+        if c.aggregate != "seq_sum" and c.upper >= _LARGEST[c.statistic] and c.lower <= -SAFETY_BOUND:
+            yield f"the threshold of {c.name} can never bind: log ratios are clamped to +-20."
         elif c.statistic == "k1" and not c.lower <= 0.0 <= c.upper:
-            found.append(f"the band of {c.name} excludes a ratio of 1: it rejects samples without any mismatch.")
+            yield f"the band of {c.name} excludes a ratio of 1: it rejects samples without any mismatch."
         elif c.aggregate in ("token", "seq_mean") and c.upper > _WIDE[c.statistic] and c.lower < -_WIDE["k1"]:
-            found.append(
+            yield (
                 f"the threshold of {c.name} is wide for SDE steps, whose log-probs are means over latent dimensions "
                 "(|l| of 1e-5 to 1e-2): it will hardly ever bind there. For tokens it is usual."
             )
-    return found

@@ -5,8 +5,8 @@
 
 from typing import Any
 
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.correction.options.values import BoundKeys, Values, bound, given, refuse_unused, switch
-from flowgrpo_rc.correction.plan import shown
 
 LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 """Levels of rejection in verl's first release and in slime, and the criteria that they are today."""
@@ -110,7 +110,7 @@ def _whole_or_changed_band(values: Values, base: Values, preset: str | None) -> 
         return _BOUNDS.changed_band(base[_BOUNDS.upper], values, preset)
     if values.get(_BOUNDS.lower) is not None:
         raise ValueError(
-            f"{_BOUNDS.lower}={shown(values[_BOUNDS.lower])} beside {_BOUNDS.upper}={shown(written)}; give both "
+            f"{_BOUNDS.lower}={show(values[_BOUNDS.lower])} beside {_BOUNDS.upper}={show(written)}; give both "
             "halves, or the whole band there."
         )
     return written

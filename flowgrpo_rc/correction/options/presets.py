@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from flowgrpo_rc.correction.options.values import BoundKeys, is_band
+from flowgrpo_rc.correction.options.values import BoundKeys
+from flowgrpo_rc.correction.plan import is_band
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class Preset(Generic[P]):
         self._fixed = fixed or {}
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self.name = getattr(self, "name", name)  # the first one: an alias does not rename it
 
     def __get__(self, instance: object, owner: type[T]) -> Callable[P, T]:
         def make(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -6,12 +6,11 @@ it holds without quotes is a number by YAML's own rules.
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.correction.options.slime import slime_name
-from flowgrpo_rc.correction.plan import shown
 
 if TYPE_CHECKING:
     from yaml import Node, ScalarNode
@@ -20,7 +19,7 @@ _THRESHOLD_KEYS = (
     *("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold", "rollout_rs_threshold_lower"),
     *("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
-_BAND = r"[-+]?[.\d][\w.+-]*"
+_BAND = r"(?=[\w.+-]*_)[-+]?[.\d][\w.+-]*"
 _ENTRY = re.compile(rf"\b(\w+)(\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
 """``key: 0.5_5`` inside of braces."""
 
@@ -32,7 +31,7 @@ def quote_bands(override: str) -> str:
         return f'{key}="{value.strip()}"' if _is_band(value) else override
     if not value.lstrip().startswith("{"):
         return override
-    return key + equals + _ENTRY.sub(_quoted_entry, value)
+    return key + equals + _ENTRY.sub(lambda m: f'{m[1]}{m[2]}"{m[3]}"' if _is_threshold(m[1]) else m[0], value)
 
 
 def read_value(key: str, text: str) -> Any:
@@ -48,7 +47,7 @@ def read_value(key: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
-        raise ValueError(f"{key}: got {shown(text)}, which cannot be read; give a number, a word, or null") from error
+        raise ValueError(f"{key}: got {show(text)}, which cannot be read; give a number, a word, or null") from error
 
 
 def refuse_unquoted_bands(path: Path) -> None:
@@ -71,17 +70,12 @@ def refuse_unquoted_bands(path: Path) -> None:
             )
 
 
-def _quoted_entry(entry: re.Match[str]) -> str:
-    key, colon, value = entry.groups()
-    return f'{key}{colon}"{value}"' if _is_threshold(key) and _is_band(value) else entry[0]
-
-
 def _is_threshold(key: str) -> bool:
     return (slime_name(key) or key.replace("-", "_")) in _THRESHOLD_KEYS
 
 
 def _is_band(text: str) -> bool:
-    return "_" in text and re.fullmatch(_BAND, text.strip(), re.ASCII) is not None
+    return re.fullmatch(_BAND, text.strip(), re.ASCII) is not None
 
 
 def _thresholds(node: "Node | None") -> "Iterator[tuple[str, ScalarNode]]":
@@ -97,7 +91,8 @@ def _thresholds(node: "Node | None") -> "Iterator[tuple[str, ScalarNode]]":
 
 def _is_number(node: "ScalarNode") -> bool:
     """By YAML 1.1, or by Python, whose exponents without a point OmegaConf reads too."""
-    with suppress(ValueError):
+    try:
         float(node.value)
-        return True
-    return node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+    except ValueError:
+        return node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+    return True

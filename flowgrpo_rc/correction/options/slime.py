@@ -2,17 +2,10 @@
 
 from typing import Any
 
+from flowgrpo_rc.checks import choice, show
 from flowgrpo_rc.correction.options.legacy import LEVELS, is_k1
-from flowgrpo_rc.correction.options.values import (
-    BoundKeys,
-    Values,
-    choice,
-    given,
-    is_band,
-    refuse_unused,
-    switch,
-)
-from flowgrpo_rc.correction.plan import parse_is_threshold, parse_number, plain_threshold, shown, split_band
+from flowgrpo_rc.correction.options.values import BoundKeys, Values, given, refuse_unused, switch
+from flowgrpo_rc.correction.plan import is_band, parse_is_threshold, parse_number, plain_threshold, split_band
 
 KEYS = (
     *("use_tis", "tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
@@ -64,7 +57,7 @@ def changes(values: Values, base: Values, preset: str | None) -> dict[str, Any]:
         ValueError: an unknown choice, a bad bound, or a key that cannot act beside this preset.
     """
     for key, choices in _CHOICES.items():
-        choice(values, key, choices)
+        choice(key, values.get(key), (None, *choices))
     values = {**values, **{key: switch(values, key) for key in _SWITCHES}}
     changed = _veto(values, preset)
     if preset is None:
@@ -87,7 +80,7 @@ def _veto(values: Values, preset: str | None) -> dict[str, Any]:
     region = values.get("rs_trust_region")
     if region is not None and region is not False:
         raise ValueError(
-            f"rs_trust_region={shown(region)}: slime's trust region is not implemented here; set it to null, and "
+            f"rs_trust_region={show(region)}: slime's trust region is not implemented here; set it to null, and "
             "reject with use_rs, rs_level and its bounds."
         )
     veto = plain_threshold(values.get(_VETO), _VETO, band=False)
@@ -101,11 +94,10 @@ def _weights(values: Values, base: Values, preset: str | None) -> dict[str, Any]
     if values["use_tis"] is False:
         return {"rollout_is": None}
     asked = given(values, ("tis_level", "tis_mode", *_WEIGHT_BOUNDS))
-    shared: set[str] = set()
-    if values["use_rs"] and base["rollout_rs"] is None:
-        # Rejection is new: where it has no bound of its own, that of the weights is its bound too.
-        pairs = zip(_WEIGHT_BOUNDS, _REJECTION_BOUNDS, strict=True)
-        shared = {of_weights for of_weights, own in pairs if values.get(own) is None}
+    # Where rejection is new and has no bound of its own, that of the weights is its bound too.
+    is_new = values["use_rs"] and base["rollout_rs"] is None
+    pairs = zip(_WEIGHT_BOUNDS, _REJECTION_BOUNDS, strict=True)
+    shared = {of_weights for of_weights, own in pairs if is_new and values.get(own) is None}
     if not values["use_tis"] and base["rollout_is"] is None:
         unused = {key: value for key, value in asked.items() if key not in shared}
         refuse_unused(unused, preset, "without weights", "add use_tis: true")
@@ -144,8 +136,7 @@ def _rejection(values: Values, base: Values, preset: str | None) -> dict[str, An
     if new != criterion and (bounds or not is_k1(criterion)):
         return {"rollout_rs": new, "rollout_rs_threshold": _new_band(values, base)}
     if not is_k1(criterion):
-        remedy = "bound that by rollout_rs_threshold, or add rs_level"
-        refuse_unused(asked, preset, f"with {criterion}", remedy)
+        refuse_unused(asked, preset, f"with {criterion}", "bound that by rollout_rs_threshold, or add rs_level")
     band = _REJECTION_BOUNDS.changed_band(base["rollout_rs_threshold"], bounds, preset)
     return {"rollout_rs": new, "rollout_rs_threshold": band}
 
@@ -155,18 +146,15 @@ def _new_band(values: Values, base: Values) -> str:
 
     Where those have no lower bound either, it is the reciprocal of *their* upper bound, whatever ``rs_upper_bound`` is.
     """
-    lower, upper = _REJECTION_BOUNDS.read(values)
-    weights_lower, weights_upper = _WEIGHT_BOUNDS.read(values)
-    if weights_upper is None:
-        weights_upper = base["rollout_is_threshold"] or _DEFAULT_UPPER
-    lower_key, upper_key = _REJECTION_BOUNDS
-    if upper is None:
-        upper = weights_upper
-        upper_key = _WEIGHT_BOUNDS.upper
-    if lower is None and not is_band(upper):
-        lower = weights_lower
-        lower_key = _WEIGHT_BOUNDS.lower
-        if lower is None:
-            below, above = split_band(weights_upper, _WEIGHT_BOUNDS.upper)
-            lower = 1.0 / parse_number(above, _WEIGHT_BOUNDS.upper) if below is None else below
-    return BoundKeys(lower_key, upper_key).band(lower, upper)
+    threshold = base["rollout_is_threshold"] or _DEFAULT_UPPER
+    bounds = {_WEIGHT_BOUNDS.upper: threshold, **given(values, (*_WEIGHT_BOUNDS, *_REJECTION_BOUNDS))}
+    pairs = zip(_REJECTION_BOUNDS, _WEIGHT_BOUNDS, strict=True)
+    keys = BoundKeys(*(own if own in bounds else of_weights for own, of_weights in pairs))
+    _WEIGHT_BOUNDS.read(bounds)  # checks them, those too that are not used here
+    lower, upper = keys.read(bounds)
+    if is_band(upper):
+        lower = values.get(_REJECTION_BOUNDS.lower)
+    elif lower is None:
+        below, above = split_band(bounds[_WEIGHT_BOUNDS.upper], _WEIGHT_BOUNDS.upper)
+        lower = 1.0 / parse_number(above, _WEIGHT_BOUNDS.upper) if below is None else below
+    return keys.band(lower, upper)

@@ -4,10 +4,10 @@ Every dialect writes a band of ratios in its own keys. Here it has one form, ``"
 """
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.correction.plan import parse_number, plain_threshold, shown, split_band
+from flowgrpo_rc.checks import show
+from flowgrpo_rc.correction.plan import is_band, parse_number, plain_threshold, split_band
 
 Values = Mapping[str, Any]
 """Keys as the user gave them, each with its value."""
@@ -29,15 +29,7 @@ def switch(values: Values, key: str) -> bool | None:
         return value.strip().lower() == "true"
     if value is None or isinstance(value, bool):
         return value
-    raise TypeError(f"{key} must be true or false, got {shown(value)}.")
-
-
-def choice(values: Values, key: str, choices: tuple[str, ...]) -> str | None:
-    """A key with one of ``choices``, or ``None`` where it is absent or null."""
-    value = values.get(key)
-    if value is not None and value not in choices:
-        raise ValueError(f"{key} must be one of {choices} or null, got {shown(value)}.")
-    return value
+    raise TypeError(f"{key} must be true or false, got {show(value)}.")
 
 
 def bound(values: Values, key: str) -> Any:
@@ -46,15 +38,10 @@ def bound(values: Values, key: str) -> Any:
     A lower bound may be 0. In place of an upper bound a whole band may stand, which the configuration checks.
     """
     value = plain_threshold(values.get(key), key)
-    if value is None or (_is_zero(value) if "lower" in key else is_band(value)):
-        return value
-    parse_number(value, key)
+    is_lower = "lower" in key
+    if value is not None and (is_lower or not is_band(value)):
+        parse_number(value, key, zero_allowed=is_lower)
     return value.strip() if isinstance(value, str) else value
-
-
-def is_band(value: object) -> bool:
-    """Whether a threshold is written as two bounds."""
-    return isinstance(value, str) and "_" in value
 
 
 class BoundKeys(NamedTuple):
@@ -78,7 +65,7 @@ class BoundKeys(NamedTuple):
         if is_band(upper):
             if lower is not None:
                 raise ValueError(
-                    f"{self.lower}={shown(lower)} beside {self.upper}={shown(upper)}, which has a lower bound already; "
+                    f"{self.lower}={show(lower)} beside {self.upper}={show(upper)}, which has a lower bound already; "
                     "give one of them."
                 )
             return upper
@@ -87,10 +74,10 @@ class BoundKeys(NamedTuple):
         if below is None:
             return f"{1.0 / above!r}_{upper}"
         if float(below) > above and lower is not None:
-            raise ValueError(f"{self.lower}={shown(lower)} exceeds {self.upper}={shown(upper)}.")
+            raise ValueError(f"{self.lower}={show(lower)} exceeds {self.upper}={show(upper)}.")
         if float(below) > above:
             raise ValueError(
-                f"{self.upper}={shown(upper)} is below {shown(below)}, the lower bound of preset {preset!r}; "
+                f"{self.upper}={show(upper)} is below {show(below)}, the lower bound of preset {preset!r}; "
                 f"give {self.lower} as well."
             )
         return f"{below}_{upper}"
@@ -108,10 +95,4 @@ def refuse_unused(wrong: Values, preset: str | None, where: str, remedy: str) ->
     is usual: slime's file, for one, sets all of its keys.
     """
     for key, value in wrong.items() if preset is not None else ():
-        raise ValueError(f"{key}={shown(value)} has no effect beside preset {preset!r} {where}; {remedy}.")
-
-
-def _is_zero(value: Any) -> bool:
-    with suppress(ValueError):
-        return float(value) == 0
-    return False
+        raise ValueError(f"{key}={show(value)} has no effect beside preset {preset!r} {where}; {remedy}.")

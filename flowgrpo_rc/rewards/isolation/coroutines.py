@@ -20,7 +20,7 @@ from typing import Any
 _lock = threading.RLock()
 _shared_loop: asyncio.AbstractEventLoop | None = None
 _in_progress: list[Any] = []
-"""The awaitables of the present call, for ``frames``."""
+"""The awaitables of the present call, for ``levels``."""
 
 
 def gather(values: Sequence[Any]) -> list[Any]:
@@ -31,29 +31,30 @@ def gather(values: Sequence[Any]) -> list[Any]:
     awaitables = [value for value in values if inspect.isawaitable(value)]
     if not awaitables:
         return list(values)
+    a_loop_runs_here = asyncio._get_running_loop() is not None
     # Reentrant: a coroutine may itself call asynchronous rewards.
     with _lock:
         _in_progress[:] = awaitables
         try:
-            results = _run_in_another_thread(awaitables) if _loop_is_running_here() else _run(awaitables)
+            results = _run_in_another_thread(awaitables) if a_loop_runs_here else _run(awaitables)
         finally:
             _in_progress.clear()
     left = iter(results)
     return [next(left) if inspect.isawaitable(value) else value for value in values]
 
 
-def frames() -> list[FrameType]:
-    """Where the first unfinished coroutine of the present call waits, outermost frame first."""
+def levels() -> list[tuple[FrameType, int]]:
+    """Where the first unfinished coroutine of the present call waits: frames and their lines, innermost first."""
     for awaitable in list(_in_progress):
         chain = []
         inner = awaitable
         while inner is not None:
             frame = getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)
             if frame is not None:
-                chain.append(frame)
+                chain.append((frame, frame.f_lineno))
             inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
         if chain:
-            return chain
+            return chain[::-1]
     return []
 
 
@@ -70,26 +71,22 @@ def close_unawaited(values: Sequence[Any]) -> None:
             value.close()
 
 
-def _loop_is_running_here() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     loop = _free_loop()
     tasks = [asyncio.ensure_future(awaitable, loop=loop) for awaitable in awaitables]
-    together = loop.create_task(_all(tasks))
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*tasks)
+
+    together = loop.create_task(all_of_them())
     try:
         # Interrupts, exits and the deadline leave from here at once: asyncio passes `KeyboardInterrupt` and
         # `SystemExit` on without beginning another coroutine, which might block and need an interrupt of its own.
         return loop.run_until_complete(together)
     finally:
+        # Whatever is left ends when the loop runs next, or with the process.
         for task in (*tasks, together):
             task.cancel()
-        close_unawaited(awaitables)
 
 
 def _run_in_another_thread(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -104,10 +101,6 @@ def _run_in_another_thread(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     # A daemon, so that a coroutine which never ends does not keep the process from ending.
     threading.Thread(target=work, name="reward coroutines", daemon=True).start()
     return outcome.result()
-
-
-async def _all(tasks: Sequence[asyncio.Future[Any]]) -> list[Any]:
-    return await asyncio.gather(*tasks)
 
 
 def _free_loop() -> asyncio.AbstractEventLoop:

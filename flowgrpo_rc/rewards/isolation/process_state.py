@@ -84,9 +84,6 @@ def _settings() -> Iterator[_Setting]:
         yield from _torch_settings(torch)
 
 
-# ---------------------------------------------------------------------- Python
-
-
 def _umask() -> int:
     """It can only be read by setting it."""
     mask = os.umask(0o077)
@@ -107,33 +104,25 @@ def _remove_raising_filters(before: list[Any]) -> None:
 
 
 def _stream(name: str) -> _Setting:
-    """``sys.stdout`` and its like: the same object, and open."""
-    original = getattr(sys, name)
-    was_open = not getattr(original, "closed", True)
+    """``sys.stdout`` and its like: the same object, and open if it was."""
+    ours = getattr(sys, name)
+    was_open = not getattr(ours, "closed", True)
     number = None
     with suppress(OSError, ValueError, AttributeError):
-        number = original.fileno()
+        number = ours.fileno()
 
-    def read() -> tuple[int, bool]:
-        stream = getattr(sys, name)
-        return _identity(stream), was_open and not getattr(stream, "closed", True)
+    def is_as_before() -> bool:
+        return getattr(sys, name) is ours and not (was_open and ours.closed)
 
-    def write(before: tuple[int, bool]) -> None:
-        setattr(sys, name, original)
-        if not was_open or not original.closed or number is None:
-            return
-        # Closing the stream leaves the descriptor open: Python's own standard streams do not own theirs.
-        mode = "r" if name == "stdin" else "w"
-        stream = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        stream._stands_for = _identity(original)  # type: ignore[attr-defined]
-        setattr(sys, name, stream)
+    def set_back(_: bool) -> None:
+        nonlocal ours
+        if was_open and ours.closed and number is not None:
+            # Closing the stream left the descriptor open: Python's own standard streams do not own theirs.
+            mode = "r" if name == "stdin" else "w"
+            ours = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, ours)
 
-    return _Setting(f"sys.{name}", read, write)
-
-
-def _identity(stream: Any) -> int:
-    """Of the stream, or of the closed one that it was opened for."""
-    return getattr(stream, "_stands_for", id(stream))
+    return _Setting(f"sys.{name}", is_as_before, set_back)
 
 
 def _signals() -> Iterator[_Setting]:
@@ -154,9 +143,6 @@ def _signals() -> Iterator[_Setting]:
 
 def _is_pending(timer: int) -> bool:
     return signal.getitimer(timer)[0] > 0
-
-
-# ---------------------------------------------------------------------- torch
 
 
 def _torch_settings(torch: Any) -> Iterator[_Setting]:
@@ -191,7 +177,10 @@ def _torch_settings(torch: Any) -> Iterator[_Setting]:
         if read is not None and write is not None:
             yield _Setting(f"torch's {kernel} attention kernel", read, write)
     for device in ("cpu", "cuda"):
-        yield _autocast(torch, device)
+        read = partial(torch.is_autocast_enabled, device)
+        yield _Setting(f"torch's autocast on {device}", read, partial(torch.set_autocast_enabled, device))
+        read = partial(torch.get_autocast_dtype, device)
+        yield _Setting(f"torch's autocast dtype on {device}", read, partial(torch.set_autocast_dtype, device))
 
 
 def _flushes_denormals() -> bool:
@@ -204,14 +193,3 @@ def _set_inference_mode(torch: Any, on: bool) -> None:
     guard = torch.inference_mode(on)
     guard.__enter__()
     _LEFT_INFERENCE_MODES.append(guard)
-
-
-def _autocast(torch: Any, device: str) -> _Setting:
-    def read() -> tuple[bool, Any]:
-        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-    def write(state: tuple[bool, Any]) -> None:
-        torch.set_autocast_enabled(device, state[0])
-        torch.set_autocast_dtype(device, state[1])
-
-    return _Setting(f"torch's autocast on {device}", read, write)

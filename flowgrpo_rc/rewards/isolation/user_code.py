@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import traceback
 import warnings
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from flowgrpo_rc.rewards.errors import RewardError, describe_exception, exception_text
+from flowgrpo_rc.rewards.errors import RewardError, describe_exception, describe_place, exception_text
 from flowgrpo_rc.rewards.isolation import coroutines
 from flowgrpo_rc.rewards.isolation.process_state import ProcessState
 from flowgrpo_rc.rewards.isolation.watch import Watch, end_despite_threads
@@ -45,12 +44,8 @@ class UserCode:
 
     _warned: set[str] = field(default_factory=set)
 
-    def run(self, function: Callable[..., Any], *args: Any, passing: type[Exception] | None = None) -> Any:
-        """``function(*args)``.
-
-        Args:
-            function: what to call, with the positional arguments ``args``.
-            passing: an exception of our own checks that is raised on as it is.
+    def run(self, function: Callable[..., Any], *args: Any, passing: type[Exception] | tuple[()] = ()) -> Any:
+        """``function(*args)``; ``passing`` is an exception of our own checks that is raised on as it is.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
@@ -62,12 +57,7 @@ class UserCode:
         with Watch(self.timeout_s, self._describe_overrun, self.exit_code) as watch:
             before = ProcessState()
             try:
-                # The deadline may pass between any two instructions in here, but it raises only once.
-                try:
-                    watch.begin()
-                    result = function(*args)
-                finally:
-                    watch.over()
+                result = watch.call(function, *args)
             except BaseException as error:
                 raised = error
             changed, stuck = before.restore()
@@ -76,7 +66,7 @@ class UserCode:
         if watch.expired is not None:
             end_despite_threads(watch.expired, self.exit_code)
             raise self.error(watch.expired) from raised
-        if raised is not None and passing is not None and isinstance(raised, passing):
+        if isinstance(raised, passing):
             raise raised
         if raised is not None:
             told = describe_exception(raised, self.file)
@@ -86,42 +76,26 @@ class UserCode:
                 f"{self.what} changed {', '.join(stuck)}, which cannot be set back and which training rests on; "
                 "leave it as it is"
             )
-        self._warn_once(changed)
-        return result
-
-    def _warn_once(self, changed: list[str]) -> None:
         new = [name for name in changed if name not in self._warned]
-        if not new:
-            return
-        self._warned.update(new)
-        warnings.warn(
-            f"{self.what} changed {', '.join(new)}; set back, since training runs in the same process. What the "
-            "function needs it has to set inside every call",
-            stacklevel=3,
-        )
+        if new:
+            self._warned.update(new)
+            warnings.warn(
+                f"{self.what} changed {', '.join(new)}; set back, since training runs in the same process. What the "
+                "function needs it has to set inside every call",
+                stacklevel=2,
+            )
+        return result
 
     def _describe_overrun(self, frame: FrameType | None) -> str:
         """The message for a call that is still in ``frame`` at its deadline."""
         coroutines.wake()
+        stack = [] if frame is None else list(traceback.walk_stack(frame))
+        # A coroutine that waits is on no thread's stack; one that runs is on both, exactly on the stack alone.
+        place = describe_place([*stack, *coroutines.levels()], self.file, quote=True)
         return (
             f"{self.what} did not return within {TIMEOUT_FIELD}={self.timeout_s:g} s; it was"
-            f"{_describe_position(frame, self.file)}. Mend it, or for a slow one raise {TIMEOUT_FIELD} (null for no "
-            "limit)"
+            f"{place or ' at an unknown place'}. Mend it, or for a slow one raise {TIMEOUT_FIELD} (null for no limit)"
         )
-
-
-def _describe_position(frame: FrameType | None, file: str | None) -> str:
-    """`` at FILE:LINE, in FUNCTION (the line)``: the innermost line of the user's file, or else of all."""
-    stack = [] if frame is None else [level for level, _ in traceback.walk_stack(frame)]
-    # A coroutine that waits is on no thread's stack; one that runs is on both, exactly on the stack alone.
-    stack += reversed(coroutines.frames())
-    own = [level for level in stack if level.f_code.co_filename == file]
-    if not stack:
-        return " at an unknown place"
-    innermost = (own or stack)[0]
-    path = innermost.f_code.co_filename
-    line = linecache.getline(path, innermost.f_lineno).strip()
-    return f" at {path}:{innermost.f_lineno}, in {innermost.f_code.co_name}" + (f" ({line})" if line else "")
 
 
 def _remedy(error: BaseException) -> str:

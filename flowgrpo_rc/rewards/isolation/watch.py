@@ -12,15 +12,16 @@ process with exit code 1.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -42,19 +43,23 @@ class DeadlinePassed(KeyboardInterrupt):
     which of all exceptions it does only with this kind and ``SystemExit``."""
 
 
+@dataclass(eq=False)
 class Watch:
-    """``with Watch(...) as watch:`` around a call; ``watch.begin()`` right before it and ``watch.over()`` right after.
+    """``with Watch(...) as watch: watch.call(...)``, once."""
 
-    Args:
-        timeout_s: seconds until the deadline; None for no deadline.
-        describe: given the frame in which the call is (None if unknown), the whole message for the user.
-        exit_code: of the process where the call cannot be interrupted.
-    """
+    timeout_s: float | None
+    """Seconds until the deadline; None for no deadline."""
+    describe: Callable[[FrameType | None], str]
+    """Given the frame in which the call is (None if unknown), the whole message for the user."""
+    exit_code: int
+    """Of the process where the call cannot be interrupted."""
+    expired: str | None = None
+    """The message, once the call was interrupted at its deadline."""
+    stopped: BaseException | None = None
+    """What the handler of Ctrl-C, or of another signal that ends a run, raised during the call, even if the call
+    swallowed it."""
 
-    def __init__(self, timeout_s: float | None, describe: Callable[[FrameType | None], str], exit_code: int) -> None:
-        self._timeout_s = timeout_s
-        self._describe = describe
-        self._exit_code = exit_code
+    def __post_init__(self) -> None:
         self._thread = threading.get_ident()
         self._in_main = threading.current_thread() is threading.main_thread()
         self._process = os.getpid()
@@ -63,38 +68,35 @@ class Watch:
         self._previous_handlers: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
         self._message: str | None = None
-        self.expired: str | None = None
-        """The message, once the call was interrupted at its deadline."""
-        self.stopped: BaseException | None = None
-        """What the handler of Ctrl-C, or of another signal that ends a run, raised during the call, even if the call
-        swallowed it."""
 
     def __enter__(self) -> Watch:
         if self._in_main:
             for number in STOPPING:
                 if callable(signal.getsignal(number)):  # one of Python, which may raise
                     self._handle(number, self._on_interrupt)
-            if WAKE is not None and self._timeout_s is not None:
+            if WAKE is not None and self.timeout_s is not None:
                 self._handle(WAKE, self._on_wake)
         # No exception handler sees os._exit: the run would end without a word and without its last checkpoint.
         os._exit = self._refuse_exit  # type: ignore[assignment]
         return self
 
-    def begin(self) -> None:
-        """The call begins, and its time."""
-        self._calling = True
-        if self._timeout_s is not None:
-            self._watcher = threading.Thread(target=self._wait, args=[self._timeout_s], name="reward deadline")
-            self._watcher.daemon = True
-            self._watcher.start()
-            self._set_last_resort(self._timeout_s + 2 * GRACE_S)
-
-    def over(self) -> None:
-        """The call has ended: nothing is raised from here on."""
-        self._calling = False
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``; the deadline may pass between any two instructions in here, but it raises only once."""
+        try:
+            self._calling = True
+            if self.timeout_s is not None:
+                self._watcher = threading.Thread(target=self._wait, args=[self.timeout_s], name="reward deadline")
+                self._watcher.daemon = True
+                self._watcher.start()
+                last_resort = min(self.timeout_s + 2 * GRACE_S, threading.TIMEOUT_MAX / 2)
+                with suppress(OSError, OverflowError, ValueError, RuntimeError):  # no standard error stream
+                    faulthandler.dump_traceback_later(last_resort, exit=True, file=2)
+            return function(*args)
+        finally:
+            self._calling = False  # nothing is raised from here on
 
     def __exit__(self, *error: object) -> None:
-        self.over()
+        self._calling = False
         self._ended.set()
         if os.getpid() != self._process:
             _exit_process(1)  # a fork's child that came back from the call must not train too
@@ -114,16 +116,10 @@ class Watch:
         if self._ended.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             return
         # Before the interrupt, after which the call is no longer where it was.
-        self._message = self._describe(sys._current_frames().get(self._thread))
+        self._message = self.describe(sys._current_frames().get(self._thread))
         self._interrupt()
         if not self._ended.wait(GRACE_S):
-            end_process(self._message, self._exit_code)
-
-    def _set_last_resort(self, seconds: float) -> None:
-        try:
-            faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX / 2), exit=True, file=2)
-        except (OSError, OverflowError, ValueError, RuntimeError):
-            return  # no standard error stream to write to
+            end_process(self._message, self.exit_code)
 
     def _interrupt(self) -> None:
         if self._in_main and WAKE is not None and hasattr(signal, "pthread_kill"):
@@ -193,21 +189,16 @@ def end_despite_threads(message: str, exit_code: int) -> None:
         return
     _end_is_arranged.set()
     ending = threading.Event()
+    threads_have_ended = threading.Event()
 
     def wait() -> None:
         ending.wait()
-        time.sleep(GRACE_S)
-        if _main_thread_waits_for_others():
+        if not threads_have_ended.wait(GRACE_S):
             end_process(f"{message} (a thread that it started still runs)", exit_code)
 
     try:
         register(ending.set)
+        atexit.register(threads_have_ended.set)  # which come when the threads have been waited for
         threading.Thread(target=wait, name="reward exit", daemon=True).start()
     except RuntimeError:  # the interpreter is ending already
         return
-
-
-def _main_thread_waits_for_others() -> bool:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    levels = [] if frame is None else [level for level, _ in traceback.walk_stack(frame)]
-    return any(x.f_code.co_name == "_shutdown" and x.f_globals.get("__name__") == "threading" for x in levels)

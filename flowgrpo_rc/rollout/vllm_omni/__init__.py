@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.rollout.vllm_omni.engine import VllmOmniEngine
+    from flowgrpo_rc.rollout.vllm_omni.engine import VllmOmniEngine as VllmOmniEngine
 
-__all__ = ["VllmOmniEngine"]
-
-__getattr__, __dir__ = lazy_names(__name__, {"VllmOmniEngine": f"{__name__}.engine"})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -48,11 +48,8 @@ def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tup
 
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
     """What vllm-omni's layers hold of ``state``: its dtype, and ``alpha / rank`` multiplied into the B matrices."""
-    held = {}
-    for name, tensor in state.items():
-        rounded = tensor.detach().to("cpu", dtype)
-        held[name] = rounded * scaling if name.endswith(_B) and scaling != 1 else rounded
-    return held
+    rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+    return rounded | {name: tensor * scaling for name, tensor in rounded.items() if name.endswith(_B)}
 
 
 def pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

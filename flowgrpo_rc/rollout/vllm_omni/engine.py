@@ -14,12 +14,12 @@ from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import check_adapter_state
 from flowgrpo_rc.paths import resolve_asset
-from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories, batch_of, check_has_adapter
+from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories, check_has_adapter
 from flowgrpo_rc.rollout.config import RolloutConfig, VllmOmniConfig
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, expected_shapes
 from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
-from flowgrpo_rc.rollout.vllm_omni.protocol import PIPELINES, Sampled, Settings
+from flowgrpo_rc.rollout.vllm_omni.protocol import PIPELINES, Settings
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 
 
@@ -129,8 +129,7 @@ class VllmOmniEngine:
                 and does not come back.
         """
         check_has_adapter(self.adapter_version)
-        sampled: Sampled = self._call("generate", (_on_host(request), self.adapter_version))
-        return Trajectories(sampled.images, batch_of(sampled.record, request), sampled.echo)
+        return self._call("generate", (_on_host(request), self.adapter_version))
 
     def close(self) -> None:
         """End the process."""

@@ -9,10 +9,9 @@ import torch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from flowgrpo_rc.models.base import Prompts
-from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest
+from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories, batch_of
 from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
 from flowgrpo_rc.rollout.vllm_omni.pipeline import EXTRA, PROMPT_FIELDS, SHARED
-from flowgrpo_rc.rollout.vllm_omni.protocol import Sampled
 
 _SCHEDULE = ("request_id", "true_cfg_scale", "guidance_scale", "dtype", "window_size", "sde_type", "noise_level")
 
@@ -45,7 +44,7 @@ def image_request(
     return f"{request.request_id}/{row}", prompt, params
 
 
-def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> Sampled:
+def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> Trajectories:
     """Results by the row that each names, whatever order they are in.
 
     Raises:
@@ -76,9 +75,9 @@ def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> S
             raise RolloutError(f"vllm-omni drew rows 0 and {row} with different schedules, guidance or noise")
     starts = None if first.window_starts is None else torch.cat([e.window_starts for e in echoes])
     records = [result.trajectory_latents or {} for result, _ in ordered]
-    return Sampled(
+    return Trajectories(
         images=torch.stack([torch.from_numpy(np.array(result.images[0].convert("RGB"))) for result, _ in ordered]),
-        record={name: torch.stack([r[name] for r in records]).clone() for name in records[0]},
+        batch=batch_of({name: torch.stack([r[name] for r in records]) for name in records[0]}, request),
         echo=replace(first, window_starts=starts, seeds=tuple(s for e in echoes for s in e.seeds)),
     )
 

@@ -8,8 +8,10 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from flowgrpo_rc.models.lora import AdapterMismatchError
+from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, engine_module, pairs, unpaired
 
 ANY_PATH = "/"
@@ -99,3 +101,22 @@ def _slices(manager: Any, module: str, layer: Any) -> list[str]:
     if parts is None:
         raise AdapterMismatchError(f"{module}: vllm-omni does not say which {count} projections it fuses")
     return [f"{prefix}.{part}" for part in parts]
+
+
+class RolloutWorker(CustomPipelineWorkerExtension):
+    """Methods that vllm-omni mixes into its worker; the server calls them through ``collective_rpc``."""
+
+    model_runner: Any
+    lora_manager: Any
+
+    def flowgrpo_prepare(self, vae_dtype: str) -> None:
+        """Once, after loading."""
+        self.model_runner.pipeline.prepare(vae_dtype, self.lora_manager)
+
+    def flowgrpo_activate(self, request: Any) -> None:
+        """Bind an adapter to the layers now: vllm-omni would do it, and find out that it cannot, at the first image."""
+        self.lora_manager.set_active_adapter(request, 1.0)
+
+    def flowgrpo_held(self, push: AdapterPush) -> tuple[int | None, str]:
+        """Which adapter is active, and the digest of what the layers hold of it."""
+        return self.lora_manager._active_adapter_id, adapter_digest(held_adapter(self.lora_manager, push))

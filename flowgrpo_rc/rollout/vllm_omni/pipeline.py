@@ -18,8 +18,7 @@ from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.models.base import Conditioning, Prompts
-from flowgrpo_rc.models.family import Family
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
@@ -35,7 +34,7 @@ PROMPT_FIELDS = ("embeds", "mask", "pooled")
 """What an image's prompt carries of ``Prompts``, each after ``prompt_`` or ``negative_``."""
 
 
-class VllmFamily(Family):
+class VllmFamily(DiffusionModel):
     """Put before a family's adapter: vllm-omni's transformers have no config, and answers of two kinds."""
 
     @property
@@ -70,7 +69,7 @@ class Rollout:
 
     supports_request_batch = True
     supports_step_execution: ClassVar[bool] = False
-    family: ClassVar[type[Family]]
+    family: ClassVar[type[DiffusionModel]]
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
     _encoder_modules: ClassVar[list[str]] = []
     od_config: OmniDiffusionConfig

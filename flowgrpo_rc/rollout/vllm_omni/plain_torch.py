@@ -31,10 +31,12 @@ def keep_plain_torch() -> None:
     module_name, function = CHOICE
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise RuntimeError(f"{_cannot_keep(function)} ({error})") from error
-    if not hasattr(module, function):
-        raise RuntimeError(_cannot_keep(function))
+        getattr(module, function)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"vllm cannot be kept on plain torch: this version has no {function}, so it would choose kernels by what "
+            f"the processor offers, built or not; {_REMEDY} ({error})"
+        ) from error
     setattr(module, function, _use_torch)
 
 
@@ -62,13 +64,6 @@ def with_cause(error: str) -> str:
         f"{error} (cause: vllm asked for {missing.group(1)}, one of its compiled kernels, because of what this "
         "processor offers; scripts/install_vllm_omni_cpu.sh builds none. Remedy: "
         "actor_rollout_ref.rollout.dtype=float32, or actor_rollout_ref.rollout.name=diffusers)"
-    )
-
-
-def _cannot_keep(function: str) -> str:
-    return (
-        f"vllm cannot be kept on plain torch: this version has no {function}, so it would choose kernels by what the "
-        f"processor offers, built or not; {_REMEDY}"
     )
 
 

@@ -17,7 +17,7 @@ from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError
 from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import with_cause
-from flowgrpo_rc.rollout.vllm_omni.protocol import Call, Ready, Reply, Settings, receive, send
+from flowgrpo_rc.rollout.vllm_omni.protocol import READY, Call, Reply, Settings, receive, send
 from flowgrpo_rc.threads import limit_spinning
 
 _DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -50,7 +50,7 @@ class EngineProcess:
             )
         main_thread = threading.current_thread() is threading.main_thread()
         self._send(replace(settings, parent=os.getpid(), die_with_thread=main_thread), "starting")
-        self._wait(Ready, 0, timeouts.start_timeout_s, "starting")
+        self._wait(READY, timeouts.start_timeout_s, "starting")
 
     @property
     def pid(self) -> int:
@@ -64,9 +64,11 @@ class EngineProcess:
             AdapterMismatchError, RolloutError: it answered with an error.
         """
         self._last_id += 1
-        self._send(Call(self._last_id, method, argument), method)
-        limit = self._timeouts.sync_timeout_s if method == "sync" else self._timeouts.request_timeout_s
-        reply = self._wait(Reply, self._last_id, limit, method)
+        doing, limit = "sampling", self._timeouts.request_timeout_s
+        if method == "sync":
+            doing, limit = "taking an adapter", self._timeouts.sync_timeout_s
+        self._send(Call(self._last_id, method, argument), doing)
+        reply = self._wait(self._last_id, limit, doing)
         if reply.error is not None:
             kind = AdapterMismatchError if reply.error_type == "AdapterMismatchError" else RolloutError
             raise kind(with_cause(reply.error))
@@ -107,27 +109,26 @@ class EngineProcess:
         thread.start()
         thread.join(self._timeouts.silence_timeout_s)
         if thread.is_alive():
-            silence = self._timeouts.silence_timeout_s
-            self._down(f"did not take a request for {silence:g} s while {_activity(doing)}; it was ended")
+            self._down(f"did not take a request for {self._timeouts.silence_timeout_s:g} s while {doing}; it was ended")
         if errors:
-            self._down(f"{self._exit()} before {_activity(doing)}")
+            self._down(f"{self._exit()} before {doing}")
 
-    def _wait(self, kind: type, id: int, limit: float, doing: str) -> Any:
-        """The message of this kind and id; answers to calls that were given up are dropped."""
+    def _wait(self, id: int, limit: float, doing: str) -> Reply:
+        """The reply of this id; heartbeats, and replies to calls that were given up, are dropped."""
         deadline = time.monotonic() + limit
         # Loading a large model may keep the interpreter busy for long.
-        silence = limit if kind is Ready else self._timeouts.silence_timeout_s
+        silence = limit if id == READY else self._timeouts.silence_timeout_s
         while (left := deadline - time.monotonic()) > 0:
             try:
                 heard = self._connection.poll(min(left, silence))
                 message = receive(self._connection) if heard else None
             except (EOFError, OSError):
-                self._down(f"{self._exit()} while {_activity(doing)}")
+                self._down(f"{self._exit()} while {doing}")
             if not heard and left > silence:
-                self._down(f"gave no sign of life for {silence:g} s while {_activity(doing)}; it was ended")
-            if isinstance(message, kind) and getattr(message, "id", id) == id:
+                self._down(f"gave no sign of life for {silence:g} s while {doing}; it was ended")
+            if isinstance(message, Reply) and message.id == id:
                 return message
-        self._down(f"took more than {limit:g} s for {_activity(doing)}; it was ended")
+        self._down(f"took more than {limit:g} s for {doing}; it was ended")
 
     def _exit(self) -> str:
         try:
@@ -151,10 +152,8 @@ def engine_environment(device: Any) -> dict[str, str]:
     """The trainer's environment without its process group; with one GPU, the trainer's, if it has one."""
     import torch
 
-    environment = {k: v for k, v in os.environ.items() if k not in _DISTRIBUTED and not k.startswith("TORCHELASTIC_")}
-    for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
-        environment.setdefault(name, "1")
-    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    own = {k: v for k, v in os.environ.items() if k not in _DISTRIBUTED and not k.startswith("TORCHELASTIC_")}
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | own
     limit_spinning(environment)
     if not torch.accelerator.is_available():
         environment.setdefault("VLLM_TARGET_DEVICE", "cpu")
@@ -164,8 +163,3 @@ def engine_environment(device: Any) -> dict[str, str]:
         index = device.index or 0
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     return environment
-
-
-def _activity(method: str) -> str:
-    """What a process does that answers this call, for messages."""
-    return {"generate": "sampling", "sync": "taking an adapter"}.get(method, method)

@@ -5,10 +5,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch import Tensor
-
-from flowgrpo_rc.rollout.base import Echo
-
 PIPELINES = {"QwenImagePipeline": "QwenImageRollout", "StableDiffusion3Pipeline": "StableDiffusion3Rollout"}
 """What draws each kind of pipeline: a class in ``pipeline.py``, which imports vllm."""
 
@@ -35,52 +31,33 @@ class Settings:
     """Whether the trainer's main thread starts the engine, so that the kernel may end it with that thread."""
 
 
+READY = 0
+"""The id of the reply that no call asked for: the model is loaded, and calls are answered from now on."""
+HEARTBEAT = None
+"""The message that the process is alive, whatever it computes."""
+
+
 @dataclass(frozen=True)
 class Call:
-    """A request to the engine's process."""
+    """A request to the engine's process; ``id`` counts them from 1."""
 
     id: int
-    """Counts the calls."""
     method: str
     """``generate``, ``sync`` or ``close``."""
     argument: Any
-    """What the method takes."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to the call of the same id."""
+    """The answer to the call of the same ``id``."""
 
     id: int
-    """The call that is answered."""
     value: Any = None
     """What the method returned."""
     error: str | None = None
     """What went wrong, in a line; ``None`` where nothing did."""
     error_type: str = ""
     """Class of the error."""
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The process is alive, whatever it computes."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The model is loaded, and calls are answered from now on."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Images of one rollout, in the order of its rows, all tensors on the host."""
-
-    images: Tensor
-    """``(B, H, W, 3)`` uint8."""
-    record: dict[str, Tensor]
-    """The recorded steps by their key in the batch; empty for a deterministic request."""
-    echo: Echo
-    """What was used for all of them."""
 
 
 def send(connection: Connection, message: Any) -> None:

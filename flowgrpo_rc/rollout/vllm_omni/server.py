@@ -6,28 +6,20 @@ It holds one ``AsyncOmni`` with one diffusion stage, which vllm-omni runs inside
 
 import asyncio
 import ctypes
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.rollout.vllm_omni.protocol import (
-    PIPELINES,
-    Call,
-    Heartbeat,
-    Ready,
-    Reply,
-    Sampled,
-    Settings,
-    receive,
-    send,
-)
+from flowgrpo_rc.rollout.vllm_omni.protocol import HEARTBEAT, PIPELINES, READY, Call, Reply, Settings, receive, send
 
 HEARTBEAT_SECONDS = 0.5
 """Seconds between two signs of life."""
@@ -42,38 +34,27 @@ def main() -> None:
     _end_with_trainer(settings)
     lock = threading.Lock()
     threading.Thread(target=_send_heartbeats, args=(connection, lock, settings.parent), daemon=True).start()
-    with asyncio.Runner() if sys.version_info >= (3, 11) else _Runner() as runner:
-        server = _Server(settings)
-        runner.run(server.prepare())
-        with lock:
-            send(connection, Ready())
-        while True:
-            try:
-                call: Call = receive(connection)
-            except (EOFError, OSError):
-                os._exit(1)
-            reply = runner.run(server.answer(call))
-            with lock:
-                send(connection, reply)
-            if call.method == "close":
-                break
-        with suppress(Exception):
-            server.omni.shutdown()
+    asyncio.run(_serve(_Server(settings), connection, lock))
     os._exit(0)
 
 
-class _Runner:
-    """``asyncio.Runner`` for Python 3.10."""
-
-    def __enter__(self) -> "_Runner":
-        self._loop = asyncio.new_event_loop()
-        return self
-
-    def run(self, coroutine: Any) -> Any:
-        return self._loop.run_until_complete(coroutine)
-
-    def __exit__(self, *error: object) -> None:
-        self._loop.close()
+async def _serve(server: "_Server", connection: Connection, lock: threading.Lock) -> None:
+    """Answer one call after the other; waiting for the next holds up the event loop, where nothing is left to do."""
+    await server.prepare()
+    with lock:
+        send(connection, Reply(READY))
+    closed = False
+    while not closed:
+        try:
+            call: Call = receive(connection)
+        except (EOFError, OSError):
+            os._exit(1)
+        reply = await server.answer(call)
+        with lock:
+            send(connection, reply)
+        closed = call.method == "close"
+    with suppress(Exception):
+        server.omni.shutdown()
 
 
 class _Server:
@@ -98,7 +79,7 @@ class _Server:
             request_batch_max_wait_ms=100.0,  # for more images, before it draws a batch that is not full
             max_cpu_loras=2,
             custom_pipeline_args={"pipeline_class": f"{here}.pipeline.{pipeline}"},
-            worker_extension_cls=f"{here}.worker.RolloutWorker",
+            worker_extension_cls=f"{here}.lora.RolloutWorker",
             init_timeout=settings.init_timeout,
             stage_init_timeout=settings.init_timeout,
         )
@@ -106,7 +87,7 @@ class _Server:
         """The adapter that is in use."""
         self._adapter = 0
         """Its id in vllm-omni: a number of its own for every push, since vllm-omni keeps the old one of a used id."""
-        self._last_id = 0
+        self._ids = itertools.count(1)
 
     async def prepare(self) -> None:
         """What is left to do after loading."""
@@ -117,21 +98,18 @@ class _Server:
         try:
             return Reply(call.id, await getattr(self, f"do_{call.method}")(call.argument))
         except Exception as error:
-            import traceback
-
             traceback.print_exc()
             return Reply(call.id, error=one_line(error, 1000), error_type=type(error).__name__)
 
     async def do_close(self, argument: None) -> None:
-        """Answer first; ``main`` closes."""
+        """Answer first; ``_serve`` ends."""
 
     async def do_sync(self, push: Any) -> str:
         """Add, bind, read back, and only then drop the adapter before it; a refused one leaves that in place."""
         from flowgrpo_rc.models.lora import AdapterMismatchError
         from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
 
-        self._last_id += 1
-        new = self._last_id
+        new = next(self._ids)
         old = self._adapter
         try:
             await self.omni.add_lora(lora_request(new, push))
@@ -160,7 +138,7 @@ class _Server:
         self._pushed = push
         return digest
 
-    async def do_generate(self, argument: tuple[Any, int]) -> Sampled:
+    async def do_generate(self, argument: tuple[Any, int]) -> Any:
         """Sample all images of a request; they come back in any order and are put in the request's."""
         from flowgrpo_rc.rollout.vllm_omni.images import assemble, image_request
 
@@ -212,7 +190,7 @@ def _send_heartbeats(connection: Connection, lock: threading.Lock, parent: int) 
             os._exit(1)
         if lock.acquire(timeout=HEARTBEAT_SECONDS):
             try:
-                send(connection, Heartbeat())
+                send(connection, HEARTBEAT)
             except OSError:
                 os._exit(1)
             finally:

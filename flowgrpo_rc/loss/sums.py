@@ -1,0 +1,208 @@
+"""A loss and its metrics as sums on the device, which add up over micro-batches and ranks, and their means.
+
+``diffusion_loss`` and ``token_loss`` share everything here: from ``LossInputs`` to sums, and from those to one number.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrection
+from flowgrpo_rc.loss.inputs import LossInputs, not_finite
+from flowgrpo_rc.loss.policy import SAFETY_BOUND, PolicyInputs, PolicyLimits, PolicyTerms, kept
+
+
+@dataclass
+class LossMetrics:
+    """Sums and extremes of one or many micro-batches; ``+`` merges them exactly."""
+
+    names: tuple[str, ...]
+    """Of the sums; ``dual_clipped`` is among them where the objective clips dually (token path)."""
+    sums: Tensor
+    """Float64, where counts stay exact and sums of many small losses keep their digits."""
+    extremes: Tensor
+    """``(2,)`` float64: minus the smallest ratio and the largest, so that a maximum merges both."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        policy: PolicyInputs,
+        terms: PolicyTerms,
+        limits: PolicyLimits,
+        *,
+        loss_sum: Tensor,
+        denominator: Tensor,
+        kl_sum: Tensor,
+        valid: Tensor | None = None,
+    ) -> "LossMetrics":
+        """From what one micro-batch's objective was given and what it returned.
+
+        Args:
+            loss_sum, denominator, kl_sum: of the micro-batch, reduced.
+            valid: the elements that count (``None``: all of them); what is not kept has a log ratio of 0.
+        """
+        # Not clamped, so that one which is NaN or infinite shows; all but its mean size are of the clamped one.
+        log_ratio = kept(policy.log_prob - policy.old_log_prob, policy.keep)
+        ratio = torch.exp(terms.log_ratio)
+        high = ratio > 1 + limits.clip_high
+        low = ratio < 1 - limits.clip_low
+        valid = torch.ones_like(high) if valid is None else valid
+        sums = {
+            "loss": loss_sum,
+            "denominator": denominator,
+            "kl_loss": kl_sum,
+            "elements": valid.sum(),
+            "kept": (valid if policy.keep is None else policy.keep).sum(),
+            "ppo_kl": -torch.clamp(log_ratio, -SAFETY_BOUND, SAFETY_BOUND).sum(),
+            "abs_log_ratio": log_ratio.abs().sum(),
+            "ratio": torch.where(valid, ratio, 0.0).sum(),
+            "clipped_high": high.sum(),
+            "clipped_low": low.sum(),
+        }
+        # Outside the clip band a step that leads further out has no gradient; one that leads back keeps it.
+        inert = (high & (policy.advantages > 0)) | (low & (policy.advantages < 0))
+        if terms.left_out is not None:
+            inert = terms.left_out
+        elif limits.dual_clip is not None:
+            dual = (ratio > limits.dual_clip) & (policy.advantages < 0)
+            sums["dual_clipped"] = dual.sum()
+            inert = inert | dual
+        sums["inert"] = inert.sum()
+        extremes = (-torch.where(valid, ratio, torch.inf).min(), torch.where(valid, ratio, -torch.inf).max())
+        return cls(tuple(sums), _on_device(sums.values()), _on_device(extremes))
+
+    def __add__(self, other: "LossMetrics") -> "LossMetrics":
+        return LossMetrics(self.names, self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
+
+    def all_reduce(self, group: object | None = None) -> "LossMetrics":
+        """Merged over the ranks of ``group`` (the default group when ``None``); itself without one."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return self
+        operations = torch.distributed.ReduceOp
+        sums = self.sums.clone()
+        extremes = self.extremes.clone()
+        torch.distributed.all_reduce(sums, operations.SUM, group=group)  # type: ignore[arg-type]
+        torch.distributed.all_reduce(extremes, operations.MAX, group=group)  # type: ignore[arg-type]
+        return LossMetrics(self.names, sums, extremes)
+
+    @property
+    def denominator(self) -> Tensor:
+        """What the loss sum is to be divided by, on the device."""
+        return self.sums[self.names.index("denominator")]
+
+    def kept_and_denominator(self) -> tuple[float, float]:
+        """How many elements rejection kept, and what the loss sum is to be divided by."""
+        total = dict(zip(self.names, self.sums.tolist(), strict=True))
+        return total["kept"], total["denominator"]
+
+    def compute(self) -> dict[str, float]:
+        """``actor/...`` metrics as floats, with one device-to-host transfer.
+
+        ``pg_loss`` is the policy loss over its denominator; ``kept_fraction`` the share of elements that rejection
+        kept (all other means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of
+        ``log pi_old - log pi_theta``;
+        ``pg_clipfrac`` the share of ratios outside the clip band (``_higher``, ``_lower``: on which side);
+        ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` and ``log_ratio_abs_mean`` are of
+        ``pi_theta/pi_old``. On the token path the elements are the valid tokens, and ``pg_clipfrac_dual`` is the share
+        that the dual clip bounds (verl's ``pg_clipfrac_lower``). Without a valid element every ratio is 1.
+        """
+        *sums, minus_least, most = torch.cat([self.sums, self.extremes]).tolist()
+        total = dict(zip(self.names, sums, strict=True))
+        n = max(total["elements"], 1.0)
+        ratio = (total["ratio"] / n, -minus_least, most) if total["elements"] else (1.0, 1.0, 1.0)
+        dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if "dual_clipped" in total else {}
+        denominator = total["denominator"] if total["denominator"] > 0 else 1.0
+        return {
+            "actor/pg_loss": total["loss"] / denominator,
+            "actor/kept_fraction": total["kept"] / n,
+            "actor/ppo_kl": total["ppo_kl"] / n,
+            "actor/pg_clipfrac": (total["clipped_high"] + total["clipped_low"]) / n,
+            "actor/pg_clipfrac_higher": total["clipped_high"] / n,
+            "actor/pg_clipfrac_lower": total["clipped_low"] / n,
+            "actor/pg_clipfrac_inert": total["inert"] / n,
+            **dual,
+            "actor/log_ratio_abs_mean": total["abs_log_ratio"] / n,
+            **dict(zip(("actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"), ratio, strict=True)),
+            "actor/kl_loss": total["kl_loss"] / denominator,
+        }
+
+
+class LossSums(NamedTuple):
+    """A loss as a sum and its denominator, so that micro-batches and ranks add up exactly.
+
+    ``loss_sum`` carries the gradient. Add sums (their gradients) and denominators over everything that one
+    optimizer step sees, and divide once.
+    """
+
+    loss_sum: Float[Tensor, ""]
+    denominator: Float[Tensor, ""]
+    metrics: LossMetrics
+    correction: RolloutCorrection | None
+
+
+def loss_sums(inputs: LossInputs) -> LossSums:
+    """The loss before its division, without waiting for the device."""
+    policy = inputs.policy
+    scale_factor = inputs.config.diffusion_loss.loss_scale_factor
+    terms = inputs.objective(policy, inputs.limits)
+    # Without a rejection all is kept; a mask of ones lets every aggregation count in the same way.
+    keep = torch.ones_like(policy.log_prob, dtype=torch.bool) if policy.keep is None else policy.keep
+    denominator = inputs.aggregation.denominator(keep).to(policy.log_prob.dtype)
+    policy_sum = inputs.aggregation.loss_sum(terms.loss, keep, scale_factor)
+    kl_sum = policy_sum.new_zeros(())
+    total = policy_sum
+    if inputs.reference_kl is not None:
+        kl_sum = inputs.aggregation.loss_sum(inputs.reference_kl, keep, scale_factor)
+        total = policy_sum + inputs.config.kl_loss_coef * kl_sum
+    metrics = LossMetrics.of(
+        policy, terms, inputs.limits, loss_sum=policy_sum, denominator=denominator, kl_sum=kl_sum, valid=inputs.valid
+    )
+    return LossSums(total, denominator, metrics, inputs.correction)
+
+
+def mean_loss(
+    inputs: LossInputs, dp_group: object | None, model_output: object, data: object
+) -> tuple[Float[Tensor, ""], dict[str, float]]:
+    """``(loss, metrics)`` of ``diffusion_loss`` and ``token_loss``, which document them.
+
+    Args:
+        model_output, data: what ``inputs`` were read from, to say which of their tensors is not finite.
+    """
+    sums = loss_sums(inputs)
+    reported = sums.metrics
+    denominator = sums.denominator
+    correction = {} if sums.correction is None else sums.correction.metrics
+    if dp_group is not None:
+        reported = reported.all_reduce(dp_group)
+        # Averaging the ranks' gradients divides by their number, so each divides by the mean denominator.
+        ranks = torch.distributed.get_world_size(dp_group)  # type: ignore[arg-type]
+        denominator = (reported.denominator / ranks).to(denominator.dtype)
+        if inputs.config.rollout_correction.bypass_mode:
+            # Also a rank with no valid token, and so no correction, must take part in the collective.
+            everywhere = MetricAccumulator()
+            if sums.correction is not None:
+                everywhere.add(sums.correction)
+            correction = everywhere.compute(dp_group)
+    # Where nothing is kept the sum is 0 and still has its graph: a loss of 0 with gradients of 0, on every rank.
+    loss = sums.loss_sum / torch.where(denominator > 0, denominator, 1.0)
+    metrics = reported.compute()
+    metrics["actor/loss"] = metrics["actor/pg_loss"] + inputs.config.kl_loss_coef * metrics["actor/kl_loss"]
+    # The loss clamps log ratios, so that it may be finite where they are not.
+    for name in ("actor/loss", "actor/log_ratio_abs_mean"):
+        if not math.isfinite(metrics[name]):
+            raise ValueError(f"{name} is {metrics[name]}; {not_finite(model_output=model_output, data=data)}")
+    if metrics["actor/kept_fraction"] == 0:
+        warnings.warn("rollout correction rejected every element of this batch: loss and gradients are 0", stacklevel=3)
+    return loss, metrics | {f"actor/{name}": value for name, value in correction.items()}
+
+
+def _on_device(figures: Iterable[Tensor]) -> Tensor:
+    """Scalars as one tensor, in float64."""
+    return torch.stack([figure.detach().double() for figure in figures])
