@@ -93,10 +93,10 @@ def measure(engine: str, images: int) -> dict[str, Any]:
                     "drift": found.value,
                     "low": found.interval.low,
                     "high": found.interval.high,
-                    "sampled_along": float(by_samples @ by_law / (by_law @ by_law)),
+                    "sampled_along": float(by_samples @ by_law / (by_law @ by_law)) if found.value else None,
                 }
             )
-            print(engine, {name: round(value, 5) for name, value in rows[-1].items()}, flush=True)
+            print(engine, {name: value and round(value, 5) for name, value in rows[-1].items()}, flush=True)
         deviation = (2 * batch.sample.kl).sqrt() / batch.sample.to_nats
         trainer.run.engine.close()
     return {"rows": rows, "deviations": deviation.flatten().tolist(), "kl_nats": float(batch.sample.kl.mean())}
@@ -168,7 +168,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         size.errorbar(widths, values, yerr=bars, fmt="o", color=colour, markersize=4, capsize=2)
     share.set(ylabel="share outside the clip band")
     share.legend()
-    cosine.set(ylabel="cosine of the gradients with and without the gap")
+    cosine.set(ylabel="cosine of gradients with, without gap")
     along.axhline(1.0, color="0.4", linewidth=1)
     along.set(ylabel="sampled drift along the expected one", ylim=(0, 2))
     size.set(ylabel="drift, in gradients of one image")
