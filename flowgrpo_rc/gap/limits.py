@@ -95,5 +95,7 @@ LIMITS: dict[str, GapLimit] = {
 }
 
 DRIFT_COSTS = 0.002
+"""From this drift on learning suffers."""
 DRIFT_NOT_SAFE = 0.004
-"""Limits of the drift, which the probe alone measures, since it takes gradients of its own."""
+"""From this drift on a run is not safe: it is about a third of what the reward's own gradient comes to on the demo's
+model, in the same unit. The drift takes gradients of its own, so that the probe alone measures and judges it."""
