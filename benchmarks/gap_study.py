@@ -218,6 +218,9 @@ def verdict_of(probe: dict[str, Any]) -> dict[str, Any]:
     for share in ("clipped", "rejected"):
         interval = probe["overall"][f"{share}_interval"]
         kept |= {share: probe["overall"][share], f"{share}_interval": [interval["low"], interval["high"]]}
+    if probe["drift"] is not None:
+        interval = probe["drift"]["interval"]
+        kept |= {"drift": probe["drift"]["value"], "drift_interval": [interval["low"], interval["high"]]}
     return kept
 
 

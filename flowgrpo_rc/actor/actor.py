@@ -5,7 +5,7 @@ and divided once by the global denominator, so that the result does not depend o
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
@@ -176,6 +177,39 @@ class DiffusionActor:
         parts = [self._forward(batch[r], conditioning, means=True) for r in rows]
         return {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
 
+    def gradients(
+        self,
+        batch: TensorDict,
+        conditioning: Conditioning,
+        losses: Sequence[Callable[[dict[str, Tensor], TensorDict], Float[Tensor, ""]]],
+    ) -> list[Float[Tensor, " parameters"]]:
+        """The adapter's gradient of each loss, summed over the batch, from one forward; nothing moves.
+
+        Args:
+            batch: recorded steps, and whatever the losses read.
+            conditioning: what ``prompt_index`` points into.
+            losses: each takes the forward's output for a micro-batch (``log_probs`` and ``transition_stds`` ``(b, W)``,
+                ``transition_means`` ``(b, W, *L)``, on the actor's device) and that micro-batch, and returns a sum.
+
+        Returns:
+            Flat, float32, on the host; of this process alone.
+
+        Raises:
+            NonFiniteUpdateError: a log-prob is not finite.
+        """
+        sums = [torch.zeros(sum(parameter.numel() for parameter in self._parameters)) for _ in losses]
+        for rows in torch.arange(len(batch)).split(self.config.ppo_micro_batch_size_per_gpu):
+            data = batch[rows]
+            output = self._forward(data, conditioning, means=True)
+            self._check_finite(output, rows)
+            for number, loss in enumerate(losses):
+                more = number + 1 < len(losses)
+                found = torch.autograd.grad(
+                    loss(output, data), self._parameters, retain_graph=more, materialize_grads=True
+                )
+                sums[number] += parameters_to_vector(found).float().cpu()
+        return sums
+
     def update(
         self,
         batch: TensorDict,
@@ -256,9 +290,7 @@ class DiffusionActor:
         """Add one micro-batch's gradients; returns its metrics, and its old policy where that was found here."""
         data = update.batch[micro.rows]
         output = self._forward(data, update.conditioning)
-        finite = torch.isfinite(output["log_probs"]).all(1)
-        if not finite.all():
-            self._raise_non_finite("log-prob", micro.rows[~finite.cpu()].tolist())
+        self._check_finite(output, micro.rows)
         mode = update.mode
         old = micro.old
         found = None
@@ -273,6 +305,11 @@ class DiffusionActor:
         if sums.correction is not None:
             update.gap.add(sums.correction)
         return sums.metrics, found
+
+    def _check_finite(self, output: dict[str, Tensor], rows: Int[Tensor, " b"]) -> None:
+        finite = torch.isfinite(output["log_probs"]).all(1)
+        if not finite.all():
+            self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
 
     def _forward(self, data: TensorDict, conditioning: Conditioning, *, means: bool = False) -> dict[str, Tensor]:
         """All steps of all images in one forward: log-probs ``(b, W)``, and where they are needed the transitions."""

@@ -14,8 +14,20 @@ from torch import Tensor
 
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction import RolloutCorrectionConfig
+from flowgrpo_rc.gap.drift import Drift
 from flowgrpo_rc.gap.intervals import CONFIDENCE, MOST_IMAGES, Interval, images_to_settle
-from flowgrpo_rc.gap.limits import CLIP, CLIP_FACTOR, ENGINE_GAP, LIMITS, REJECTED, WIDEST_CLIP, ZEROED
+from flowgrpo_rc.gap.limits import (
+    CLIP,
+    CLIP_FACTOR,
+    DRIFT,
+    DRIFT_COSTS,
+    DRIFT_NOT_SAFE,
+    ENGINE_GAP,
+    LIMITS,
+    REJECTED,
+    WIDEST_CLIP,
+    ZEROED,
+)
 from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy
 from flowgrpo_rc.gap.verdict import NOT_SAFE, NOT_SHOWN_SAFE, SAFE, JudgedFigure, decisive, interval_words, judge
 
@@ -96,6 +108,7 @@ def advise(
     steps: Sequence[StepGap] = (),
     failure: str = "",
     *,
+    drift: Drift | None = None,
     adapter_lag: int = 0,
     images: int = 0,
     confidence: float = CONFIDENCE,
@@ -107,12 +120,13 @@ def advise(
         overall, steps: the gap over all timesteps, and at each.
         gap: ``l`` of every step.
         dimensions: number of latent dimensions.
+        drift: what an update would learn from the gap alone; None where that is nothing, or not known.
         failure: why the actor could not take an optimizer step; that is never safe.
         adapter_lag: batches by which the engine's adapter is configured to be behind.
         images: measured at every place of the window, to say how many would be enough; 0 where that is not known.
         confidence: of the intervals in ``overall`` and ``steps``.
     """
-    judged = judge_all(mode, overall, dimensions)
+    judged = judge_all(mode, overall, dimensions, drift)
     engine = judged[ENGINE_GAP]
     clip = judged.get(CLIP)
     limit = mode.objective.limit
@@ -129,12 +143,15 @@ def advise(
     reasons = [failure] if failure else []
     reasons += _engine_reasons(mode, engine)
     reasons += _clip_reasons(mode, overall, clip, steps)
+    unsettled = [name for name in (CLIP, DRIFT) if name in judged and judged[name].verdict != SAFE]
+    if drift is not None:
+        reasons.append(_drift_reason(judged[DRIFT]))
     if adapter_lag and mode.has_limit and (mode.bypasses or fits):
         reasons.append(_lag_reason(mode, adapter_lag))
     reasons += _removal_reasons(mode, judged)
     reasons += _image_reasons(overall, judged, images, confidence)
     # Of a clip that is not safe the recommendation says it already, unless a limit was measured to hold the gap.
-    if clip is not None and clip.verdict != SAFE and (holding or clip.verdict == NOT_SHOWN_SAFE):
+    if unsettled and (holding or all(judged[name].verdict == NOT_SHOWN_SAFE for name in unsettled)):
         reasons.append(remedy(CLIP, RunSetup.of(mode), holding=holding))
     worst = decisive(list(judged.values()))
     verdict = NOT_SAFE if failure else worst.verdict
@@ -155,7 +172,9 @@ def advise(
     )
 
 
-def judge_all(mode: ModeInForce, overall: StepGap, dimensions: int) -> dict[str, JudgedFigure]:
+def judge_all(
+    mode: ModeInForce, overall: StepGap, dimensions: int, drift: Drift | None = None
+) -> dict[str, JudgedFigure]:
     """Every figure that this configuration is judged by, held against its limit; by its name in ``limits``.
 
     The clip counts where it is centred at the engine's log-probs; rejection and weights of 0 where the configuration
@@ -174,10 +193,13 @@ def judge_all(mode: ModeInForce, overall: StepGap, dimensions: int) -> dict[str,
     zeroes = correction.weights_act and plan.importance is not None and plan.importance.mode == "zero"
     if zeroes or overall.zeroed > 0:
         figures[ZEROED] = ("importance weights of 0", overall.zeroed, overall.zeroed_interval)
-    return {
+    judged = {
         name: judge(what, value, interval, LIMITS[name].not_safe_for(correction), is_share=name != ENGINE_GAP)
         for name, (what, value, interval) in figures.items()
     }
+    if drift is not None:
+        judged[DRIFT] = judge("drift", drift.value, drift.interval, DRIFT_NOT_SAFE, is_share=False)
+    return judged
 
 
 def _limit_words(mode: ModeInForce) -> str:
@@ -240,6 +262,17 @@ def _timestep_reason(mode: ModeInForce, step: StepGap) -> str:
         follows = "which may be too much there"
     says = f"at timestep {step.timestep:g} it is {step.clipped:.0%} ({interval_words(ends.low, ends.high)}), {follows}"
     return f"{says}: {_remedy_clause(CLIP_AT_TIMESTEP, mode)}"
+
+
+def _drift_reason(drift: JudgedFigure) -> str:
+    """What an update learns from the gap whatever is rewarded, and what that has done to runs."""
+    size = f"{drift.value:.2g} ({drift.low:.2g} to {drift.high:.2g}; limit {drift.limit:g}) of one image's gradient"
+    text = f"whatever is rewarded, an update moves toward the engine's error, by {size}"
+    if drift.verdict == NOT_SAFE:
+        return f"{text}: runs like that lost what they had learned"
+    if drift.verdict == NOT_SHOWN_SAFE:
+        return f"{text}: the limit lies within that interval, and more images would show on which side it is"
+    return f"{text}: runs like that learned, but less" if drift.value > DRIFT_COSTS else text
 
 
 def _lag_reason(mode: ModeInForce, adapter_lag: int) -> str:

@@ -25,6 +25,9 @@ ZEROED = "zeroed"
 """Share of the importance weights in the loss that are 0."""
 ENGINE_GAP = "engine_gap"
 """Mean ``|log ratio|`` of actor and engine with equal weights, in nats per latent dimension."""
+DRIFT = "drift"
+"""What an update would learn from the gap alone, in units of a single image's policy gradient; see
+``flowgrpo_rc.gap.drift``."""
 
 GAP_QUANTILE = 0.9
 """The size of a gap is told by this quantile of many samples, which single outliers do not move."""
@@ -90,3 +93,9 @@ LIMITS: dict[str, GapLimit] = {
         source="bfloat16 gave 2.4e-4, fp8 weights 9e-4; at .05 the engine computes something else",
     ),
 }
+
+DRIFT_COSTS = 0.002
+"""From this drift on learning suffers."""
+DRIFT_NOT_SAFE = 0.004
+"""From this drift on a run is not safe: it is about a third of what the reward's own gradient comes to on the demo's
+model, in the same unit. The drift takes gradients of its own, so that the probe alone measures and judges it."""

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
@@ -23,7 +22,9 @@ from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.clipping import SampledSteps, what_is_left_out
+from flowgrpo_rc.gap.drift import Drift, DriftMeter
 from flowgrpo_rc.gap.intervals import CONFIDENCE, looks, mean_interval, share_interval
+from flowgrpo_rc.gap.law import redrawn
 from flowgrpo_rc.gap.limits import GAP_QUANTILE
 from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_rescore, timed
 from flowgrpo_rc.gap.units import GapSample
@@ -39,6 +40,9 @@ class ProbeResult:
     """The settings that shape the gap, for the table's heading."""
     steps: tuple[StepGap, ...]
     overall: StepGap
+    drift: Drift | None
+    """What an update would learn from the gap alone; None where the objective's limit is not centred at the engine's
+    log-probs, which leaves nothing of the kind."""
     advice: Advice
     images: int
     """Images measured at every place of the SDE window."""
@@ -73,7 +77,7 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
         RolloutError: the engine sampled something else than it was asked for, or what the actor cannot score.
     """
     first = sample_and_rescore(run, images)
-    measured = _measure_until_settled(run, first.sample, images, max_images or images)
+    measured = _measure_until_settled(run, first, images, max_images or images)
     seconds = dict(first.seconds)
     failure = ""
     try:
@@ -87,6 +91,7 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
         measured.sample.dimensions,
         measured.steps,
         failure,
+        drift=measured.drift,
         adapter_lag=run.rollout.adapter_lag,
         images=measured.images,
         confidence=measured.confidence,
@@ -95,6 +100,7 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
         setting=_setting(run, measured),
         steps=measured.steps,
         overall=measured.overall,
+        drift=measured.drift,
         advice=advice,
         images=measured.images,
         confidence=measured.confidence,
@@ -110,15 +116,25 @@ def saved_by_bypass(seconds: Mapping[str, float], scored_share: float) -> float:
     return score / (seconds["rollout"] + score + seconds["update"])
 
 
-def step_gap(steps: SampledSteps, timestep: float | None, confidence: float = CONFIDENCE) -> StepGap:
+def step_gap(
+    steps: SampledSteps,
+    timestep: float | None,
+    confidence: float = CONFIDENCE,
+    expected: SampledSteps | None = None,
+) -> StepGap:
     """The statistics of these steps' gaps, with what becomes of the samples.
 
-    The steps are flat and of one ``timestep``, or with None of several together; ``confidence`` is the intervals'.
+    Args:
+        steps: flat.
+        timestep: that of all of them; None of several together.
+        confidence: the intervals'.
+        expected: the same images' steps as they could have come out, of which the shares are taken; None: ``steps``.
     """
+    shares = steps if expected is None else expected
     size = steps.gap.abs()
     nats = steps.nats.abs()
-    used = steps.keep & ~steps.zeroed
-    zeroed = steps.keep & steps.zeroed
+    used = shares.keep & ~shares.zeroed
+    zeroed = shares.keep & shares.zeroed
     every = torch.ones_like(used)
     median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
     return StepGap(
@@ -131,15 +147,15 @@ def step_gap(steps: SampledSteps, timestep: float | None, confidence: float = CO
         abs_q99=q99,
         abs_max=float(size.max()),
         clip_q90=float(torch.quantile(steps.size, GAP_QUANTILE)),
-        clipped=float((steps.beyond & used).sum() / used.sum().clamp(min=1)),
-        rejected=1 - float(steps.keep.double().mean()),
+        clipped=float((shares.beyond & used).sum() / used.sum().clamp(min=1)),
+        rejected=1 - float(shares.keep.double().mean()),
         zeroed=float(zeroed.double().mean()),
         nats=float(nats.mean()),
         kl_nats=float(steps.kl_nats.mean()),
         images=len(steps.image.unique()),
-        clipped_interval=share_interval(steps.beyond, used, steps.image, confidence),
-        rejected_interval=share_interval(~steps.keep, every, steps.image, confidence),
-        zeroed_interval=share_interval(zeroed, every, steps.image, confidence),
+        clipped_interval=share_interval(shares.beyond, used, shares.image, confidence),
+        rejected_interval=share_interval(~shares.keep, every, shares.image, confidence),
+        zeroed_interval=share_interval(zeroed, every, shares.image, confidence),
         nats_interval=mean_interval(nats, steps.image, confidence),
     )
 
@@ -153,43 +169,98 @@ class _Measured:
     confidence: float
     steps: tuple[StepGap, ...]
     overall: StepGap
-    clip_widths: Float[Tensor, "n W"] | None
-    rejection_bounds: Float[Tensor, " n"] | None
+    drift: Drift | None
+    limits: dict[str, Tensor]
+    """``clip_widths`` and ``rollout_rs_bounds`` of each image, where they are calibrated."""
 
 
-def _measure_until_settled(run: ProbedRun, sample: GapSample, first: int, most: int) -> _Measured:
-    """What the images say at the look at which they say enough, or are ``most``; ``sample`` holds the ``first``."""
-    images = first
+def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: int) -> _Measured:
+    """What the images say at the look at which they say enough, or are ``most``; ``first`` holds ``start``."""
+    meter = DriftMeter(run.mode, run.rollout.algo.sde_type, run.seed) if run.mode.limits_the_gap else None
+    samples: list[GapSample] = []
+    batches = [first]
+    images = start
     measured = None
     # Bands, quantiles and intervals are of all images so far, so every look measures anew.
-    for count, confidence in looks(first, most):
+    for count, confidence in looks(start, most):
         while images < count:
-            missing = min(first, count - images)
-            sample = GapSample.concatenate([sample, sample_and_rescore(run, missing, images).sample])
+            missing = min(start, count - images)
+            batches.append(sample_and_rescore(run, missing, images))
             images += missing
-        measured = _measure(run.mode, sample, images, confidence)
-        judged = judge_all(run.mode, measured.overall, sample.dimensions)
+        samples += [batch.sample for batch in batches]
+        sample = GapSample.concatenate(samples)
+        limits = _calibrated_limits(run.mode, sample)
+        drift = None
+        if meter is not None:
+            _add_gradients(run, meter, batches, {name: values[meter.images :] for name, values in limits.items()})
+            drift = meter.result(confidence)
+        batches = []
+        measured = _measure(run, sample, limits, drift, images, confidence)
+        judged = judge_all(run.mode, measured.overall, sample.dimensions, drift)
         if decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
             break
     assert measured is not None
     return measured
 
 
-def _measure(mode: ModeInForce, sample: GapSample, images: int, confidence: float) -> _Measured:
+def _add_gradients(run: ProbedRun, meter: DriftMeter, batches: list[ProbeBatch], limits: dict[str, Tensor]) -> None:
+    """Gives the meter the images that it has not seen, with their calibrated limits."""
+    start = 0
+    for batch in batches:
+        trajectories = batch.trajectories
+        own = slice(start, start + len(trajectories))
+        for name, values in limits.items():
+            trajectories[name] = values[own]
+        meter.add(run.actor, trajectories, batch.conditioning)
+        start = own.stop
+
+
+def _calibrated_limits(mode: ModeInForce, sample: GapSample) -> dict[str, Tensor]:
+    """By its name in a batch, each limit that ``auto`` makes of this gap."""
     # Bands of a checkpoint hold staleness and the gaps of other engines, so calibrated ones are made anew.
     clip_bands = ClipBands.configured(mode.diffusion_loss)
     rejection_bands = RejectionBands.configured(mode.rollout_correction)
     for bands in filter(None, (clip_bands, rejection_bands)):
         bands.observe(sample.timesteps, sample.engine)
-    widths = None if clip_bands is None else clip_bands.widths(sample.timesteps)
-    bounds = None if rejection_bands is None else rejection_bands.bounds(sample.timesteps)
-    steps = what_is_left_out(mode, sample, None if widths is None else widths.double(), bounds)
+    limits = {}
+    if clip_bands is not None:
+        limits[Key.CLIP_WIDTHS] = clip_bands.widths(sample.timesteps)
+    if rejection_bands is not None:
+        limits[Key.ROLLOUT_RS_BOUNDS] = rejection_bands.bounds(sample.timesteps)
+    return limits
+
+
+def _measure(
+    run: ProbedRun, sample: GapSample, limits: dict[str, Tensor], drift: Drift | None, images: int, confidence: float
+) -> _Measured:
+    steps = _left_out(run.mode, sample, limits)
+    possible = redrawn(sample, run.seed)
+    draws = len(possible.engine) // len(sample.engine)
+    repeated = {name: values.repeat(draws, *[1] * (values.dim() - 1)) for name, values in limits.items()}
+    expected = _left_out(run.mode, possible, repeated)
+    # All draws of an image are one image to the intervals.
+    expected = replace(expected, image=expected.image % len(sample.engine))
     found = [
-        step_gap(steps.part(sample.timesteps == timestep), timestep, confidence)
+        step_gap(
+            steps.part(sample.timesteps == timestep),
+            timestep,
+            confidence,
+            expected.part(possible.timesteps == timestep),
+        )
         for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True)
     ]
-    overall = step_gap(steps.part(torch.ones_like(steps.keep)), None, confidence)
-    return _Measured(sample, images, confidence, tuple(found), overall, widths, bounds)
+    overall = step_gap(
+        steps.part(torch.ones_like(steps.keep)), None, confidence, expected.part(torch.ones_like(expected.keep))
+    )
+    return _Measured(sample, images, confidence, tuple(found), overall, drift, limits)
+
+
+def _left_out(mode: ModeInForce, sample: GapSample, limits: dict[str, Tensor]) -> SampledSteps:
+    """What becomes of the sample's steps under the configured limits and these calibrated ones."""
+    widths = limits.get(Key.CLIP_WIDTHS)
+    return what_is_left_out(
+        mode, sample, None if widths is None else widths.double(), limits.get(Key.ROLLOUT_RS_BOUNDS)
+    )
 
 
 def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
@@ -201,10 +272,8 @@ def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
     batch[Key.ADVANTAGES] = signs
     ones = torch.ones_like(batch[Key.ROLLOUT_LOG_PROBS])
     old = replace(OldPolicy.of_rollout(batch), weights=ones, keep=ones.bool())
-    if measured.clip_widths is not None:
-        batch[Key.CLIP_WIDTHS] = measured.clip_widths[: len(batch)]
-    if measured.rejection_bounds is not None:
-        batch[Key.ROLLOUT_RS_BOUNDS] = measured.rejection_bounds[: len(batch)]
+    for name, values in measured.limits.items():
+        batch[name] = values[: len(batch)]
     run.actor.update(batch, first.conditioning, [MiniBatch(torch.arange(len(batch)), old)], run.mode)
 
 
@@ -222,7 +291,7 @@ def _setting(run: ProbedRun, measured: _Measured) -> dict[str, Any]:
         "loss_type": correction.loss_type,
         "loss_mode": loss.loss_mode,
         "clip_ratio": loss.clip_ratio,
-        "clip_band": run.mode.objective.limit.ends(loss, measured.clip_widths),
+        "clip_band": run.mode.objective.limit.ends(loss, measured.limits.get(Key.CLIP_WIDTHS)),
         "clip_sides": loss.has_sides,
         "latent_dimensions": measured.sample.dimensions,
         "images": len(measured.sample.engine),

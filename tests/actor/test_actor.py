@@ -14,8 +14,9 @@ from tolerances import LOG_PROB, RATIO, adam
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
-from flowgrpo_rc.loss import OBJECTIVES, Objective
+from flowgrpo_rc.loss import OBJECTIVES, Objective, diffusion_loss_sums
 from flowgrpo_rc.loss.policy import flow_grpo
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
@@ -96,6 +97,30 @@ class Setup:
         finally:
             self.actor.optimizer.step = step
         return taken, metrics
+
+
+def test_gradients_of_several_losses_are_those_of_an_update(tiny_model):
+    """From one forward, whatever the micro-batch, and nothing moves."""
+    setup = Setup(tiny_model, dtype=torch.bfloat16, diffusion_loss=DiffusionLossConfig(clip_ratio=1e-4))
+    update, _ = setup.gradient()
+    expected = torch.cat([value.flatten() for value in update.values()])
+    before = copy.deepcopy(adapter_state(setup.actor.transformer))
+    mode = ModeInForce.configured(setup.config)
+
+    def loss(output, data):
+        return diffusion_loss_sums(mode, output, data).loss_sum / (8 * 2)
+
+    for micro in (3, 8):
+        setup.actor.config = dataclasses.replace(setup.config, ppo_micro_batch_size_per_gpu=micro)
+        once, thrice = setup.actor.gradients(setup.batch, setup.cond, [loss, lambda *a: 3 * loss(*a)])
+        assert_close(once, expected, atol=1e-6 * float(expected.abs().max()), rtol=1e-4)
+        assert_close(thrice, 3 * once, atol=1e-6 * float(expected.abs().max()), rtol=1e-4)
+    assert not setup.actor.optimizer.state
+    for name, value in adapter_state(setup.actor.transformer).items():
+        assert torch.equal(value, before[name])
+    setup.batch[Key.NEXT_LATENTS][5] = float("nan")
+    with pytest.raises(NonFiniteUpdateError, match=r"rows \[5\]"):
+        setup.actor.gradients(setup.batch, setup.cond, [loss])
 
 
 @pytest.mark.portable

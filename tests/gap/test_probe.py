@@ -13,6 +13,8 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.cli.probe import report
 from flowgrpo_rc.gap.advice import advise
 from flowgrpo_rc.gap.clipping import what_is_left_out
+from flowgrpo_rc.gap.drift import Drift
+from flowgrpo_rc.gap.intervals import Interval
 from flowgrpo_rc.gap.probe import run_probe, saved_by_bypass, step_gap
 from flowgrpo_rc.gap.probe_images import sample_and_rescore
 from flowgrpo_rc.gap.units import GapSample
@@ -634,3 +636,62 @@ def test_no_fixed_clip_is_offered_where_a_calibrated_one_is_recommended(small_co
     assert (advice.verdict, advice.limit) == ("not shown safe", "auto")
     assert "holds the gap" not in " ".join(advice.reasons)
     assert "decoupled mode does without" in advice.reasons
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict", "says"),
+    [
+        (0.0062, 0.0071, "not safe", "runs like that lost what they had learned"),
+        (0.0031, 0.0046, "not shown safe", "the limit lies within that interval"),
+        (0.0024, 0.0031, "safe", "runs like that learned, but less"),
+        (0.0, 0.001, "safe", "whatever is rewarded, an update moves toward the engine's error"),
+    ],
+)
+def test_the_drift_is_judged_by_its_interval(small_config, low, high, verdict, says):
+    """Also where hardly a sample leaves the clip band."""
+    drift = Drift((low + high) / 2, Interval(low, high, 8.0), 0.95)
+    gap = 2e-4 * torch.randn(4000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    advice = advised(small_config(BYPASS, f"{CLIP}=1e-3"), overall(gap, 1e-3), gap, 512, drift=drift, images=16)
+    assert advice.verdict == verdict
+    said = " ".join(advice.reasons)
+    assert says in said
+    assert ("decoupled mode does without" in said) is (verdict == "not shown safe")
+    if verdict != "safe":
+        assert advice.because == f"drift: {drift.value:.2g} ({low:.2g} to {high:.2g}), limit 0.004"
+
+
+def test_the_probe_measures_the_drift_where_the_engine_anchors_the_clip(small_config):
+    fp8 = ("actor_rollout_ref.rollout.quantization=fp8", f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
+    found = {}
+    for name, overrides in {
+        "narrow": (BYPASS, f"{CLIP}=1e-4"),
+        "wide": (BYPASS, f"{CLIP}=5e-2"),
+        "auto": (BYPASS, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-5"),
+        "reinforce": (BYPASS, f"{RC}.loss_type=reinforce"),
+        "decoupled": (f"{RC}.bypass_mode=false",),
+    }.items():
+        result = probed(FlowGRPOTrainer(small_config(*fp8, *overrides, folder=name)), 8)
+        found[name] = result.drift
+        written = result.to_dict()["drift"]
+        assert (written is None) is (result.drift is None)
+        assert any("drift" in one.what for one in result.advice.judged) is (result.drift is not None)
+    assert found["reinforce"] is None
+    assert found["decoupled"] is None
+    assert found["narrow"].value > 20 * found["auto"].value
+    assert found["narrow"].cosine < 0.9 < 0.999 < found["wide"].cosine
+    assert found["wide"].value == pytest.approx(0, abs=1e-6)
+    assert found["narrow"].interval.low < found["narrow"].value < found["narrow"].interval.high
+
+
+def test_shares_are_expected_not_counted(small_config):
+    """Two images give the share that a hundred times as many would, as far as images are alike."""
+    fp8 = ("actor_rollout_ref.rollout.quantization=fp8", f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
+    config = small_config(BYPASS, *fp8, f"{CLIP}=1e-3")
+    result = probed(FlowGRPOTrainer(config), 4)
+    interval = result.overall.clipped_interval
+    assert interval.low < result.overall.clipped < interval.high
+    assert result.overall.count * result.overall.clipped % 1 != 0
+    for step in result.steps:
+        # of a step with the mean divergence, for the divergences of few images differ little
+        outside = math.erfc(1e-3 * result.setting["latent_dimensions"] / math.sqrt(2 * step.kl_nats) / math.sqrt(2))
+        assert step.clipped == pytest.approx(outside, abs=0.15)

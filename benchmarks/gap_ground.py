@@ -1,0 +1,150 @@
+"""The probe on ground that it was not made on: other windows, noise levels, kinds of step and learning rates.
+
+    python benchmarks/gap_ground.py --jobs 2            # trains what is missing of seed 1, two minutes a run and core
+    python benchmarks/gap_ground.py --verdicts          # `flowgrpo-rc probe` on every setting with a result
+    python benchmarks/gap_ground.py --report            # writes the table of docs/gap_study.md; runs nothing
+
+The settings were chosen, and the limits of the drift fixed, before any of the runs with a gap had ended; none was used
+to choose the limits. Each is held against its twin, the same ground with float32 rollouts at a clip of 1e-3: what a
+run lost is the twin's final held-out reward minus its own. Resumable, as ``training_runs.py`` says.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gap_study import BYPASS, DECOUPLED, PRECISIONS, VERDICT_CELLS, probed, read_verdicts
+from learning import COMMON, LOSS, ROLLOUT
+from training_runs import HERE, Overrides, Study, load, run_missing, write_table
+
+RESULTS = HERE / "results" / "gap_ground.jsonl"
+PAGE = HERE.parent / "docs" / "gap_study.md"
+STEPS = 60
+RATE = 1e-3
+"""The learning rate of the gap study."""
+
+GROUNDS: dict[str, Overrides] = {
+    f"{sde}_w{window}_n{noise:g}_lr{rate:g}": {
+        f"{ROLLOUT}.algo.sde_type": sde,
+        f"{ROLLOUT}.algo.sde_window_size": window,
+        f"{ROLLOUT}.algo.noise_level": noise,
+        "actor_rollout_ref.actor.optim.lr": rate,
+    }
+    for sde, window, noise, rate in (
+        ("sde", 1, 0.7, RATE),
+        ("sde", 3, 0.7, RATE),
+        ("sde", 4, 0.7, RATE),
+        ("sde", 2, 0.4, RATE),
+        ("sde", 2, 1.0, RATE),
+        ("sde", 2, 1.2, RATE),
+        ("sde", 2, 0.7, 5e-4),
+        ("sde", 2, 0.7, 2e-3),
+        ("dance_sde", 2, 0.4, RATE),
+        ("dance_sde", 2, 0.7, RATE),
+        ("cps", 2, 0.7, RATE),
+        ("cps", 2, 1.0, RATE),
+    )
+}
+"""By kind of step, size of the window, noise level and learning rate."""
+
+TWIN = "float32_bypass_1e-3"
+MODES: dict[str, Overrides] = {
+    f"{precision}_bypass_{clip}": {**BYPASS, f"{LOSS}.clip_ratio": float(clip), **PRECISIONS[precision]}
+    for precision, clip in (
+        ("float32", "1e-3"),
+        ("fp8", "2e-3"),
+        ("bfloat16", "2e-4"),
+        ("fp8", "1e-3"),
+        ("fp8", "5e-4"),
+    )
+}
+DECOUPLED_GROUNDS = ("sde_w4_n0.7_lr0.001", "dance_sde_w2_n0.7_lr0.001", "cps_w2_n0.7_lr0.001")
+"""Where decoupled mode is tried, too."""
+
+SETTINGS: dict[str, Overrides] = {
+    f"{ground}_{mode}": {**overrides, **GROUNDS[ground]} for mode, overrides in MODES.items() for ground in GROUNDS
+} | {
+    f"{ground}_fp8_decoupled_1e-3": {**DECOUPLED, f"{LOSS}.clip_ratio": 1e-3, **PRECISIONS["fp8"], **GROUNDS[ground]}
+    for ground in DECOUPLED_GROUNDS
+}
+
+LOST = 0.08
+"""A setting that loses more than this against its twin must not be called safe."""
+UNHURT = 0.03
+"""One that loses less than this should not be called not safe; it is the noise of a single run."""
+
+
+def ground_of(setting: str) -> str:
+    """The part of a setting's name that its twin shares."""
+    return next(ground for ground in GROUNDS if setting.startswith(f"{ground}_"))
+
+
+def rows(runs: dict[str, list[dict[str, Any]]], verdicts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every setting with a result whose twin has one, those that the probe was wrong about first."""
+    found = []
+    for setting, group in runs.items():
+        twin = runs.get(f"{ground_of(setting)}_{TWIN}")
+        if setting.endswith(TWIN) or twin is None or setting not in verdicts:
+            continue
+        ended = fmean(run["final_held_out"] for run in group)
+        lost = fmean(run["final_held_out"] for run in twin) - ended
+        verdict = verdicts[setting]
+        wrong = ""
+        if verdict["verdict"] == "safe" and lost > LOST:
+            wrong = f"lost more than {LOST:g}"
+        if verdict["verdict"] == "not safe" and lost < UNHURT:
+            wrong = f"lost less than {UNHURT:g}"
+        found.append({"setting": setting, "ended": ended, "lost": lost, "wrong": wrong, **verdict})
+    return sorted(found, key=lambda row: (not row["wrong"], -row["lost"]))
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Markdown: a row a setting."""
+    heads = ("setting", "ended at", "lost against its twin", "drift", "outside the clip", "probe", "wrong")
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for row in found:
+        drift = row.get("drift")
+        cells = (
+            f"`{row['setting']}`",
+            f"{row['ended']:.2f}",
+            f"{row['lost']:.2f}",
+            "-" if drift is None else f"{drift:.4f}",
+            f"{row['clipped']:.2f}",
+            VERDICT_CELLS[row["verdict"]],
+            row["wrong"],
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    wrong = sum(bool(row["wrong"]) for row in found)
+    return "\n".join([*lines, "", f"{len(found)} settings, {wrong} wrong."])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="settings whose name holds this text")
+    parser.add_argument("--seeds", default="1", help="comma-separated (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the results' JSON-lines file")
+    parser.add_argument("--verdicts", action="store_true", help="run the probe on every setting with a result")
+    parser.add_argument("--report", action="store_true", help=f"write the table of {PAGE.name}; runs nothing")
+    arguments = parser.parse_args()
+    settings = [name for name in SETTINGS if arguments.only in name]
+    if not settings:
+        parser.error(f"--only: no setting's name holds {arguments.only}; one is {next(iter(SETTINGS))}")
+    study = Study(SETTINGS, COMMON, arguments.results, STEPS)
+    failed = 0
+    if arguments.verdicts:
+        probed(study, list(load(settings, arguments.results)))
+    elif not arguments.report:
+        failed = run_missing(study, settings, [int(seed) for seed in arguments.seeds.split(",")], arguments.jobs)
+    found = table(rows(load(settings, arguments.results), read_verdicts(arguments.results)))
+    if arguments.report:
+        write_table(PAGE, RESULTS, found)
+    else:
+        print(found)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
