@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.correction.numerics.accumulator import MetricAccumulator as MetricAccumulator
     from flowgrpo_rc.correction.numerics.compute import NonFiniteLogProbError as NonFiniteLogProbError
     from flowgrpo_rc.correction.numerics.compute import RolloutCorrection as RolloutCorrection
     from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics as compute_offpolicy_metrics
@@ -20,8 +19,9 @@ if TYPE_CHECKING:
         compute_rollout_correction_weights as compute_rollout_correction_weights,
     )
     from flowgrpo_rc.correction.numerics.compute import compute_rollout_rejection_mask as compute_rollout_rejection_mask
+    from flowgrpo_rc.correction.numerics.metrics import MetricAccumulator as MetricAccumulator
+    from flowgrpo_rc.correction.numerics.metrics import slime_metrics as slime_metrics
     from flowgrpo_rc.correction.numerics.moments import Moments as Moments
-    from flowgrpo_rc.correction.numerics.slime import slime_metrics as slime_metrics
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig as RolloutCorrectionConfig
     from flowgrpo_rc.correction.options.explanation import Explanation as Explanation
     from flowgrpo_rc.correction.options.explanation import explain as explain

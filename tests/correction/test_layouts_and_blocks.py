@@ -8,7 +8,7 @@ import reference
 import torch
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
-from flowgrpo_rc.correction.numerics import elements, run
+from flowgrpo_rc.correction.numerics import figures, run
 
 CONFIG = RolloutCorrectionConfig(
     rollout_is="token",
@@ -30,7 +30,7 @@ def test_a_batch_of_many_blocks_is_as_one(columns, level, masked, monkeypatch):
     config = replace(CONFIG, rollout_is=level)
     whole = compute_rollout_correction(p, q, given, config=config)
     monkeypatch.setattr(run, "HOST_BLOCK", 8 * columns)
-    monkeypatch.setattr(elements, "SUMMED_TOGETHER", 0)
+    monkeypatch.setattr(figures, "SUMMED_TOGETHER", 0)
     parts = compute_rollout_correction(p, q, given, config=config)
     torch.testing.assert_close(parts.weights, whole.weights, rtol=1e-12, atol=0)
     assert torch.equal(parts.mask, whole.mask)

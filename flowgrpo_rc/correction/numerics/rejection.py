@@ -1,9 +1,9 @@
 """Rejection (SPEC section 3): criteria on k1, k2 and k3 of elements or of whole rows, and the veto.
 
-Element criteria decide before the sums along rows are taken, row criteria after; both report the same figures.
+Element criteria decide before the sums along rows are taken, row criteria after; both report the same figures. Instead
+of ``k1 = -l`` all of it is about ``l``, of which ``metrics`` turn the sign.
 """
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,113 +11,104 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.elements import Elements, Rows, RowSums, flags
-from flowgrpo_rc.correction.numerics.moments import RowFigures
+from flowgrpo_rc.correction.numerics.elements import Elements, flags
+from flowgrpo_rc.correction.numerics.figures import Figures
 from flowgrpo_rc.correction.plan import Criterion
 
 
-def judge_elements(criterion: Criterion, x: Elements, sums: RowSums, figures: RowFigures) -> Float[Tensor, "T B"]:
-    """Flags of what an element criterion rejects; adds the sums and extremes behind its figures."""
-    name = criterion.name
-    lower, upper = criterion.statistic_bounds
-    statistic = _statistic(criterion, x)
-    below, above = x.beyond(statistic, lower, upper)
-    inside = x.zero_invalid(statistic.clamp(lower, upper))
-    sums.add(f"{name}/statistic", statistic)
-    sums.add(f"{name}/inside", inside)
-    sums.add(f"{name}/inside_squared", inside * inside)
-    sums.add(f"{name}/below", below)
-    sums.add(f"{name}/above", above)
-    if criterion.statistic != "k1":  # whose extremes are those of the log ratio
-        figures.add((f"{name}/smallest", f"{name}/largest"), x.extremes(statistic))
-    return below + above
+def element_statistics(criteria: Sequence[Criterion], x: Elements, figures: Figures) -> dict[str, Float[Tensor, "T B"]]:
+    """``l`` for k1, ``k2 = l^2 / 2`` and ``k3 = r - 1 - l`` of each element; adds what criteria average or sum."""
+    values = {"k1": x.clamped, "k3": x.k3}
+    if any(criterion.statistic == "k2" for criterion in criteria):
+        values["k2"] = x.clamped * x.clamped / 2
+    for name in ("k1", "k2"):  # the sums of k3 are among the diagnostics
+        if any(criterion.statistic == name and criterion.aggregate != "seq_max" for criterion in criteria):
+            figures.add(name, values[name])
+    return values
 
 
-def _statistic(criterion: Criterion, x: Elements) -> Float[Tensor, "T B"]:
-    """``k1 = -l``, ``k2 = l^2 / 2`` or ``k3 = r - 1 - l`` of each element."""
-    if criterion.statistic == "k1":
-        return -x.clamped
-    if criterion.statistic == "k2":
-        return x.clamped * x.clamped / 2
-    return x.k3
-
-
-def add_row_sums(criteria: Sequence[Criterion], x: Elements, sums: RowSums) -> None:
-    """Adds the sums behind row criteria; that of k3 is among the diagnostics."""
-    needed = {c.statistic: c for c in criteria if c.aggregate in ("seq_sum", "seq_mean") and c.statistic != "k3"}
-    for statistic, criterion in needed.items():
-        sums.add(statistic, _statistic(criterion, x))
+def judge_elements(
+    criterion: Criterion, values: Float[Tensor, "T B"], x: Elements, figures: Figures
+) -> Float[Tensor, "T B"]:
+    """Flags of what an element criterion rejects, by the values of its statistic."""
+    inside = x.zero_invalid(values.clamp(criterion.lower, criterion.upper))
+    side = (values - inside).sign()
+    outside = side.abs()
+    figures.add(f"{criterion.name}/inside", inside)
+    figures.add(f"{criterion.name}/inside_squared", inside * inside)
+    figures.add(f"{criterion.name}/side", side)
+    figures.add(f"{criterion.name}/outside", outside)
+    return outside
 
 
 def judge_rows(
     criteria: Sequence[Criterion],
-    x: Elements,
-    rows: Rows,
+    values: dict[str, Float[Tensor, "T B"]],
     row_bounds: Float[Tensor, " B"] | None,
-    figures: RowFigures,
-) -> Float[Tensor, " B"]:
-    """Flags of the rows that row criteria reject; adds the figures of rows of all criteria, element criteria first.
+    figures: Figures,
+) -> list[Float[Tensor, " B"]]:
+    """Flags of the rows that each row criterion rejects; adds the figures of rows of all criteria.
 
-    ``row_bounds`` are the bounds of a calibrated criterion.
+    Args:
+        criteria: all of them; of an element criterion the mean of its statistic is reported.
+        values: the statistics of elements.
+        row_bounds: the bounds of a calibrated criterion, which stands alone.
     """
-    statistic = torch.stack([_of_row(criterion, x, rows) for criterion in criteria])
-    lower, upper = _bounds(criteria, x, row_bounds)
-    # decided in the compute dtype, to which the bounds are rounded
-    compared = statistic.to(x.log_ratio.dtype).double()
-    below = flags(torch.lt, compared, lower)
-    above = flags(torch.gt, compared, upper)
-    for figure, values in (
-        ("statistic", statistic),
-        ("inside", compared.clamp(lower, upper)),
-        ("below", below),
-        ("above", above),
-    ):
-        figures.add([f"{criterion.name}/{figure}" for criterion in criteria], values)
-    of_elements = [c for c in criteria if c.aggregate == "token"]
-    for c in of_elements:
-        beyond = rows.sum(f"{c.name}/below") + rows.sum(f"{c.name}/above")
-        figures.add((f"{c.name}/rejected",), beyond.clamp(max=1.0)[None])
-    return (below + above)[len(of_elements) :].sum(0)
-
-
-def _of_row(criterion: Criterion, x: Elements, rows: Rows) -> Float[Tensor, " B"]:
-    """A criterion's statistic of whole rows; of an element criterion the mean."""
-    if criterion.aggregate == "token":
-        return rows.mean(f"{criterion.name}/statistic")
-    if criterion.aggregate == "seq_max":  # k2 and k3 are 0, their minimum, at invalid elements
-        return _statistic(criterion, x).amax(0).double()
-    return rows.mean(criterion.statistic) if criterion.aggregate == "seq_mean" else rows.sum(criterion.statistic)
-
-
-def _bounds(
-    criteria: Sequence[Criterion], x: Elements, row_bounds: Float[Tensor, " B"] | None
-) -> tuple[Float[Tensor, " C #B"], Float[Tensor, " C #B"]]:
-    """Bounds of the row statistics, rounded to the compute dtype, so that a statistic equal to its bound is inside."""
+    dtype = values[criteria[0].statistic].dtype  # the compute dtype: in it is decided, and bounds are rounded to it
+    aggregated = {
+        "token": figures.mean,
+        "seq_mean": figures.mean,
+        "seq_sum": figures.sum,
+        "seq_max": lambda statistic: values[statistic].amax(0).double(),  # of k2 and k3, 0 at invalid elements
+    }
+    statistic = torch.stack([aggregated[criterion.aggregate](criterion.statistic) for criterion in criteria])
     if row_bounds is None:
-        return _constant_bounds(tuple(c.statistic_bounds for c in criteria), x.log_ratio.dtype, x.log_ratio.device)
-    upper = row_bounds[None].to(x.log_ratio.dtype).double()  # a calibrated criterion stands alone
-    return -upper if criteria[0].statistic == "k1" else torch.full_like(upper, -math.inf), upper
+        lower, upper = _constant_bounds(tuple((c.lower, c.upper) for c in criteria), dtype, statistic.device)
+    else:
+        upper = row_bounds.to(dtype)
+        lower = -upper
+    compared = statistic.to(dtype)
+    inside = compared.clamp(lower, upper)
+    side = (compared - inside).sign()
+    outside = side.abs()
+    inside = inside.double()
+    for figure, lines in (
+        ("statistic", statistic),
+        ("statistic_squared", statistic * statistic),
+        ("inside", inside),
+        ("inside_squared", inside * inside),
+        ("side", side),
+        ("outside", outside),
+    ):
+        figures.add_rows([f"rows/{criterion.name}/{figure}" for criterion in criteria], lines)
+    rejections = []
+    for criterion, line in zip(criteria, outside, strict=True):
+        if criterion.aggregate == "token":
+            any_outside = figures.mean(f"{criterion.name}/outside").sign()
+            figures.add_rows((f"rows/{criterion.name}/rejected",), any_outside[None])
+        else:
+            rejections.append(line)
+    return rejections
 
 
 @lru_cache(maxsize=64)
 def _constant_bounds(
     bounds: tuple[tuple[float, float], ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Float[Tensor, " C 1"], Float[Tensor, " C 1"]]:
-    """Kept, so that later calls copy nothing to the device."""
-    lower, upper = torch.tensor(bounds, dtype=dtype, device=device).double().unsqueeze(-1).unbind(1)
+    """Rounded to the compute dtype, and kept, so that later calls copy nothing to the device."""
+    lower, upper = torch.tensor(bounds, dtype=dtype, device=device).unsqueeze(-1).unbind(1)
     return lower, upper
 
 
-def veto_elements(log_threshold: float, x: Elements, sums: RowSums) -> None:
+def veto_elements(log_threshold: float, x: Elements, figures: Figures) -> None:
     """Counts valid elements of ``l < log_threshold``; here ``l`` is not clamped."""
-    low, _ = x.beyond(x.log_ratio, log_threshold, math.inf)
-    sums.add("veto", low)
+    figures.add("veto", x.zero_invalid(flags(torch.lt, x.log_ratio, log_threshold)))
 
 
-def veto_rows(rows: Rows, figures: RowFigures) -> Float[Tensor, " B"]:
+def veto_rows(figures: Figures) -> Float[Tensor, " B"]:
     """Flags of the rows with such an element, which are rejected."""
-    rejected = rows.sum("veto").clamp(max=1.0)
-    figures.add(("veto",), rejected[None])
+    rejected = figures.sum("veto").clamp(max=1.0)
+    figures.add_rows(("rows/veto",), rejected[None])
     return rejected
 
 

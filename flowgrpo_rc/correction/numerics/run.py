@@ -1,59 +1,27 @@
 """One pass over a batch: a plan's weights and rejection in blocks of rows, and one transfer of all figures."""
 
+import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.diagnostics import (
-    add_off_policy_figures,
-    add_off_policy_sums,
-    gaps_by_timestep,
-    timestep_table,
-)
-from flowgrpo_rc.correction.numerics.elements import Elements, RowSums, flags, make_elements
+from flowgrpo_rc.correction.numerics import diagnostics, rejection
+from flowgrpo_rc.correction.numerics import weights as importance_sampling
+from flowgrpo_rc.correction.numerics.elements import Elements, make_elements
+from flowgrpo_rc.correction.numerics.figures import Figures
 from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
-from flowgrpo_rc.correction.numerics.moments import FigureMoments, Moments, RowFigures, Totals, merge_blocks
-from flowgrpo_rc.correction.numerics.rejection import (
-    add_row_sums,
-    judge_elements,
-    judge_rows,
-    veto_elements,
-    veto_rows,
-)
-from flowgrpo_rc.correction.numerics.weights import (
-    add_element_weight_figures,
-    batch_divisor,
-    element_weights,
-    row_weights,
-)
-from flowgrpo_rc.correction.plan import CorrectionPlan, ImportanceSampling
+from flowgrpo_rc.correction.numerics.moments import Moments, RolloutCorrection
+from flowgrpo_rc.correction.plan import CorrectionPlan
 
 HOST_BLOCK = 1 << 17
 """Elements of a block in host memory, where its tensors should stay in a core's cache."""
 DEVICE_BLOCK = 1 << 19
 """Elements of a block on an accelerator, which larger blocks keep busy."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutCorrection:
-    """Result of one call; unpacks as ``weights, mask, metrics = result``. Nothing in it carries a gradient."""
-
-    weights: Tensor | None
-    """Importance weights, float32 (float64 for float64 input), 0 at invalid elements; None without ``rollout_is``."""
-    mask: Tensor
-    """``mask * keep`` in the mask's dtype (bool when no mask was given)."""
-    metrics: dict[str, float]
-    """Named figures, prefixed ``rollout_corr/``."""
-    moments: Moments
-    """What ``metrics`` derive from; ``MetricAccumulator`` merges it exactly over micro-batches and ranks."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.weights, self.mask, self.metrics))
 
 
 class NonFiniteLogProbError(ValueError):
@@ -80,17 +48,6 @@ class NonFiniteLogProbError(ValueError):
         )
 
 
-class Block(NamedTuple):
-    """What a plan makes of some rows."""
-
-    weights: Float[Tensor, "T B"] | None
-    keep: Float[Tensor, "T B"] | None
-    """Flags of what nothing rejects; ``None`` without rejection."""
-    totals: Totals
-    sum_names: tuple[str, ...]
-    figure_names: list[str]
-
-
 @torch.no_grad()
 def run_plan(
     log_prob: Float[Tensor, "..."],
@@ -113,8 +70,7 @@ def run_plan(
             another shape, or not positive and finite.
     """
     _check(log_prob, rollout_log_prob, mask, timesteps)
-    if plan.calibrated:
-        row_bounds = _check_row_bounds(row_bounds, log_prob)
+    row_bounds = _check_row_bounds(row_bounds, log_prob) if plan.calibrated else None
     p, q, m, t = (
         None if x is None else x.unsqueeze(1) if x.dim() == 1 else x
         for x in (log_prob, rollout_log_prob, mask, timesteps)
@@ -124,114 +80,105 @@ def run_plan(
     dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
     weights = None if plan.importance is None else p.new_empty(p.shape, dtype=dtype)
     kept = p.new_ones(p.shape, dtype=torch.bool) if m is None else m.clone(memory_format=torch.contiguous_format)
-    blocks: list[Block] = []
+    totals: list[tuple[Tensor, Tensor, Tensor]] = []
+    names: list[str] = []
     rows_at_once = max(1, (HOST_BLOCK if p.device.type == "cpu" else DEVICE_BLOCK) // p.shape[1])
-    for start in range(0, p.shape[0], rows_at_once):
-        rows = slice(start, start + rows_at_once)
-        x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
-        block = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows])
-        if weights is not None and block.weights is not None:
-            weights[rows].copy_(block.weights.t())
-        if block.keep is not None:
-            kept[rows].masked_fill_(block.keep.t() == 0, 0)
-        blocks.append(block._replace(weights=None, keep=None))  # copied: of large batches two would be many
-    block = blocks[-1]  # its names are those of all
-    total = merge_blocks([each.totals for each in blocks])
-    parts = total._asdict()
+    with torch.inference_mode():  # operations cost less in it; the tensors that are returned are from outside
+        for start in range(0, p.shape[0], rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
+            figures = Figures(x)
+            made, rejected = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows], figures)
+            if weights is not None and made is not None:
+                weights[rows].copy_(made.t())
+            if rejected is not None:
+                kept[rows].masked_fill_(rejected.t() != 0, 0)
+            totals.append(figures.totals())
+            names = figures.names  # the same for every block
+    numbers = [part.flatten() for total in totals for part in total]
+    more: dict[str, Tensor] = {}
     if plan.importance is not None and plan.importance.batch_normalize:
-        parts["divisor"] = _sum_over_ranks(_divisor_sums(plan.importance, block, total), dp_group)
-    if plan.calibrated and row_bounds is not None:
-        parts["row_bounds"] = row_bounds
+        sums = torch.stack([sums for sums, _, _ in totals]).sum(0)
+        by_name = (dict(zip(names, line, strict=True)) for line in sums)
+        more["divisor"] = torch.stack(importance_sampling.weight_sums(plan.importance, *by_name))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(more["divisor"], group=dp_group)
+    if row_bounds is not None:
+        more["row_bounds"] = row_bounds.double()
     if t is not None:
-        parts["timesteps"] = timestep_table(p, q, m, t)
-    host = _to_host(parts)
-    _check_bound_values(host.get("row_bounds", []))
-    figures = len(block.figure_names)
-    columns = [host[name][i : i + figures] for name in ("figure_sums", "figure_squares") for i in (0, figures)]
-    columns += [host["smallest"], host["largest"]]
-    moments = Moments(
-        plan,
-        dict(zip(block.sum_names, host["element_sums"], strict=True)),
-        dict(zip(block.figure_names, map(FigureMoments, *columns), strict=True)),
-        batch_divisor(*host["divisor"]) if "divisor" in host else None,
-        gaps_by_timestep(host.get("timesteps", [])),
-    )
+        more["timesteps"] = diagnostics.timestep_table(p, q, m, t)
+    host = iter(torch.cat([*numbers, *more.values()]).to("cpu").tolist())  # the one transfer
+    moments = functools.reduce(Moments.merge, [Moments.read(plan, names, host) for _ in totals])
+    rest = {name: list(islice(host, len(values))) for name, values in more.items()}
+    _check_bound_values(rest.get("row_bounds", []))
+    if rest:
+        moments = replace(
+            moments,
+            divisor=importance_sampling.batch_divisor(*rest["divisor"]) if "divisor" in rest else None,
+            timesteps=diagnostics.gaps_by_timestep(rest.get("timesteps", [])),
+        )
     if not moments.finite:
         raise NonFiniteLogProbError(p, q, m)
     if moments.count == 0:
         raise ValueError("The mask has no valid element: there is nothing to correct.")
-    if weights is not None:
-        if moments.divisor is not None:
-            weights.div_(moments.divisor)
-        weights = weights.view(log_prob.shape)
-    return RolloutCorrection(weights, kept.view(log_prob.shape), metrics_from_moments(moments), moments)
+    if weights is not None and moments.divisor is not None:
+        weights.div_(moments.divisor)
+    if log_prob.dim() == 1:
+        weights = None if weights is None else weights.squeeze(1)
+        kept = kept.squeeze(1)
+    return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)
 
 
-def _correct_block(plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, " B"] | None) -> Block:
-    """Weights, rejection and figures of some rows: what elements decide, then their sums, then what rows decide."""
+def _correct_block(
+    plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, " B"] | None, figures: Figures
+) -> tuple[Float[Tensor, "T B"] | None, Float[Tensor, "T B"] | None]:
+    """Weights of some rows, and flags of what is rejected; None without weights, or without rejection.
+
+    What elements decide comes first, then their sums, then what rows decide.
+    """
     importance = plan.importance
-    log_veto = plan.log_veto
-    of_elements = [c for c in plan.criteria if c.aggregate == "token"]
-    of_rows = [c for c in plan.criteria if c.aggregate != "token"]
-    figures = RowFigures()
-    sums = RowSums(x)
     weights = None
-
-    add_off_policy_sums(x, sums)
+    rejections: list[Tensor] = []
+    extremes = {"log_ratio": x.log_ratio}
+    diagnostics.add_elements(x, figures)
     if importance is not None and importance.level == "token":
-        weights = element_weights(importance, x, sums)
-    rejections = [judge_elements(criterion, x, sums, figures) for criterion in of_elements]
-    add_row_sums(of_rows, x, sums)
-    if log_veto is not None:
-        veto_elements(log_veto, x, sums)
+        weights = importance_sampling.weigh_elements(importance, x, figures)
+        extremes["is/weight"] = weights.values
+    values = rejection.element_statistics(plan.criteria, x, figures)
+    for criterion in plan.criteria:
+        if criterion.aggregate == "token":
+            rejections.append(rejection.judge_elements(criterion, values[criterion.statistic], x, figures))
+            if criterion.statistic != "k1":  # whose extremes are those of the log ratio
+                extremes[criterion.statistic] = values[criterion.statistic]
+    if plan.log_veto is not None:
+        rejection.veto_elements(plan.log_veto, x, figures)
 
-    rows = sums.rows()
-    add_off_policy_figures(rows, figures)
-    if importance is None or weights is None:
-        figures.add(("least_log_ratio", "largest_log_ratio"), x.extremes(x.log_ratio))
-    else:
-        names = ("least_log_ratio", "is_smallest", "largest_log_ratio", "is_largest")
-        figures.add(names, x.extremes(x.log_ratio, weights.values))
-        add_element_weight_figures(importance, rows, figures)
-    if importance is not None and weights is None:
-        weights = row_weights(importance, x, rows, figures)
+    figures.average()
+    figures.add_extremes(extremes)
+    diagnostics.add_rows(figures)
+    if importance is not None and weights is not None:
+        importance_sampling.average_weights(importance, figures)
+    elif importance is not None:
+        weights = importance_sampling.weigh_rows(importance, x, figures)
     if plan.criteria:
-        rejections.append(judge_rows([*of_elements, *of_rows], x, rows, row_bounds, figures))
-    if log_veto is not None:
-        rejections.append(veto_rows(rows, figures))
+        rejections += rejection.judge_rows(plan.criteria, values, row_bounds, figures)
+    if plan.log_veto is not None:
+        rejections.append(rejection.veto_rows(figures))
     if importance is not None and weights is not None and importance.rejects:
-        rejections.append(weights.outside)
-    keep = None
+        rejections += [weights.low, weights.high]
+    rejected = None
     if rejections:
-        rejected = sum(rejections[1:], rejections[0])
-        keep = flags(torch.eq, rejected, 0).to(x.ones.dtype).expand_as(x.ones)
-        count = rows.sum("elements") - x.zero_invalid(keep).sum(0)
-        figures.add(("rejected", "any_rejected"), torch.stack([count, count.clamp(max=1.0)]))
-    totals = figures.totals(rows, masked=x.away is not None)
-    return Block(None if weights is None else weights.values, keep, totals, rows.names, figures.names)
-
-
-def _divisor_sums(spec: ImportanceSampling, block: Block, total: Totals) -> Float[Tensor, "3"]:
-    """Sums of ``w``, of ``w - 1`` and of 1 for batch normalisation: over elements ("token"), else over rows."""
-    if spec.level == "token":
-        sums = dict(zip(block.sum_names, total.element_sums.unbind(), strict=True))
-        return torch.stack([sums["is_weight"], sums["is_excess"], sums["elements"]])
-    sums = dict(zip(block.figure_names, total.figure_sums[0].unbind(), strict=True))
-    return torch.stack([sums["is_weight"], sums["is_excess"], sums["rows"]])
-
-
-def _sum_over_ranks(values: Float[Tensor, " sums"], dp_group: Any) -> Float[Tensor, " sums"]:
-    """Sums of every rank's values, where there are several."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(values, group=dp_group)
-    return values
-
-
-def _to_host(parts: dict[str, Tensor]) -> dict[str, list[float]]:
-    """The one transfer: every part flat, as Python floats."""
-    flat = [part.double().flatten() for part in parts.values()]
-    host = torch.cat(flat).to("cpu").split([len(part) for part in flat])
-    return {name: part.tolist() for name, part in zip(parts, host, strict=True)}
+        rejected = sum(rejections[1:], rejections[0]).clamp(max=1.0)
+        if rejected.dim() == 1:
+            rejected = rejected.to(x.valid.dtype).expand_as(x.valid)
+        count = x.zero_invalid(rejected).sum(0)
+        figures.add_rows(("rejected", "any_rejected"), torch.stack([count, count.clamp(max=1.0)]))
+    if weights is None:
+        return None, rejected
+    values = weights.values
+    if values.dim() == 1:
+        values = x.zero_invalid(values.to(x.valid.dtype).expand_as(x.valid))
+    return values, rejected
 
 
 def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, timesteps: Tensor | None) -> None:
