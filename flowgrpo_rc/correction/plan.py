@@ -118,11 +118,6 @@ class Criterion:
     calibrated: bool = False
     """The bounds come with every batch (``rollout_rs_threshold=auto``); ``upper`` and ``lower`` are infinite here."""
 
-    @property
-    def statistic_bounds(self) -> tuple[float, float]:
-        """Bounds of the statistic; for k1, which is ``-l``, the negated bounds of ``l``."""
-        return (-self.upper, -self.lower) if self.statistic == "k1" else (-math.inf, self.upper)
-
 
 @dataclass(frozen=True, slots=True)
 class CorrectionPlan:
@@ -363,7 +358,8 @@ def parse_number(value: object, name: str, *, band: object = None, zero_allowed:
 def _check_type(value: object, name: str, *, band: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, (Real, Decimal, str)):
         form = f"{_BAND_FORM}{_near_band(value)}" if band else _NUMBER_FORM
-        raise TypeError(f"{name} must be a number or a numeric string, got {show(value)}; {form}.")
+        kind = ", not a boolean" if isinstance(value, bool) else ""  # as verl says it
+        raise TypeError(f"{name} must be a number or a numeric string{kind}, got {show(value)}; {form}.")
 
 
 def _near_band(value: object) -> str:
