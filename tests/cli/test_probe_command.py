@@ -36,10 +36,11 @@ def probe(tmp_path, capsys):
 def test_the_command_gates_on_its_exit_code(probe, tmp_path):
     code, said, _ = probe("--images", "8", f"{CLIP}=0.01")
     assert code == 0
-    assert "Verdict: SAFE (outside clip_ratio=0.01: 0% (0.0% to" in said
+    assert "Verdict: SAFE (" in said
+    assert "0% of the samples lie outside clip_ratio=0.01 before anything is learned (0.0% to" in said
     code, said, _ = probe("--images", "4", f"{CLIP}=0.00001")
     assert code == 3
-    assert "Verdict: NOT SAFE (outside clip_ratio=1e-05: " in said
+    assert "Verdict: NOT SAFE (" in said
     assert "clip_ratio=1e-05 before anything is learned" in said
     saved = json.loads((tmp_path / "out" / "probe.json").read_text())
     assert saved["advice"]["safe"] is False
@@ -58,22 +59,26 @@ FP8_WINDOW_4 = (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.algo.sde_window_size=
 
 
 def test_a_collapsing_setting_is_not_called_safe(probe, tmp_path):
-    """Of 64 samples fewer lie outside the band than the limit allows; of the truth, a third. The run unlearned."""
+    """Of 64 samples fewer lie outside the band than the limit allows; of the truth, a third. The run unlearned.
+
+    The drift shows it with those 16 images, and the share is expected over the noise that they might have had.
+    """
     code, said, _ = probe("--max-images", "16", *FP8_WINDOW_4)
     saved = json.loads((tmp_path / "out" / "probe.json").read_text())
-    assert code == 4
-    assert "Verdict: NOT SHOWN SAFE (outside clip_ratio=0.001: " in said
+    assert code == 3
+    assert "Verdict: NOT SAFE (drift: " in said
     assert saved["images"] == 16
     assert saved["overall"]["count"] == 64
-    interval = saved["overall"]["clipped_interval"]
-    assert interval["low"] < 0.25 < interval["high"]
+    assert 0.26 < saved["overall"]["clipped"] < 0.36
     assert saved["confidence"] == pytest.approx(0.95)
     assert saved["advice"]["safe"] is False
-    assert saved["advice"]["verdict"] == "not shown safe"
+    assert saved["advice"]["verdict"] == "not safe"
     assert {step["clipped_interval"]["high"] > step["clipped"] for step in saved["steps"]} == {True}
     judged = {one["what"]: one for one in saved["advice"]["judged"]}
+    assert judged["drift"]["limit"] == 0.004
+    assert judged["drift"]["low"] > 0.01
     assert judged["outside clip_ratio=0.001"]["limit"] == 0.25
-    assert judged["outside clip_ratio=0.001"]["verdict"] == "not shown safe"
+    assert judged["outside clip_ratio=0.001"]["verdict"] != "safe"
     assert judged["rejected"]["verdict"] == "safe"
 
 

