@@ -124,9 +124,10 @@ class DriftMeter:
             pseudo.append(groups * whole - (groups - 1) * rest)
         spread = float(torch.tensor(pseudo, dtype=torch.float64).std())
         half = student_quantile(confidence, groups - 1) * spread / math.sqrt(groups) if groups > 2 else math.inf
-        unit = math.sqrt(self._square / self.images)
+        # Where rejection leaves nothing there is no gradient: no drift, and nothing that follows the reward.
+        unit = math.sqrt(self._square / self.images) or 1.0
         value, low, high = (math.sqrt(max(square, 0.0)) / unit for square in (whole, whole - half, whole + half))
-        cosine = self._product / math.sqrt(self._square * self._gapped_square)
+        cosine = self._product / (math.sqrt(self._square * self._gapped_square) or 1.0)
         return Drift(value, Interval(low, high, float(groups)), cosine)
 
     def _drift_loss(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:

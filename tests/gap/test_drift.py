@@ -163,6 +163,15 @@ def test_without_a_gap_there_is_no_drift():
     assert found.cosine == pytest.approx(1)
 
 
+def test_where_everything_is_rejected_nothing_is_learned():
+    actor = LinearActor()
+    reject = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99999999_1.00000001"}
+    meter = DriftMeter(mode_with(reject, clip_ratio=1e-4), "sde", 0)
+    meter.add(actor, actor.batch(), None)
+    found = meter.result(0.95)
+    assert (found.value, found.interval.low, found.cosine) == (0, 0, 0)
+
+
 def test_a_wider_band_has_less_drift_and_follows_the_reward_more():
     found = []
     for factor in (0.1, 0.5, 1, 2, 4):
