@@ -171,7 +171,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     cosine.set(ylabel="cosine of gradients with, without gap")
     along.axhline(1.0, color="0.4", linewidth=1)
     along.set(ylabel="sampled drift along the expected one", ylim=(0, 2))
-    size.set(ylabel="drift, in gradients of one image")
+    size.set(ylabel="drift, in gradients of one step")
     for one in axes.flatten():
         one.set(xscale="log", xlabel="half width of the clip band")
         one.grid(alpha=0.3)
