@@ -100,6 +100,7 @@ class DiffusionActor:
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
         if self.recomputes:
             self.transformer.enable_gradient_checkpointing()
+        self._compiled = lora.torch_compile
         if lora.torch_compile:
             self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
         self.transformer.to(accelerator.device)
@@ -183,7 +184,8 @@ class DiffusionActor:
         conditioning: Conditioning,
         losses: Sequence[Callable[[dict[str, Tensor], TensorDict], Float[Tensor, ""]]],
     ) -> list[Float[Tensor, " parameters"]]:
-        """The adapter's gradient of each loss, summed over the batch, from one forward; nothing moves.
+        """The adapter's gradient of each loss, summed over the batch; nothing moves. All losses share a forward, unless
+        the transformer is compiled.
 
         Args:
             batch: recorded steps, and whatever the losses read.
@@ -200,12 +202,15 @@ class DiffusionActor:
         sums = [torch.zeros(sum(parameter.numel() for parameter in self._parameters)) for _ in losses]
         for rows in torch.arange(len(batch)).split(self.config.ppo_micro_batch_size_per_gpu):
             data = batch[rows]
-            output = self._forward(data, conditioning, means=True)
-            self._check_finite(output, rows)
+            output: dict[str, Tensor] = {}
             for number, loss in enumerate(losses):
-                more = number + 1 < len(losses)
+                if self._compiled or not output:
+                    output = self._forward(data, conditioning, means=True)
+                    self._check_finite(output, rows)
+                # A compiled backward pass gives its buffers away, so that there is one for each forward.
+                shared = not self._compiled and number + 1 < len(losses)
                 found = torch.autograd.grad(
-                    loss(output, data), self._parameters, retain_graph=more, materialize_grads=True
+                    loss(output, data), self._parameters, retain_graph=shared, materialize_grads=True
                 )
                 sums[number] += parameters_to_vector(found).float().cpu()
         return sums

@@ -266,7 +266,7 @@ def _timestep_reason(mode: ModeInForce, step: StepGap) -> str:
 
 def _drift_reason(drift: JudgedFigure) -> str:
     """What an update learns from the gap whatever is rewarded, and what that has done to runs."""
-    size = f"{drift.value:.2g} ({drift.low:.2g} to {drift.high:.2g}; limit {drift.limit:g}) of one image's gradient"
+    size = f"{drift.value:.2g} ({drift.low:.2g} to {drift.high:.2g}; limit {drift.limit:g}) of one step's gradient"
     text = f"whatever is rewarded, an update moves toward the engine's error, by {size}"
     if drift.verdict == NOT_SAFE:
         return f"{text}: runs like that lost what they had learned"

@@ -7,9 +7,8 @@ part of the gradient has one direction for either sign of the advantage: toward 
 
 For a plain clip band of half width ``c`` the drift is the gradient of a penalty on the gap, ``E[(|l| - c)+] / 2``; see
 ``docs/theory_of_the_gap.md``. Here it is measured with the configured objective and rejection themselves, at log ratios
-drawn by the law of the gap (``law``). It is told in units of the policy gradient of a single image, since the reward's
-own gradient is a similar fraction of that, and neither depends on the size of a batch: of runs whose drift was above
-the limit in ``limits`` the reward lost.
+drawn by the law of the gap (``law``). It is told in units of the policy gradient of a single SDE step of one image: in
+that unit neither the drift nor the reward's own gradient depends on the size of a batch or of the window.
 """
 
 import math
@@ -43,8 +42,8 @@ class Drift:
     """The drift of a configuration, and how much of the rest of the gradient follows the reward."""
 
     value: float
-    """Norm of the expected drift of an image over the root mean square norm of an image's policy gradient without a
-    gap, both for an advantage of size 1."""
+    """Norm of a step's expected drift over the root mean square norm of a step's policy gradient without a gap, both
+    for an advantage of size 1 and on average over the window."""
     interval: Interval
     """Where it lies, from the groups of images."""
     cosine: float
@@ -66,6 +65,7 @@ class DriftMeter:
         self._sde_type = sde_type
         # No two images may share their noise, or it would be taken for something that they have in common.
         self._generator = torch.Generator().manual_seed(seed)
+        self._window = 0
         self.images = 0
         """Images seen so far."""
         self._drifts: list[Tensor] = []
@@ -89,6 +89,7 @@ class DriftMeter:
         if not self._drifts:
             self._drifts = [torch.zeros(0)] * min(PARTS, len(batch))
             self._sizes = [0] * len(self._drifts)
+            self._window = batch[Key.TIMESTEPS].shape[1]
         for number in range(len(self._drifts)):
             rows = torch.arange(number, len(batch), len(self._drifts))
             part = batch[rows]
@@ -124,9 +125,11 @@ class DriftMeter:
             pseudo.append(groups * whole - (groups - 1) * rest)
         spread = float(torch.tensor(pseudo, dtype=torch.float64).std())
         half = student_quantile(confidence, groups - 1) * spread / math.sqrt(groups) if groups > 2 else math.inf
-        unit = math.sqrt(self._square / self.images)
+        # Where rejection leaves nothing there is no gradient: no drift, and nothing that follows the reward.
+        # Of the steps of a window the drifts add up, while the rest of their gradients is independent.
+        unit = math.sqrt(self._window * self._square / self.images) or 1.0
         value, low, high = (math.sqrt(max(square, 0.0)) / unit for square in (whole, whole - half, whole + half))
-        cosine = self._product / math.sqrt(self._square * self._gapped_square)
+        cosine = self._product / (math.sqrt(self._square * self._gapped_square) or 1.0)
         return Drift(value, Interval(low, high, float(groups)), cosine)
 
     def _drift_loss(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:

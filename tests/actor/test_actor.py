@@ -307,14 +307,22 @@ def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(actor, "COMPILE_BACKEND", backend)
     states = []
+    gradients = []
     for model, compiled in ((tiny_model, False), (load_model("asset:tiny_qwen_image"), True)):
         setup = Setup(model, lora=dataclasses.replace(LORA, torch_compile=compiled))
         blocks = setup.actor.transformer.transformer_blocks
         assert {block._compiled_call_impl is not None for block in blocks} == {compiled}
         assert all(block._compiled_call_impl is None for block in setup.engine.transformer.transformer_blocks)
         before = adapter_state(setup.actor.transformer)
+
+        def loss(output, data):
+            return (output["log_probs"] * data[Key.ADVANTAGES][:, None]).sum()
+
+        gradients.append(setup.actor.gradients(setup.batch, setup.cond, [loss, lambda *a: 2 * loss(*a)]))
         setup.update()
         states.append(adapter_state(setup.actor.transformer))
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() < 1e-3 * one.norm()
     plain, traced = states
     assert plain.keys() == traced.keys()
     apart = sum((traced[n] - plain[n]).square().sum() for n in plain).sqrt()

@@ -75,8 +75,8 @@ def test_a_collapsing_setting_is_not_called_safe(probe, tmp_path):
     assert saved["advice"]["verdict"] == "not safe"
     assert {step["clipped_interval"]["high"] > step["clipped"] for step in saved["steps"]} == {True}
     judged = {one["what"]: one for one in saved["advice"]["judged"]}
-    assert judged["drift"]["limit"] == 0.004
-    assert judged["drift"]["low"] > 0.01
+    assert judged["drift"]["limit"] == 0.0075
+    assert judged["drift"]["low"] > 0.0075
     assert judged["outside clip_ratio=0.001"]["limit"] == 0.25
     assert judged["outside clip_ratio=0.001"]["verdict"] != "safe"
     assert judged["rejected"]["verdict"] == "safe"

@@ -163,6 +163,15 @@ def test_without_a_gap_there_is_no_drift():
     assert found.cosine == pytest.approx(1)
 
 
+def test_where_everything_is_rejected_nothing_is_learned():
+    actor = LinearActor()
+    reject = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99999999_1.00000001"}
+    meter = DriftMeter(mode_with(reject, clip_ratio=1e-4), "sde", 0)
+    meter.add(actor, actor.batch(), None)
+    found = meter.result(0.95)
+    assert (found.value, found.interval.low, found.cosine) == (0, 0, 0)
+
+
 def test_a_wider_band_has_less_drift_and_follows_the_reward_more():
     found = []
     for factor in (0.1, 0.5, 1, 2, 4):
@@ -178,7 +187,7 @@ def test_a_wider_band_has_less_drift_and_follows_the_reward_more():
     assert found[0].cosine < 0.9
 
 
-def test_its_unit_is_the_gradient_of_one_image():
+def test_its_unit_is_the_gradient_of_one_step():
     """Twice the images, or a batch twice as large, give the same value; so does the sum of two batches."""
     actor = LinearActor()
     mode = mode_with(clip_ratio=0.5 * mean_gap(actor))
@@ -198,7 +207,7 @@ def test_its_unit_is_the_gradient_of_one_image():
         old = {Key.OLD_LOG_PROBS: output["log_probs"].detach(), Key.ADVANTAGES: torch.ones(1)}
         loss = diffusion_loss_sums(without_correction(mode), output, old).loss_sum
         squares.append(float(torch.autograd.grad(loss, actor.parameters)[0].square().sum()))
-    unit = math.sqrt(sum(squares) / IMAGES)
+    unit = math.sqrt(WINDOW * sum(squares) / IMAGES)
     assert two.result(0.95).value == pytest.approx(float(exact) / unit, rel=0.15)
 
 
@@ -215,7 +224,7 @@ def test_the_interval_holds_the_drift_of_many_images():
         meter = DriftMeter(mode, "sde", trial)
         meter.add(actor, batch[trial * images : (trial + 1) * images], None)
         found = meter.result(0.95)
-        unit = math.sqrt(meter._square / meter.images)
+        unit = math.sqrt(WINDOW * meter._square / meter.images)
         held += found.interval.low <= truth / unit <= found.interval.high
     assert held >= 35
 
