@@ -184,7 +184,8 @@ def read_verdicts(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What ``flowgrpo-rc probe`` says of each setting before training; none for alternatives, which it cannot know."""
+    """What ``flowgrpo-rc probe`` says of each setting before training; none for alternatives, which it cannot know, and
+    none with a lag, of which it sees the engine's half alone."""
     found = read_verdicts(study.results)
     commit = describe()["commit"]
     for setting in settings:
@@ -192,7 +193,8 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
         overrides = study.overrides(setting, seed=1)
         of = {"program": names(program), "of": overrides}
         known = found.get(setting, {})
-        if PROGRAM in study.settings[setting] or ("verdict" in known and known.items() >= of.items()):
+        lags = study.settings[setting].get(f"{ROLLOUT}.adapter_lag", 0) > 0
+        if lags or PROGRAM in study.settings[setting] or ("verdict" in known and known.items() >= of.items()):
             continue
         with tempfile.TemporaryDirectory() as out:
             done = subprocess.run(
