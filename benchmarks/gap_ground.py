@@ -3,6 +3,7 @@
     python benchmarks/gap_ground.py --jobs 2            # trains what is missing of seed 1, two minutes a run and core
     python benchmarks/gap_ground.py --verdicts          # `flowgrpo-rc probe` on every setting with a result
     python benchmarks/gap_ground.py --report            # writes the table of docs/gap_study.md; runs nothing
+    python benchmarks/gap_ground.py --compare           # the drift against the share, as signs of what a run lost
 
 The limits of the drift were chosen on the gap study and on the settings here whose name ends in ``CHOSEN_ON``. No other
 run of this file had ended then, so that the rest tells whether the probe is right on what it was not made on. Each
@@ -13,10 +14,12 @@ final held-out reward minus its own. Resumable, as ``training_runs.py`` says.
 import argparse
 import sys
 from pathlib import Path
-from statistics import fmean
+from statistics import correlation, fmean
 from typing import Any
 
 from gap_study import BYPASS, DECOUPLED, PRECISIONS, VERDICT_CELLS, probed, read_verdicts
+from gap_study import RESULTS as STUDY_RESULTS
+from gap_study import SETTINGS as STUDY
 from learning import COMMON, LOSS, ROLLOUT
 from training_runs import HERE, Overrides, Study, load, run_missing, write_table
 
@@ -132,6 +135,42 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"{len(found)} settings, {wrong} wrong."])
 
 
+def compare(found: list[dict[str, Any]]) -> str:
+    """How well drift and share order the settings by what they lost, here and in the gap study's bypass mode."""
+    known = [(row["drift"], row["clipped"], row["lost"]) for row in found if "drift" in row]
+    grid = load(STUDY, STUDY_RESULTS)
+    for setting, verdict in read_verdicts(STUDY_RESULTS).items():
+        precision, rest = setting.split("_", 1)
+        twin = grid.get(f"float32_{rest}")
+        if precision == "float32" or twin is None or setting not in grid or "drift" not in verdict:
+            continue
+        ended = fmean(run["final_held_out"] for run in grid[setting])
+        known.append(
+            (verdict["drift"], verdict["clipped"], fmean(run["final_held_out"] for run in twin) - ended),
+        )
+    lost = [row[2] for row in known]
+    lines = [f"{len(known)} settings with a twin"]
+    for number, name in enumerate(("drift", "share")):
+        values = [row[number] for row in known]
+        harmed = [value for value, loss in zip(values, lost, strict=True) if loss > LOST]
+        unhurt = [value for value, loss in zip(values, lost, strict=True) if loss < UNHURT]
+        lines.append(
+            f"{name}: rank correlation with the loss {rank_correlation(values, lost):.2f}; of those that lost more "
+            f"than {LOST:g} the least is {min(harmed):.4f}, of those that lost less than {UNHURT:g} the most "
+            f"{max(unhurt):.4f}"
+        )
+    return "\n".join(lines)
+
+
+def rank_correlation(x: list[float], y: list[float]) -> float:
+    """Spearman's, with mean ranks where values are equal."""
+
+    def ranks(values: list[float]) -> list[float]:
+        return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]
+
+    return correlation(ranks(x), ranks(y))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="settings whose name holds this text")
@@ -140,6 +179,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results' JSON-lines file")
     parser.add_argument("--verdicts", action="store_true", help="run the probe on every setting with a result")
     parser.add_argument("--report", action="store_true", help=f"write the table of {PAGE.name}; runs nothing")
+    parser.add_argument("--compare", action="store_true", help="drift against share; runs nothing")
     arguments = parser.parse_args()
     settings = [name for name in SETTINGS if arguments.only in name]
     if not settings:
@@ -148,13 +188,13 @@ def main() -> int:
     failed = 0
     if arguments.verdicts:
         probed(study, [name for name in load(settings, arguments.results) if not name.endswith(TWIN)])
-    elif not arguments.report:
+    elif not (arguments.report or arguments.compare):
         failed = run_missing(study, settings, [int(seed) for seed in arguments.seeds.split(",")], arguments.jobs)
-    found = tables(rows(load(settings, arguments.results), read_verdicts(arguments.results)))
+    found = rows(load(settings, arguments.results), read_verdicts(arguments.results))
     if arguments.report:
-        write_table(PAGE, RESULTS, found)
+        write_table(PAGE, RESULTS, tables(found))
     else:
-        print(found)
+        print(compare(found) if arguments.compare else tables(found))
     return 1 if failed else 0
 
 
