@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,13 @@ def sampled_drift(trainer: FlowGRPOTrainer, mode: Any, batch: Any) -> torch.Tens
     """An image's mean drift from the log ratios that were sampled, under advantages of +1 and -1."""
 
     def loss(output: Any, data: Any) -> torch.Tensor:
-        total = output["log_probs"].new_zeros(())
-        for sign in (0.5, -0.5):
-            named = {name: data[name] for name in (Key.ROLLOUT_LOG_PROBS, Key.TIMESTEPS)}
-            named[Key.ADVANTAGES] = torch.full((len(data),), 2 * sign)
+        log_probs = output["log_probs"]
+        named = {name: data[name].to(log_probs) for name in (Key.ROLLOUT_LOG_PROBS, Key.TIMESTEPS)}
+        total = log_probs.new_zeros(())
+        for sign in (1.0, -1.0):
+            named[Key.ADVANTAGES] = torch.full_like(log_probs[:, 0], sign)
             total = total + diffusion_loss_sums(mode, output, named).loss_sum / 2
-        return total
+        return total / log_probs.shape[1]
 
     return trainer.run.actor.gradients(batch.trajectories, batch.conditioning, [loss])[0] / len(batch.trajectories)
 
@@ -104,8 +106,6 @@ def measure(engine: str, images: int) -> dict[str, Any]:
 
 def with_clip(mode: Any, width: float) -> Any:
     """The mode with another clip band."""
-    from dataclasses import replace
-
     return replace(mode, diffusion_loss=replace(mode.diffusion_loss, clip_ratio=width))
 
 

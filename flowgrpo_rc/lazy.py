@@ -12,7 +12,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -22,8 +22,9 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
     @functools.cache
     def homes() -> dict[str, str]:
         """Public name -> full name of the module that defines it."""
-        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-        (block,) = (node for node in tree.body if isinstance(node, ast.If))
+        loader: Any = module.__loader__  # which has the source in a zip file, too
+        tree = ast.parse(loader.get_source(package))
+        (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
         imports = (node for node in block.body if isinstance(node, ast.ImportFrom))
         return {alias.name: str(node.module) for node in imports for alias in node.names}
 

@@ -197,23 +197,27 @@ class DiffusionActor:
             Flat, float32, on the host; of this process alone.
 
         Raises:
-            NonFiniteUpdateError: a log-prob is not finite.
+            NonFiniteUpdateError: a log-prob or a gradient is not finite; of a gradient it names the micro-batch.
         """
-        sums = [torch.zeros(sum(parameter.numel() for parameter in self._parameters)) for _ in losses]
+        count = sum(parameter.numel() for parameter in self._parameters)
+        sums = [torch.zeros(count, device=self._accelerator.device) for _ in losses]
         for rows in torch.arange(len(batch)).split(self.config.ppo_micro_batch_size_per_gpu):
             data = batch[rows]
             output: dict[str, Tensor] = {}
             for number, loss in enumerate(losses):
                 if self._compiled or not output:
-                    output = self._forward(data, conditioning, means=True)
+                    output = self._forward(data, conditioning, means=True, reference=False)
                     self._check_finite(output, rows)
                 # A compiled backward pass gives its buffers away, so that there is one for each forward.
                 shared = not self._compiled and number + 1 < len(losses)
                 found = torch.autograd.grad(
                     loss(output, data), self._parameters, retain_graph=shared, materialize_grads=True
                 )
-                sums[number] += parameters_to_vector(found).float().cpu()
-        return sums
+                flat = torch.cat([gradient.float().reshape(-1) for gradient in found])
+                if not bool(flat.isfinite().all()):
+                    self._raise_non_finite("gradient", rows.tolist())
+                sums[number] += flat
+        return [flat.cpu() for flat in sums]
 
     def update(
         self,
@@ -316,8 +320,13 @@ class DiffusionActor:
         if not finite.all():
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
 
-    def _forward(self, data: TensorDict, conditioning: Conditioning, *, means: bool = False) -> dict[str, Tensor]:
-        """All steps of all images in one forward: log-probs ``(b, W)``, and where they are needed the transitions."""
+    def _forward(
+        self, data: TensorDict, conditioning: Conditioning, *, means: bool = False, reference: bool = True
+    ) -> dict[str, Tensor]:
+        """All steps of all images in one forward: log-probs ``(b, W)``, and where they are needed the transitions.
+
+        Without ``reference`` those of the reference policy are left out, whatever the configuration wants of them.
+        """
         device = self._accelerator.device
         b, w = data[Key.LATENTS].shape[:2]
         flat = {name: data[name].flatten(0, 1).to(device) for name in _TRANSITION_KEYS}
@@ -328,7 +337,7 @@ class DiffusionActor:
             output["transition_means"] = step.mean.unflatten(0, (b, w))
             output["transition_stds"] = step.step_std.view(b, w)
         # A scoring pass has no use for the reference.
-        if self.config.use_kl_loss and torch.is_grad_enabled():
+        if reference and self.config.use_kl_loss and torch.is_grad_enabled():
             with torch.no_grad(), adapter_disabled(self.transformer):
                 output["ref_transition_means"] = self._transition(flat, cond).mean.unflatten(0, (b, w))
         return output

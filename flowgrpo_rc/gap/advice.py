@@ -49,7 +49,8 @@ class StepGap:
     """90 % quantile of what the objective holds against its limit, in its own unit; ``abs_q90`` where that is the log
     ratio itself."""
     clipped: float
-    """Share of the samples in use that lie beyond the objective's limit."""
+    """Share of the samples in use that lie beyond the objective's limit. Like the next two it is expected over the
+    noise that these images might have had, not counted."""
     rejected: float
     """Share of samples that the configured rejection removes for the gap alone."""
     zeroed: float
@@ -138,13 +139,15 @@ def advise(
     # A limit wider than the gap needs was chosen for the policy's own movement, so it is not narrowed.
     wanted = max(configured, needed) if fits else configured
     # Where auto_clip_max cuts the gap off, a fixed clip band that holds it is recommended instead.
-    calibrated = fits and mode.diffusion_loss.clip_ratio == "auto" and overall.clipped <= LIMITS[CLIP].not_safe
+    holds = overall.clipped <= LIMITS[CLIP].not_safe and (DRIFT not in judged or judged[DRIFT].verdict == SAFE)
+    calibrated = fits and mode.diffusion_loss.clip_ratio == "auto" and holds
     holding = f"{limit.key}={wanted:g}" if wanted > configured and not calibrated else ""
     reasons = [failure] if failure else []
     reasons += _engine_reasons(mode, engine)
-    reasons += _clip_reasons(mode, overall, clip, steps)
+    drifts = DRIFT in judged and judged[DRIFT].verdict != SAFE
+    reasons += _clip_reasons(mode, overall, clip, steps, drifts=drifts)
     unsettled = [name for name in (CLIP, DRIFT) if name in judged and judged[name].verdict != SAFE]
-    if drift is not None:
+    if drift is not None and not judged[DRIFT].high < DRIFT_COSTS / 5:  # which is too little to speak of
         reasons.append(_drift_reason(judged[DRIFT]))
     if adapter_lag and mode.has_limit and (mode.bypasses or fits):
         reasons.append(_lag_reason(mode, adapter_lag))
@@ -227,9 +230,12 @@ def _engine_reasons(mode: ModeInForce, engine: JudgedFigure) -> list[str]:
 
 
 def _clip_reasons(
-    mode: ModeInForce, overall: StepGap, clip: JudgedFigure | None, steps: Sequence[StepGap]
+    mode: ModeInForce, overall: StepGap, clip: JudgedFigure | None, steps: Sequence[StepGap], *, drifts: bool
 ) -> list[str]:
-    """What the gap does to the configured objective's clip, and at which timesteps that is too much."""
+    """What the gap does to the configured objective's clip, and at which timesteps that is too much.
+
+    ``drifts`` says that what the samples outside teach is too much, or may be, however few they are.
+    """
     if not mode.bypasses:
         reason = "decoupled mode centres the clip on the actor's own log-probs, so the gap is not clipped"
     elif clip is None:
@@ -237,20 +243,20 @@ def _clip_reasons(
     elif not overall.clipped_interval.effective:
         reason = "rejection and weights of 0 leave no sample of which the clip could be measured"
     else:
-        reason = _clipped_share(mode, overall, clip)
+        reason = _clipped_share(mode, overall, clip, drifts=drifts)
     if clip is None or clip.verdict == NOT_SAFE:
         return [reason]
     return [reason, *(_timestep_reason(mode, step) for step in steps if step.clipped > LIMITS[CLIP].not_safe)]
 
 
-def _clipped_share(mode: ModeInForce, overall: StepGap, clip: JudgedFigure) -> str:
+def _clipped_share(mode: ModeInForce, overall: StepGap, clip: JudgedFigure, *, drifts: bool) -> str:
     share = f"{overall.clipped:.0%} of the samples lie {_limit_words(mode)}"
     text = f"{share} before anything is learned ({interval_words(clip.low, clip.high)}; limit {clip.limit:.0%})"
     if clip.verdict == NOT_SAFE:
         return f"bypass mode clips around the engine's policy, and {text}; what is left is chosen by the engine's error"
     if clip.verdict == NOT_SHOWN_SAFE:
         return f"{text}: the limit lies within that interval, so they may be too many"
-    costs = overall.clipped > LIMITS[CLIP].costs
+    costs = overall.clipped > LIMITS[CLIP].costs and not drifts
     return f"{text}: runs like that learned, but less than with a wider clip band" if costs else text
 
 

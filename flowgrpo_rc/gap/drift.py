@@ -26,12 +26,14 @@ from flowgrpo_rc.batch import Key
 from flowgrpo_rc.gap.intervals import Interval, student_quantile
 from flowgrpo_rc.gap.law import SMALLEST_KL, log_ratios, unit_noise
 from flowgrpo_rc.gap.units import to_nats
-from flowgrpo_rc.loss import diffusion_loss_sums
+from flowgrpo_rc.loss import LossSums, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning
 
-PARTS = 8
-"""Groups of images whose gradients are kept apart, to tell what they have in common from chance; host memory holds
-a float32 copy of the adapter for each."""
+GROUPS = 8
+"""Groups of prompts whose gradients are kept apart, to tell what they have in common from chance; host memory holds
+a float32 copy of the adapter for each, and a few more while images are added."""
+CHUNK = 1 << 20
+"""Numbers that are multiplied in float64 at once."""
 
 _SHARED_KEYS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS)
 """What the loss reads of a batch besides log-probs, means and advantages."""
@@ -48,6 +50,16 @@ class Drift:
     """Where it lies, from the groups of images."""
     cosine: float
     """Between the gradients with and without the gap of the same images under the same random advantages."""
+
+
+@dataclass
+class _Group:
+    """Sums over the images of some prompts."""
+
+    drift: Float[Tensor, " parameters"]
+    images: int = 0
+    square: float = 0.0
+    """Of the norms of the images' gradients without a gap."""
 
 
 class DriftMeter:
@@ -68,75 +80,75 @@ class DriftMeter:
         self._window = 0
         self.images = 0
         """Images seen so far."""
-        self._drifts: list[Tensor] = []
-        self._sizes: list[int] = []
-        self._square = 0.0
+        self._groups: dict[int, _Group] = {}
         self._gapped_square = 0.0
         self._product = 0.0
 
     def add(self, actor: DiffusionActor, batch: TensorDict, conditioning: Conditioning) -> None:
-        """The gradients of a batch's images, with one forward and three backward passes over them.
+        """The gradients of a batch's images, with one forward (of a compiled actor three) and three backward passes.
+
+        With calibrated limits each image is measured under those that its batch comes with.
 
         Args:
             batch: steps that the engine sampled, with its transition means and, for calibrated limits, ``clip_widths``
                 and ``rollout_rs_bounds``.
 
         Raises:
-            NonFiniteUpdateError: a log-prob is not finite.
+            NonFiniteUpdateError: a log-prob or a gradient is not finite.
         """
         signs = torch.randint(0, 2, (len(batch),), generator=self._generator) * 2.0 - 1.0
         losses: list[Callable[..., Tensor]] = [self._drift_loss, self._loss_without_gap, self._loss]
-        if not self._drifts:
-            self._drifts = [torch.zeros(0)] * min(PARTS, len(batch))
-            self._sizes = [0] * len(self._drifts)
-            self._window = batch[Key.TIMESTEPS].shape[1]
-        for number in range(len(self._drifts)):
-            rows = torch.arange(number, len(batch), len(self._drifts))
+        self._window = batch[Key.TIMESTEPS].shape[1]
+        # Images of one prompt are alike, so that they belong to one group.
+        numbers = batch[Key.PROMPT_INDEX] % GROUPS
+        for number in numbers.unique().tolist():
+            rows = (numbers == number).nonzero().flatten()
             part = batch[rows]
             part[Key.ADVANTAGES] = signs[rows]
             drift, without_gap, gapped = actor.gradients(part, conditioning, losses)
+            group = self._groups.setdefault(number, _Group(torch.zeros_like(drift)))
+            group.images += len(rows)
+            group.drift += drift
             # Random signs leave of the square of a sum, in expectation, the sum of the images' squares.
-            self._square += float(without_gap.square().sum())
-            self._gapped_square += float(gapped.square().sum())
-            self._product += float(without_gap @ gapped)
-            self._drifts[number] = drift if not self._sizes[number] else self._drifts[number] + drift
-            self._sizes[number] += len(rows)
+            group.square += _dot(without_gap, without_gap)
+            self._gapped_square += _dot(gapped, gapped)
+            self._product += _dot(without_gap, gapped)
         self.images += len(batch)
 
     def group_sums(self) -> list[Float[Tensor, " parameters"]]:
         """The expected drift summed over the images of each group, a gradient of the loss."""
-        return list(self._drifts)
+        return [group.drift for group in self._groups.values()]
 
     def result(self, confidence: float) -> Drift:
         """The drift of all images so far.
 
         The square of an expected gradient is estimated by products of different groups' gradients, which chance does
-        not make larger; its interval is the jackknife's over the groups.
+        not make larger; the interval is the jackknife's over the groups, numerator and unit together.
         """
-        sums = torch.stack(self._drifts).double()
-        products = sums @ sums.T
-        sizes = torch.tensor(self._sizes, dtype=torch.float64)
-        groups = len(sizes)
-        whole = _common_square(products, sizes)
-        pseudo = []
-        for number in range(groups):
-            others = torch.arange(groups) != number
-            rest = _common_square(products[others][:, others], sizes[others]) if groups > 2 else 0.0
-            pseudo.append(groups * whole - (groups - 1) * rest)
-        spread = float(torch.tensor(pseudo, dtype=torch.float64).std())
-        half = student_quantile(confidence, groups - 1) * spread / math.sqrt(groups) if groups > 2 else math.inf
-        # Where rejection leaves nothing there is no gradient: no drift, and nothing that follows the reward.
-        # Of the steps of a window the drifts add up, while the rest of their gradients is independent.
-        unit = math.sqrt(self._window * self._square / self.images) or 1.0
-        value, low, high = (math.sqrt(max(square, 0.0)) / unit for square in (whole, whole - half, whole + half))
-        cosine = self._product / (math.sqrt(self._square * self._gapped_square) or 1.0)
-        return Drift(value, Interval(low, high, float(groups)), cosine)
+        groups = list(self._groups.values())
+        products = torch.tensor([[_dot(one.drift, other.drift) for other in groups] for one in groups]).double()
+        sizes = torch.tensor([group.images for group in groups]).double()
+        squares = torch.tensor([group.square for group in groups]).double() * self._window
+        whole = _relative_square(products, sizes, squares)
+        half = math.inf
+        if len(groups) > 2:
+            pseudo = []
+            for left_out in range(len(groups)):
+                rest = torch.arange(len(groups)) != left_out
+                found = _relative_square(products[rest][:, rest], sizes[rest], squares[rest])
+                pseudo.append(len(groups) * whole - (len(groups) - 1) * found)
+            spread = float(torch.tensor(pseudo, dtype=torch.float64).std())
+            half = student_quantile(confidence, len(groups) - 1) * spread / math.sqrt(len(groups))
+        value, low, high = (math.sqrt(max(square, 0.0)) for square in (whole, whole - half, whole + half))
+        # Where rejection leaves nothing, nothing follows the reward.
+        cosine = self._product / (math.sqrt(float(squares.sum()) / self._window * self._gapped_square) or 1.0)
+        return Drift(value, Interval(low, high, float(len(groups))), cosine)
 
     def _drift_loss(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
         """The configured loss of these images, averaged over the noise and over advantages of +1 and -1."""
         stds = output["transition_stds"].detach()
         means = output["transition_means"]
-        dimensions = means[0, 0].numel()
+        dimensions = means.shape[2:].numel()
         difference = means - data[Key.ROLLOUT_MEANS].to(means)
         kl = (difference.flatten(2).square().sum(2) / (2 * stds.square())).clamp(min=SMALLEST_KL)
         noise = unit_noise(tuple(kl.shape), self._generator)
@@ -158,7 +170,7 @@ class DriftMeter:
                 Key.ADVANTAGES: advantages,
             },
         )
-        return sums.loss_sum / copies
+        return _per_image(sums) * len(data)
 
     def _loss_without_gap(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
         """The loss as it would be if the engine were the actor."""
@@ -168,14 +180,16 @@ class DriftMeter:
             Key.OLD_TRANSITION_MEANS: output["transition_means"].detach(),
             Key.ADVANTAGES: data[Key.ADVANTAGES].to(log_probs),
         }
-        return diffusion_loss_sums(without_correction(self._mode), output, _shared(data, log_probs) | old).loss_sum
+        sums = diffusion_loss_sums(without_correction(self._mode), output, _shared(data, log_probs) | old)
+        return _per_image(sums) * len(data)
 
     def _loss(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
         """The configured loss at the log ratios that were sampled."""
         log_probs = output["log_probs"]
         names = (Key.ROLLOUT_LOG_PROBS, Key.ROLLOUT_MEANS, Key.ADVANTAGES)
         sampled = {name: data[name].to(log_probs) for name in names}
-        return diffusion_loss_sums(self._mode, output, _shared(data, log_probs) | sampled).loss_sum
+        sums = diffusion_loss_sums(self._mode, output, _shared(data, log_probs) | sampled)
+        return _per_image(sums) * len(data)
 
 
 def without_correction(mode: ModeInForce) -> ModeInForce:
@@ -197,7 +211,30 @@ def _shared(data: TensorDict, like: Tensor) -> dict[str, Tensor]:
     return {name: data[name].to(like) for name in _SHARED_KEYS if name in present}
 
 
-def _common_square(products: Float[Tensor, "groups groups"], sizes: Float[Tensor, " groups"]) -> float:
-    """Square of the norm of an image's expected gradient, from the products of groups' sums and their sizes."""
+def _per_image(sums: LossSums) -> Float[Tensor, ""]:
+    """The loss as an update has it, divided by what the configuration divides by; 0 where all is rejected."""
+    return sums.loss_sum / sums.denominator.clamp(min=1.0)
+
+
+def _relative_square(
+    products: Float[Tensor, "groups groups"], sizes: Float[Tensor, " groups"], squares: Float[Tensor, " groups"]
+) -> float:
+    """Square of the drift: of the norm of an image's expected gradient over the unit.
+
+    Args:
+        products: of the groups' sums with each other.
+        sizes: images of each group.
+        squares: sums over each group's images of the squared norm of the gradient without a gap, times the window: of
+            the steps of a window the drifts add up, while the rest of their gradients is independent.
+    """
     pairs = sizes.sum().square() - sizes.square().sum()
-    return float((products.sum() - products.diagonal().sum()) / pairs)
+    common = float((products.sum() - products.diagonal().sum()) / pairs)
+    unit = float(squares.sum() / sizes.sum())
+    if common <= 0:
+        return common if not unit else common / unit
+    return common / unit if unit else math.inf
+
+
+def _dot(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> float:
+    """The scalar product, in float64 without a float64 copy of the whole."""
+    return sum(float(a.double() @ b.double()) for a, b in zip(one.split(CHUNK), other.split(CHUNK), strict=True))

@@ -94,9 +94,9 @@ LIMITS: dict[str, GapLimit] = {
     ),
 }
 
-DRIFT_COSTS = 0.005
-"""From this drift on learning suffers."""
+DRIFT_COSTS = 0.006
+"""From this drift on learning suffers: between settings that lost nothing and settings that did."""
 DRIFT_NOT_SAFE = 0.0075
-"""From this drift on a run is not safe. Of the settings that it was chosen on, all that lost more than .08 of held-out
-reward lie above it and all that lost less than .03 below (``docs/gap_study.md``). The drift takes gradients of its own,
-so that the probe alone measures and judges it."""
+"""From this drift on a run is not safe. Of the settings that it was chosen on, those that lost more than .08 of
+held-out reward have .0077 and more, and those that lost less than .03 have .0052 and less (``docs/gap_study.md``). The
+drift takes gradients of its own, so that the probe alone measures and judges it."""

@@ -79,11 +79,12 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
     first = sample_and_rescore(run, images)
     measured = _measure_until_settled(run, first, images, max_images or images)
     seconds = dict(first.seconds)
-    failure = ""
+    failure = measured.failure
     try:
-        _, seconds["update"] = timed(run.device, lambda: _update(run, first, measured))
+        if not failure:
+            _, seconds["update"] = timed(run.device, lambda: _update(run, first, measured))
     except NonFiniteUpdateError as error:
-        failure = f"an optimizer step on these samples fails: {str(error).partition(';')[0]}"
+        failure = _in_words(error)
     advice = advise(
         run.mode,
         measured.overall,
@@ -172,6 +173,8 @@ class _Measured:
     drift: Drift | None
     limits: dict[str, Tensor]
     """``clip_widths`` and ``rollout_rs_bounds`` of each image, where they are calibrated."""
+    failure: str = ""
+    """Why there is no gradient to measure."""
 
 
 def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: int) -> _Measured:
@@ -181,7 +184,7 @@ def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: 
     batches = [first]
     images = start
     measured = None
-    # Bands, quantiles and intervals are of all images so far, so every look measures anew.
+    # Bands, quantiles and intervals are of all images so far, so every look measures them anew; gradients are added up.
     for count, confidence in looks(start, most):
         while images < count:
             missing = min(start, count - images)
@@ -192,7 +195,10 @@ def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: 
         limits = _calibrated_limits(run.mode, sample)
         drift = None
         if meter is not None:
-            _add_gradients(run, meter, batches, {name: values[meter.images :] for name, values in limits.items()})
+            try:
+                _add_gradients(run, meter, batches, {name: values[meter.images :] for name, values in limits.items()})
+            except NonFiniteUpdateError as error:
+                return replace(_measure(run, sample, limits, None, images, confidence), failure=_in_words(error))
             drift = meter.result(confidence)
         batches = []
         measured = _measure(run, sample, limits, drift, images, confidence)
@@ -201,6 +207,10 @@ def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: 
             break
     assert measured is not None
     return measured
+
+
+def _in_words(error: NonFiniteUpdateError) -> str:
+    return f"an optimizer step on these samples fails: {str(error).partition(';')[0]}"
 
 
 def _add_gradients(run: ProbedRun, meter: DriftMeter, batches: list[ProbeBatch], limits: dict[str, Tensor]) -> None:

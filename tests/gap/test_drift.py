@@ -94,7 +94,7 @@ def sampled_drift(mode, actor, draws=200):
         for sign in (1.0, -1.0):
             batch[Key.ADVANTAGES] = torch.full((IMAGES,), sign)
             loss = diffusion_loss_sums(mode, actor.output(batch), batch).loss_sum
-            total += torch.autograd.grad(loss, actor.parameters)[0] / (2 * draws * IMAGES)
+            total += torch.autograd.grad(loss, actor.parameters)[0] / (2 * draws * IMAGES * WINDOW)
     return total
 
 
@@ -147,7 +147,7 @@ def test_a_clip_band_is_a_penalty_on_the_gap():
         z = (mean - c) / std
         return (mean - c) * normal.cdf(z) + std * torch.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
 
-    penalty = (excess(1) + excess(-1)).sum() / DIMENSIONS / 2 / IMAGES
+    penalty = (excess(1) + excess(-1)).sum() / DIMENSIONS / 2 / IMAGES / WINDOW
     (reference,) = torch.autograd.grad(penalty, actor.parameters)
     found = drift_gradient(mode_with(clip_ratio=width), actor, actor.batch())
     assert (found - reference).norm() < 0.05 * reference.norm()
@@ -205,7 +205,7 @@ def test_its_unit_is_the_gradient_of_one_step():
     for row in range(IMAGES):
         output = actor.output(batch[row : row + 1])
         old = {Key.OLD_LOG_PROBS: output["log_probs"].detach(), Key.ADVANTAGES: torch.ones(1)}
-        loss = diffusion_loss_sums(without_correction(mode), output, old).loss_sum
+        loss = diffusion_loss_sums(without_correction(mode), output, old).loss_sum / WINDOW
         squares.append(float(torch.autograd.grad(loss, actor.parameters)[0].square().sum()))
     unit = math.sqrt(WINDOW * sum(squares) / IMAGES)
     assert two.result(0.95).value == pytest.approx(float(exact) / unit, rel=0.15)
@@ -224,7 +224,7 @@ def test_the_interval_holds_the_drift_of_many_images():
         meter = DriftMeter(mode, "sde", trial)
         meter.add(actor, batch[trial * images : (trial + 1) * images], None)
         found = meter.result(0.95)
-        unit = math.sqrt(WINDOW * meter._square / meter.images)
+        unit = math.sqrt(WINDOW * sum(group.square for group in meter._groups.values()) / meter.images)
         held += found.interval.low <= truth / unit <= found.interval.high
     assert held >= 35
 
@@ -236,3 +236,33 @@ def test_a_mode_without_the_correction_is_one_without_a_gap():
     assert not free.rollout_correction.plan().can_reject
     assert free.rollout_correction.plan().importance is None
     assert free.diffusion_loss == replace(mode.diffusion_loss, clip_ratio=mode.diffusion_loss.auto_clip_min)
+
+
+def test_a_batch_may_have_fewer_images_than_groups():
+    actor = LinearActor()
+    batch = actor.batch()
+    meter = DriftMeter(mode_with(clip_ratio=0.5 * mean_gap(actor)), "sde", 0)
+    meter.add(actor, batch[:2], None)
+    assert meter.result(0.95).interval.high == math.inf
+    for rows in (slice(2, 18), slice(18, 22)):
+        meter.add(actor, batch[rows], None)
+    assert meter.images == 22
+    assert 0 < meter.result(0.95).interval.high < math.inf
+
+
+def test_images_of_one_prompt_are_one_group():
+    """Copies of an image say nothing of what images have in common."""
+    actor = LinearActor(spread=3.0)
+    batch = actor.batch()[torch.arange(4).repeat(6)]
+    meter = DriftMeter(mode_with(clip_ratio=0.5 * mean_gap(actor)), "sde", 0)
+    meter.add(actor, batch, None)
+    assert len(meter.group_sums()) == 4
+
+
+def test_without_any_gradient_a_drift_is_no_number_that_passes():
+    meter = DriftMeter(mode_with(clip_ratio=1e-4), "sde", 0)
+    actor = LinearActor()
+    meter.add(actor, actor.batch(), None)
+    for group in meter._groups.values():
+        group.square = 0.0
+    assert meter.result(0.95).value == math.inf
