@@ -125,7 +125,7 @@ def table(found: list[dict[str, Any]]) -> str:
             f"`{row['setting']}`",
             f"{row['ended']:.2f}",
             f"{row['lost']:.2f}",
-            "-" if drift is None else f"{drift:.4f}",
+            "-" if drift is None else f"{drift:.5f}",
             f"{row['clipped']:.2f}",
             VERDICT_CELLS[row["verdict"]],
             row["wrong"],
