@@ -695,3 +695,20 @@ def test_shares_are_expected_not_counted(small_config):
         # of a step with the mean divergence, for the divergences of few images differ little
         outside = math.erfc(1e-3 * result.setting["latent_dimensions"] / math.sqrt(2 * step.kl_nats) / math.sqrt(2))
         assert step.clipped == pytest.approx(outside, abs=0.15)
+
+
+def test_a_calibrated_clip_that_drifts_is_not_recommended(small_config):
+    """``auto_clip_max`` keeps the clip band from following the gap: few samples lie outside, and what they teach is too
+    much."""
+    gap = 1e-3 * torch.randn(4000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config = small_config(BYPASS, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-5", f"{LOSS}.auto_clip_max=1.3e-3")
+    found = overall(gap, 1.3e-3)
+    assert 0.1 < found.clipped < 0.25
+    drift = Drift(0.01, Interval(0.009, 0.011, 8.0), 0.9)
+    advice = advised(config, found, gap, 512, drift=drift, images=16)
+    assert advice.verdict == "not safe"
+    assert advice.limit == pytest.approx(5e-3)
+    said = " ".join(advice.reasons)
+    assert "clip_ratio=0.005 holds the gap" in said
+    assert "learned, but less" not in said
+    assert advised(config, found, gap, 512, images=16).limit == "auto"
