@@ -139,14 +139,13 @@ def advise(
     # A limit wider than the gap needs was chosen for the policy's own movement, so it is not narrowed.
     wanted = max(configured, needed) if fits else configured
     # Where auto_clip_max cuts the gap off, a fixed clip band that holds it is recommended instead.
-    holds = overall.clipped <= LIMITS[CLIP].not_safe and (DRIFT not in judged or judged[DRIFT].verdict == SAFE)
+    unsettled = [name for name in (CLIP, DRIFT) if name in judged and judged[name].verdict != SAFE]
+    holds = overall.clipped <= LIMITS[CLIP].not_safe and DRIFT not in unsettled
     calibrated = fits and mode.diffusion_loss.clip_ratio == "auto" and holds
     holding = f"{limit.key}={wanted:g}" if wanted > configured and not calibrated else ""
     reasons = [failure] if failure else []
     reasons += _engine_reasons(mode, engine)
-    drifts = DRIFT in judged and judged[DRIFT].verdict != SAFE
-    reasons += _clip_reasons(mode, overall, clip, steps, drifts=drifts)
-    unsettled = [name for name in (CLIP, DRIFT) if name in judged and judged[name].verdict != SAFE]
+    reasons += _clip_reasons(mode, overall, clip, steps, drifts=DRIFT in unsettled)
     if drift is not None and not judged[DRIFT].high < DRIFT_COSTS / 5:  # which is too little to speak of
         reasons.append(_drift_reason(judged[DRIFT]))
     if adapter_lag and mode.has_limit and (mode.bypasses or fits):

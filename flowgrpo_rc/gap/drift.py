@@ -126,9 +126,10 @@ class DriftMeter:
         not make larger; the interval is the jackknife's over the groups, numerator and unit together.
         """
         groups = list(self._groups.values())
-        products = torch.tensor([[_dot(one.drift, other.drift) for other in groups] for one in groups]).double()
-        sizes = torch.tensor([group.images for group in groups]).double()
-        squares = torch.tensor([group.square for group in groups]).double() * self._window
+        rows = [[_dot(one.drift, other.drift) for other in groups] for one in groups]
+        products = torch.tensor(rows, dtype=torch.float64)
+        sizes = torch.tensor([group.images for group in groups], dtype=torch.float64)
+        squares = torch.tensor([group.square for group in groups], dtype=torch.float64) * self._window
         whole = _relative_square(products, sizes, squares)
         half = math.inf
         if len(groups) > 2:
@@ -230,9 +231,9 @@ def _relative_square(
     pairs = sizes.sum().square() - sizes.square().sum()
     common = float((products.sum() - products.diagonal().sum()) / pairs)
     unit = float(squares.sum() / sizes.sum())
-    if common <= 0:
-        return common if not unit else common / unit
-    return common / unit if unit else math.inf
+    if unit:
+        return common / unit
+    return math.inf if common > 0 else 0.0
 
 
 def _dot(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> float:
