@@ -66,8 +66,8 @@ class ModelClock:
         self.seconds: dict[str, float] = defaultdict(float)
         run = trainer.run
         assert isinstance(run.engine, DiffusersEngine), "these figures are the diffusers engine's"
-        self._wrap(run.engine.transformer, "forward", "transformer")
-        self._wrap(run.actor.transformer, "forward", "transformer")
+        for transformer in {run.engine.transformer, run.actor.transformer}:  # one, where they share it
+            self._wrap(transformer, "forward", "transformer")
         self._wrap(run.model.pipe.vae, "decode", "vae")
         self._wrap(run.model.pipe.text_encoder, "forward", "text_encoder")
         self._wrap(run.accelerator, "backward", "backward")

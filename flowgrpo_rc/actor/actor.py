@@ -26,7 +26,7 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora, load_lora
+from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora, base_parameters, load_lora
 from flowgrpo_rc.sde import Transition, log_prob, transition
 
 COMPILE_BACKEND = "inductor"
@@ -94,7 +94,7 @@ class DiffusionActor:
         self._lr = config.optim.lr
         self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
         self.transformer: Any = model.transformer
-        frozen = sum(parameter.numel() for parameter in self.transformer.parameters())
+        frozen = sum(parameter.numel() for parameter in base_parameters(self.transformer).values())
         attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype))
         self.recomputes = lora.checkpoints_gradients(frozen)
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""

@@ -36,7 +36,9 @@ class AdapterSync:
 
     @property
     def behind(self) -> int:
-        """Steps between the adapter that draws rollouts and the actor's."""
+        """Steps between the adapter that draws rollouts and the actor's; 0 before the first ``push``."""
+        if not self._waiting:
+            return 0
         return self._waiting[-1][0] - self._waiting[0][0]
 
     def push(self, version: int) -> None:
@@ -58,9 +60,12 @@ class AdapterSync:
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """Inside, the engine holds the averaged adapter, or without an average the newest one."""
+        """Inside, the engine holds the averaged adapter, or without an average the newest one.
+
+        Before the first ``push`` it holds none, and says so itself when it is asked for images.
+        """
         averaged = self._actor.averaged_state()
-        if averaged is None and not self.behind:
+        if not self._waiting or (averaged is None and not self.behind):
             yield
             return
         self._sync(adapter_state(self._actor.transformer) if averaged is None else averaged, self._waiting[-1][0])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.models import DiffusionModel
+from flowgrpo_rc.models.lora import base_parameters
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 _TEXTS = ("a photo of a cat", 'A neon sign that says "OPEN 24/7"', "Zwölf Boxkämpfer, 12,345.67 (über) 東京")
@@ -61,7 +62,7 @@ def _settings(part: Any) -> dict[str, Any]:
 
 def _frozen(network: torch.nn.Module) -> list[torch.Tensor]:
     """The base's parameters, without an adapter's."""
-    return [p.detach() for name, p in network.named_parameters() if ".lora_" not in name]
+    return [parameter.detach() for parameter in base_parameters(network).values()]
 
 
 def _digest(samples: list[torch.Tensor]) -> str:

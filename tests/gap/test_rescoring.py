@@ -148,7 +148,11 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
     batch, cond, step = calls[-1]
     before = batch.clone()
     rescoring(batch, cond, step)
-    after = [adapter_state(actor.transformer), adapter_state(engine.transformer), actor.averaged_state()]
+    after = [
+        adapter_state(actor.transformer),
+        adapter_state(engine.transformer, engine.adapter),
+        actor.averaged_state(),
+    ]
     assert all(same(a, b) for a, b in zip(after, states, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p is q for p, q in zip(tensors, actor._parameters, strict=True))

@@ -20,7 +20,7 @@ def sample(model, cfg_scale, steps):
     engine = DiffusersEngine(
         model, ModelConfig(lora_rank=4, lora_alpha=4), dtype=torch.float32, micro_batch_size=2, device="cpu"
     )
-    engine.sync(adapter_state(engine.transformer), 0)
+    engine.sync(adapter_state(engine.transformer, engine.adapter), 0)
     encoder = PromptEncoder(model, 512, 16)
     negative = encoder([" "] * 3) if cfg_scale > 1 else None
     conditioning = Conditioning(encoder(PROMPTS), negative, cfg_scale, None, 32, 32)

@@ -10,7 +10,7 @@ from tolerances import EMBEDDING, LATENT, LOG_PROB, guided
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
-from flowgrpo_rc.models.lora import adapter_parameters, adapter_state, attach_lora, load_lora, save_lora
+from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, adapter_state, attach_lora, load_lora, save_lora
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.seeds import seed_for
@@ -73,7 +73,7 @@ def test_latents_and_images_equal_the_diffusers_pipeline(tiny_sd3_model, cfg_sca
 def test_the_engine_draws_the_pipelines_images(tiny_sd3_model, cfg_scale):
     expected = pipeline_call(tiny_sd3_model, cfg_scale, 6, "np")
     engine = DiffusersEngine(tiny_sd3_model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
-    engine.sync(adapter_state(engine.transformer), 0)
+    engine.sync(adapter_state(engine.transformer, engine.adapter), 0)
     request = RolloutRequest(conditioning(tiny_sd3_model, cfg_scale), torch.arange(3), 6, SEEDS, None)
     assert np.abs((expected * 255).round() - engine.generate(request).images.numpy()).max() <= 1
 
@@ -94,14 +94,14 @@ def test_low_precision_leaves_the_gap_it_should(tiny_sd3_model):
         engine = DiffusersEngine(
             tiny_sd3_model, LORA, dtype=dtype, micro_batch_size=2, device="cpu", quantization=quantization
         )
-        state = {name: x.float() for name, x in adapter_state(engine.transformer).items()}
+        state = {name: x.float() for name, x in adapter_state(engine.transformer, engine.adapter).items()}
         engine.sync(state, 0)
         own = DiffusersEngine(tiny_sd3_model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
         own.sync(state, 0)
         batch, differences = engine.generate(request).batch, []
         for w in range(2):
             x, t = batch["latents"][:, w], batch["timesteps"][:, w]
-            with torch.no_grad():
+            with torch.no_grad(), adapter_active(own.transformer, own.adapter):
                 velocity = tiny_sd3_model.velocity(own.transformer, x, t, cond)
             step = transition(
                 x, velocity, batch["sigmas"][:, w], batch["next_sigmas"][:, w], noise_level=0.7, sde_type="sde"

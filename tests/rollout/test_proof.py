@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
-from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest, RolloutSyncError, diffusers_engine
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter, check_echo, check_rollout
@@ -52,7 +52,10 @@ def make_request(tiny_model):
 
 def random_state(engine, scale=0.05):
     generator = torch.Generator().manual_seed(0)
-    return {n: scale * torch.randn(v.shape, generator=generator) for n, v in adapter_state(engine.transformer).items()}
+    return {
+        n: scale * torch.randn(v.shape, generator=generator)
+        for n, v in adapter_state(engine.transformer, engine.adapter).items()
+    }
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
@@ -143,7 +146,7 @@ def test_an_engine_holds_what_its_digest_foretells(make_engine, dtype, quantizat
     assert engine.sync(state, 6) == expected
     assert all(torch.equal(state[n], sent[n]) for n in sent)
     name = next(iter(state))
-    dict(engine.transformer.named_parameters())[name].data[0, 0] += 1
+    adapter_parameters(engine.transformer, engine.adapter)[name].data[0, 0] += 1
     assert engine._held_digest() != expected
     assert engine.digest_of(state) == expected
 
