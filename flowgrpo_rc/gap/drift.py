@@ -304,7 +304,8 @@ class _Sums:
         The square of an expected gradient is estimated by products of different groups' gradients, which chance does
         not make larger; the interval is the jackknife's over the groups, numerator and unit together.
         """
-        products = torch.tensor([[_dot(one, other) for other in self.drifts] for one in self.drifts]).double()
+        rows = [[_dot(one, other) for other in self.drifts] for one in self.drifts]
+        products = torch.tensor(rows, dtype=torch.float64)
         every = torch.ones(len(self.drifts), dtype=torch.bool)
         whole = self._square(products, every)
         # A group without a gradient of this kind still has a say in the unit, but is no sample of the drift.
