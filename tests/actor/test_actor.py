@@ -10,12 +10,13 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
-from tolerances import LOG_PROB, RATIO, adam
+from tolerances import GRADIENT, LOG_PROB, RATIO, adam
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
+from flowgrpo_rc.gap.drift import DriftMeter
 from flowgrpo_rc.loss import OBJECTIVES, Objective, diffusion_loss_sums
 from flowgrpo_rc.loss.policy import flow_grpo
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
@@ -121,6 +122,46 @@ def test_gradients_of_several_losses_are_those_of_an_update(tiny_model):
     setup.batch[Key.NEXT_LATENTS][5] = float("nan")
     with pytest.raises(NonFiniteUpdateError, match=r"rows \[5\]"):
         setup.actor.gradients(setup.batch, setup.cond, [loss])
+
+
+@pytest.mark.parametrize(
+    ("sde_type", "options", "checkpointing"),
+    [
+        ("cps", {}, False),
+        ("dance_sde", {"use_kl_loss": True, "kl_loss_coef": 1.0}, False),
+        ("sde", {"rollout_correction": {"bypass_mode": True, "rollout_rs": "seq_mean_k1"}}, True),
+    ],
+    ids=["cps", "kl", "rejection, checkpointing"],
+)
+def test_the_drift_step_by_step_is_that_of_whole_windows(tiny_model, sde_type, options, checkpointing):
+    """The slow way: the expected loss itself on a forward of whole windows, without checkpointing."""
+    if "rollout_correction" in options:
+        options["rollout_correction"]["rollout_rs_threshold"] = "0.9998_1.0003"
+    clip = {"sde": 1e-4, "dance_sde": 1e-4, "cps": 2e-5}[sde_type]
+    setup = Setup(
+        tiny_model,
+        dtype=torch.bfloat16,
+        sde_type=sde_type,
+        record_means=True,
+        diffusion_loss=DiffusionLossConfig(clip_ratio=clip),
+        **options,
+    )
+    scored = setup.actor.rescore(setup.batch, setup.cond)
+    mode = ModeInForce.configured(setup.config)
+    slow = DriftMeter(mode, sde_type, 0)
+    torch.randint(0, 2, (8,), generator=slow._generator)  # as many as the meter draws advantages
+    groups = [setup.batch[:4], setup.batch[4:]]
+    expected = [setup.actor.gradients(group, setup.cond, [slow._drift_loss])[0] for group in groups]
+    if checkpointing:
+        setup.actor.transformer.enable_gradient_checkpointing()
+    meter = DriftMeter(mode, sde_type, 0)
+    meter.add(setup.actor, setup.batch, scored, setup.cond)
+    for found, gradient in zip(meter.group_sums(), expected, strict=True):
+        assert gradient.norm() > 0
+        assert (found - gradient).norm() < GRADIENT * 10 * gradient.norm()
+    found = meter.result(0.95)
+    assert [one.timestep for one in found.timesteps] == sorted(set(setup.batch[Key.TIMESTEPS].flatten().tolist()))[::-1]
+    assert found.value > 0
 
 
 @pytest.mark.portable
