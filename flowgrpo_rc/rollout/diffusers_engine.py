@@ -14,7 +14,7 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, load_adapter_state
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
-from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.quantize import round_fp8_rows, round_linear_weights
 from flowgrpo_rc.rollout.sampling import RequestSampler
 
@@ -51,6 +51,7 @@ class DiffusersEngine:
             round_linear_weights(self.transformer, adapter=False)
         attach_lora(self.transformer, model, lora, dtype=dtype)
         self.transformer.requires_grad_(False).eval()
+        self._digest = HeldDigest()
         # Below every version: nothing is drawn before the actor's adapter has come.
         self.adapter_version = -1
 
@@ -109,7 +110,7 @@ class DiffusersEngine:
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
 
     def _held_digest(self) -> str:
-        return adapter_digest(adapter_parameters(self.transformer))
+        return self._digest(adapter_parameters(self.transformer))
 
 
 def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
