@@ -22,7 +22,7 @@ def onto(tensor: Tensor, device: torch.device) -> Tensor:
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the host by their names, detached, of one device and any dtypes: one transfer for each dtype.
 
-    Those that are on the host already are handed on as they are; the others become views of one block of memory a dtype.
+    Those that are on the host already are handed on as they are; the others become views of one block for each dtype.
     """
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
         return {name: tensor.detach() for name, tensor in tensors.items()}

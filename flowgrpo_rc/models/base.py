@@ -195,7 +195,7 @@ class DiffusionModel(ABC):
         and two calls where ``batch_guidance`` says so or the family cannot join prompts of these lengths.
 
         Args:
-            detach_unconditional: no gradient flows through the unconditional half, which then is a call without a graph.
+            detach_unconditional: no gradient flows through the unconditional half, which is then a call without graph.
         """
         negative = conditioning.negative
         if negative is None:

@@ -34,7 +34,7 @@ class WindowRecord:
         self._window_size = window_size
         self._kept: dict[str, Tensor] = {}
 
-    def of_step(self, values: Float[Tensor, "b W *L"], step: int) -> Float[Tensor, "b *L"]:
+    def of_step(self, values: Float[Tensor, " b W *L"], step: int) -> Float[Tensor, " b *L"]:
         """What ``values`` holds for ``step`` of each image; any of its columns outside of the image's window."""
         return values[self._rows, self._columns[step].clamp(max=self._window_size - 1)]
 
