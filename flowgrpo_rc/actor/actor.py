@@ -362,7 +362,13 @@ class DiffusionActor:
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         with self._accelerator.autocast():
-            velocity = self._model.velocity(self.transformer, flat[Key.LATENTS], flat[Key.TIMESTEPS], cond)
+            velocity = self._model.velocity(
+                self.transformer,
+                flat[Key.LATENTS],
+                flat[Key.TIMESTEPS],
+                cond,
+                detach_unconditional=self.config.detach_unconditional,
+            )
         return transition(
             flat[Key.LATENTS],
             velocity,

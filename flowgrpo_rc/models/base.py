@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.guidance import refuse_guidance_scale
+from flowgrpo_rc.transfers import onto
 
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """The linear layers of diffusers' attention over image and prompt together."""
@@ -48,7 +50,26 @@ class Prompts:
 
     def rows(self, index: Tensor, device: torch.device) -> "Prompts":
         """The prompts of some images, on ``device``."""
-        return self.map(lambda tensor: tensor[index.to(tensor.device)].to(device))
+        return self.map(lambda tensor: onto(tensor[index.to(tensor.device)], device))
+
+    def followed_by(self, other: "Prompts") -> "Prompts":
+        """These prompts and then the other ones, padded with zeros to the longer of both lengths."""
+        both = (self, other)
+        longest = max(part.embeds.shape[1] for part in both)
+        embeds = torch.cat([F.pad(part.embeds, (0, 0, 0, longest - part.embeds.shape[1])) for part in both])
+        mask = None
+        if any(part.mask is not None or part.embeds.shape[1] < longest for part in both):
+            mask = torch.cat([F.pad(part._real(), (0, longest - part.embeds.shape[1])) for part in both])
+        pooled = None
+        if self.pooled is not None and other.pooled is not None:
+            pooled = torch.cat([self.pooled, other.pooled])
+        return Prompts(embeds, mask, pooled)
+
+    def _real(self) -> Bool[Tensor, "P T"]:
+        """``mask``, also where all embeddings are real."""
+        if self.mask is None:
+            return torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
+        return self.mask
 
 
 @dataclass(frozen=True)
@@ -89,8 +110,13 @@ class DiffusionModel(ABC):
     longest_prompt: int
     """The largest ``max_sequence_length`` that ``encode`` takes."""
 
+    masks_prompts: bool
+    """Whether the transformer is told which embeddings of a prompt are padding, and leaves them out."""
+
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
+        self.batch_guidance = True
+        """Whether both halves of a guided velocity are one call of the transformer, ``ModelConfig.batch_guidance``."""
 
     @property
     def transformer(self) -> Any:
@@ -160,13 +186,29 @@ class DiffusionModel(ABC):
         latents: Float[Tensor, " B *L"],
         timesteps: Float[Tensor, " B"],
         conditioning: Conditioning,
+        *,
+        detach_unconditional: bool = False,
     ) -> Float[Tensor, " B *L"]:
-        """The flow's velocity with guidance, float32, computed in the transformer's own precision."""
-        cond = self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
-        if conditioning.negative is None:
-            return cond
-        # Two passes: the negative prompts may have another length, and half the activations are held at a time.
-        uncond = self._forward(transformer, latents, timesteps, conditioning.negative, conditioning)
+        """The flow's velocity with guidance, float32, computed in the transformer's own precision.
+
+        With guidance the conditional and the unconditional half are one call of the transformer for twice as many rows,
+        and two calls where ``batch_guidance`` says so or the family cannot join prompts of these lengths.
+
+        Args:
+            detach_unconditional: no gradient flows through the unconditional half, which is then a call without graph.
+        """
+        negative = conditioning.negative
+        if negative is None:
+            return self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
+        if self.batch_guidance and not detach_unconditional and self._can_join(conditioning.prompts, negative):
+            twice = torch.cat([latents, latents])
+            prompts = conditioning.prompts.followed_by(negative)
+            cond, uncond = self._forward(transformer, twice, timesteps.repeat(2), prompts, conditioning).chunk(2)
+        else:
+            cond = self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
+            # After the conditional half: autocast keeps the weights that it has rounded, with their graph or without.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_unconditional):
+                uncond = self._forward(transformer, latents, timesteps, negative, conditioning)
         return self._rescale(uncond + conditioning.true_cfg_scale * (cond - uncond), cond)
 
     @torch.no_grad()
@@ -190,6 +232,10 @@ class DiffusionModel(ABC):
     def _multiple(self) -> int:
         """Pixels to a side of what becomes one token."""
         return self.pipe.vae_scale_factor * 2
+
+    def _can_join(self, prompts: Prompts, negative: Prompts) -> bool:
+        """Whether one call takes both: of one length, or padded to one where the padding is left out."""
+        return self.masks_prompts or prompts.embeds.shape[1] == negative.embeds.shape[1]
 
     def _forward(
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning

@@ -58,6 +58,13 @@ class ModelConfig:
     """Whether the actor's transformer blocks are compiled. The rollout engine's stay as they are, so the off-policy gap
     gains the compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
 
+    batch_guidance: bool = True
+    """Whether the conditional and the unconditional half of classifier-free guidance are one call of the transformer,
+    in engine and actor alike. It is faster wherever calls, not multiplications, take the time. With false they are two
+    calls, equal to rounding, each with half the rows: for a device whose memory does not take twice
+    ``rollout.micro_batch_size`` rows at once, or prompts that are much longer than the negative ones, which one call
+    pads to their length."""
+
     prompt_cache_size: int = 1024
     """Number of distinct prompts whose embeddings are kept on the host."""
 

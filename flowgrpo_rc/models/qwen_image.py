@@ -16,6 +16,7 @@ class QwenImage(DiffusionModel):
 
     default_lora_targets = JOINT_ATTENTION
     longest_prompt = 1024
+    masks_prompts = True
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)

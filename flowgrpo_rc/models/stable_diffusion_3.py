@@ -17,6 +17,7 @@ class StableDiffusion3(DiffusionModel):
     default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
     """The joint attention, as Flow-GRPO trains it; ``attn2``, the second attention of 3.5-medium, is left alone."""
     longest_prompt = 512
+    masks_prompts = False  # its prompts are padded to one length with embeddings that count
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)

@@ -22,7 +22,7 @@ from flowgrpo_rc.models.lora import (
 )
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
-from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.quantize import round_fp8_rows, round_linear_weights
 from flowgrpo_rc.rollout.sampling import RequestSampler
 
@@ -70,6 +70,7 @@ class DiffusersEngine:
         attach_lora(self.transformer, model, lora, dtype=dtype, adapter=self.adapter)
         self.transformer.requires_grad_(False).eval()
         activate(self.transformer, None)
+        self._digest = HeldDigest()
         # Below every version: nothing is drawn before the actor's adapter has come.
         self.adapter_version = -1
 
@@ -132,7 +133,7 @@ class DiffusersEngine:
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
 
     def _held_digest(self) -> str:
-        return adapter_digest(adapter_parameters(self.transformer, self.adapter))
+        return self._digest(adapter_parameters(self.transformer, self.adapter))
 
 
 def _all_in(transformer: nn.Module, dtype: torch.dtype) -> bool:

@@ -184,6 +184,11 @@ class FlowGRPOConfig:
                     f"{name}: got auto, which follows what the probe measures; "
                     "set actor_rollout_ref.rollout.probe.images to 1 or more"
                 )
+        if actor.detach_unconditional and self.actor_rollout_ref.rollout.pipeline.true_cfg_scale <= 1:
+            raise ValueError(
+                "actor_rollout_ref.actor.detach_unconditional: got true, but there is no unconditional half without "
+                "guidance; set actor_rollout_ref.rollout.pipeline.true_cfg_scale above 1, or detach_unconditional=false"
+            )
         sde_type = self.actor_rollout_ref.rollout.algo.sde_type
         if objective.sde_type not in (None, sde_type):
             raise ValueError(

@@ -97,6 +97,7 @@ class Run:
         validation = parts.rollout.validation_pipeline
         torch.manual_seed(self.config.trainer.seed)
         self.model = load_model(parts.model.path, dtype=parts.model.dtype, device=self.accelerator.device)
+        self.model.batch_guidance = parts.model.batch_guidance
         self.model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
         try:
             self.model.check_request(validation.height, validation.width, validation.guidance_scale)

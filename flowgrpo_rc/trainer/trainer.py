@@ -567,5 +567,20 @@ def announcement(
         f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
         f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
+        f"Guidance: {_guidance_in_words(config)}",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
     ]
+
+
+def _guidance_in_words(config: FlowGRPOConfig) -> str:
+    """Classifier-free guidance of rollouts and updates: its scale, how it is computed, and what has a gradient."""
+    parts = config.actor_rollout_ref
+    scale = parts.rollout.pipeline.true_cfg_scale
+    if scale <= 1:
+        return "none"
+    if parts.actor.detach_unconditional:
+        gradient = "the update's gradient leaves the unconditional half out (detach_unconditional)"
+    else:
+        gradient = "the update's gradient goes through both halves"
+    forwards = "one forward for both halves" if parts.model.batch_guidance else "a forward for each half"
+    return f"true_cfg_scale={scale:g}, {forwards}; {gradient}"
