@@ -3,7 +3,8 @@
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,10 @@ from flowgrpo_rc.transfers import onto
 
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """The linear layers of diffusers' attention over image and prompt together."""
+
+PIXELS_DECODED_AT_ONCE = 4 * 512 * 512
+"""Pixels of the images that a VAE decodes at a time: a feature map at 512 pixels to a side takes 50 MB an image, and a
+decoder holds several."""
 
 
 class NonFiniteImageError(RuntimeError):
@@ -117,6 +122,11 @@ class DiffusionModel(ABC):
         self.pipe = pipe
         self.batch_guidance = True
         """Whether both halves of a guided velocity are one call of the transformer, ``ModelConfig.batch_guidance``."""
+        self.text_encoders: Callable[[], AbstractContextManager[None]] = nullcontext
+        """``with model.text_encoders():`` has the text encoders loaded, which ``encode`` needs. Where they are kept in
+        their files, each ``with`` reads them and gives up their memory after."""
+        self.digests: Mapping[str, str] = {}
+        """What tells text encoders and tokenizers from others, by their names in the pipeline."""
 
     @property
     def transformer(self) -> Any:
@@ -146,15 +156,16 @@ class DiffusionModel(ABC):
         if not (falling and len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and sigmas[-1] == 0):
             raise ValueError(f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}")
 
-    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance embedding."""
+    def check_request(self, height: int, width: int, guidance_scale: float | None, section: str = "pipeline") -> None:
+        """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance embedding; names the
+        ``section`` of ``actor_rollout_ref.rollout`` that asks for it."""
         if height % self._multiple or width % self._multiple:
             raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model draws multiples of "
+                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
                 f"{self._multiple} pixels"
             )
         embeds = bool(self.transformer.config.get("guidance_embeds"))
-        refuse_guidance_scale(type(self.pipe).__name__, embeds, guidance_scale)
+        refuse_guidance_scale(type(self.pipe).__name__, embeds, guidance_scale, section)
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -178,7 +189,15 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
-        """Unpadded prompt embeddings, one a prompt, on the host."""
+        """Unpadded prompt embeddings, one a prompt, on the host; the text encoders must be loaded."""
+
+    def blank_prompt(self) -> EncodedPrompt:
+        """A token of zeros as wide as the transformer takes it; no text encoder is needed for it."""
+        config = self.transformer.config
+        pooled = config.get("pooled_projection_dim")
+        return EncodedPrompt(
+            torch.zeros(1, config.joint_attention_dim), None if pooled is None else torch.zeros(pooled)
+        )
 
     def velocity(
         self,
@@ -218,10 +237,16 @@ class DiffusionModel(ABC):
         Raises:
             NonFiniteImageError: a pixel is NaN or infinite; names the images and the remedy.
         """
-        decoded = self._decode(latents, height, width)
-        _check_pixels(decoded, latents)
-        image = (decoded.float() / 2 + 0.5).clamp(0, 1) * 255
-        return image.round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
+        at_once = max(1, PIXELS_DECODED_AT_ONCE // (height * width))
+        images: list[Tensor] = []
+        finite: list[Tensor] = []
+        for part in latents.split(at_once):
+            decoded = self._decode(part, height, width)
+            finite.append(torch.isfinite(decoded.flatten(1)).all(1))
+            image = (decoded.float() / 2 + 0.5).clamp(0, 1) * 255
+            images.append(image.round().to(torch.uint8).permute(0, 2, 3, 1))
+        _check_pixels(torch.cat(finite), latents, self.pipe.vae.dtype)
+        return torch.cat(images).cpu()
 
     @property
     def _channels(self) -> int:
@@ -283,21 +308,21 @@ class DiffusionModel(ABC):
         """Images ``(B, 3, H, W)``, -1 to 1."""
 
 
-def _check_pixels(decoded: Tensor, latents: Tensor) -> None:
+def _check_pixels(finite: Tensor, latents: Tensor, dtype: torch.dtype) -> None:
     """Refuse pixels that are not finite: converted to whole numbers they would become an ordinary grey or white."""
-    bad = (~torch.isfinite(decoded.flatten(1)).all(1)).nonzero().flatten().tolist()
+    bad = (~finite).nonzero().flatten().tolist()
     if not bad:
         return
-    if decoded.dtype == torch.float32:
+    if dtype == torch.float32:
         remedy = (
             f"the latents reach {float(latents.abs().max()):.3g}: go back to a checkpoint from before it diverged, "
             "or repair the model if its vae is damaged"
         )
     else:
         remedy = "that precision is too low for it, so set actor_rollout_ref.model.dtype=float32"
-        if decoded.dtype == torch.float16:
+        if dtype == torch.float16:
             remedy += " or bfloat16 (float16 ends at 65504)"
     raise NonFiniteImageError(
-        f"the vae decoded {len(bad)} of {len(decoded)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
-        f"{dtype_name(decoded.dtype)}; {remedy}"
+        f"the vae decoded {len(bad)} of {len(finite)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
+        f"{dtype_name(dtype)}; {remedy}"
     )

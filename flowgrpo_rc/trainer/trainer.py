@@ -37,6 +37,7 @@ from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
+from flowgrpo_rc.trainer.encoding import PromptSet
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
@@ -337,13 +338,11 @@ class FlowGRPOTrainer:
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
+        asked = PromptSet(prompts, pipeline)
         length = pipeline.max_sequence_length
-        negative = None
-        if pipeline.true_cfg_scale > 1:
-            negative = self.run.encoder([p.negative_prompt or " " for p in prompts], length)
         return Conditioning(
-            self.run.encoder([p.prompt for p in prompts], length),
-            negative,
+            self.run.encoder(asked.positive, length),
+            self.run.encoder(asked.negative, length) if asked.negative else None,
             pipeline.true_cfg_scale,
             pipeline.guidance_scale,
             pipeline.height,
@@ -446,6 +445,7 @@ class FlowGRPOTrainer:
         processes = self.accelerator.num_processes
         for text in announcement(self.config, self.correction, self.folder.root, self.window, processes):
             say(text)
+        say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
         if self.run.actor.recomputes:
             say("Gradient checkpointing is on: activations are recomputed in the backward pass, to save memory")
         if self.step >= self.run.total_steps:

@@ -53,7 +53,7 @@ class Setup:
         for parameter in adapter_parameters(self.actor.transformer).values():
             parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
         self.engine.sync(adapter_state(self.actor.transformer), 0)
-        encoder = PromptEncoder(model, 512, 8)
+        encoder = PromptEncoder(model, 512)
         negative = encoder([" "] * 2) if cfg > 1 else None
         self.cond = Conditioning(encoder(['the text "12"', 'the text "34"']), negative, cfg, None, 32, 32)
         request = RolloutRequest(

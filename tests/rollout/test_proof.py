@@ -32,7 +32,7 @@ def make_engine(tiny_model):
 
 @pytest.fixture
 def make_request(tiny_model):
-    encoder = PromptEncoder(tiny_model, 512, 8)
+    encoder = PromptEncoder(tiny_model, 512)
 
     def make(cfg=1.0, **changes):
         negative = encoder([" "] * 2) if cfg > 1 else None

@@ -63,7 +63,9 @@ class VllmOmniEngine:
                 f"actor_rollout_ref.rollout.name=vllm_omni draws {', '.join(PIPELINES)} only so far, got {pipeline}; "
                 "use rollout.name=diffusers"
             )
-        left_out = [name for name, part in model.pipe.components.items() if part is None and "text" in name]
+        # A text encoder may be missing because the trainer has not loaded it; its tokenizer is always there.
+        tokenizers = {name: part for name, part in model.pipe.components.items() if name.startswith("tokenizer")}
+        left_out = [name.replace("tokenizer", "text_encoder") for name in tokenizers if tokenizers[name] is None]
         if left_out:
             raise ValueError(
                 f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
