@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -249,11 +250,12 @@ class FlowGRPOTrainer:
 
     @contextmanager
     def _naming(self, batch: TensorDict, prompts: list[PromptRecord]) -> Iterator[None]:
-        """Adds step and prompts to the error of samples that are not finite."""
+        """Adds step and prompts to the error of samples that are not finite, which every process raises."""
         try:
             yield
         except NonFiniteUpdateError as error:
-            texts = dict.fromkeys(prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8])
+            own = [prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8]]
+            texts = dict.fromkeys(gather_object(own))
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
