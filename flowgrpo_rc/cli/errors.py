@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED
+from flowgrpo_rc.trainer.peers import first_error, shows_error
 
 DEBUG = "FLOWGRPO_RC_DEBUG"
 FAILED = 1
@@ -43,11 +44,16 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Ca
 def exit_code(error: BaseException, *, phase: str) -> int:
     """Say ``error`` on standard error, in one line; returns the command's exit code.
 
+    Of several processes of a launch one says it, and what was raised first.
+
     Args:
         error: anything; the project's own exceptions bring a message that stands alone, as do the ``ValueError``,
             ``OSError`` and ``ImportError`` of settings, files and extras before training.
         phase: ``COMMAND``, or of a training run ``LOADING`` or ``TRAINING``.
     """
+    error = first_error(error)
+    if not shows_error():
+        return FAILED
     training = phase == TRAINING
     if debugging():
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)

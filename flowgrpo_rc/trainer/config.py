@@ -65,8 +65,14 @@ class ActorRolloutRefConfig:
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
+    nccl_timeout: float = 600.0
+    """Seconds that a process waits for the others (NCCL's and gloo's time-out) before it takes them for hung. Longer
+    than any of them may be busy alone, with a reward for instance. An exception of one process ends all of them at
+    once, without this wait."""
+
     def __post_init__(self) -> None:
         fit_fields("actor_rollout_ref", self)
+        positive("actor_rollout_ref.nccl_timeout", self.nccl_timeout)
 
 
 @documented_fields

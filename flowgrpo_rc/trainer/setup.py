@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Run:
 
     def __init__(self, config: FlowGRPOConfig, project_dir: str) -> None:
         from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
 
         self.config = config
         trainer = config.trainer
@@ -53,6 +55,9 @@ class Run:
             mixed_precision=trainer.mixed_precision,
             log_with=[name for name in trainer.logger if LOGGERS[name] is not None] or None,
             project_dir=project_dir,
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=timedelta(seconds=config.actor_rollout_ref.nccl_timeout)),
+            ],
         )
         config.check_processes(self.accelerator.num_processes)
         if lora.torch_compile:

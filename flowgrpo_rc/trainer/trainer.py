@@ -40,7 +40,8 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
-from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
+from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
+from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import save_grid, validate
@@ -62,7 +63,11 @@ class FlowGRPOTrainer:
     def __init__(self, config: FlowGRPOConfig) -> None:
         trainer = config.trainer
         self.config = config
-        with surviving_console(), ExitStack() as refused:  # a run that is refused leaves nothing behind
+        with (
+            surviving_console(),
+            ExitStack() as refused,  # a run that is refused leaves nothing behind
+            failing_together(lambda: self.folder.abandon()),
+        ):
             self.folder = RunFolder.open(
                 trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
             )
@@ -274,6 +279,7 @@ class FlowGRPOTrainer:
         the console does not take is lost, and nothing else.
 
         Raises:
+            PeerFailureError: another process of the run has failed; the message is that one's.
             RunFolderError: something could not be written; the message says what was kept.
             RuntimeError: it has been called before.
         """
@@ -286,13 +292,14 @@ class FlowGRPOTrainer:
         trainer = self.config.trainer
         with surviving_console():
             try:
-                if self._main:
-                    self._alert_moved_aside(self.folder.write_config(self.config.to_dict()))
-                self._announce()
-                self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
-                with stop_request(self._tell_stopping) as stop:
-                    self._loop(stop)
-                    self._finish()
+                with failing_together(self.folder.close):
+                    if self._main:
+                        self._alert_moved_aside(self.folder.write_config(self.config.to_dict()))
+                    self._announce()
+                    self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
+                    with stop_request(self._tell_stopping) as stop:
+                        self._loop(stop)
+                        self._finish()
             finally:
                 self.logger.close()
                 self.folder.close()
@@ -379,9 +386,10 @@ class FlowGRPOTrainer:
             CheckpointError: it cannot be written; with ``last`` ``fit`` reports it at the end.
         """
         self._saved_step = self.step
+        states = gather_object([random_states()])
         if self._main:
             try:
-                save_run(self.run, self.checkpoints, self.step)
+                save_run(self.run, self.checkpoints, self.step, states)
             except CheckpointError as error:
                 if not last:
                     raise
@@ -525,8 +533,8 @@ class FlowGRPOTrainer:
             self.logger.alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
 
     def _tell_stopping(self) -> None:
-        """Called in a signal's handler."""
-        if self._main:
+        """Called in a signal's handler; after a failure elsewhere the signal is the launcher's, which ends all."""
+        if self._main and not failed_elsewhere():
             write_at_once("\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
     @property
