@@ -37,6 +37,13 @@ LESS_MEMORY = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=true, or actor_rollout_ref.model.dtype=bfloat16"
 )
 """What makes a run need less memory."""
+_PEERS = {
+    "Connection closed by peer": "another process of this launch has ended without a word, killed or out of memory; "
+    "the launcher's report names it",
+    "Timed out waiting": "another process of this launch is busy or hangs; where it is busy that long by right, raise "
+    "actor_rollout_ref.nccl_timeout",
+}
+"""What gloo says of processes that are no more or do not answer, and what to make of it."""
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 """What torch's errors say where they have no type of their own."""
 
@@ -64,6 +71,10 @@ def exit_code(error: BaseException, *, phase: str) -> int:
     text = str(error) if is_own else in_a_line(error)
     if not is_own and _is_out_of_memory(error):
         print(f"error: out of memory ({text[:300] or type(error).__name__}); {LESS_MEMORY}", file=sys.stderr)
+        return FAILED
+    of_peers = [meaning for words, meaning in _PEERS.items() if type(error) is RuntimeError and words in text]
+    if of_peers:
+        print(f"error: {of_peers[0]} ({text[:300]})", file=sys.stderr)
         return FAILED
     if is_own or isinstance(error, OSError if training else (OSError, ValueError, ImportError)):
         print(f"error: {text or type(error).__name__}", file=sys.stderr)

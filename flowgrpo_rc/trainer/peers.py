@@ -72,7 +72,7 @@ class Peers:
         self.known: Failure | None = None
         """The first failure, once this process has heard of it."""
         self.error: BaseException | None = None
-        """The exception of this process, where that is the first failure."""
+        """The first exception of this process."""
         self._told = False
         """Whether this process has shown the message, or leaves that to another one."""
 
@@ -83,28 +83,26 @@ class Peers:
 
     def first(self, error: BaseException) -> BaseException:
         """The exception to end with: ``error``, which the others are told of, unless one was told of before."""
-        if self.error is not None:
-            return self.error
+        if self.error is None:  # before anything that the launcher's signal may interrupt
+            self.error = error
         if self.known is None:
-            own = Failure(self._rank, self._host, one_line(error) or type(error).__name__)
+            own = Failure(self._rank, self._host, one_line(self.error))
             with suppress(RuntimeError):  # the store goes with process 0, which some launchers let keep it
                 self.known = Failure(**json.loads(self._store.compare_set(_KEY, "", json.dumps(asdict(own)))))
                 self._store.add(_NOTICED, 1)
+                self._wait_until_noticed()
         if self.known is not None and self.failed_elsewhere:
             return PeerFailureError(self._in_words(self.known))
-        self.error = error
-        self._wait_until_noticed()
-        return error
+        return self.error
 
     def _wait_until_noticed(self) -> None:
         """Until every other process knows of the failure, so that it does not take for one of its own what comes of it
         there (a lost connection, the launcher's signal); a few seconds at most."""
         waiting = threading.Event()
-        with suppress(RuntimeError):
-            for _ in range(30):
-                if self._store.add(_NOTICED, 0) >= self._processes:
-                    return
-                waiting.wait(POLL_SECONDS / 10)
+        for _ in range(0 if self.failed_elsewhere else 30):
+            if self._store.add(_NOTICED, 0) >= self._processes:
+                return
+            waiting.wait(POLL_SECONDS / 10)
 
     def _in_words(self, failure: Failure) -> str:
         """The message, with where it comes from if that is another machine."""

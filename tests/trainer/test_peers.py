@@ -6,7 +6,9 @@ import threading
 import pytest
 import torch
 
+from flowgrpo_rc.cli.errors import TRAINING, exit_code
 from flowgrpo_rc.trainer import peers as module
+from flowgrpo_rc.trainer.config import ActorRolloutRefConfig
 from flowgrpo_rc.trainer.peers import PeerFailureError, Peers
 
 
@@ -44,6 +46,24 @@ def test_the_first_failure_is_everybodys(launch):
     assert not first.failed_elsewhere
     assert second.failed_elsewhere
     assert third.failed_elsewhere
+
+
+def test_a_signal_while_the_failure_is_told_hides_nothing(launch, monkeypatch):
+    """The launcher may send it as soon as one process has ended."""
+    process = launch(1)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    error = ValueError("lost")
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_store", type("Store", (), {"compare_set": interrupted})())
+        with pytest.raises(KeyboardInterrupt):
+            process.first(error)
+    assert process.first(KeyboardInterrupt()) is error
+    other = launch(0)
+    other._look()
+    assert other.known.text == "lost"
 
 
 def test_the_message_is_shown_once_a_machine(launch):
@@ -110,6 +130,28 @@ def test_the_end_of_the_store_is_a_failure(launch, monkeypatch, capsys):
     left._store = Gone()
     assert watched(left, monkeypatch, returns=False) == ["released", 1]
     assert "process 0, or its launcher, which kept the store at 127.0.0.1:1, has ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4", "has ended without a word"),
+        (
+            "[/gloo/transport/tcp/buffer.cc:81] Timed out waiting 600000ms for recv",
+            "raise actor_rollout_ref.nccl_timeo",
+        ),
+    ],
+)
+def test_what_gloo_says_of_the_others_is_explained(text, says, capsys):
+    assert exit_code(RuntimeError(text), phase=TRAINING) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "says"), [(0, "give a number above 0"), (1e8, "give at most 1e.07 seconds")])
+def test_the_time_out_is_checked(value, says):
+    assert ActorRolloutRefConfig().nccl_timeout == 600
+    with pytest.raises(ValueError, match=f"actor_rollout_ref.nccl_timeout: got .*; {says}"):
+        ActorRolloutRefConfig(nccl_timeout=value)
 
 
 class Gone:
