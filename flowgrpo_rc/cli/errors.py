@@ -37,9 +37,12 @@ LESS_MEMORY = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=true, or actor_rollout_ref.model.dtype=bfloat16"
 )
 """What makes a run need less memory."""
+_LOST_PEER = (
+    "another process of this launch has ended without a word, killed or out of memory; the launcher's report names it"
+)
 _PEERS = {
-    "Connection closed by peer": "another process of this launch has ended without a word, killed or out of memory; "
-    "the launcher's report names it",
+    "Connection closed by peer": _LOST_PEER,
+    "Connection reset by peer": _LOST_PEER,
     "Timed out waiting": "another process of this launch is busy or hangs; where it is busy that long by right, raise "
     "actor_rollout_ref.nccl_timeout",
 }

@@ -136,6 +136,7 @@ def test_the_end_of_the_store_is_a_failure(launch, monkeypatch, capsys):
     ("text", "says"),
     [
         ("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4", "has ended without a word"),
+        ("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer.", "has ended without a word"),
         (
             "[/gloo/transport/tcp/buffer.cc:81] Timed out waiting 600000ms for recv",
             "raise actor_rollout_ref",
