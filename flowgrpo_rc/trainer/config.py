@@ -18,6 +18,8 @@ from flowgrpo_rc.rollout.config import RolloutConfig
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
 others are trackers of accelerate."""
+LONGEST_TIMEOUT = 1e7
+"""Seconds, about four months: libraries count a time-out in nanoseconds, which have an end."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
 
 if TYPE_CHECKING:
@@ -65,8 +67,18 @@ class ActorRolloutRefConfig:
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
+    nccl_timeout: float = 600.0
+    """Seconds that a process waits for the others (NCCL's and gloo's time-out) before it takes them for hung. Longer
+    than any of them may be busy alone, with a reward for instance. An exception of one process ends all of them at
+    once, without this wait."""
+
     def __post_init__(self) -> None:
         fit_fields("actor_rollout_ref", self)
+        positive("actor_rollout_ref.nccl_timeout", self.nccl_timeout)
+        if self.nccl_timeout > LONGEST_TIMEOUT:
+            raise ValueError(
+                f"actor_rollout_ref.nccl_timeout: got {self.nccl_timeout:g}; give at most {LONGEST_TIMEOUT:g} seconds"
+            )
 
 
 @documented_fields

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Run:
 
     def __init__(self, config: FlowGRPOConfig, project_dir: str) -> None:
         from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
 
         self.config = config
         trainer = config.trainer
@@ -51,6 +53,9 @@ class Run:
             mixed_precision=trainer.mixed_precision,
             log_with=[name for name in trainer.logger if LOGGERS[name] is not None] or None,
             project_dir=project_dir,
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=timedelta(seconds=config.actor_rollout_ref.nccl_timeout)),
+            ],
         )
         config.check_processes(self.accelerator.num_processes)
         if lora.torch_compile:
