@@ -19,8 +19,8 @@ from flowgrpo_rc.checks import path as check_path
 from flowgrpo_rc.messages import reason
 from flowgrpo_rc.run_lock import RunFolderInUseError, RunLock
 
-TIMING_PREFIXES = ("timing_s/", "perf/")
-"""Metrics that depend on the machine's speed; all others repeat exactly with the same seed and machine."""
+TIMING_PREFIXES = ("timing_s/", "timing_per_image_ms/", "perf/")
+"""Metrics that depend on the machine's speed and memory; all others repeat exactly with the same seed and machine."""
 MADE_AT_THE_END = ("lora", "lora_ema", "plots")
 """What a run makes of its last step, besides what is drawn from its records."""
 RECORDS = ("metrics.jsonl", "samples", "checkpoints", *MADE_AT_THE_END)

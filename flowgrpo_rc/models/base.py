@@ -89,6 +89,11 @@ class Conditioning:
     height: int
     width: int
 
+    def to(self, device: torch.device) -> "Conditioning":
+        """All of it, on ``device``."""
+        negative = None if self.negative is None else self.negative.map(lambda tensor: tensor.to(device))
+        return replace(self, prompts=self.prompts.map(lambda tensor: tensor.to(device)), negative=negative)
+
     def rows(self, index: Tensor, device: torch.device) -> "Conditioning":
         """The conditioning of some images, on ``device``."""
         negative = None if self.negative is None else self.negative.rows(index, device)

@@ -234,7 +234,8 @@ class RolloutConfig:
     """How many images one forward of the engine draws."""
 
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Images per forward of the scoring pass. Null takes the actor's ``ppo_micro_batch_size_per_gpu``."""
+    """Images per forward of the scoring pass, each with its whole SDE window. Null takes micro-batches as the actor's
+    update does, by its ``ppo_micro_batch_rows`` or ``ppo_micro_batch_size_per_gpu``."""
 
     adapter_lag: int = 0
     """Draw with the actor's adapter of this many batches ago, as an asynchronous engine would. At the start and after

@@ -42,6 +42,7 @@ from flowgrpo_rc.trainer.encoding import PromptSet
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
+from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
@@ -140,7 +141,13 @@ class FlowGRPOTrainer:
         metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
         outcome = self.run.guard(metrics, self.step)
         self.mode = outcome.mode
-        return metrics | outcome.metrics
+        return metrics | outcome.metrics | self._peak_memory()
+
+    def _peak_memory(self) -> dict[str, float]:
+        """The most memory that any process has held."""
+        own = peak_memory(self.accelerator.device)
+        everywhere = self._gather(torch.tensor([list(own.values())]))
+        return dict(zip(own, everywhere.amax(0).tolist(), strict=True))
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -319,7 +326,7 @@ class FlowGRPOTrainer:
                     metrics |= self._validate()
             finally:  # the step is done, whatever becomes of its validation
                 with self.timer("log"):
-                    self._log(metrics | self.timer.take())
+                    self._log(metrics | self._times())
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
@@ -330,6 +337,12 @@ class FlowGRPOTrainer:
                 f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
                 f"trainer.default_local_dir={self.folder.root}"
             )
+
+    def _times(self) -> dict[str, float]:
+        """Seconds of every stage since the last row, and what they come to for an image."""
+        times = self.timer.take()
+        images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        return times | speed(times, images, self.accelerator.num_processes)
 
     @property
     def _validates_first(self) -> bool:
@@ -566,14 +579,17 @@ def announcement(
     actor = config.actor_rollout_ref.actor
     prompts = config.data.train_batch_size
     mini = actor.ppo_mini_batch_size
-    micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // processes)
+    images = mini * rollout.n // processes
+    micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {window.size} SDE steps"
+    if actor.ppo_micro_batch_rows is not None:
+        micro = f"{min(actor.ppo_micro_batch_rows, images * window.size)} rows (SDE steps of images)"
     lag = f", {rollout.adapter_lag} batches behind the actor" if rollout.adapter_lag else ""
     return [
         f"Run folder: {root}",
         f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
         f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
         f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
-        f"micro-batches of {micro} images x {window.size} SDE steps",
+        f"micro-batches of {micro}",
         f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
         f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
