@@ -8,7 +8,10 @@ import torch
 from flowgrpo_rc import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowgrpo_rc.actor import DiffusionLossConfig
 from flowgrpo_rc.models import PipelineLoader
+from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.timer import StageTimer
+from flowgrpo_rc.transfers import onto, to_host
 
 pytestmark = pytest.mark.gpu
 
@@ -107,3 +110,32 @@ def test_a_text_encoder_leaves_no_memory_behind():
         assert model.encode(["one"], 64)
         assert torch.cuda.memory_allocated() > before
     assert torch.cuda.memory_allocated() == before
+
+
+def test_queued_copies_carry_the_numbers_there_and_back():
+    """Before the queue has done what stands in front of them, and with the host's tensors dropped at once."""
+    device = torch.device("cuda")
+    values = torch.randn(1000, 1000)
+    busy = torch.randn(4096, 4096, device=device)
+    for _ in range(20):
+        busy = busy @ busy / busy.norm()
+    there = [onto(values + i, device) for i in range(4)]
+    back = to_host({"half": there[1].bfloat16(), "cut": there[2][:, 3:5], "whole": there[3]})
+    assert torch.equal(back["half"], (values + 1).bfloat16())
+    assert torch.equal(back["cut"], (values + 2)[:, 3:5])
+    assert torch.equal(back["whole"], values + 3)
+    state = {"a": values, "b": torch.ones(())}
+    assert adapter_digest({name: tensor.to(device) for name, tensor in state.items()}) == adapter_digest(state)
+
+
+def test_stages_are_charged_with_the_kernels_that_they_queue():
+    timer = StageTimer(torch.device("cuda"))
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for stage, times in (("short", 1), ("long", 50)):
+        with timer(stage):
+            for _ in range(times):
+                busy = busy @ busy / busy.norm()
+    taken = timer.take()
+    assert taken["timing_s/long"] > 5 * taken["timing_s/short"] > 0
+    assert taken["timing_s/step"] == pytest.approx(taken["timing_s/long"] + taken["timing_s/short"])
