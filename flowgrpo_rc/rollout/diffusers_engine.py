@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.checks import choice
 from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.models.attention import use_attention_backend
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, load_adapter_state
@@ -39,6 +40,7 @@ class DiffusersEngine:
         micro_batch_size: int,
         device: Any,
         quantization: str | None = None,
+        attn_backend: str | None = None,
     ) -> None:
         choice("quantization", quantization, (*QUANTIZATIONS, None))
         self._model = model
@@ -50,6 +52,8 @@ class DiffusersEngine:
         if self._quantized:
             round_linear_weights(self.transformer, adapter=False)
         attach_lora(self.transformer, model, lora, dtype=dtype)
+        # On the engine's own modules: the actor's may compute attention in another way.
+        use_attention_backend(self.transformer, attn_backend)
         self.transformer.requires_grad_(False).eval()
         # Below every version: nothing is drawn before the actor's adapter has come.
         self.adapter_version = -1
@@ -66,6 +70,7 @@ class DiffusersEngine:
             micro_batch_size=config.micro_batch_size,
             device=device,
             quantization=config.quantization,
+            attn_backend=config.rollout_attn_backend,
         )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:

@@ -13,9 +13,11 @@ import torch
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline, load_model
+from flowgrpo_rc.models.attention import check_attention_backend
 from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.prompts import check_prompts
 from flowgrpo_rc.paths import resolve_asset
@@ -44,7 +46,8 @@ class Run:
         lora = config.actor_rollout_ref.model
         _check_trackers(trainer.logger)
         check_engine(config.actor_rollout_ref.rollout.name)
-        _check_guidance(config, check_pipeline(lora.path))
+        pipeline_class = check_pipeline(lora.path)
+        _check_guidance(config, pipeline_class)
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
         self._read_prompts()
@@ -57,6 +60,7 @@ class Run:
         config.check_processes(self.accelerator.num_processes)
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
+        _check_attention(config, pipeline_class, self.accelerator.device)
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
         self.fingerprint = fingerprint(config, self.model)
@@ -133,6 +137,26 @@ def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
         return
     refuse_guidance_scale(name, embeds, rollout.pipeline.guidance_scale)
     refuse_guidance_scale(name, embeds, rollout.validation_pipeline.guidance_scale, "val_kwargs.pipeline")
+
+
+def _check_attention(config: FlowGRPOConfig, name: str, device: torch.device) -> None:
+    """Refuse attention backends that do not work on this device, or not with pipelines of the class ``name``."""
+    parts = config.actor_rollout_ref
+    folder = resolve_asset(parts.model.path)
+    # Under autocast linear layers put out bfloat16, whatever the weights are in.
+    actor = "bfloat16" if config.trainer.mixed_precision == "bf16" else parts.model.dtype
+    field = "actor_rollout_ref.model.attn_backend"
+    dtype = torch_dtype(actor)
+    check_attention_backend(
+        field, parts.model.attn_backend, name, folder=folder, dtype=dtype, device=device, trains=True
+    )
+    field = "actor_rollout_ref.rollout.rollout_attn_backend"
+    backend = parts.rollout.rollout_attn_backend
+    dtype = torch_dtype(parts.rollout.dtype)
+    if parts.rollout.name == "diffusers":
+        check_attention_backend(field, backend, name, folder=folder, dtype=dtype, device=device, trains=False)
+    elif device.type == "cpu" and backend not in (None, "TORCH_SDPA"):
+        raise ValueError(f"{field}: got {backend}, which vllm-omni has on a GPU alone; set it to TORCH_SDPA or null")
 
 
 def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) -> list[PromptRecord]:

@@ -23,6 +23,8 @@ class Settings:
     """Precision in which images are decoded, which is the trainer's."""
     max_batch: int
     """Images per forward."""
+    attention: str | None
+    """vllm-omni's name of the way to compute attention; null leaves the choice to it."""
     init_timeout: float
     """Seconds until vllm-omni gives the loading of the model up."""
     parent: int = 0
