@@ -26,6 +26,7 @@ from flowgrpo_rc.rollout import build_engine
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.engines import check_engine
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
+from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.fingerprint import fingerprint
 
 
@@ -58,6 +59,10 @@ class Run:
             project_dir=project_dir,
         )
         config.check_processes(self.accelerator.num_processes)
+        self.rollout_dump = self._dump("rollout_data_dir")
+        """Takes the images of every rollout; ``None`` where none are kept."""
+        self.validation_dump = self._dump("validation_data_dir")
+        """Takes the images of every validation; ``None`` where none are kept."""
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
         _check_attention(config, pipeline_class, self.accelerator.device)
@@ -70,6 +75,10 @@ class Run:
         """Calibrated clip bands; ``None`` without ``clip_ratio=auto``."""
         self.rejection_bands = RejectionBands.configured(mode.rollout_correction)
         """Calibrated rejection bands; ``None`` without ``rollout_rs_threshold=auto``."""
+
+    def _dump(self, field: str) -> ImageDump | None:
+        folder = getattr(self.config.trainer, field)
+        return None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)
 
     def _read_prompts(self) -> None:
         """The prompts and the reward, which must be able to score each of them."""

@@ -18,7 +18,8 @@ class StageTimer:
     def __call__(self, stage: str) -> Iterator[None]:
         start = self._clock()
         try:
-            yield
+            with torch.profiler.record_function(stage):  # the stages of a step are spans of its trace
+                yield
         finally:
             self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
 

@@ -14,6 +14,7 @@ from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.run_folder import write_whole
+from flowgrpo_rc.trainer.dumps import DumpedImage
 from flowgrpo_rc.trainer.setup import Run
 
 CELL = 96
@@ -27,6 +28,8 @@ Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
 """Embeds prompts for a pipeline's settings."""
 Generate = Callable[[RolloutRequest], Trajectories]
 """Samples and proves that it did what was asked."""
+Keep = Callable[[DumpedImage], object]
+"""Takes an image, with what it was drawn for and rewarded."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ class Sample:
     """What an OCR reward read."""
 
 
-def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[str, float], list[Sample]]:
+def validate(
+    run: Run, conditioning: Encode, generate: Generate, keep: Keep = lambda _image: None
+) -> tuple[dict[str, float], list[Sample]]:
     """Score ``val_kwargs.n`` images of every validation prompt.
 
     Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
-    alone. The images are dealt out over the processes.
+    alone. The images are dealt out over the processes. ``keep`` is called with each that this process has drawn.
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
@@ -55,7 +60,7 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
     accelerator = run.accelerator
     count = len(run.val_prompts) * run.config.actor_rollout_ref.rollout.val_kwargs.n
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
-    scored = _score(run, conditioning, generate, own) if own else []
+    scored = _score(run, conditioning, generate, own, keep) if own else []
     scored = gather_object(scored)
     scored.sort(key=itemgetter(0))
     rewards = [one for _, one, _ in scored]
@@ -64,7 +69,7 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
 
 
 def _score(
-    run: Run, conditioning: Encode, generate: Generate, own: list[int]
+    run: Run, conditioning: Encode, generate: Generate, own: list[int], keep: Keep
 ) -> list[tuple[int, dict[str, float], Sample | None]]:
     """Sample and reward the images of these numbers: ``k * prompts + i`` is image ``k`` of prompt ``i``.
 
@@ -92,6 +97,9 @@ def _score(
     for i, index in enumerate(own):
         rewards = {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()}
         sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
+        seed = seed_for(rollout.val_kwargs.seed, VALIDATION, 0, index)
+        parts = {name: value for name, value in rewards.items() if name in reward.parts}
+        keep(DumpedImage(index, images[i], records[i].prompt, seed, rewards["mean"], parts))
         scored.append((index, rewards, sample))
     return scored
 
