@@ -96,3 +96,26 @@ def test_both_paths_equal_the_cpu(mode, path, dtype):
     assert there[2].keys() == here[2].keys()
     for name, value in here[2].items():
         assert there[2][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["_native_cudnn", "_native_efficient"])
+def test_an_attention_backend_of_gpus_trains(small_config, name):
+    """Where the trial before loading lets one through, the run it is for ends with finite gradients."""
+    try:
+        row = last_row(
+            small_config,
+            "actor_rollout_ref.model.dtype=bfloat16",
+            f"actor_rollout_ref.model.attn_backend={name}",
+            f"actor_rollout_ref.rollout.rollout_attn_backend={name}",
+        )
+    except ValueError as refused:
+        assert f"got {name}, which does not compute attention with a mask" in str(refused)  # noqa: PT017
+        return
+    assert math.isfinite(row["actor/grad_norm"])
+
+
+def test_a_profile_has_the_gpus_kernels(small_config):
+    folder = FlowGRPOTrainer(small_config(*ON_GPU, "trainer.profile_steps=[2]")).fit()
+    trace = (folder.profile / "step_00002.rank_0.pt.trace.json").read_text()
+    assert '"cat": "kernel"' in trace
+    assert "CUDA" in (folder.profile / "step_00002.rank_0.txt").read_text()
