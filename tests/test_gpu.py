@@ -139,3 +139,26 @@ def test_stages_are_charged_with_the_kernels_that_they_queue():
     taken = timer.take()
     assert taken["timing_s/long"] > 5 * taken["timing_s/short"] > 0
     assert taken["timing_s/step"] == pytest.approx(taken["timing_s/long"] + taken["timing_s/short"])
+
+
+@pytest.mark.parametrize("name", ["_native_cudnn", "_native_efficient"])
+def test_an_attention_backend_of_gpus_trains(small_config, name):
+    """Where the trial before loading lets one through, the run it is for ends with finite gradients."""
+    try:
+        row = last_row(
+            small_config,
+            "actor_rollout_ref.model.dtype=bfloat16",
+            f"actor_rollout_ref.model.attn_backend={name}",
+            f"actor_rollout_ref.rollout.rollout_attn_backend={name}",
+        )
+    except ValueError as refused:
+        assert f"got {name}, which does not compute attention with a mask" in str(refused)  # noqa: PT017
+        return
+    assert math.isfinite(row["actor/grad_norm"])
+
+
+def test_a_profile_has_the_gpus_kernels(small_config):
+    folder = FlowGRPOTrainer(small_config(*ON_GPU, "trainer.profile_steps=[2]")).fit()
+    trace = (folder.profile / "step_00002.rank_0.pt.trace.json").read_text()
+    assert '"cat": "kernel"' in trace
+    assert "CUDA" in (folder.profile / "step_00002.rank_0.txt").read_text()

@@ -26,6 +26,7 @@ from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
+from flowgrpo_rc.models.attention import use_attention_backend
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora, base_parameters, load_lora
@@ -97,6 +98,7 @@ class DiffusionActor:
         self.transformer: Any = model.transformer
         frozen = sum(parameter.numel() for parameter in base_parameters(self.transformer).values())
         attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype))
+        use_attention_backend(self.transformer, lora.attn_backend)
         self.recomputes = lora.checkpoints_gradients(frozen)
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
         if self.recomputes:
