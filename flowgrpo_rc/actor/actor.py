@@ -535,4 +535,4 @@ def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor
     parts = [log_probs.flatten(), metrics.sums, metrics.extremes, norm.reshape(1)]
     figures = torch.cat([part.double() for part in parts]).cpu()
     values, sums, extremes, size = figures.split([len(part) for part in parts])
-    return values.view_as(log_probs).to(log_probs.dtype), LossMetrics(metrics.names, sums, extremes), float(size)
+    return values.view(log_probs.shape).to(log_probs.dtype), LossMetrics(metrics.names, sums, extremes), float(size)

@@ -32,9 +32,9 @@ class DiffusersEngine:
     """Samples with ``model``'s transformer in ``dtype`` and an adapter of its own, which follows the actor's.
 
     Where the transformer has this ``dtype`` and attention backend already, the engine samples with that very module:
-    its adapter lies beside the actor's and is active during ``generate`` alone, so that the two must take turns. Otherwise
-    the engine has a copy of the transformer. Its adapter is in ``dtype`` either way. Create the engine before the actor
-    attaches its adapter, which would be frozen.
+    its adapter lies beside the actor's and is active during ``generate`` alone, so that the two must take turns.
+    Otherwise the engine has a copy of the transformer. Its adapter is in ``dtype`` either way. Create the engine before
+    the actor attaches its adapter, which would be frozen.
 
     ``quantization="fp8"`` does what ``RolloutConfig.quantization`` says: the base's weights are rounded once, the
     adapter's at every ``sync``. The rounded matrices are a copy's; ``model`` keeps its weights bit for bit.

@@ -42,7 +42,7 @@ class Rig:
             parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
         self.start = [value.detach().clone() for value in adapter_parameters(self.actor.transformer).values()]
         engine.sync(adapter_state(self.actor.transformer), 0)
-        encoder = PromptEncoder(model, 512, 8)
+        encoder = PromptEncoder(model, 512)
         self.cond = Conditioning(encoder(['the text "12"', 'the text "34"']), None, 1.0, None, 32, 32)
         request = RolloutRequest(
             conditioning=self.cond,

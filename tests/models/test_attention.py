@@ -90,7 +90,7 @@ def test_a_backend_is_that_of_one_transformer_alone(tiny_model):
 
 
 def test_the_math_backend_computes_the_same_function(tiny_model):
-    prompts = PromptEncoder(tiny_model, 512, 8)(["one", "two words and more"])
+    prompts = PromptEncoder(tiny_model, 512)(["one", "two words and more"])
     rows = Conditioning(prompts, None, 1.0, None, 32, 32).rows(torch.tensor([0, 1]), torch.device("cpu"))
     latents = torch.randn(2, *tiny_model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
     velocities = []

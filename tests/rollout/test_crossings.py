@@ -16,7 +16,7 @@ BATCHES = IMAGES // MICRO
 
 
 def request_for(model, cfg):
-    encoder = PromptEncoder(model, 24, 8)
+    encoder = PromptEncoder(model, 24)
     prompts = encoder(['the text "12"', "another one that is longer"])
     negative = encoder([" "] * 2) if cfg > 1 else None
     return RolloutRequest(
