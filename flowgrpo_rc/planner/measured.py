@@ -19,10 +19,9 @@ class Sizes:
     """Frozen weights of the transformer, without buffers."""
     buffers: int
     """Buffers of the transformer, which sharding leaves whole."""
-    two_blocks: int
-    """The two largest neighbouring blocks."""
-    outside_blocks: int
-    """Weights of the transformer that are in no block."""
+    gathered: int
+    """What sharding gathers on every GPU: a block at work and the next one, the two largest neighbours, and the weights
+    that are in no block."""
     vae: int
     text_encoders: int
     parameters: int
@@ -60,8 +59,7 @@ class Measured:
         return Sizes(
             transformer=self._weights,
             buffers=self._passes.base_bytes - self._weights,
-            two_blocks=max(pairs, default=0),
-            outside_blocks=self._weights - sum(blocks),
+            gathered=max(pairs, default=0) + self._weights - sum(blocks),
             vae=bytes_of(self._pipeline.vae),
             text_encoders=sum(map(bytes_of, self._pipeline.text_encoders)),
             parameters=self._parameters,

@@ -96,7 +96,7 @@ class MemoryPlan:
         copy = -(-self.engine.sizes.transformer // share) + self.engine.sizes.buffers
         return {
             "transformer, own shard" if sharded else "transformer": -(-sizes.transformer // share) + sizes.buffers,
-            "gathered blocks": sizes.two_blocks + sizes.outside_blocks if sharded else 0,
+            "gathered blocks": sizes.gathered if sharded else 0,
             "engine's own copy of the transformer": copy if own_copy else 0,
             "LoRA": lora,
             "AdamW's two moments": 2 * lora,

@@ -1,6 +1,11 @@
-"""What the planner reads of a whole configuration."""
+"""The plan of a whole configuration, and its check against the GPU that a run starts on."""
 
-from flowgrpo_rc.planner.settings import PlannedRun
+import warnings
+
+from flowgrpo_rc.planner.machines import GIB, Gpus
+from flowgrpo_rc.planner.memory import MemoryPlan
+from flowgrpo_rc.planner.pipeline import PlanError
+from flowgrpo_rc.planner.settings import ACTOR, PlannedRun
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 
@@ -14,4 +19,36 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
         prompts=config.data.train_batch_size,
         scored_share=0.0 if config.rollout_correction.bypass_mode else config.scored_share,
         autocast=config.trainer.mixed_precision == "bf16",
+    )
+
+
+def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) -> None:
+    """Warn of a run that a plan says does not fit GPUs of ``device_bytes`` each.
+
+    A model that cannot be planned passes: of one on the hub that has no shipped configuration files, nothing is known
+    before it is downloaded.
+
+    Raises:
+        PlanError: the tensors of the update alone, without any reserve, are more than the device has, and a smaller
+            micro-batch would do.
+    """
+    try:
+        plan = MemoryPlan(planned_run(config))
+    except PlanError:
+        return
+    memory = plan.memory(plan.run, num_processes)
+    if memory.fits(device_bytes):
+        return
+    gpus = Gpus(num_processes, device_bytes / GIB)
+    largest = plan.largest_micro_batch(plan.run, gpus)
+    needs = f"a plan of this run needs {memory.total / GIB:.1f} GiB on each GPU, of {device_bytes / GIB:.1f}"
+    if memory.tensors > device_bytes and 0 < largest < plan.run.micro_batch(num_processes):
+        raise PlanError(
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu: got {plan.run.micro_batch(num_processes)}; {needs}. Give at most "
+            f"{largest}, which fits"
+        )
+    warnings.warn(
+        f"{needs}, and may end for want of memory; flowgrpo-rc plan --gpus={num_processes}x{device_bytes / GIB:.0f} "
+        "with the same settings says what to change",
+        stacklevel=2,
     )

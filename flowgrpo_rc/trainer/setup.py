@@ -25,6 +25,7 @@ from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.engines import check_engine
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.fingerprint import fingerprint
+from flowgrpo_rc.trainer.planned import check_memory
 
 
 class Run:
@@ -55,6 +56,9 @@ class Run:
             project_dir=project_dir,
         )
         config.check_processes(self.accelerator.num_processes)
+        if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
+            device_bytes = torch.cuda.get_device_properties(self.accelerator.device).total_memory
+            check_memory(config, self.accelerator.num_processes, device_bytes)
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch

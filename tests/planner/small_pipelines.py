@@ -7,7 +7,7 @@ from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.planner.pipeline import SHIPPED
 
 QWEN = {
-    "num_layers": 7,
+    "num_layers": 6,
     "num_attention_heads": 4,
     "attention_head_dim": 32,
     "axes_dims_rope": [8, 12, 12],
@@ -16,7 +16,7 @@ QWEN = {
     "out_channels": 8,
 }
 SD3 = {
-    "num_layers": 9,
+    "num_layers": 6,
     "num_attention_heads": 4,
     "attention_head_dim": 16,
     "caption_projection_dim": 64,
@@ -24,11 +24,11 @@ SD3 = {
     "pooled_projection_dim": 64,
     "pos_embed_max_size": 32,
     "sample_size": 32,
-    "dual_attention_layers": [0, 1, 2, 3, 4],
+    "dual_attention_layers": [0, 1, 2],
 }
 FLUX = {
-    "num_layers": 5,
-    "num_single_layers": 6,
+    "num_layers": 3,
+    "num_single_layers": 4,
     "num_attention_heads": 4,
     "attention_head_dim": 32,
     "axes_dims_rope": [8, 12, 12],
