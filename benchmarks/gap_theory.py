@@ -82,7 +82,7 @@ def measure(engine: str, images: int) -> dict[str, Any]:
         for width in WIDTHS:
             mode = with_clip(run.mode, width)
             meter = DriftMeter(mode, run.rollout.algo.sde_type, SEED)
-            meter.add(run.actor, batch.trajectories, batch.conditioning)
+            meter.add(run.actor, batch.trajectories, batch.scored, batch.conditioning)
             found = meter.result(0.95)
             by_law = torch.stack(meter.group_sums()).sum(0) / meter.images
             by_samples = sampled_drift(trainer, mode, batch)
@@ -123,7 +123,7 @@ def follow(engine: str, clip: float, updates: int, images: int) -> list[dict[str
             batch = sample_and_rescore(run, images)
             assert batch.sample.kl is not None
             meter = DriftMeter(run.mode, run.rollout.algo.sde_type, SEED)
-            meter.add(run.actor, batch.trajectories, batch.conditioning)
+            meter.add(run.actor, batch.trajectories, batch.scored, batch.conditioning)
             drift = torch.stack(meter.group_sums()).sum(0) / meter.images
             first = drift if first is None else first
             along = float(drift @ first / (drift.norm() * first.norm()))

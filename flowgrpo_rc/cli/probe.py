@@ -11,6 +11,9 @@ NOT_SAFE = 3
 """Exit code of a probe that finds the configuration not safe."""
 NOT_SHOWN_SAFE = 4
 """Exit code of a probe that cannot show that the configuration is safe."""
+DRIFT_WORDS = (
+    "drift: what a step teaches whatever is rewarded, in gradients of one step of the window; interval likewise"
+)
 MAX_FACTOR = 8
 """How many times ``--images`` the probe samples at most, unless it is told."""
 
@@ -53,6 +56,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         from flowgrpo_rc.cli.probe_folder import ProbeFolder
         from flowgrpo_rc.gap.probe import run_probe
         from flowgrpo_rc.trainer import FlowGRPOTrainer
+        from flowgrpo_rc.trainer.peers import failing_together
 
         images, most = _image_counts(arguments)
         out = ProbeFolder(arguments.out)
@@ -60,19 +64,28 @@ def run_command(arguments: argparse.Namespace) -> int:
         trainer = FlowGRPOTrainer(config)
         arguments.phase = TRAINING
         try:
-            result = run_probe(trainer.probed_run(), images, most)
+            with failing_together(trainer.folder.close):
+                result = run_probe(trainer.probed_run(), images, most)
+                # A launcher ends all processes where one ends with a verdict that is not 0.
+                said = _write(out, result) if trainer.accelerator.is_main_process else []
+                trainer.accelerator.wait_for_everyone()
         finally:
             trainer.run.engine.close()
     from flowgrpo_rc.gap import verdict
 
     code = {verdict.SAFE: 0, verdict.NOT_SAFE: NOT_SAFE, verdict.NOT_SHOWN_SAFE: NOT_SHOWN_SAFE}[result.advice.verdict]
+    if said:
+        print("\n".join(said))
+    return code
+
+
+def _write(out: Any, result: Any) -> list[str]:
+    """Writes the result into its folder; returns the report and what was written, a line each."""
     try:
-        said = out.write(result)
+        return [report(result), *out.write(result)]
     except OSError as error:
         print(report(result))
-        raise OSError(f"--out: cannot write the result to {arguments.out}: {error}; give another folder") from error
-    print("\n".join([report(result), *said]))
-    return code
+        raise OSError(f"--out: cannot write the result to {out.root}: {error}; give another folder") from error
 
 
 def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -126,10 +139,15 @@ def report(result: Any) -> str:
             f"{name:>9} {step.count:4d} {step.mean:10.1e} {step.abs_mean:9.1e} {step.abs_q90:9.1e} {step.abs_max:9.1e} "
             f"{step.nats:7.3f} {step.kl_nats:8.3f} {step.clipped:8.0%} {ends:>12}"
         )
+    if result.drift is not None:
+        # The table's last rows: its head and one for each timestep and for all together.
+        cells = [f" {'drift':>7} {'interval':>16}", *map(_drift_cells, (*result.drift.timesteps, result.drift))]
+        lines[-len(cells) :] = [line + cell for line, cell in zip(lines[-len(cells) :], cells, strict=True)]
     lines += [
         "",
         f"l = log pi_actor - log pi_engine, same weights; clipped: {objective.beyond} before any learning; interval: "
         "where that share lies with 95 % confidence, images being independent",
+        *([] if result.drift is None else [DRIFT_WORDS]),
         f"Verdict: {advice.verdict.upper()} ({advice.because})",
         *(f"  - {reason}" for reason in advice.reasons),
         f"Recommended: {advice.mode} mode{limit}; a rejection band that only outliers leave: "
@@ -142,6 +160,11 @@ def report(result: Any) -> str:
             f"here (of the first images: {seconds})"
         )
     return "\n".join(lines)
+
+
+def _drift_cells(drift: Any) -> str:
+    """A drift and its interval, for the table."""
+    return f" {drift.value:7.4f} {f'{drift.interval.low:.4f} to {drift.interval.high:.4f}':>16}"
 
 
 def _limit_words(setting: dict[str, Any], objective: Objective) -> str:

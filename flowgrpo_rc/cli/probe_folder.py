@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.gap.limits import CLIP, LIMITS
+from flowgrpo_rc.gap.limits import CLIP, DRIFT_NOT_SAFE, LIMITS
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 from flowgrpo_rc.run_folder import RunFolder
 
@@ -83,15 +83,16 @@ def _without_timings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(result: Any, path: Path) -> None:
-    """The gap against the clip band, and the share clipped with its interval against the limit, by timestep."""
+    """The gap against the clip band, the share clipped and the drift with their intervals and limits, by timestep."""
     from matplotlib.figure import Figure
 
     steps = result.steps
     verdict = result.advice.verdict
     limit = LIMITS[CLIP].not_safe
     names = [f"{step.timestep:.0f}" for step in steps]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    panels = 2 if result.drift is None else 3
+    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
+    left, right, *third = figure.subplots(1, panels)
     for values, label, style in (
         ([s.abs_max for s in steps], "largest", ":"),
         ([s.abs_q90 for s in steps], "90 %", "--"),
@@ -116,5 +117,20 @@ def draw(result: Any, path: Path) -> None:
         right.legend()
     right.set(ylim=(0, 1), xlabel="timestep, from noise to image", ylabel="share of samples, 95 % interval")
     right.set_title("Left out before anything is learned")
+    for axes in third:
+        _draw_drift(axes, result.drift, names, colours)
     figure.suptitle(f"{verdict.capitalize()}: {result.advice.because}", color=_COLOURS[verdict], fontsize=10, wrap=True)
     figure.savefig(path, dpi=120)
+
+
+def _draw_drift(axes: Any, drift: Any, names: list[str], colours: list[str]) -> None:
+    """The drift with its interval, by timestep and for the whole window."""
+    shown = [*drift.timesteps, drift]
+    values = [one.value for one in shown]
+    below = [one.value - one.interval.low for one in shown]
+    above = [one.interval.high - one.value for one in shown]
+    axes.bar([*names, "all"], values, yerr=[below, above], color=colours, ecolor="#1a202c", capsize=4)
+    axes.axhline(DRIFT_NOT_SAFE, color="#c53030", linewidth=1, label=f"limit for all together, {DRIFT_NOT_SAFE:g}")
+    axes.legend()
+    axes.set(xlabel="timestep, from noise to image", ylabel="gradients of one step, 95 % interval")
+    axes.set_title("Drift: learned whatever is rewarded")

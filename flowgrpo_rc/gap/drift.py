@@ -9,14 +9,19 @@ For a plain clip band of half width ``c`` the drift is the gradient of a penalty
 ``docs/theory_of_the_gap.md``. Here it is measured with the configured objective and rejection themselves, at log ratios
 drawn by the law of the gap (``law``). It is told in units of the policy gradient of a single SDE step of one image: in
 that unit neither the drift nor the reward's own gradient depends on the size of a batch or of the window.
+
+The loss reads nothing of the model but each step's log-prob and transition mean, and these the probe knows already. So
+the loss is differentiated by them first, on the host, and then every step goes through the model by itself, with what
+the loss says of it. That tells the drift of each timestep, and each step still passes forward once and back once for
+each of three losses, as it would with its whole window.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -32,11 +37,24 @@ from flowgrpo_rc.models.base import Conditioning
 GROUPS = 8
 """Groups of prompts whose gradients are kept apart, to tell what they have in common from chance; host memory holds
 a float32 copy of the adapter for each, and a few more while images are added."""
+SKETCH = 1 << 18
+"""Numbers that stand in for the gradient of one timestep where the adapter has more."""
 CHUNK = 1 << 20
 """Numbers that are multiplied in float64 at once."""
 
 _SHARED_KEYS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS)
 """What the loss reads of a batch besides log-probs, means and advantages."""
+
+
+@dataclass(frozen=True)
+class TimestepDrift:
+    """The drift of one timestep, in the unit of the whole window's."""
+
+    timestep: float
+    value: float
+    """Norm of the expected drift of a step at this timestep. The drift of the window is a mean of such vectors, so that
+    it is at most the mean of their norms, weighted by how often each is trained; less where they disagree."""
+    interval: Interval
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,8 @@ class Drift:
     """Where it lies, from the groups of images."""
     cosine: float
     """Between the gradients with and without the gap of the same images under the same random advantages."""
+    timesteps: tuple[TimestepDrift, ...] = ()
+    """From noise to image."""
 
 
 @dataclass
@@ -60,6 +80,10 @@ class _Group:
     images: int = 0
     square: float = 0.0
     """Of the norms of the images' gradients without a gap."""
+    steps: dict[float, int] = field(default_factory=dict)
+    """By timestep, how many there were."""
+    sketches: dict[float, Float[Tensor, " sketch"]] = field(default_factory=dict)
+    """By timestep, the sum of their drifts."""
 
 
 class DriftMeter:
@@ -83,21 +107,26 @@ class DriftMeter:
         self._groups: dict[int, _Group] = {}
         self._gapped_square = 0.0
         self._product = 0.0
+        self._flips: Tensor | None = None
+        """The signs of ``_sketch``, int8."""
 
-    def add(self, actor: DiffusionActor, batch: TensorDict, conditioning: Conditioning) -> None:
-        """The gradients of a batch's images, with one forward (of a compiled actor three) and three backward passes.
+    def add(
+        self, actor: DiffusionActor, batch: TensorDict, scored: Mapping[str, Tensor], conditioning: Conditioning
+    ) -> None:
+        """The gradients of a batch's images, with one forward (of a compiled actor three) and three backward passes of
+        every step.
 
         With calibrated limits each image is measured under those that its batch comes with.
 
         Args:
             batch: steps that the engine sampled, with its transition means and, for calibrated limits, ``clip_widths``
                 and ``rollout_rs_bounds``.
+            scored: ``actor.rescore`` of the batch, under the weights that the actor has now.
 
         Raises:
             NonFiniteUpdateError: a log-prob or a gradient is not finite.
         """
         signs = torch.randint(0, 2, (len(batch),), generator=self._generator) * 2.0 - 1.0
-        losses: list[Callable[..., Tensor]] = [self._drift_loss, self._loss_without_gap, self._loss]
         self._window = batch[Key.TIMESTEPS].shape[1]
         # Images of one prompt are alike, so that they belong to one group.
         numbers = batch[Key.PROMPT_INDEX] % GROUPS
@@ -105,15 +134,37 @@ class DriftMeter:
             rows = (numbers == number).nonzero().flatten()
             part = batch[rows]
             part[Key.ADVANTAGES] = signs[rows]
-            drift, without_gap, gapped = actor.gradients(part, conditioning, losses)
-            group = self._groups.setdefault(number, _Group(torch.zeros_like(drift)))
-            group.images += len(rows)
-            group.drift += drift
-            # Random signs leave of the square of a sum, in expectation, the sum of the images' squares.
-            group.square += _dot(without_gap, without_gap)
-            self._gapped_square += _dot(gapped, gapped)
-            self._product += _dot(without_gap, gapped)
+            self._add_group(number, actor, part, {name: values[rows] for name, values in scored.items()}, conditioning)
         self.images += len(batch)
+
+    def _add_group(
+        self,
+        number: int,
+        actor: DiffusionActor,
+        part: TensorDict,
+        scored: Mapping[str, Tensor],
+        conditioning: Conditioning,
+    ) -> None:
+        """The gradients of images that belong to one group, timestep by timestep."""
+        losses = (self._drift_loss, self._loss_without_gap, self._loss)
+        slopes = [_Slope.of(place, loss, part, scored) for place, loss in enumerate(losses)]
+        sums: list[Tensor] = []
+        for timestep in part[Key.TIMESTEPS].unique().tolist():
+            steps = _steps_at(part, timestep)
+            found = actor.gradients(steps, conditioning, slopes)
+            sums = [one + other for one, other in zip(sums, found, strict=True)] if sums else found
+            group = self._groups.setdefault(number, _Group(torch.zeros_like(found[0])))
+            group.steps[timestep] = group.steps.get(timestep, 0) + len(steps)
+            sketch = self._sketch(found[0])
+            group.sketches[timestep] = group.sketches.get(timestep, torch.zeros_like(sketch)) + sketch
+        drift, without_gap, gapped = sums
+        group = self._groups[number]
+        group.images += len(part)
+        group.drift += drift
+        # Random signs leave of the square of a sum, in expectation, the sum of the images' squares.
+        group.square += _dot(without_gap, without_gap)
+        self._gapped_square += _dot(gapped, gapped)
+        self._product += _dot(without_gap, gapped)
 
     def group_sums(self) -> list[Float[Tensor, " parameters"]]:
         """The expected drift summed over the images of each group, a gradient of the loss."""
@@ -126,24 +177,41 @@ class DriftMeter:
         not make larger; the interval is the jackknife's over the groups, numerator and unit together.
         """
         groups = list(self._groups.values())
-        rows = [[_dot(one.drift, other.drift) for other in groups] for one in groups]
-        products = torch.tensor(rows, dtype=torch.float64)
         sizes = torch.tensor([group.images for group in groups], dtype=torch.float64)
-        squares = torch.tensor([group.square for group in groups], dtype=torch.float64) * self._window
-        whole = _relative_square(products, sizes, squares)
-        half = math.inf
-        if len(groups) > 2:
-            pseudo = []
-            for left_out in range(len(groups)):
-                rest = torch.arange(len(groups)) != left_out
-                found = _relative_square(products[rest][:, rest], sizes[rest], squares[rest])
-                pseudo.append(len(groups) * whole - (len(groups) - 1) * found)
-            spread = float(torch.tensor(pseudo, dtype=torch.float64).std())
-            half = student_quantile(confidence, len(groups) - 1) * spread / math.sqrt(len(groups))
-        value, low, high = (math.sqrt(max(square, 0.0)) for square in (whole, whole - half, whole + half))
+        squares = torch.tensor([group.square for group in groups], dtype=torch.float64)
+        drifts = _Sums([group.drift for group in groups], sizes, squares * self._window, sizes)
         # Where rejection leaves nothing, nothing follows the reward.
-        cosine = self._product / (math.sqrt(float(squares.sum()) / self._window * self._gapped_square) or 1.0)
-        return Drift(value, Interval(low, high, float(len(groups))), cosine)
+        cosine = self._product / (math.sqrt(float(squares.sum()) * self._gapped_square) or 1.0)
+        known = sorted({timestep for group in groups for timestep in group.steps}, reverse=True)
+        return Drift(
+            *drifts.norm(confidence),
+            cosine,
+            tuple(TimestepDrift(timestep, *self._sums_at(timestep, drifts).norm(confidence)) for timestep in known),
+        )
+
+    def _sums_at(self, timestep: float, whole: "_Sums") -> "_Sums":
+        """The drifts of the steps at one timestep, in the unit of the whole."""
+        groups = self._groups.values()
+        steps = torch.tensor([group.steps.get(timestep, 0) for group in groups], dtype=torch.float64)
+        found = [group.sketches.get(timestep) for group in groups]
+        zeros = torch.zeros_like(next(sketch for sketch in found if sketch is not None))
+        # The loss of an image is the mean over its window, so that a step's own gradient is larger by its size.
+        drifts = [zeros if sketch is None else sketch * self._window for sketch in found]
+        return _Sums(drifts, steps, whole.squares, whole.images)
+
+    def _sketch(self, gradient: Float[Tensor, " parameters"]) -> Float[Tensor, " sketch"]:
+        """At most ``SKETCH`` numbers whose scalar products with another sketch are, but for an unbiased error of about
+        ``1 / sqrt(SKETCH)`` of the product of the norms, those of the gradients themselves.
+
+        Source: Charikar, Chen and Farach-Colton, ICALP 2002, with the place of a number as its bucket.
+        """
+        if len(gradient) <= SKETCH:
+            return gradient
+        if self._flips is None:
+            flips = torch.randint(0, 2, (len(gradient),), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+            self._flips = flips * 2 - 1
+        signed = gradient * self._flips
+        return torch.nn.functional.pad(signed, (0, -len(signed) % SKETCH)).view(-1, SKETCH).sum(0)
 
     def _drift_loss(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
         """The configured loss of these images, averaged over the noise and over advantages of +1 and -1."""
@@ -217,23 +285,94 @@ def _per_image(sums: LossSums) -> Float[Tensor, ""]:
     return sums.loss_sum / sums.denominator.clamp(min=1.0)
 
 
-def _relative_square(
-    products: Float[Tensor, "groups groups"], sizes: Float[Tensor, " groups"], squares: Float[Tensor, " groups"]
-) -> float:
-    """Square of the drift: of the norm of an image's expected gradient over the unit.
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over each group, of which the norm of their common mean is estimated."""
 
-    Args:
-        products: of the groups' sums with each other.
-        sizes: images of each group.
-        squares: sums over each group's images of the squared norm of the gradient without a gap, times the window: of
-            the steps of a window the drifts add up, while the rest of their gradients is independent.
-    """
-    pairs = sizes.sum().square() - sizes.square().sum()
-    common = float((products.sum() - products.diagonal().sum()) / pairs)
-    unit = float(squares.sum() / sizes.sum())
-    if unit:
-        return common / unit
-    return math.inf if common > 0 else 0.0
+    drifts: Sequence[Float[Tensor, " n"]]
+    """Of expected gradients."""
+    sizes: Float[Tensor, " groups"]
+    """How many gradients each group sums."""
+    squares: Float[Tensor, " groups"]
+    """Over each group's images, of the squared norm of the gradient without a gap, times the window: of the steps of a
+    window the drifts add up, while the rest of their gradients is independent."""
+    images: Float[Tensor, " groups"]
+
+    def norm(self, confidence: float) -> tuple[float, Interval]:
+        """Of the mean gradient, over the unit.
+
+        The square of an expected gradient is estimated by products of different groups' gradients, which chance does
+        not make larger; the interval is the jackknife's over the groups, numerator and unit together.
+        """
+        rows = [[_dot(one, other) for other in self.drifts] for one in self.drifts]
+        products = torch.tensor(rows, dtype=torch.float64)
+        every = torch.ones(len(self.drifts), dtype=torch.bool)
+        whole = self._square(products, every)
+        # A group without a gradient of this kind still has a say in the unit, but is no sample of the drift.
+        groups = self.sizes.nonzero().flatten().tolist()
+        half = math.inf
+        if len(groups) > 2:
+            pseudo = []
+            for left_out in groups:
+                rest = torch.arange(len(every)) != left_out
+                pseudo.append(len(groups) * whole - (len(groups) - 1) * self._square(products, rest))
+            spread = float(torch.tensor(pseudo, dtype=torch.float64).std())
+            half = student_quantile(confidence, len(groups) - 1) * spread / math.sqrt(len(groups))
+        value, low, high = (math.sqrt(max(square, 0.0)) for square in (whole, whole - half, whole + half))
+        return value, Interval(low, high, float(len(groups)))
+
+    def _square(self, products: Float[Tensor, "groups groups"], chosen: Bool[Tensor, " groups"]) -> float:
+        """Of the mean gradient's norm over the unit, from the chosen groups."""
+        products = products[chosen][:, chosen]
+        sizes = self.sizes[chosen]
+        pairs = sizes.sum().square() - sizes.square().sum()
+        common = float((products.sum() - products.diagonal().sum()) / pairs)
+        unit = float(self.squares[chosen].sum() / self.images[chosen].sum())
+        if unit:
+            return common / unit
+        return math.inf if common > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class _Slope:
+    """A loss replaced by its tangent at the rescored steps, which takes each step by itself."""
+
+    log_probs: str
+    """The key of the loss's derivative by each step's log-prob."""
+    means: str
+    """The same by its transition mean."""
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        loss: Callable[[dict[str, Tensor], TensorDict], Tensor],
+        batch: TensorDict,
+        scored: Mapping[str, Tensor],
+    ) -> "_Slope":
+        """Puts the derivatives into the batch, under keys of this number."""
+        output = {name: values.clone() for name, values in scored.items()}
+        reached = [output["log_probs"].requires_grad_(), output["transition_means"].requires_grad_()]
+        slope = cls(f"log_prob_slopes_{number}", f"mean_slopes_{number}")
+        batch[slope.log_probs], batch[slope.means] = torch.autograd.grad(
+            loss(output, batch), reached, materialize_grads=True
+        )
+        return slope
+
+    def __call__(self, output: Mapping[str, Tensor], data: TensorDict) -> Tensor:
+        """What has the loss's gradient."""
+        log_probs = output["log_probs"]
+        means = output["transition_means"]
+        return (data[self.log_probs].to(log_probs) * log_probs).sum() + (data[self.means].to(means) * means).sum()
+
+
+def _steps_at(batch: TensorDict, timestep: float) -> TensorDict:
+    """The steps at one timestep, each as an image with a window of one step."""
+    images, steps = (batch[Key.TIMESTEPS] == timestep).nonzero(as_tuple=True)
+    columns = {
+        name: values[images, steps][:, None] if values.dim() > 1 else values[images] for name, values in batch.items()
+    }
+    return TensorDict(columns, batch_size=[len(images)])
 
 
 def _dot(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
+from flowgrpo_rc.actor.agreement import on_any_process
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
@@ -66,6 +67,8 @@ class ProbeResult:
 
 def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> ProbeResult:
     """Measures at every place of the SDE window. The run is used up: its adapter moves.
+
+    Of several processes every one measures the same images, so that all call the transformer alike.
 
     Args:
         run: a run before its first step; resumed, if a checkpoint is to be probed.
@@ -179,34 +182,44 @@ class _Measured:
 
 def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: int) -> _Measured:
     """What the images say at the look at which they say enough, or are ``most``; ``first`` holds ``start``."""
-    meter = DriftMeter(run.mode, run.rollout.algo.sde_type, run.seed) if run.mode.limits_the_gap else None
-    samples: list[GapSample] = []
-    batches = [first]
+    meter = _meter(run)
+    samples = [first.sample]
+    unmeasured = [first]
     images = start
     measured = None
     # Bands, quantiles and intervals are of all images so far, so every look measures them anew; gradients are added up.
     for count, confidence in looks(start, most):
         while images < count:
             missing = min(start, count - images)
-            batches.append(sample_and_rescore(run, missing, images))
+            unmeasured.append(sample_and_rescore(run, missing, images))
+            samples.append(unmeasured[-1].sample)
             images += missing
-        samples += [batch.sample for batch in batches]
         sample = GapSample.concatenate(samples)
         limits = _calibrated_limits(run.mode, sample)
         drift = None
         if meter is not None:
             try:
-                _add_gradients(run, meter, batches, {name: values[meter.images :] for name, values in limits.items()})
+                _add_gradients(run, meter, unmeasured, limits)
             except NonFiniteUpdateError as error:
                 return replace(_measure(run, sample, limits, None, images, confidence), failure=_in_words(error))
             drift = meter.result(confidence)
-        batches = []
+        if meter is not None and limits:
+            # More images make other bands, under which the gradients of these are others, too: they come again.
+            meter = _meter(run)
+        else:
+            unmeasured = []
         measured = _measure(run, sample, limits, drift, images, confidence)
         judged = judge_all(run.mode, measured.overall, sample.dimensions, drift)
-        if decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
+        # Together, as a process that measured on would sample alone.
+        if on_any_process(decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE):
             break
     assert measured is not None
     return measured
+
+
+def _meter(run: ProbedRun) -> DriftMeter | None:
+    """A meter without images; None where there is no drift."""
+    return DriftMeter(run.mode, run.rollout.algo.sde_type, run.seed) if run.mode.limits_the_gap else None
 
 
 def _in_words(error: NonFiniteUpdateError) -> str:
@@ -214,14 +227,14 @@ def _in_words(error: NonFiniteUpdateError) -> str:
 
 
 def _add_gradients(run: ProbedRun, meter: DriftMeter, batches: list[ProbeBatch], limits: dict[str, Tensor]) -> None:
-    """Gives the meter the images that it has not seen, with their calibrated limits."""
+    """Gives the meter these images, with their calibrated limits."""
     start = 0
     for batch in batches:
         trajectories = batch.trajectories
         own = slice(start, start + len(trajectories))
         for name, values in limits.items():
             trajectories[name] = values[own]
-        meter.add(run.actor, trajectories, batch.conditioning)
+        meter.add(run.actor, trajectories, batch.scored, batch.conditioning)
         start = own.stop
 
 

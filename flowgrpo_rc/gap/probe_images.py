@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
@@ -51,6 +52,8 @@ class ProbeBatch:
     """A batch of rescored images with what an update needs."""
 
     trajectories: TensorDict
+    scored: dict[str, Tensor]
+    """The actor's ``rescore`` of them."""
     conditioning: Conditioning
     sample: GapSample
     seconds: dict[str, float]
@@ -81,7 +84,7 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
                 f"the actor gives {bad} of {values.numel()} steps that the engine sampled a NaN or infinite {what}; "
                 "check actor_rollout_ref.model.dtype and the model's weights"
             )
-    return ProbeBatch(batch, request.conditioning, sample, {"rollout": rollout_seconds, "score": score_seconds})
+    return ProbeBatch(batch, scored, request.conditioning, sample, {"rollout": rollout_seconds, "score": score_seconds})
 
 
 def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:

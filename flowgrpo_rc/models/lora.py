@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The adapter's file in a folder that diffusers' ``load_lora_weights`` takes."""
 START_FIELD = "actor_rollout_ref.model.lora_adapter_path"
 """The option that names the adapter which a run starts from."""
+ACTOR_ADAPTER = "default"
+"""Name of the trained adapter in the transformer, and in the names of an adapter's tensors wherever they travel."""
 
 
 class AdapterMismatchError(ValueError):
@@ -63,10 +66,18 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
         )
 
 
-def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *, dtype: torch.dtype) -> None:
-    """Add a trainable LoRA named ``default``; its weights are in ``dtype`` whatever the base is in.
+def attach_lora(
+    transformer: Any,
+    model: DiffusionModel,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    adapter: str = ACTOR_ADAPTER,
+) -> None:
+    """Add a trainable LoRA under the name ``adapter`` and make it the active one; others that are there stay.
 
-    The initial values come from torch's global generator: seed it for a reproducible start.
+    Its weights are in ``dtype`` whatever the base is in. The initial values come from torch's global generator: seed it
+    for a reproducible start.
 
     Raises:
         ValueError: a target module name matches nothing in the transformer.
@@ -75,7 +86,7 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
 
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
-    modules = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    modules = linear_layers(transformer)
     unmatched = [t for t in names if t != ALL_LINEAR and not any(f".{m}".endswith(f".{t}") for m in modules)]
     if unmatched:
         # ``blocks.0.attn.to_out.0`` -> ``to_out.0``: the part of a layer's name that repeats over blocks.
@@ -88,26 +99,47 @@ def attach_lora(transformer: Any, model: DiffusionModel, config: ModelConfig, *,
         )
     # peft's name for Kaiming's is True.
     init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
-    transformer.add_adapter(
-        LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            init_lora_weights=init,
-            target_modules=modules if names == [ALL_LINEAR] else names,
-        )
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        init_lora_weights=init,
+        target_modules=list(modules) if names == [ALL_LINEAR] else names,
     )
-    for parameter in adapter_parameters(transformer).values():
+    with warnings.catch_warnings():
+        # A second adapter on one model is meant: see ``DiffusersEngine``.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        transformer.add_adapter(settings, adapter_name=adapter)
+    for parameter in adapter_parameters(transformer, adapter).values():
         parameter.data = parameter.data.to(dtype)
 
 
-def adapter_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """The LoRA parameters by name."""
-    return {name: p for name, p in transformer.named_parameters() if ".lora_" in name}
+def linear_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """The base model's linear layers, named as before any adapter was attached."""
+    return {
+        name.removesuffix(".base_layer"): module
+        for name, module in transformer.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    }
 
 
-def adapter_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """Detached copies of the LoRA weights by name."""
-    return {name: p.detach().clone() for name, p in adapter_parameters(transformer).items()}
+def base_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """The base model's parameters, named as before any adapter was attached."""
+    return {n.replace(".base_layer.", "."): p for n, p in transformer.named_parameters() if ".lora_" not in n}
+
+
+def adapter_parameters(transformer: nn.Module, adapter: str = ACTOR_ADAPTER) -> dict[str, nn.Parameter]:
+    """An adapter's parameters, named as those of ``ACTOR_ADAPTER`` whatever its own name, so that they compare."""
+    own = f".{adapter}."
+    return {
+        name.replace(own, f".{ACTOR_ADAPTER}."): p
+        for name, p in transformer.named_parameters()
+        if ".lora_" in name and own in name
+    }
+
+
+def adapter_state(transformer: nn.Module, adapter: str = ACTOR_ADAPTER) -> dict[str, Tensor]:
+    """Detached copies of an adapter's weights, named as ``adapter_parameters`` names them."""
+    return {name: p.detach().clone() for name, p in adapter_parameters(transformer, adapter).items()}
 
 
 def check_adapter_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -133,17 +165,44 @@ def check_adapter_state(state: Mapping[str, Tensor], expected: Mapping[str, tupl
 
 
 @torch.no_grad()
-def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy ``state`` into the LoRA weights, casting to their dtype; every tensor must bind.
+def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor], adapter: str = ACTOR_ADAPTER) -> None:
+    """Copy ``state``, named as ``adapter_state`` names it, into an adapter, casting to its dtype; all must bind.
 
     Raises:
         AdapterMismatchError: missing or unexpected names, or shapes that differ; nothing is changed then.
     """
-    own = adapter_parameters(transformer)
+    own = adapter_parameters(transformer, adapter)
     # Before the first copy, so that a state which does not fit leaves nothing half changed.
     check_adapter_state(state, {name: tuple(p.shape) for name, p in own.items()})
     for name, parameter in own.items():
         parameter.copy_(state[name])
+
+
+@contextmanager
+def adapter_active(transformer: nn.Module, adapter: str) -> Iterator[None]:
+    """Inside, this adapter alone acts; afterwards what was active before."""
+    before = [(layer, layer.active_adapters) for layer in _adapted_layers(transformer)]
+    activate(transformer, adapter)
+    try:
+        yield
+    finally:
+        for layer, active in before:
+            layer._active_adapter = active
+
+
+def activate(transformer: nn.Module, adapter: str | None) -> None:
+    """From now on this adapter alone acts; with ``None`` the transformer is the base model.
+
+    peft's ``set_adapter`` would also make the adapter's weights trainable and freeze all others.
+    """
+    for layer in _adapted_layers(transformer):
+        layer._active_adapter = [] if adapter is None else [adapter]
+
+
+def _adapted_layers(transformer: nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
 @contextmanager
@@ -168,7 +227,8 @@ def save_lora(
     from peft.utils import get_peft_model_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
-    weights = get_peft_model_state_dict(transformer, state_dict=None if state is None else dict(state))
+    state = adapter_state(transformer) if state is None else state
+    weights = get_peft_model_state_dict(transformer, state_dict=dict(state))
     layers = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
     type(model.pipe).save_lora_weights(
         str(folder), transformer_lora_layers=layers, **_collate_lora_metadata({"transformer": transformer})
@@ -212,7 +272,7 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
     # peft leaves the adapter's name out of what it saves.
-    state = {k.replace(".weight", ".default.weight"): v for k, v in saved.items()}
+    state = {k.replace(".weight", f".{ACTOR_ADAPTER}.weight"): v for k, v in saved.items()}
     try:
         check_adapter_state(state, {name: tuple(p.shape) for name, p in adapter_parameters(transformer).items()})
     except AdapterMismatchError as error:

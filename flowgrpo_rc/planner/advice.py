@@ -87,18 +87,18 @@ def _sampling(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
 
 
 def _scoring(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
-    if not run.scored_share or run.scored_at_once(gpus.count) == 1:
+    if not run.scored_share or run.scored_rows(gpus.count) <= run.steps_of_window:
         return None
     changed = run.with_rollout(log_prob_micro_batch_size_per_gpu=1)
     return f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1", "the scoring pass in smaller pieces", changed
 
 
 def _micro_batch(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
-    images = max(1, plan.largest_micro_batch(run, gpus))
-    if images >= run.micro_batch(gpus.count):
+    rows = max(1, plan.largest_micro_batch(run, gpus))
+    if rows >= run.micro_rows(gpus.count):
         return None
-    changed = run.with_actor(ppo_micro_batch_size_per_gpu=images)
-    return f"{ACTOR}.ppo_micro_batch_size_per_gpu={images}", "the same result in more and smaller pieces", changed
+    changed = run.with_actor(ppo_micro_batch_rows=rows)
+    return f"{ACTOR}.ppo_micro_batch_rows={rows}", "the same result in more and smaller pieces", changed
 
 
 def _engine_dtype(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:

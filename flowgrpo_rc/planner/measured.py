@@ -87,7 +87,7 @@ class Measured:
 
     def _at_rows(self, rows: int, name: tuple[Any, ...], measure: Callable[[int], Usage]) -> Usage:
         """Measured at the configured micro-batch and at twice its rows; any other number lies on the line of both."""
-        usual = self.run.micro_batch(1) * self.run.steps_of_window
+        usual = self.run.micro_rows(1)
         for at in {usual} if rows == usual else {usual, 2 * usual}:
             if (*name, at) not in self._known:
                 self._known[(*name, at)] = measure(at)

@@ -73,11 +73,11 @@ class MemoryPlan:
         )
 
     def largest_micro_batch(self, run: PlannedRun, gpus: Gpus) -> int:
-        """Most images of an update's micro-batch that fit; 0 where not even one does."""
-        most = run.images_of_mini_batch(gpus.count)
+        """Most rows of an update's micro-batch that fit; 0 where not even one does."""
+        most = run.images_of_mini_batch(gpus.count) * run.steps_of_window
 
-        def fits(images: int) -> bool:
-            changed = run.with_actor(ppo_micro_batch_size_per_gpu=images)
+        def fits(rows: int) -> bool:
+            changed = run.with_actor(ppo_micro_batch_rows=rows)
             return self.memory(changed, gpus.count).fits(gpus.bytes)
 
         return _largest(fits, most)
@@ -106,11 +106,10 @@ class MemoryPlan:
         }
 
     def _stages(self, run: PlannedRun, gpus: int) -> dict[str, int]:
-        window = run.steps_of_window
-        images = run.micro_batch(gpus)
-        accumulates = run.images_of_mini_batch(gpus) > images
+        rows = run.micro_rows(gpus)
+        accumulates = run.images_of_mini_batch(gpus) * run.steps_of_window > rows
         lora = self.sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
-        update = self.actor.update(images * window, recompute=self.recomputes(run), accumulates=accumulates)
+        update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
         stages = {
             "update: activations and gradients": update.peak,
             # Gradients, and once more their size: they are flattened for the other ranks, and AdamW works on all at
@@ -118,7 +117,7 @@ class MemoryPlan:
             "optimizer step": 2 * lora,
         }
         if run.scored_share:
-            stages["scoring pass"] = self.actor.forward(run.scored_at_once(gpus) * window).peak
+            stages["scoring pass"] = self.actor.forward(run.scored_rows(gpus)).peak
         if run.rollout.name == "diffusers":
             stages["sampling"] = self.engine.forward(run.sampled_at_once(gpus)).peak
             stages["decoding"] = self.actor.decode(run.sampled_at_once(gpus)).peak

@@ -54,17 +54,19 @@ class PlannedRun:
         """Images that one GPU brings to an optimizer step."""
         return max(1, self.actor.ppo_mini_batch_size * self.rollout.n // gpus)
 
-    def micro_batch(self, gpus: int) -> int:
-        """Images of one forward and backward pass on a GPU."""
-        return min(self.actor.ppo_micro_batch_size_per_gpu, self.images_of_mini_batch(gpus))
+    def micro_rows(self, gpus: int) -> int:
+        """Rows of one forward and backward pass on a GPU; a row is one step of an image's window."""
+        window = self.steps_of_window
+        return min(self.actor.micro_batch_rows(window), self.images_of_mini_batch(gpus) * window)
 
     def sampled_at_once(self, gpus: int) -> int:
         """Images of one forward of the engine."""
         return min(self.rollout.micro_batch_size, max(1, self.prompts * self.rollout.n // gpus))
 
-    def scored_at_once(self, gpus: int) -> int:
-        """Images of one forward of the scoring pass."""
-        return self.rollout.log_prob_micro_batch_size_per_gpu or self.micro_batch(gpus)
+    def scored_rows(self, gpus: int) -> int:
+        """Rows of one forward of the scoring pass."""
+        images = self.rollout.log_prob_micro_batch_size_per_gpu
+        return self.micro_rows(gpus) if images is None else images * self.steps_of_window
 
     def with_actor(self, **changes: Any) -> "PlannedRun":
         """The same run with other fields of ``actor_rollout_ref.actor``."""

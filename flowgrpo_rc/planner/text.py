@@ -19,10 +19,10 @@ def describe(plan: MemoryPlan, gpus: Gpus) -> str:
 
 
 def table(plan: MemoryPlan, tried: Sequence[Gpus]) -> str:
-    """Which of these GPUs the run fits, with the memory that it takes and the largest micro-batch in images."""
+    """Which of these GPUs the run fits, with the memory that it takes and the largest micro-batch in rows."""
     counts = sorted({gpus.count for gpus in tried})
     sizes = sorted({gpus.gigabytes for gpus in tried})
-    rows = [*_heading(plan), "", "GiB a GPU, whether it fits, and the largest micro-batch in images that does:", ""]
+    rows = [*_heading(plan), "", "GiB a GPU, whether it fits, and the largest micro-batch in rows that does:", ""]
     rows.append(f"{'GPUs':>6} {'needs':>8}" + "".join(f"{f'{size:g} GB':>14}" for size in sizes))
     for count in counts:
         memory = plan.memory(plan.run, count)
@@ -50,8 +50,8 @@ def _heading(plan: MemoryPlan) -> list[str]:
         f"Images of {asked.width}x{asked.height}, {asked.num_inference_steps} steps, prompts of up to "
         f"{asked.max_sequence_length} tokens, {'guidance' if run.guided else 'no guidance'}; engine "
         f"{run.rollout.name}, {run.rollout.dtype}",
-        f"Micro-batch: {run.micro_batch(1)} images x {run.steps_of_window} steps of the window = "
-        f"{run.micro_batch(1) * run.steps_of_window} rows; activations are {recompute}",
+        f"Micro-batch: {run.micro_rows(1)} rows, steps of an image's window of {run.steps_of_window}; activations are "
+        f"{recompute}",
     ]
 
 
@@ -88,8 +88,8 @@ def _verdict(memory: Memory, gpus: Gpus) -> str:
 def _micro_batch(plan: MemoryPlan, gpus: Gpus) -> list[str]:
     largest = plan.largest_micro_batch(plan.run, gpus)
     if not largest:
-        return ["No micro-batch fits, not even one image"]
-    return [f"Largest micro-batch that fits: {largest} images ({largest * plan.run.steps_of_window} rows)"]
+        return ["No micro-batch fits, not even one row"]
+    return [f"Largest micro-batch that fits: ppo_micro_batch_rows={largest}"]
 
 
 def _changes(plan: MemoryPlan, gpus: Gpus, memory: Memory) -> list[str]:

@@ -47,7 +47,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     rollout = run.rollout
     images = run.prompts * rollout.n
     window = run.steps_of_window
-    rows = run.micro_batch(1) * window
+    rows = run.micro_rows(1)
     forward = plan.actor.forward(rows).forward_flops / rows
     decode = plan.actor.decode(1).forward_flops
     update = plan.actor.update(rows, recompute=plan.recomputes(run), accumulates=False)

@@ -129,13 +129,23 @@ def _probe(probe: Mapping[str, Any]) -> dict[str, Any]:
     for step in [*(probe.get("steps") or []), probe.get("overall") or {}]:
         timestep = "all" if step.get("timestep") is None else _cell(step["timestep"])
         rows.append([timestep, *(_cell(step.get(key)) for key in PROBE_COLUMNS.values())])
+    drift = probe.get("drift") or {}
+    # As many as there are steps, in their order, and the one of all together.
+    drifts = [*(drift.get("timesteps") or []), drift] if drift else []
+    for row, one in zip(rows, drifts, strict=False):
+        row.append(_with_interval(one))
     return {
         "level": level,
         "verdict": PROBE_VERDICTS[level],
         "reasons": advice.get("reasons", ()),
-        "heads": ["timestep", *PROBE_COLUMNS],
+        "heads": ["timestep", *PROBE_COLUMNS, *(["drift"] if drift else [])],
         "rows": rows,
     }
+
+
+def _with_interval(figure: Mapping[str, Any]) -> str:
+    ends = figure.get("interval") or {}
+    return f"{_cell(figure.get('value'))} ({_cell(ends.get('low'))} to {_cell(ends.get('high'))})"
 
 
 def _cell(value: Any) -> str:

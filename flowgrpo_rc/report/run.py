@@ -170,6 +170,12 @@ def _is_probe(content: Any) -> bool:
         return False
     steps = content.get("steps") or []
     advice = content.get("advice") or {}
-    if not (isinstance(steps, list) and isinstance(advice, dict) and isinstance(content.get("overall") or {}, dict)):
+    drift = content.get("drift") or {}
+    if not all(isinstance(part, dict) for part in (advice, drift, content.get("overall") or {})):
+        return False
+    drifts = drift.get("timesteps") or []
+    if not (isinstance(steps, list) and isinstance(drifts, list)):
+        return False
+    if not all(isinstance(one, dict) and isinstance(one.get("interval") or {}, dict) for one in (drift, *drifts)):
         return False
     return all(isinstance(step, dict) for step in steps) and isinstance(advice.get("reasons", []), list)

@@ -1,4 +1,4 @@
-"""The in-process engine: a copy of the transformer, in a precision of its own, sampled step by step."""
+"""The in-process engine: the actor's transformer with another adapter, or a copy in another precision."""
 
 import copy
 from collections.abc import Mapping
@@ -9,25 +9,38 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.checks import choice
 from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.models.attention import NATIVE, use_attention_backend
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, load_adapter_state
+from flowgrpo_rc.models.lora import (
+    ACTOR_ADAPTER,
+    activate,
+    adapter_active,
+    adapter_parameters,
+    attach_lora,
+    base_parameters,
+    load_adapter_state,
+)
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
-from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.quantize import round_fp8_rows, round_linear_weights
 from flowgrpo_rc.rollout.sampling import RequestSampler
 
 
 class DiffusersEngine:
-    """Samples with ``model``'s transformer in ``dtype``, its adapter following the actor's through ``sync``.
+    """Samples with ``model``'s transformer in ``dtype`` and an adapter of its own, which follows the actor's.
 
-    The transformer's frozen weights are shared with ``model`` when they already have this ``dtype`` and copied
-    otherwise; the adapter is always the engine's own, in ``dtype``. Create the engine before the actor attaches
-    its adapter.
+    Where the transformer has this ``dtype`` and attention backend already, the engine samples with that very module:
+    its adapter lies beside the actor's and is active during ``generate`` alone, so that the two must take turns.
+    Otherwise the engine has a copy of the transformer. Its adapter is in ``dtype`` either way. Create the engine before
+    the actor attaches its adapter, which would be frozen.
 
     ``quantization="fp8"`` does what ``RolloutConfig.quantization`` says: the base's weights are rounded once, the
-    adapter's at every ``sync``. The rounded matrices are the engine's own; ``model`` keeps its weights bit for bit.
+    adapter's at every ``sync``. The rounded matrices are a copy's; ``model`` keeps its weights bit for bit.
+
+    Raises:
+        ValueError: the quantization is unknown, or the actor was created first.
     """
 
     def __init__(
@@ -39,18 +52,31 @@ class DiffusersEngine:
         micro_batch_size: int,
         device: Any,
         quantization: str | None = None,
+        attn_backend: str | None = None,
     ) -> None:
         choice("quantization", quantization, (*QUANTIZATIONS, None))
+        taken = getattr(model.transformer, "peft_config", {})
+        if ACTOR_ADAPTER in taken:
+            raise ValueError("the actor's adapter is attached already; create the rollout engine before the actor")
         self._model = model
         self._device = torch.device(device)
         self._dtype = dtype
         self._micro_batch_size = micro_batch_size
-        self.transformer = _copy_transformer(model.transformer, dtype)
         self._quantized = quantization is not None
+        # Of a shared transformer the actor says how it computes attention.
+        same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
+        self._shares = not self._quantized and same_attention and _all_in(model.transformer, dtype)
+        self.transformer: Any = model.transformer if self._shares else _copy_transformer(model.transformer, dtype)
         if self._quantized:
             round_linear_weights(self.transformer, adapter=False)
-        attach_lora(self.transformer, model, lora, dtype=dtype)
+        if not self._shares:
+            use_attention_backend(self.transformer, attn_backend)
+        self.adapter = "rollout" if "rollout" not in taken else f"rollout_{len(taken)}"
+        """Name of the engine's adapter in ``transformer``."""
+        attach_lora(self.transformer, model, lora, dtype=dtype, adapter=self.adapter)
         self.transformer.requires_grad_(False).eval()
+        activate(self.transformer, None)
+        self._digest = HeldDigest()
         # Below every version: nothing is drawn before the actor's adapter has come.
         self.adapter_version = -1
 
@@ -66,6 +92,7 @@ class DiffusersEngine:
             micro_batch_size=config.micro_batch_size,
             device=device,
             quantization=config.quantization,
+            attn_backend=config.rollout_attn_backend,
         )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
@@ -76,7 +103,7 @@ class DiffusersEngine:
         Raises:
             AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
         """
-        load_adapter_state(self.transformer, state)
+        load_adapter_state(self.transformer, state, self.adapter)
         if self._quantized:
             round_linear_weights(self.transformer, adapter=True)
         self.adapter_version = version
@@ -90,7 +117,9 @@ class DiffusersEngine:
         return adapter_digest(held)
 
     def close(self) -> None:
-        """Drop the engine's transformer."""
+        """Drop the engine's transformer if it is a copy, and its adapter alone from one that is shared."""
+        if self._shares and self.adapter in self._model.transformer.peft_config:
+            self._model.transformer.delete_adapters(self.adapter)
         self.transformer = nn.Identity()
 
     def generate(self, request: RolloutRequest) -> Trajectories:
@@ -102,19 +131,27 @@ class DiffusersEngine:
         check_has_adapter(self.adapter_version)
         sampler = RequestSampler(self._model, self.transformer, request, self._device)
         micro_batches = torch.arange(len(request.prompt_index)).split(self._micro_batch_size)
-        sampled = [sampler.sample(rows) for rows in micro_batches]
+        # An actor's blocks may be compiled; the engine computes as they are written.
+        with adapter_active(self.transformer, self.adapter), torch.compiler.set_stance("force_eager"):
+            sampled = [sampler.sample(rows) for rows in micro_batches]
         record = {name: torch.cat([part[name] for _, part in sampled]) for name in sampled[0][1]}
         # Read from the weights after they have drawn, so that a change meanwhile is noticed.
         echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
 
     def _held_digest(self) -> str:
-        return adapter_digest(adapter_parameters(self.transformer))
+        return self._digest(adapter_parameters(self.transformer, self.adapter))
+
+
+def _all_in(transformer: nn.Module, dtype: torch.dtype) -> bool:
+    return all(parameter.dtype == dtype for parameter in base_parameters(transformer).values())
 
 
 def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A second transformer in ``dtype``; storage is shared where nothing has to be converted."""
-    if all(p.dtype == dtype for p in transformer.parameters()):
-        # What stands in the memo counts as copied already: modules are copied around the same parameters.
-        return copy.deepcopy(transformer, {id(p): p for p in transformer.parameters()})
-    return nn.Module.to(copy.deepcopy(transformer), dtype)
+    """A second base model in ``dtype``; storage is shared where nothing has to be converted."""
+    # What stands in the memo counts as copied already: modules are copied around the same parameters.
+    shared = {id(p): p for p in transformer.parameters()} if _all_in(transformer, dtype) else {}
+    copied: Any = copy.deepcopy(transformer, shared)
+    for adapter in list(getattr(copied, "peft_config", {})):
+        copied.delete_adapters(adapter)
+    return nn.Module.to(copied, dtype)

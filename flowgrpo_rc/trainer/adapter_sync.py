@@ -10,6 +10,7 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.models.lora import adapter_state, load_adapter_state
 from flowgrpo_rc.rollout import RolloutEngine
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
+from flowgrpo_rc.transfers import to_host
 
 
 class AdapterSync:
@@ -36,7 +37,9 @@ class AdapterSync:
 
     @property
     def behind(self) -> int:
-        """Steps between the adapter that draws rollouts and the actor's."""
+        """Steps between the adapter that draws rollouts and the actor's; 0 before the first ``push``."""
+        if not self._waiting:
+            return 0
         return self._waiting[-1][0] - self._waiting[0][0]
 
     def push(self, version: int) -> None:
@@ -48,7 +51,7 @@ class AdapterSync:
         state = None
         if self._lag:
             # On the host: many adapters would fill the device, and only the oldest is needed there.
-            state = {name: tensor.cpu() for name, tensor in adapter_state(self._actor.transformer).items()}
+            state = to_host(adapter_state(self._actor.transformer))
         self._waiting.append((version, state))
         self._sync(self._state_for_rollouts(), self._waiting[0][0])
 
@@ -58,9 +61,12 @@ class AdapterSync:
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """Inside, the engine holds the averaged adapter, or without an average the newest one."""
+        """Inside, the engine holds the averaged adapter, or without an average the newest one.
+
+        Before the first ``push`` it holds none, and says so itself when it is asked for images.
+        """
         averaged = self._actor.averaged_state()
-        if averaged is None and not self.behind:
+        if not self._waiting or (averaged is None and not self.behind):
             yield
             return
         self._sync(adapter_state(self._actor.transformer) if averaged is None else averaged, self._waiting[-1][0])

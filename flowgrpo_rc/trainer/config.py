@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from flowgrpo_rc.rollout.config import RolloutConfig
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
 others are trackers of accelerate."""
+LONGEST_TIMEOUT = 1e7
+"""Seconds, about four months: libraries count a time-out in nanoseconds, which have an end."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
 
 if TYPE_CHECKING:
@@ -65,8 +68,18 @@ class ActorRolloutRefConfig:
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
+    nccl_timeout: float = 600.0
+    """Seconds that a process waits for the others (NCCL's and gloo's time-out) before it takes them for hung. Longer
+    than any of them may be busy alone, with a reward for instance. An exception of one process ends all of them at
+    once, without this wait."""
+
     def __post_init__(self) -> None:
         fit_fields("actor_rollout_ref", self)
+        positive("actor_rollout_ref.nccl_timeout", self.nccl_timeout)
+        if self.nccl_timeout > LONGEST_TIMEOUT:
+            raise ValueError(
+                f"actor_rollout_ref.nccl_timeout: got {self.nccl_timeout:g}; give at most {LONGEST_TIMEOUT:g} seconds"
+            )
 
 
 @documented_fields
@@ -114,6 +127,17 @@ class TrainerConfig:
     log_val_generations: int = 12
     """Validation images in the sample grids."""
 
+    rollout_data_dir: str | None = None
+    """Folder, as a whole path, for the images of every rollout, each with its prompt, seed, reward and the reward's
+    parts; null writes none."""
+
+    validation_data_dir: str | None = None
+    """The same for the images of every validation; another folder."""
+
+    profile_steps: list[int] = field(default_factory=list)
+    """Training steps, the first is 1, to run under torch's profiler, which slows them down. Their traces and tables of
+    operators go to ``profile/`` in the run folder, a pair for every process."""
+
     seed: int = 42
     """Seed of the adapter's start and of all rollout noise."""
 
@@ -130,6 +154,9 @@ class TrainerConfig:
         positive("trainer.max_actor_ckpt_to_keep", self.max_actor_ckpt_to_keep, optional=True)
         path("trainer.default_local_dir", self.default_local_dir)
         path("trainer.resume_from_path", self.resume_from_path or None, optional=True)
+        self._check_dumps()
+        for step in self.profile_steps:
+            positive("trainer.profile_steps", step)
         choice("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
         choice("trainer.device", self.device, ("auto", "cpu"))
         choice("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))
@@ -142,6 +169,22 @@ class TrainerConfig:
                 raise ValueError(f"trainer.{name}: got {getattr(self, name)}; give -1 (at the end only) or more")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ValueError("trainer.resume_from_path: is empty; resume_mode=resume_path needs a checkpoint folder")
+
+    def _check_dumps(self) -> None:
+        """A relative path would mean another folder for every place that a run is started or resumed from."""
+        for name in ("rollout_data_dir", "validation_data_dir"):
+            value = getattr(self, name)
+            path(f"trainer.{name}", value, optional=True)
+            if value is not None and not os.path.isabs(os.path.expanduser(value)):
+                raise ValueError(
+                    f"trainer.{name}: got {value!r}, a relative path; give the whole one, e.g. {os.path.abspath(value)}"
+                )
+        rollouts = self.rollout_data_dir
+        if rollouts is not None and os.path.normpath(rollouts) == os.path.normpath(self.validation_data_dir or "."):
+            raise ValueError(
+                f"trainer.validation_data_dir: got {self.validation_data_dir!r}, which is rollout_data_dir too; give "
+                "another folder, or one of them null"
+            )
 
 
 @documented_fields
@@ -184,6 +227,11 @@ class FlowGRPOConfig:
                     f"{name}: got auto, which follows what the probe measures; "
                     "set actor_rollout_ref.rollout.probe.images to 1 or more"
                 )
+        if actor.detach_unconditional and self.actor_rollout_ref.rollout.pipeline.true_cfg_scale <= 1:
+            raise ValueError(
+                "actor_rollout_ref.actor.detach_unconditional: got true, but there is no unconditional half without "
+                "guidance; set actor_rollout_ref.rollout.pipeline.true_cfg_scale above 1, or detach_unconditional=false"
+            )
         sde_type = self.actor_rollout_ref.rollout.algo.sde_type
         if objective.sde_type not in (None, sde_type):
             raise ValueError(

@@ -42,10 +42,10 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
     gpus = Gpus(num_processes, device_bytes / GIB)
     largest = plan.largest_micro_batch(plan.run, gpus)
     needs = f"a plan of this run needs {memory.total / GIB:.1f} GiB on each GPU, of {device_bytes / GIB:.1f}"
-    if memory.tensors > device_bytes and 0 < largest < plan.run.micro_batch(num_processes):
+    if memory.tensors > device_bytes and 0 < largest < plan.run.micro_rows(num_processes):
         raise PlanError(
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu: got {plan.run.micro_batch(num_processes)}; {needs}. Give at most "
-            f"{largest}, which fits"
+            f"{ACTOR}.ppo_micro_batch_rows: a micro-batch has {plan.run.micro_rows(num_processes)} rows, which cannot "
+            f"fit; {needs}. Give at most {largest}"
         )
     warnings.warn(
         f"{needs}, and may end for want of memory; flowgrpo-rc plan --gpus={num_processes}x{device_bytes / GIB:.0f} "

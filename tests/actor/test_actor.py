@@ -10,12 +10,13 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
-from tolerances import LOG_PROB, RATIO, adam
+from tolerances import GRADIENT, LOG_PROB, RATIO, adam
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
+from flowgrpo_rc.gap.drift import DriftMeter
 from flowgrpo_rc.loss import OBJECTIVES, Objective, diffusion_loss_sums
 from flowgrpo_rc.loss.policy import flow_grpo
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
@@ -52,7 +53,7 @@ class Setup:
         for parameter in adapter_parameters(self.actor.transformer).values():
             parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
         self.engine.sync(adapter_state(self.actor.transformer), 0)
-        encoder = PromptEncoder(model, 512, 8)
+        encoder = PromptEncoder(model, 512)
         negative = encoder([" "] * 2) if cfg > 1 else None
         self.cond = Conditioning(encoder(['the text "12"', 'the text "34"']), negative, cfg, None, 32, 32)
         request = RolloutRequest(
@@ -121,6 +122,46 @@ def test_gradients_of_several_losses_are_those_of_an_update(tiny_model):
     setup.batch[Key.NEXT_LATENTS][5] = float("nan")
     with pytest.raises(NonFiniteUpdateError, match=r"rows \[5\]"):
         setup.actor.gradients(setup.batch, setup.cond, [loss])
+
+
+@pytest.mark.parametrize(
+    ("sde_type", "options", "checkpointing"),
+    [
+        ("cps", {}, False),
+        ("dance_sde", {"use_kl_loss": True, "kl_loss_coef": 1.0}, False),
+        ("sde", {"rollout_correction": {"bypass_mode": True, "rollout_rs": "seq_mean_k1"}}, True),
+    ],
+    ids=["cps", "kl", "rejection, checkpointing"],
+)
+def test_the_drift_step_by_step_is_that_of_whole_windows(tiny_model, sde_type, options, checkpointing):
+    """The slow way: the expected loss itself on a forward of whole windows, without checkpointing."""
+    if "rollout_correction" in options:
+        options["rollout_correction"]["rollout_rs_threshold"] = "0.9998_1.0003"
+    clip = {"sde": 1e-4, "dance_sde": 1e-4, "cps": 2e-5}[sde_type]
+    setup = Setup(
+        tiny_model,
+        dtype=torch.bfloat16,
+        sde_type=sde_type,
+        record_means=True,
+        diffusion_loss=DiffusionLossConfig(clip_ratio=clip),
+        **options,
+    )
+    scored = setup.actor.rescore(setup.batch, setup.cond)
+    mode = ModeInForce.configured(setup.config)
+    slow = DriftMeter(mode, sde_type, 0)
+    torch.randint(0, 2, (8,), generator=slow._generator)  # as many as the meter draws advantages
+    groups = [setup.batch[:4], setup.batch[4:]]
+    expected = [setup.actor.gradients(group, setup.cond, [slow._drift_loss])[0] for group in groups]
+    if checkpointing:
+        setup.actor.transformer.enable_gradient_checkpointing()
+    meter = DriftMeter(mode, sde_type, 0)
+    meter.add(setup.actor, setup.batch, scored, setup.cond)
+    for found, gradient in zip(meter.group_sums(), expected, strict=True):
+        assert gradient.norm() > 0
+        assert (found - gradient).norm() < GRADIENT * 10 * gradient.norm()
+    found = meter.result(0.95)
+    assert [one.timestep for one in found.timesteps] == sorted(set(setup.batch[Key.TIMESTEPS].flatten().tolist()))[::-1]
+    assert found.value > 0
 
 
 @pytest.mark.portable
@@ -308,11 +349,12 @@ def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend
     monkeypatch.setattr(actor, "COMPILE_BACKEND", backend)
     states = []
     gradients = []
+    rollouts = []
     for model, compiled in ((tiny_model, False), (load_model("asset:tiny_qwen_image"), True)):
         setup = Setup(model, lora=dataclasses.replace(LORA, torch_compile=compiled))
         blocks = setup.actor.transformer.transformer_blocks
         assert {block._compiled_call_impl is not None for block in blocks} == {compiled}
-        assert all(block._compiled_call_impl is None for block in setup.engine.transformer.transformer_blocks)
+        rollouts.append(setup.batch[Key.ROLLOUT_LOG_PROBS])
         before = adapter_state(setup.actor.transformer)
 
         def loss(output, data):
@@ -321,6 +363,7 @@ def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend
         gradients.append(setup.actor.gradients(setup.batch, setup.cond, [loss, lambda *a: 2 * loss(*a)]))
         setup.update()
         states.append(adapter_state(setup.actor.transformer))
+    assert torch.equal(*rollouts)  # the engine, which shares the transformer, runs what is not compiled
     for one, other in zip(*gradients, strict=True):
         assert (one - other).norm() < 1e-3 * one.norm()
     plain, traced = states
@@ -429,3 +472,20 @@ def test_batches_hold_what_the_vocabulary_says(tiny_model):
         assert str(value.dtype) == f"torch.{dtype}", name
     of_trajectories = {"latents", "next_latents", "timesteps", "sigmas", "next_sigmas", "rollout_log_probs"}
     assert of_trajectories | {"rollout_means", "prompt_index", "advantages"} <= set(made)
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize("batched", [True, False])
+def test_guidance_without_the_unconditional_gradient_scores_alike_and_learns_otherwise(tiny_model, batched):
+    """Engine and actor agree to rounding whether a velocity is one forward or two; only the gradient differs."""
+    tiny_model.batch_guidance = batched
+    setup = Setup(tiny_model, cfg=4.0)
+    through_both, both_metrics = setup.gradient()
+    setup.config.detach_unconditional = True
+    scored = setup.actor.score(setup.batch, setup.cond).log_probs
+    assert_close(scored, setup.batch["rollout_log_probs"], atol=LOG_PROB, rtol=0)
+    conditional, metrics = setup.gradient()
+    assert metrics["actor/ratio_deviation_first"] <= RATIO
+    assert_close(metrics["actor/pg_loss"], both_metrics["actor/pg_loss"], atol=4 * RATIO, rtol=0)
+    both, alone = (torch.cat([g.flatten() for g in found.values()]) for found in (through_both, conditional))
+    assert (both - alone).norm() > 0.1 * both.norm()

@@ -97,7 +97,7 @@ def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypat
     assert len(rows) == len(shown)
     for row, step in zip(rows, shown, strict=True):
         low, high = (f"{step['clipped_interval'][end]:.0%}" for end in ("low", "high"))
-        assert row[-4:] == [f"{step['clipped']:.0%}", low, "to", high]
+        assert row[8:12] == [f"{step['clipped']:.0%}", low, "to", high]
     right = figures[0].axes[1]
     assert [line.get_ydata()[0] for line in right.lines if line.get_label().startswith("limit")] == [0.25]
     (bars,) = right.containers[-1:] if right.containers[-1].errorbar else right.containers[:1]
@@ -105,6 +105,16 @@ def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypat
     assert ends == [
         (pytest.approx(s["clipped_interval"]["low"]), pytest.approx(s["clipped_interval"]["high"])) for s in shown
     ]
+    drifts = [*steps["drift"]["timesteps"], steps["drift"]]
+    assert [one["timestep"] for one in drifts[:-1]] == [step["timestep"] for step in shown[:-1]]
+    for row, one in zip(rows, drifts, strict=True):
+        low, high = (f"{one['interval'][end]:.4f}" for end in ("low", "high"))
+        assert row[12:] == [f"{one['value']:.4f}", low, "to", high]
+    third = figures[0].axes[2]
+    assert [line.get_ydata()[0] for line in third.lines if line.get_label().startswith("limit")] == [0.0075]
+    assert [bar.get_height() for bar in third.patches] == [pytest.approx(one["value"]) for one in drifts]
+    probe("--images", "2", "--max-images", "2", f"{CLIP}=2e-4", f"{RC}.loss_type=reinforce")
+    assert len(figures[1].axes) == 2
 
 
 @pytest.mark.parametrize(

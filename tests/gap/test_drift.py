@@ -11,7 +11,7 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key
-from flowgrpo_rc.gap.drift import DriftMeter, without_correction
+from flowgrpo_rc.gap.drift import SKETCH, DriftMeter, without_correction
 from flowgrpo_rc.loss import diffusion_loss_sums
 from flowgrpo_rc.sde import Transition, log_prob
 
@@ -19,6 +19,8 @@ IMAGES = 96
 WINDOW = 2
 DIMENSIONS = 24
 PARAMETERS = 6
+STD = 0.5
+SCHEDULE = (900.0, 600.0, 300.0)
 
 
 def mode_with(correction=None, **loss):
@@ -35,72 +37,93 @@ class LinearActor(DiffusionActor):
     """An actor whose transition means are linear in its parameters; the engine's are those at ``engine``.
 
     The meter calls nothing of an actor but ``gradients``, so that a model, an optimizer and an accelerator are spared.
+    Windows of images begin at ``places`` of the schedule, one after the other.
     """
 
-    def __init__(self, *, spread=0.2, engine=0.01, images=IMAGES):
+    def __init__(self, *, spread=0.2, engine=0.01, images=IMAGES, sde_type="sde", window=WINDOW, places=(0,)):
         generator = torch.Generator().manual_seed(0)
         self.images = images
-        common = torch.randn(1, WINDOW, DIMENSIONS, PARAMETERS, generator=generator)
-        own = torch.randn(images, WINDOW, DIMENSIONS, PARAMETERS, generator=generator)
+        self.sde_type = sde_type
+        first = torch.tensor(places).repeat(images)[:images, None]
+        self.columns = first + torch.arange(window)
+        steps = int(self.columns.max()) + 1
+        common = torch.randn(1, steps, DIMENSIONS, PARAMETERS, generator=generator)
+        own = torch.randn(images, steps, DIMENSIONS, PARAMETERS, generator=generator)
         self.design = common + spread * own
         self.parameters = torch.zeros(PARAMETERS, requires_grad=True)
         self.engine = engine * torch.randn(PARAMETERS, generator=generator)
-        self.std = torch.full((images, WINDOW), 0.5)
 
     def batch(self, seed=1):
         generator = torch.Generator().manual_seed(seed)
-        means = self.design @ self.engine
-        noise = torch.randn(means.shape, generator=generator)
-        latents = means + self.std[..., None] * noise
-        sampled = log_prob(Transition(means.flatten(0, 1), self.std.flatten()), latents.flatten(0, 1), sde_type="sde")
+        rows = torch.arange(self.images)
+        means = self.design[rows[:, None], self.columns] @ self.engine
+        timesteps = torch.tensor(SCHEDULE)[self.columns]
         columns = {
-            Key.NEXT_LATENTS: latents,
-            Key.LATENTS: latents,
+            Key.NEXT_LATENTS: means + STD * torch.randn(means.shape, generator=generator),
             Key.ROLLOUT_MEANS: means,
-            Key.ROLLOUT_LOG_PROBS: sampled.view(self.images, WINDOW),
-            Key.TIMESTEPS: torch.tensor([900.0, 600.0]).expand(self.images, WINDOW),
-            Key.SIGMAS: torch.tensor([0.9, 0.6]).expand(self.images, WINDOW),
-            Key.NEXT_SIGMAS: torch.tensor([0.6, 0.3]).expand(self.images, WINDOW),
-            Key.PROMPT_INDEX: torch.arange(self.images),
+            Key.TIMESTEPS: timesteps,
+            Key.SIGMAS: timesteps / 1000,
+            Key.NEXT_SIGMAS: (timesteps - 300) / 1000,
+            Key.PROMPT_INDEX: rows,
         }
-        return TensorDict({name: value.contiguous() for name, value in columns.items()}, batch_size=[self.images])
+        batch = TensorDict({name: value.contiguous() for name, value in columns.items()}, batch_size=[self.images])
+        batch[Key.ROLLOUT_LOG_PROBS] = self.log_probs(means, batch)
+        return batch
+
+    def log_probs(self, means, data):
+        latents = data[Key.NEXT_LATENTS].flatten(0, 1)
+        step = Transition(means.flatten(0, 1), torch.full_like(latents[:, 0], STD))
+        return log_prob(step, latents, sde_type=self.sde_type).view(means.shape[:2])
 
     def output(self, data):
-        rows = data[Key.PROMPT_INDEX]
-        means = self.design[rows] @ self.parameters
-        latents = data[Key.NEXT_LATENTS].flatten(0, 1)
-        step = Transition(means.flatten(0, 1), self.std[rows].flatten())
-        log_probs = log_prob(step, latents, sde_type="sde").view(len(rows), WINDOW)
-        return {"log_probs": log_probs, "transition_means": means, "transition_stds": self.std[rows]}
+        steps = (data[Key.TIMESTEPS][..., None] == torch.tensor(SCHEDULE)).byte().argmax(-1)
+        means = self.design[data[Key.PROMPT_INDEX][:, None], steps] @ self.parameters
+        stds = torch.full(means.shape[:2], STD)
+        return {"log_probs": self.log_probs(means, data), "transition_means": means, "transition_stds": stds}
+
+    @torch.no_grad()
+    def rescore(self, batch, conditioning=None):
+        return self.output(batch)
 
     def gradients(self, batch, conditioning, losses):
         output = self.output(batch)
         return [torch.autograd.grad(loss(output, batch), self.parameters, retain_graph=True)[0] for loss in losses]
 
 
+def add(meter, actor, batch):
+    """What the probe does with a batch."""
+    meter.add(actor, batch, actor.rescore(batch), None)
+
+
 def drift_gradient(mode, actor, batch, seed=0):
     """The expected drift of one image, as the meter sums it."""
-    meter = DriftMeter(mode, "sde", seed)
+    meter = DriftMeter(mode, actor.sde_type, seed)
     batch[Key.ADVANTAGES] = torch.ones(len(batch))
     loss = meter._drift_loss(actor.output(batch), batch)
     return torch.autograd.grad(loss, actor.parameters)[0] / len(batch)
 
 
-def sampled_drift(mode, actor, draws=200):
-    """The same from the configured loss itself, at samples of the engine under advantages of +1 and -1."""
+def sampled_drift(mode, actor, draws=200, shared=()):
+    """The same from the configured loss itself, at samples of the engine under advantages of +1 and -1.
+
+    ``shared`` are columns that every batch has besides its samples.
+    """
     total = torch.zeros(PARAMETERS)
     for seed in range(draws):
         batch = actor.batch(seed + 10)
+        batch.update(dict(shared))
         for sign in (1.0, -1.0):
             batch[Key.ADVANTAGES] = torch.full((IMAGES,), sign)
             loss = diffusion_loss_sums(mode, actor.output(batch), batch).loss_sum
-            total += torch.autograd.grad(loss, actor.parameters)[0] / (2 * draws * IMAGES * WINDOW)
+            total += torch.autograd.grad(loss, actor.parameters)[0] / (2 * draws * actor.columns.numel())
     return total
 
 
 def mean_gap(actor):
-    kl = (actor.design @ actor.engine).square().sum(-1) / (2 * 0.25)
-    return float((2 * kl).sqrt().mean()) / DIMENSIONS
+    """Root of twice the mean divergence, as a log ratio of this kind of step has it."""
+    kl = (actor.design @ actor.engine).square().sum(-1) / (2 * STD**2)
+    unit = 2 * STD**2 if actor.sde_type == "cps" else 1.0
+    return float((2 * kl).sqrt().mean()) / DIMENSIONS * unit
 
 
 @pytest.mark.parametrize(
@@ -131,12 +154,99 @@ def test_the_drift_is_what_sampled_updates_learn_whatever_is_rewarded(loss, corr
     assert expected @ actor.engine < 0
 
 
+@pytest.mark.parametrize(
+    ("sde_type", "window", "places"),
+    [("cps", 2, (0,)), ("dance_sde", 2, (0, 1)), ("sde", 1, (0,))],
+)
+def test_it_is_that_for_every_kind_of_step_and_window(sde_type, window, places):
+    """A limit in the wrong unit of log ratios, or a mean over the wrong number of steps, would show."""
+    actor = LinearActor(sde_type=sde_type, window=window, places=places)
+    mode = mode_with(clip_ratio=0.8 * mean_gap(actor))
+    meter = DriftMeter(mode, sde_type, 0)
+    add(meter, actor, actor.batch())
+    expected = torch.stack(meter.group_sums()).sum(0) / meter.images
+    sampled = sampled_drift(mode, actor, draws=100)
+    assert (expected - sampled).norm() < 0.1 * sampled.norm()
+
+
+def test_it_is_that_under_calibrated_limits():
+    """Each image has a rejection bound of its own, and each step a clip band."""
+    actor = LinearActor()
+    gap = mean_gap(actor)
+    mode = mode_with({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto"}, clip_ratio="auto")
+    widths = gap * torch.linspace(0.3, 1.2, 2 * IMAGES).view(2, IMAGES).T.contiguous()
+    limits = {Key.ROLLOUT_RS_BOUNDS: gap * torch.linspace(0.4, 2.0, IMAGES), Key.CLIP_WIDTHS: widths}
+    batch = actor.batch()
+    batch.update(limits)
+    meter = DriftMeter(mode, "sde", 0)
+    add(meter, actor, batch)
+    expected = torch.stack(meter.group_sums()).sum(0) / IMAGES
+    sampled = sampled_drift(mode, actor, draws=100, shared=limits.items())
+    assert (expected - sampled).norm() < 0.1 * sampled.norm()
+    for name, values in limits.items():
+        batch[name] = 10 * values  # which is to say that either limit acted
+        wider = DriftMeter(mode, "sde", 0)
+        add(wider, actor, batch)
+        batch[name] = values
+        assert (torch.stack(wider.group_sums()).sum(0) / IMAGES - sampled).norm() > 0.2 * sampled.norm()
+
+
+def test_the_kl_to_the_reference_is_no_part_of_it():
+    actor = LinearActor()
+    mode = mode_with(clip_ratio=0.5 * mean_gap(actor))
+    found = []
+    for one in (mode, replace(mode, use_kl_loss=True, kl_loss_coef=100.0)):
+        meter = DriftMeter(one, "sde", 0)
+        add(meter, actor, actor.batch())
+        found.append(meter.result(0.95))
+    assert found[0] == found[1]
+
+
+def test_timesteps_are_told_apart():
+    """Each has the drift that images have whose window is that one step, in the unit of them all."""
+    actor = LinearActor(places=(0, 1))
+    mode = mode_with(clip_ratio=0.5 * mean_gap(actor))
+    meter = DriftMeter(mode, "sde", 0)
+    batch = actor.batch()
+    add(meter, actor, batch[:40])
+    add(meter, actor, batch[40:])
+    found = meter.result(0.95)
+    unit = math.sqrt(WINDOW * sum(group.square for group in meter._groups.values()) / meter.images)
+    assert [one.timestep for one in found.timesteps] == list(SCHEDULE)
+    weighted = 0.0
+    for one in found.timesteps:
+        rows, steps = (batch[Key.TIMESTEPS] == one.timestep).nonzero(as_tuple=True)
+        columns = {name: v[rows, steps][:, None] if v.dim() > 1 else v[rows] for name, v in batch.items()}
+        alone = TensorDict(columns, batch_size=[len(rows)])
+        norm = float(drift_gradient(mode, actor, alone).norm())
+        assert one.value == pytest.approx(norm / unit, rel=0.05)
+        assert one.interval.low < one.value < one.interval.high
+        weighted += one.value * len(rows) / batch[Key.TIMESTEPS].numel()
+    # The three have different directions, so that their sum is shorter.
+    assert 0.9 * weighted < found.value < 0.99 * weighted
+
+
+def test_a_sketch_keeps_scalar_products():
+    generator = torch.Generator().manual_seed(0)
+    size = 3 * SKETCH + 5
+    meter = DriftMeter(mode_with(clip_ratio=1e-4), "sde", 0)
+    common = torch.randn(size, generator=generator)
+    one, other = (common + torch.randn(size, generator=generator) for _ in range(2))
+    allowed = 4 * float(one.norm() * other.norm()) / math.sqrt(SKETCH)
+    product = float(one.double() @ other.double())
+    sketched = meter._sketch(one)
+    assert len(sketched) == SKETCH
+    assert float(sketched @ meter._sketch(other)) == pytest.approx(product, abs=allowed)
+    assert product > 20 * allowed
+    assert torch.equal(meter._sketch(one[:SKETCH]), one[:SKETCH])
+
+
 def test_a_clip_band_is_a_penalty_on_the_gap():
     """``E[(|l| - c)+] / 2`` with ``l ~ N(-K, 2K)`` per dimension, in closed form; the band is narrow against 1."""
     actor = LinearActor()
     width = 0.7 * mean_gap(actor)
     means = actor.design.double() @ actor.parameters.double()
-    kl = (means - (actor.design @ actor.engine).double()).square().sum(-1) / (2 * 0.25)
+    kl = (means - (actor.design @ actor.engine).double()).square().sum(-1) / (2 * STD**2)
     c = width * DIMENSIONS
     std = (2 * kl).sqrt()
     normal = torch.distributions.Normal(0.0, 1.0)
@@ -156,7 +266,7 @@ def test_a_clip_band_is_a_penalty_on_the_gap():
 def test_without_a_gap_there_is_no_drift():
     actor = LinearActor(engine=0.0)
     meter = DriftMeter(mode_with(clip_ratio=1e-4), "sde", 0)
-    meter.add(actor, actor.batch(), None)
+    add(meter, actor, actor.batch())
     found = meter.result(0.95)
     assert found.value == 0
     assert (found.interval.low, found.interval.high) == (0, 0)
@@ -167,7 +277,7 @@ def test_where_everything_is_rejected_nothing_is_learned():
     actor = LinearActor()
     reject = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99999999_1.00000001"}
     meter = DriftMeter(mode_with(reject, clip_ratio=1e-4), "sde", 0)
-    meter.add(actor, actor.batch(), None)
+    add(meter, actor, actor.batch())
     found = meter.result(0.95)
     assert (found.value, found.interval.low, found.cosine) == (0, 0, 0)
 
@@ -177,7 +287,7 @@ def test_a_wider_band_has_less_drift_and_follows_the_reward_more():
     for factor in (0.1, 0.5, 1, 2, 4):
         actor = LinearActor()
         meter = DriftMeter(mode_with(clip_ratio=factor * mean_gap(actor)), "sde", 0)
-        meter.add(actor, actor.batch(), None)
+        add(meter, actor, actor.batch())
         found.append(meter.result(0.95))
     values = [drift.value for drift in found]
     assert values == sorted(values, reverse=True)
@@ -192,10 +302,10 @@ def test_its_unit_is_the_gradient_of_one_step():
     actor = LinearActor()
     mode = mode_with(clip_ratio=0.5 * mean_gap(actor))
     one = DriftMeter(mode, "sde", 0)
-    one.add(actor, actor.batch(1), None)
+    add(one, actor, actor.batch(1))
     two = DriftMeter(mode, "sde", 0)
     for seed in (1, 2, 3, 4):
-        two.add(actor, actor.batch(seed), None)
+        add(two, actor, actor.batch(seed))
     assert two.images == 4 * IMAGES
     assert two.result(0.95).value == pytest.approx(one.result(0.95).value, rel=0.35)  # the unit is of random signs
     batch = actor.batch()
@@ -221,12 +331,12 @@ def test_the_interval_holds_the_drift_of_many_images():
     truth = float(drift_gradient(mode, actor, batch).norm())
     whole = DriftMeter(mode, "sde", 0)
     for trial in range(trials):
-        whole.add(actor, batch[trial * images : (trial + 1) * images], None)
+        add(whole, actor, batch[trial * images : (trial + 1) * images])
     unit = math.sqrt(WINDOW * sum(group.square for group in whole._groups.values()) / whole.images)
     held = 0
     for trial in range(trials):
         meter = DriftMeter(mode, "sde", trial)
-        meter.add(actor, batch[trial * images : (trial + 1) * images], None)
+        add(meter, actor, batch[trial * images : (trial + 1) * images])
         found = meter.result(0.95)
         held += found.interval.low <= truth / unit <= found.interval.high
     assert held >= 35
@@ -245,10 +355,10 @@ def test_a_batch_may_have_fewer_images_than_groups():
     actor = LinearActor()
     batch = actor.batch()
     meter = DriftMeter(mode_with(clip_ratio=0.5 * mean_gap(actor)), "sde", 0)
-    meter.add(actor, batch[:2], None)
+    add(meter, actor, batch[:2])
     assert meter.result(0.95).interval.high == math.inf
     for rows in (slice(2, 18), slice(18, 22)):
-        meter.add(actor, batch[rows], None)
+        add(meter, actor, batch[rows])
     assert meter.images == 22
     assert 0 < meter.result(0.95).interval.high < math.inf
 
@@ -258,14 +368,14 @@ def test_images_of_one_prompt_are_one_group():
     actor = LinearActor(spread=3.0)
     batch = actor.batch()[torch.arange(4).repeat(6)]
     meter = DriftMeter(mode_with(clip_ratio=0.5 * mean_gap(actor)), "sde", 0)
-    meter.add(actor, batch, None)
+    add(meter, actor, batch)
     assert len(meter.group_sums()) == 4
 
 
 def test_without_any_gradient_a_drift_is_no_number_that_passes():
     meter = DriftMeter(mode_with(clip_ratio=1e-4), "sde", 0)
     actor = LinearActor()
-    meter.add(actor, actor.batch(), None)
+    add(meter, actor, actor.batch())
     for group in meter._groups.values():
         group.square = 0.0
     assert meter.result(0.95).value == math.inf

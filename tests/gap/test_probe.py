@@ -11,13 +11,15 @@ from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.cli.probe import report
+from flowgrpo_rc.gap import probe
 from flowgrpo_rc.gap.advice import advise
 from flowgrpo_rc.gap.clipping import what_is_left_out
-from flowgrpo_rc.gap.drift import Drift
+from flowgrpo_rc.gap.drift import Drift, DriftMeter
 from flowgrpo_rc.gap.intervals import Interval
 from flowgrpo_rc.gap.probe import run_probe, saved_by_bypass, step_gap
 from flowgrpo_rc.gap.probe_images import sample_and_rescore
 from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.gap.verdict import JudgedFigure
 from flowgrpo_rc.rollout import RolloutError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -712,3 +714,39 @@ def test_a_calibrated_clip_that_drifts_is_not_recommended(small_config):
     assert "clip_ratio=0.005 holds the gap" in said
     assert "learned, but less" not in said
     assert advised(config, found, gap, 512, images=16).limit == "auto"
+
+
+def test_calibrated_limits_of_the_last_look_hold_for_all_images(small_config, monkeypatch):
+    """Two looks give the drift that one look at all images gives: of the first ones no gradient under bands of fewer
+    images is left."""
+    overrides = (
+        BYPASS,
+        "actor_rollout_ref.rollout.quantization=fp8",
+        f"{CLIP}=1e-4",
+        *(f"{RC}.rollout_rs=seq_mean_k1", f"{RC}.rollout_rs_threshold=auto"),
+        *(f"{RC}.rollout_rs_auto_share=0.3", f"{RC}.rollout_rs_auto_min=1e-6"),
+    )
+    once = FlowGRPOTrainer(small_config(*overrides)).probed_run()
+    batches = [sample_and_rescore(once, 2, before) for before in (0, 2)]
+    unsettled = JudgedFigure("drift", 1.0, 0.0, 2.0, 1.0, False, "not shown safe")
+    monkeypatch.setattr(probe, "decisive", lambda judged: unsettled)
+    found = run_probe(FlowGRPOTrainer(small_config(*overrides, folder="two")).probed_run(), 2, 4)
+    assert found.images == 4
+    samples = [batch.sample for batch in batches]
+    bounds = [
+        probe._calibrated_limits(once.mode, sample)["rollout_rs_bounds"]
+        for sample in (GapSample.concatenate(samples), samples[0])
+    ]
+    expected = drift_under(once, batches, bounds[0])
+    mixed = drift_under(once, batches, torch.cat([bounds[1], bounds[0][len(bounds[1]) :]]))
+    assert found.drift.value == pytest.approx(expected, rel=1e-4)
+    assert abs(mixed - expected) > 1e-2 * expected
+
+
+def drift_under(run, batches, bounds):
+    """The drift of these images under these rejection bounds."""
+    meter = DriftMeter(run.mode, run.rollout.algo.sde_type, run.seed)
+    for batch, part in zip(batches, bounds.split(len(batches[0].trajectories)), strict=True):
+        batch.trajectories["rollout_rs_bounds"] = part
+        meter.add(run.actor, batch.trajectories, batch.scored, batch.conditioning)
+    return meter.result(0.95).value

@@ -140,7 +140,11 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
     actor = trainer.run.actor
     engine = trainer.run.engine
     tensors = [p for n, p in actor.transformer.named_parameters() if ".lora_" in n]
-    states = [adapter_state(t) for t in (actor.transformer, engine.transformer)] + [actor.averaged_state()]
+    states = [
+        adapter_state(actor.transformer),
+        adapter_state(engine.transformer, engine.adapter),
+        actor.averaged_state(),
+    ]
     states = [{n: v.clone() for n, v in state.items()} for state in states]
     random = torch.get_rng_state()
     with trainer.adapter.actor_at_rollout_version():
@@ -148,7 +152,11 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
     batch, cond, step = calls[-1]
     before = batch.clone()
     rescoring(batch, cond, step)
-    after = [adapter_state(actor.transformer), adapter_state(engine.transformer), actor.averaged_state()]
+    after = [
+        adapter_state(actor.transformer),
+        adapter_state(engine.transformer, engine.adapter),
+        actor.averaged_state(),
+    ]
     assert all(same(a, b) for a, b in zip(after, states, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p is q for p, q in zip(tensors, actor._parameters, strict=True))

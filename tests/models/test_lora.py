@@ -9,10 +9,14 @@ from torch.testing import assert_close
 
 from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, load_model
 from flowgrpo_rc.models.lora import (
+    activate,
+    adapter_active,
     adapter_disabled,
     adapter_parameters,
     adapter_state,
     attach_lora,
+    base_parameters,
+    linear_layers,
     load_adapter_state,
     load_lora,
     same_lora,
@@ -114,7 +118,7 @@ def test_disabled_adapter_is_the_base_model(tiny_model):
     latents = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0))
     from flowgrpo_rc.models import Conditioning, PromptEncoder
 
-    prompts = PromptEncoder(tiny_model, 512, 2)(['the text "42"'])
+    prompts = PromptEncoder(tiny_model, 512)(['the text "42"'])
     cond = Conditioning(prompts, None, 1.0, None, 32, 32)
 
     def velocity():
@@ -164,3 +168,48 @@ def test_files_get_the_mode_of_the_umask(tiny_model, tmp_path):
     assert [(p.name, p.stat().st_mode & 0o777) for p in tmp_path.iterdir()] == [
         ("pytorch_lora_weights.safetensors", 0o640)
     ]
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_a_second_adapter_starts_as_it_would_alone(tiny_model, targets):
+    """The same layers and the same draws of the global generator, whatever is attached already."""
+    config = ModelConfig(lora_rank=4, lora_alpha=4, target_modules=targets)
+    alone = load_model("asset:tiny_qwen_image")
+    for model, first in ((alone, False), (tiny_model, True)):
+        if first:
+            attach_lora(model.transformer, model, config, dtype=torch.bfloat16, adapter="rollout")
+        torch.manual_seed(7)
+        attach_lora(model.transformer, model, config, dtype=torch.float32)
+    expected, found = adapter_state(alone.transformer), adapter_state(tiny_model.transformer)
+    assert list(found) == list(expected) == list(adapter_state(tiny_model.transformer, "rollout"))
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+    rollout = adapter_parameters(tiny_model.transformer, "rollout").values()
+    assert {p.dtype for p in rollout} == {torch.bfloat16}
+    base = base_parameters(tiny_model.transformer)
+    assert base.keys() == base_parameters(alone.transformer).keys()
+    assert len(base) + 2 * len(expected) == len(list(tiny_model.transformer.parameters()))
+
+
+def test_an_adapter_is_made_active_without_a_change_of_what_is_trained(tiny_model):
+    """``adapter_active`` writes to a private name of peft's; its layers must go on reading that."""
+    transformer = tiny_model.transformer
+    outputs = {}
+    layer_name = next(name for name in linear_layers(transformer) if name.endswith("to_q"))
+    for adapter in ("rollout", "default"):
+        attach_lora(transformer, tiny_model, LORA, dtype=torch.float32, adapter=adapter)
+        for parameter in adapter_parameters(transformer, adapter).values():
+            parameter.data.fill_({"rollout": 0.1, "default": 0.3}[adapter])
+    layer = transformer.get_submodule(layer_name)
+    x = torch.ones(1, layer.in_features)
+    trainable = [p.requires_grad for p in transformer.parameters()]
+    for adapter in ("rollout", "default"):
+        with adapter_active(transformer, adapter):
+            outputs[adapter] = layer(x) - layer.base_layer(x)
+            assert transformer.active_adapters() == [adapter]
+    # scale * B A x, all entries of A and B equal to v: 12 / 4 * 4 * v^2 * in_features
+    for adapter, value in (("rollout", 0.1), ("default", 0.3)):
+        expected = torch.full_like(outputs[adapter], 12 * value**2 * layer.in_features)
+        assert_close(outputs[adapter], expected, atol=1e-4, rtol=1e-4)
+    assert [p.requires_grad for p in transformer.parameters()] == trainable
+    activate(transformer, None)
+    assert torch.equal(layer(x), layer.base_layer(x))

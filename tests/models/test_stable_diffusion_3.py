@@ -10,7 +10,7 @@ from tolerances import EMBEDDING, LATENT, LOG_PROB, guided
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
-from flowgrpo_rc.models.lora import adapter_parameters, adapter_state, attach_lora, load_lora, save_lora
+from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, adapter_state, attach_lora, load_lora, save_lora
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.seeds import seed_for
@@ -28,7 +28,7 @@ def generators():
 
 
 def conditioning(model, cfg_scale=1.0, size=32):
-    encoder = PromptEncoder(model, TOKENS, 16)
+    encoder = PromptEncoder(model, TOKENS)
     negative = encoder([" "] * 3) if cfg_scale > 1 else None
     return Conditioning(encoder(PROMPTS), negative, cfg_scale, None, size, size)
 
@@ -73,7 +73,7 @@ def test_latents_and_images_equal_the_diffusers_pipeline(tiny_sd3_model, cfg_sca
 def test_the_engine_draws_the_pipelines_images(tiny_sd3_model, cfg_scale):
     expected = pipeline_call(tiny_sd3_model, cfg_scale, 6, "np")
     engine = DiffusersEngine(tiny_sd3_model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
-    engine.sync(adapter_state(engine.transformer), 0)
+    engine.sync(adapter_state(engine.transformer, engine.adapter), 0)
     request = RolloutRequest(conditioning(tiny_sd3_model, cfg_scale), torch.arange(3), 6, SEEDS, None)
     assert np.abs((expected * 255).round() - engine.generate(request).images.numpy()).max() <= 1
 
@@ -94,14 +94,14 @@ def test_low_precision_leaves_the_gap_it_should(tiny_sd3_model):
         engine = DiffusersEngine(
             tiny_sd3_model, LORA, dtype=dtype, micro_batch_size=2, device="cpu", quantization=quantization
         )
-        state = {name: x.float() for name, x in adapter_state(engine.transformer).items()}
+        state = {name: x.float() for name, x in adapter_state(engine.transformer, engine.adapter).items()}
         engine.sync(state, 0)
         own = DiffusersEngine(tiny_sd3_model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
         own.sync(state, 0)
         batch, differences = engine.generate(request).batch, []
         for w in range(2):
             x, t = batch["latents"][:, w], batch["timesteps"][:, w]
-            with torch.no_grad():
+            with torch.no_grad(), adapter_active(own.transformer, own.adapter):
                 velocity = tiny_sd3_model.velocity(own.transformer, x, t, cond)
             step = transition(
                 x, velocity, batch["sigmas"][:, w], batch["next_sigmas"][:, w], noise_level=0.7, sde_type="sde"
@@ -164,7 +164,7 @@ def test_encoding_is_the_pipelines(t5):
         embeds, negative, pooled, negative_pooled = model.pipe.encode_prompt(
             PROMPTS, None, None, max_sequence_length=TOKENS
         )
-    encoder = PromptEncoder(model, TOKENS, 8)
+    encoder = PromptEncoder(model, TOKENS)
     ours = encoder(PROMPTS)
     assert ours.mask is None
     assert ours.embeds.shape == (3, tiny_sd3.CLIP_TOKENS + TOKENS, tiny_sd3.T5_WIDTH)
@@ -177,11 +177,10 @@ def test_encoding_is_the_pipelines(t5):
     assert_close(empty.pooled, negative_pooled, rtol=0, atol=EMBEDDING)
 
 
-def test_each_distinct_prompt_is_encoded_once_with_its_pooled_vector(tiny_sd3_model):
-    encoder = PromptEncoder(tiny_sd3_model, TOKENS, cache_size=2)
+def test_each_prompt_has_its_pooled_vector(tiny_sd3_model):
+    encoder = PromptEncoder(tiny_sd3_model, TOKENS)
     first = encoder([PROMPTS[0], PROMPTS[1], PROMPTS[0]])
     again = encoder([PROMPTS[1], PROMPTS[0]])
-    assert encoder.encoded == 2
     assert first.pooled is not None
     assert again.pooled is not None
     assert_close(again.pooled, first.pooled[[1, 0]], rtol=0, atol=0)
@@ -201,7 +200,7 @@ def test_everything_is_frozen_and_in_evaluation_mode(tiny_sd3_model):
 def test_without_t5_it_loads_too(tmp_path):
     model = load_model(tiny_sd3.save(tmp_path, t5=False))
     assert model.pipe.text_encoder_3 is None
-    assert len(PromptEncoder(model, TOKENS, 2)(PROMPTS[:2]).embeds) == 2
+    assert len(PromptEncoder(model, TOKENS)(PROMPTS[:2]).embeds) == 2
 
 
 def test_default_targets_are_the_joint_attention(tiny_sd3_model):
@@ -275,7 +274,7 @@ def test_requests_that_the_model_cannot_serve(tiny_sd3_model):
     with pytest.raises(ValueError, match="guidance_scale: got 4.5 .* set guidance_scale=null and true_cfg_scale=4.5"):
         tiny_sd3_model.check_request(32, 32, 4.5)
     with pytest.raises(ValueError, match="max_sequence_length: got 513; this model takes at most 512"):
-        PromptEncoder(tiny_sd3_model, 513, 8)
+        PromptEncoder(tiny_sd3_model, 513)
 
 
 @pytest.mark.parametrize("missing", ["text_encoder_3", "tokenizer_2", "vae", "transformer", "scheduler"])

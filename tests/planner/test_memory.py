@@ -80,12 +80,12 @@ def test_a_verdict_keeps_the_margin():
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
-    whole = plan.memory(run.with_actor(ppo_micro_batch_size_per_gpu=9), 1)
+    whole = plan.memory(run.with_actor(ppo_micro_batch_rows=9), 1)
     gpus = Gpus(1, whole.total / (1 - MARGIN) / GIB + 1e-9)
     assert plan.largest_micro_batch(run, gpus) == 9
-    assert not plan.memory(run.with_actor(ppo_micro_batch_size_per_gpu=10), 1).fits(gpus.bytes)
+    assert not plan.memory(run.with_actor(ppo_micro_batch_rows=10), 1).fits(gpus.bytes)
     assert plan.largest_micro_batch(run, Gpus(1, 1)) == 0
-    assert plan.largest_micro_batch(run, Gpus(1, 1000)) == 32  # all of a mini-batch: 4 prompts of 8 images
+    assert plan.largest_micro_batch(run, Gpus(1, 1000)) == 64  # all of a mini-batch: 4 prompts of 8 images of 2 steps
 
 
 def test_rows_between_measured_ones_lie_on_their_line(run, plan):
@@ -139,7 +139,7 @@ def test_training_warns_of_too_little_memory(train_check, run, plan):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_check(round(memory.total / (1 - MARGIN)) + 1)
-    with pytest.warns(UserWarning, match="a plan of this run needs 3.0 GiB on each GPU, of 3.0, and may end for want"):
+    with pytest.warns(UserWarning, match="a plan of this run needs 3.0 GiB on each GPU, of 3.4, and may end for want"):
         train_check(round(memory.total / (1 - MARGIN)) - 1000)
     with pytest.warns(UserWarning, match="flowgrpo-rc plan --gpus=1x"):
         train_check(1000)
@@ -148,10 +148,12 @@ def test_training_warns_of_too_little_memory(train_check, run, plan):
 def test_training_refuses_a_micro_batch_that_cannot_fit(train_check, run, plan, monkeypatch):
     """Only where its tensors alone are too many, and fewer images would do."""
     monkeypatch.setattr(room, "RUNTIME", 0)
-    one = plan.memory(run.with_actor(ppo_micro_batch_size_per_gpu=1), 1)
+    one = plan.memory(run.with_actor(ppo_micro_batch_rows=1), 1)
     available = round(one.total / (1 - MARGIN)) + 1000
     assert plan.memory(run, 1).tensors > available
-    with pytest.raises(PlanError, match="ppo_micro_batch_size_per_gpu: got 4; .*Give at most 1, which fits"):
+    with pytest.raises(
+        PlanError, match="ppo_micro_batch_rows: a micro-batch has 8 rows, which cannot fit; .*Give at most 1$"
+    ):
         train_check(available)
     monkeypatch.setattr(planned, "MemoryPlan", _unknown)
     train_check(1)

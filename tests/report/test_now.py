@@ -230,7 +230,10 @@ def test_a_clip_ratio_that_is_no_number(tmp_path, ratio):
 
 @pytest.mark.parametrize(
     "content",
-    ['{"steps": [', "[]", "a: b", '{"steps": [1]}', '{"advice": "no"}', '{"advice": {"reasons": 1}}', b"\xff\xfe"],
+    [
+        *('{"steps": [', "[]", "a: b", '{"steps": [1]}', '{"advice": "no"}', '{"advice": {"reasons": 1}}', b"\xff\xfe"),
+        *('{"drift": 1}', '{"drift": {"timesteps": [1]}}', '{"drift": {"interval": [0, 1]}}'),
+    ],
 )
 def test_a_malformed_probe_is_left_out_with_a_note(tmp_path, content, capsys):
     root = folder(tmp_path / "run", rows())

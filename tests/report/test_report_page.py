@@ -185,6 +185,12 @@ def test_the_probe_s_table(tmp_path):
     assert "Not safe" in page.text
     assert f"clipped {NASTY}" in page.text
     assert page.text.count("9.1e-4") >= 2
+    at = {"value": 0.0253, "interval": {"low": 0.0222, "high": 0.0279}}
+    drift = {"timesteps": [{"timestep": 500.0, **at}], "value": 0.0105, "interval": {"low": 0.0097, "high": None}}
+    (root / "probe.json").write_text(json.dumps(probe | {"drift": drift}))
+    _, page = page_of(read_run(root))
+    assert "0.0253 (0.0222 to 0.0279)" in page.text
+    assert "0.0105 (0.0097 to )" in page.text
 
 
 def test_a_setting_that_a_probe_could_not_show_safe_is_one_to_watch(tmp_path):

@@ -12,6 +12,7 @@ from reward_files import function, write
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import STATISTICS
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 
 TINY = (
     *(o for o in SMALL_RUN if not o.startswith("reward.")),
@@ -70,7 +71,7 @@ def test_a_reward_that_fails_ends_the_command_with_1(tmp_path: Path, capsys: pyt
 def test_what_can_be_seen_before_training_ends_it_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, source: str, told: str
 ) -> None:
-    monkeypatch.setattr("flowgrpo_rc.trainer.setup.load_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
     assert demo(tmp_path, write(tmp_path, source)) == 2
     error = error_lines(capsys)
     assert len(error) == 1
@@ -117,7 +118,7 @@ def test_a_reward_that_turns_gradients_off_changes_nothing(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         assert demo(tmp_path / name, path, "trainer.total_training_steps=2") == 0
     plain, hostile = (
-        [{k: v for k, v in row.items() if not k.startswith("timing_s/")} for row in rows(tmp_path / name)]
+        [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in rows(tmp_path / name)]
         for name in ("plain", "hostile")
     )
     assert plain == hostile

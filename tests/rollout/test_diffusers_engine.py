@@ -5,8 +5,16 @@ import torch
 from tolerances import LATENT, LOG_PROB
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
-from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models.lora import (
+    adapter_active,
+    adapter_disabled,
+    adapter_parameters,
+    adapter_state,
+    attach_lora,
+    base_parameters,
+    load_adapter_state,
+)
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.quantize import round_fp8_rows
 from flowgrpo_rc.rollout.seeds import seed_for
@@ -23,7 +31,7 @@ def make_engine(tiny_model):
         engine = DiffusersEngine(
             tiny_model, LORA, dtype=dtype, micro_batch_size=micro_batch_size, device="cpu", quantization=quantization
         )
-        engine.sync(adapter_state(engine.transformer), 0)
+        engine.sync(adapter_state(engine.transformer, engine.adapter), 0)
         return engine
 
     return make
@@ -31,7 +39,7 @@ def make_engine(tiny_model):
 
 @pytest.fixture
 def make_request(tiny_model):
-    encoder = PromptEncoder(tiny_model, 512, 8)
+    encoder = PromptEncoder(tiny_model, 512)
 
     def make(sde_type="sde", cfg=1.0, seed=0):
         prompts = encoder(['the text "12"', 'the text "34"', 'the text "56"'])
@@ -56,7 +64,7 @@ def rescore(model, engine, request, batch):
     cond = request.conditioning.rows(request.prompt_index, torch.device("cpu"))
     for w in range(WINDOW):
         x, t = batch["latents"][:, w], batch["timesteps"][:, w]
-        with torch.no_grad():
+        with torch.no_grad(), adapter_active(engine.transformer, engine.adapter):
             velocity = model.velocity(engine.transformer, x, t, cond)
         sigmas = batch["sigmas"][:, w], batch["next_sigmas"][:, w]
         step = transition(x, velocity, *sigmas, noise_level=0.7, sde_type="sde")
@@ -92,7 +100,7 @@ def test_recorded_log_probs_are_the_transitions(tiny_model, make_engine, make_re
         cond = request.conditioning.rows(request.prompt_index[i : i + 1], torch.device("cpu"))
         for w in range(WINDOW):
             x, t = batch["latents"][i : i + 1, w], batch["timesteps"][i, w : w + 1]
-            with torch.no_grad():
+            with torch.no_grad(), adapter_active(engine.transformer, engine.adapter):
                 velocity = tiny_model.velocity(engine.transformer, x, t, cond)
             step = transition(
                 x,
@@ -146,9 +154,10 @@ def test_weights_are_shared_only_in_the_same_precision(tiny_model, make_engine):
     own = dict(tiny_model.transformer.named_parameters())
     for dtype, shared in ((torch.float32, True), (torch.bfloat16, False)):
         engine = make_engine(dtype)
-        copies = {n.replace(".base_layer", ""): p for n, p in engine.transformer.named_parameters() if "lora_" not in n}
+        copies = base_parameters(engine.transformer)
         assert copies.keys() == own.keys()
         assert all((copies[n].data_ptr() == own[n].data_ptr()) is shared for n in own)
+        assert (engine.transformer is tiny_model.transformer) is shared
     assert all(p.dtype == torch.float32 for p in own.values())
 
 
@@ -166,17 +175,20 @@ def test_fp8_weights_are_the_engines_own(tiny_model, make_engine, dtype):
             assert torch.equal(parameter, rounded), name
     changed = {n for n, p in engine.transformer.named_parameters() if n in plain and not torch.equal(p, plain[n])}
     assert len(changed) > 0.9 * len(linear & plain.keys())
-    assert all(torch.equal(p, before[n]) for n, p in tiny_model.transformer.named_parameters())
+    assert all(torch.equal(p, before[n]) for n, p in base_parameters(tiny_model.transformer).items())
 
 
 def test_fp8_rounds_the_adapter_again_at_every_sync(make_engine):
     engine = make_engine(quantization="fp8")
     generator = torch.Generator().manual_seed(0)
     for version in (1, 2):
-        state = {n: torch.randn(v.shape, generator=generator) for n, v in adapter_state(engine.transformer).items()}
+        state = {
+            n: torch.randn(v.shape, generator=generator)
+            for n, v in adapter_state(engine.transformer, engine.adapter).items()
+        }
         sent = {n: v.clone() for n, v in state.items()}
         engine.sync(state, version)
-        held = adapter_state(engine.transformer)
+        held = adapter_state(engine.transformer, engine.adapter)
         assert all(torch.equal(held[n], round_fp8_rows(sent[n])) for n in sent)
         assert all(torch.equal(state[n], sent[n]) for n in sent)
 
@@ -204,11 +216,12 @@ def test_unknown_quantization_is_refused(tiny_model):
 def test_sync_rounds_and_versions(make_engine):
     engine = make_engine(torch.bfloat16)
     state = {
-        n: torch.full_like(v, 0.1234567, dtype=torch.float32) for n, v in adapter_state(engine.transformer).items()
+        n: torch.full_like(v, 0.1234567, dtype=torch.float32)
+        for n, v in adapter_state(engine.transformer, engine.adapter).items()
     }
     engine.sync(state, 7)
     assert engine.adapter_version == 7
-    held = adapter_state(engine.transformer)
+    held = adapter_state(engine.transformer, engine.adapter)
     assert all(torch.equal(held[n], state[n].bfloat16()) for n in state)
 
 
@@ -223,3 +236,75 @@ def test_non_finite_latents_are_refused(make_engine, make_request):
     next(p for n, p in engine.transformer.named_parameters() if "lora_B" in n).data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="non-finite latents for 6 images"):
         engine.generate(make_request())
+
+
+def random_adapter(state, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.2 * torch.randn(value.shape, generator=generator) for name, value in state.items()}
+
+
+def trained_beside(model, engine):
+    """An actor's adapter on the engine's transformer, trainable and with other weights than the engine's."""
+    attach_lora(model.transformer, model, LORA, dtype=torch.float32)
+    load_adapter_state(model.transformer, random_adapter(adapter_state(model.transformer), 2))
+    return random_adapter(adapter_state(engine.transformer, engine.adapter), 1)
+
+
+def test_a_shared_transformer_draws_what_one_of_the_engines_own_draws(tiny_model, make_engine, make_request):
+    """Bit for bit, with the actor's adapter beside, which acts again afterwards, as does the base without either."""
+    own = DiffusersEngine(
+        load_model("asset:tiny_qwen_image"), LORA, dtype=torch.float32, micro_batch_size=6, device="cpu"
+    )
+    request = make_request(cfg=4.0)
+    cond = request.conditioning.rows(request.prompt_index, torch.device("cpu"))
+    noise = torch.randn(6, *tiny_model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def velocity(model):
+        return model.velocity(model.transformer, noise, torch.full((6,), 500.0), cond)
+
+    base = velocity(tiny_model)
+    shared = make_engine()
+    assert torch.equal(velocity(tiny_model), base)
+    state = trained_beside(tiny_model, shared)
+    trained = velocity(tiny_model)
+    assert own.sync(state, 0) == shared.sync(state, 0) == shared.digest_of(state)
+    before = adapter_state(tiny_model.transformer)
+    drawn, expected = shared.generate(request), own.generate(request)
+    assert torch.equal(drawn.images, expected.images)
+    for name in ("latents", "next_latents", "rollout_log_probs"):
+        assert torch.equal(drawn.batch[name], expected.batch[name])
+    assert torch.equal(velocity(tiny_model), trained)
+    assert not torch.equal(trained, base)
+    with adapter_disabled(tiny_model.transformer):
+        assert torch.equal(velocity(tiny_model), base)
+    assert all(torch.equal(before[n], p) for n, p in adapter_parameters(tiny_model.transformer).items())
+    trainable = {n for n, p in tiny_model.transformer.named_parameters() if p.requires_grad}
+    assert trainable == before.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_closed_engine_leaves_the_actors_transformer(tiny_model, make_engine, dtype):
+    engine = make_engine(dtype)
+    trained_beside(tiny_model, engine)
+    names = {n for n, _ in tiny_model.transformer.named_parameters() if ".rollout." not in n}
+    engine.close()
+    engine.close()
+    assert {n for n, _ in tiny_model.transformer.named_parameters()} == names
+    assert list(tiny_model.transformer.peft_config) == ["default"]
+    assert tiny_model.transformer.active_adapters() == ["default"]
+
+
+def test_an_engine_comes_before_the_actor(tiny_model, make_engine):
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    with pytest.raises(ValueError, match="create the rollout engine before the actor"):
+        make_engine()
+
+
+def test_a_failed_generate_gives_the_transformer_back(tiny_model, make_engine, make_request):
+    engine = make_engine()
+    trained_beside(tiny_model, engine)
+    next(iter(adapter_parameters(engine.transformer, engine.adapter).values())).data.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="non-finite latents"):
+        engine.generate(make_request())
+    assert tiny_model.transformer.active_adapters() == ["default"]

@@ -13,6 +13,7 @@ from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 
 LAG = "actor_rollout_ref.rollout.adapter_lag"
 EMA = "actor_rollout_ref.actor.ema_decay"
+WEIGHT = "layer.lora_A.default.weight"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
@@ -23,12 +24,12 @@ class FakeEngine:
         self.adapter_version, self.held, self.syncs = -1, None, 0
 
     def sync(self, state, version):
-        self.held, self.adapter_version = float(state["layer.lora_A"]), version
+        self.held, self.adapter_version = float(state[WEIGHT]), version
         self.syncs += 1
         return str(self.held)
 
     def digest_of(self, state):
-        return str(float(state["layer.lora_A"]))
+        return str(float(state[WEIGHT]))
 
 
 class FakeActor:
@@ -37,14 +38,14 @@ class FakeActor:
     def __init__(self, average=None):
         self.transformer = nn.Module()
         self.transformer.layer = nn.Module()
-        self.transformer.layer.lora_A = nn.Parameter(torch.zeros(()))
+        self.transformer.layer.lora_A = nn.ModuleDict({"default": nn.Linear(1, 1, bias=False)})
         self.average = average
 
     def set(self, value):
-        self.transformer.layer.lora_A.data.fill_(value)
+        self.transformer.layer.lora_A["default"].weight.data.fill_(value)
 
     def averaged_state(self):
-        return None if self.average is None else {"layer.lora_A": torch.tensor(self.average)}
+        return None if self.average is None else {WEIGHT: torch.full((1, 1), self.average)}
 
 
 def walk(lag, versions, average=None):
@@ -93,6 +94,13 @@ def test_validation_has_the_newest_or_the_average_and_gives_back(lag, average, i
     assert (engine.held, engine.adapter_version, engine.syncs - syncs) == before
 
 
+def test_before_the_first_push_nothing_is_behind():
+    sync = AdapterSync(FakeEngine(), FakeActor(average=1.0), 1)
+    assert (sync.behind, sync.metrics()) == (0, {"rollout/adapter_lag": 0.0})
+    with sync.for_validation(), sync.actor_at_rollout_version():
+        assert sync._engine.syncs == 0
+
+
 def watch(trainer):
     """The actor's and the engine's adapter at every ``generate``, by whether it was a training rollout."""
     seen = {True: [], False: []}
@@ -100,7 +108,7 @@ def watch(trainer):
     generate = engine.generate
 
     def watched(request):
-        states = (adapter_state(actor.transformer), adapter_state(engine.transformer))
+        states = (adapter_state(actor.transformer), adapter_state(engine.transformer, engine.adapter))
         seen[request.window_starts is not None].append(states)
         return generate(request)
 

@@ -64,7 +64,7 @@ class UnboundModule(Engine):
 
     def sync(self, state, version):
         unbound = next(n for n in state if "to_out.0.lora_B" in n)
-        held = adapter_state(self.transformer)[unbound]
+        held = adapter_state(self.transformer, self.adapter)[unbound]
         super().sync({**state, unbound: held}, version)
         return self._held_digest()
 
@@ -73,7 +73,7 @@ class TouchedAfterSync(Engine):
     """Somebody writes into the engine's adapter while it samples."""
 
     def asked(self, request):
-        next(iter(adapter_parameters(self.transformer).values())).data.mul_(1.01)
+        next(iter(adapter_parameters(self.transformer, self.adapter).values())).data.mul_(1.01)
         return request
 
 

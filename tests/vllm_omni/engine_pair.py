@@ -43,12 +43,15 @@ def adapter_like(state, seed, scale=0.3):
 
 def zero_adapter(pair):
     """The adapter as a run begins: B is 0."""
-    return {n: t * (".lora_A" in n) for n, t in adapter_like(adapter_state(pair.diffusers.transformer), 1).items()}
+    return {
+        n: t * (".lora_A" in n)
+        for n, t in adapter_like(adapter_state(pair.diffusers.transformer, pair.diffusers.adapter), 1).items()
+    }
 
 
 def request_for(model, *, steps=5, cfg=1.0, sde_type="sde", window=2, seed=0):
     """Two images of each of three prompts; ``window=0`` is the deterministic ODE."""
-    encoder = PromptEncoder(model, 64, 8)
+    encoder = PromptEncoder(model, 64)
     prompts, negative = encoder(PROMPTS), encoder([" "] * 3) if cfg > 1 else None
     return RolloutRequest(
         conditioning=Conditioning(prompts, negative, cfg, None, 32, 32),
@@ -74,4 +77,4 @@ def make_pair(path="asset:tiny_qwen_image", dtype=torch.float32, alpha=8, target
 
 def random_adapter(pair, seed=0):
     """The adapter as it is after some training."""
-    return adapter_like(adapter_state(pair.diffusers.transformer), seed)
+    return adapter_like(adapter_state(pair.diffusers.transformer, pair.diffusers.adapter), seed)

@@ -7,14 +7,15 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import AdapterMismatchError
+from flowgrpo_rc.models.lora import ACTOR_ADAPTER, AdapterMismatchError, linear_layers
+from flowgrpo_rc.transfers import to_host
 
-_A = ".lora_A.default.weight"
-_B = ".lora_B.default.weight"
+_A = f".lora_A.{ACTOR_ADAPTER}.weight"
+_B = f".lora_B.{ACTOR_ADAPTER}.weight"
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,7 @@ def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tup
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     endings = [targets] if isinstance(targets, str) else list(targets)
     shapes: dict[str, tuple[int, ...]] = {}
-    for full_name, module in model.transformer.named_modules():
-        name = full_name.removesuffix(".base_layer")
-        if not isinstance(module, nn.Linear) or ".lora_" in name:
-            continue
+    for name, module in linear_layers(model.transformer).items():
         if endings == ["all-linear"] or any(name == e or name.endswith(f".{e}") for e in endings):
             shapes[name + _A] = (config.lora_rank, module.in_features)
             shapes[name + _B] = (module.out_features, config.lora_rank)
@@ -48,7 +46,7 @@ def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tup
 
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
     """What vllm-omni's layers hold of ``state``: its dtype, and ``alpha / rank`` multiplied into the B matrices."""
-    rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+    rounded = {name: tensor.to(dtype) for name, tensor in to_host(state).items()}
     return rounded | {name: tensor * scaling for name, tensor in rounded.items() if name.endswith(_B)}
 
 

@@ -21,6 +21,7 @@ from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, expected
 from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
 from flowgrpo_rc.rollout.vllm_omni.protocol import PIPELINES, Settings
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
+from flowgrpo_rc.transfers import to_host
 
 
 class VllmOmniEngine:
@@ -38,6 +39,7 @@ class VllmOmniEngine:
         micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
         device: the trainer's; the engine takes the same GPU.
         timeouts: when to give the process up, the section ``actor_rollout_ref.rollout.vllm_omni``.
+        attn_backend: vllm-omni's name of the way to compute attention; ``None`` leaves the choice to it.
 
     Raises:
         ImportError: vllm, vllm-omni or diffusers are not of the working set.
@@ -54,6 +56,7 @@ class VllmOmniEngine:
         micro_batch_size: int,
         device: Any,
         timeouts: VllmOmniConfig | None = None,
+        attn_backend: str | None = None,
     ) -> None:
         check_versions()
         pipeline = type(model.pipe).__name__
@@ -62,7 +65,9 @@ class VllmOmniEngine:
                 f"actor_rollout_ref.rollout.name=vllm_omni draws {', '.join(PIPELINES)} only so far, got {pipeline}; "
                 "use rollout.name=diffusers"
             )
-        left_out = [name for name, part in model.pipe.components.items() if part is None and "text" in name]
+        # A text encoder may be missing because the trainer has not loaded it; its tokenizer is always there.
+        tokenizers = {name: part for name, part in model.pipe.components.items() if name.startswith("tokenizer")}
+        left_out = [name.replace("tokenizer", "text_encoder") for name in tokenizers if tokenizers[name] is None]
         if left_out:
             raise ValueError(
                 f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
@@ -78,7 +83,9 @@ class VllmOmniEngine:
             pipeline=pipeline,
             dtype=dtype_name(dtype),
             vae_dtype=dtype_name(model.pipe.vae.dtype),
+            batch_guidance=model.batch_guidance,
             max_batch=micro_batch_size,
+            attention=attn_backend,
             init_timeout=self._timeouts.start_timeout_s,
         )
         self.adapter_version = -1
@@ -99,6 +106,7 @@ class VllmOmniEngine:
             micro_batch_size=config.micro_batch_size,
             device=device,
             timeouts=config.vllm_omni,
+            attn_backend=config.rollout_attn_backend,
         )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
@@ -110,7 +118,7 @@ class VllmOmniEngine:
         """
         # Before anything is copied and sent.
         check_adapter_state(state, self._expected)
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+        copies = {name: tensor.clone().contiguous() for name, tensor in to_host(state).items()}
         push = AdapterPush(copies, version, self._lora.lora_rank, self._lora.lora_alpha)
         digest = self._call("sync", push)
         self._pushed = (push, digest)

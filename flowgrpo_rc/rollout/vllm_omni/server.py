@@ -71,7 +71,9 @@ class _Server:
             settings.pipeline, f"{here}.pipeline", pipeline, post_process_func_name="leave_as_they_are"
         )
         self._settings = settings
+        attention = {"diffusion_attention_config": {"default": {"backend": settings.attention}}}
         self.omni = AsyncOmni(
+            **(attention if settings.attention else {}),
             model=settings.model,
             dtype=settings.dtype,
             enforce_eager=True,
@@ -91,7 +93,7 @@ class _Server:
 
     async def prepare(self) -> None:
         """What is left to do after loading."""
-        await self._worker("flowgrpo_prepare", self._settings.vae_dtype)
+        await self._worker("flowgrpo_prepare", self._settings.vae_dtype, self._settings.batch_guidance)
 
     async def answer(self, call: Call) -> Reply:
         """Never raises: an error goes back as one line."""
