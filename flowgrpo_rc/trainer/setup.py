@@ -27,6 +27,7 @@ from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import PromptSet, fill_store, open_checked
 from flowgrpo_rc.trainer.fingerprint import fingerprint
+from flowgrpo_rc.trainer.planned import check_memory
 
 
 class Run:
@@ -62,6 +63,9 @@ class Run:
             ],
         )
         config.check_processes(self.accelerator.num_processes)
+        if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
+            device_bytes = torch.cuda.get_device_properties(self.accelerator.device).total_memory
+            check_memory(config, self.accelerator.num_processes, device_bytes)
         self.rollout_dump = self._dump("rollout_data_dir")
         """Takes the images of every rollout; ``None`` where none are kept."""
         self.validation_dump = self._dump("validation_data_dir")
