@@ -148,6 +148,8 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def feedback(found: list[dict[str, Any]], ends: dict[str, dict[str, Any]]) -> str:
     """Markdown: the drift before training and at its end, for the settings whose final adapter was probed."""
+    if not ends:
+        return "Not run."
     heads = ("setting", "lost against its twin", "drift before", "after", "outside the clip before", "after")
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     pairs = [(row, ends[row["setting"]]) for row in found if row["setting"] in ends and "drift" in row]
