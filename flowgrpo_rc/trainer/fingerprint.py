@@ -9,6 +9,7 @@ import torch
 
 from flowgrpo_rc.models import DiffusionModel
 from flowgrpo_rc.models.lora import base_parameters
+from flowgrpo_rc.models.sharding import whole
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 _TEXTS = ("a photo of a cat", 'A neon sign that says "OPEN 24/7"', "Zwölf Boxkämpfer, 12,345.67 (über) 東京")
@@ -22,12 +23,12 @@ def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> dict[str, Any]
 
     ``pipeline`` is the class of the pipeline; ``transformer`` has its settings and a digest of the first values of some
     of its frozen weights; ``lora`` rank, alpha and target modules of the adapter; ``parts`` what else shapes the
-    samples: text encoders, vocabularies, VAE and schedule.
+    samples: text encoders, vocabularies, VAE and schedule. Of a sharded transformer every process must ask.
     """
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
     frozen = _frozen(model.transformer)
-    transformer["weights"] = _digest([p.flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
+    transformer["weights"] = _digest([whole(p).flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
     targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
     found = {
         "pipeline": type(model.pipe).__name__,
@@ -44,7 +45,7 @@ def _parts(model: DiffusionModel) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, part in model.pipe.components.items():
         if isinstance(part, torch.nn.Module):
-            found[name] = _digest([p.flatten()[:: max(1, p.numel() // 64)][:64] for p in _frozen(part)])
+            found[name] = _digest([whole(p).flatten()[:: max(1, p.numel() // 64)][:64] for p in _frozen(part)])
         elif name.startswith("tokenizer") and part is not None:
             content = (sorted(part.get_vocab().items()), [part(text).input_ids for text in _TEXTS])
             found[name] = _short_hash(json.dumps(content).encode())

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline, load_model
 from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.prompts import check_prompts
+from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import build_reward
 from flowgrpo_rc.rollout import build_engine
@@ -55,6 +57,9 @@ class Run:
             project_dir=project_dir,
         )
         config.check_processes(self.accelerator.num_processes)
+        check_sharding(
+            config.actor_rollout_ref.actor.fsdp_config, self.accelerator.num_processes, self.accelerator.device
+        )
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
@@ -96,7 +101,13 @@ class Run:
         pipeline = parts.rollout.pipeline
         validation = parts.rollout.validation_pipeline
         torch.manual_seed(self.config.trainer.seed)
-        self.model = load_model(parts.model.path, dtype=parts.model.dtype, device=self.accelerator.device)
+        fsdp = parts.actor.fsdp_config
+        self.model = load_model(
+            parts.model.path,
+            dtype=parts.model.dtype,
+            device=self.accelerator.device,
+            shard=partial(shard_base, config=fsdp, device=self.accelerator.device) if fsdp.shard else None,
+        )
         self.model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
         try:
             self.model.check_request(validation.height, validation.width, validation.guidance_scale)
