@@ -4,7 +4,7 @@
 
 Steps of the demo in three modes alternate in one process; the figures are medians of pairwise ratios. "decoupled"
 scores only the mini-batches whose old policy the update does not supply itself (``actor.score=auto``). The share of a
-step that is model compute (transformer, VAE, text encoder) is measured around those modules.
+step that is model compute (transformer, VAE) is measured around those modules.
 
     python benchmarks/step_time.py --sizes 8,32,128 --out benchmarks/results/step_shares.json
 
@@ -69,7 +69,6 @@ class ModelClock:
         for transformer in {run.engine.transformer, run.actor.transformer}:  # one, where they share it
             self._wrap(transformer, "forward", "transformer")
         self._wrap(run.model.pipe.vae, "decode", "vae")
-        self._wrap(run.model.pipe.text_encoder, "forward", "text_encoder")
         self._wrap(run.accelerator, "backward", "backward")
 
     def watch_loss(self) -> None:
@@ -180,7 +179,7 @@ def shares(images: int, steps: int, overrides: list[str]) -> dict[str, float]:
         finally:
             for module, name, original in originals:
                 setattr(module, name, original)
-    model = ("transformer", "vae", "text_encoder", "backward")
+    model = ("transformer", "vae", "backward")
 
     def share(of) -> float:
         return statistics.median(of(times, inside) / times["timing_s/step"] for times, inside in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -36,3 +37,11 @@ def resolve_asset(path: str) -> str:
         names = ", ".join(f"{ASSET_PREFIX}{p.name}" for p in sorted(assets.iterdir()))
         raise FileNotFoundError(f"{path} is not shipped with flowgrpo_rc; shipped: {names}")
     return str(target)
+
+
+def cache_folder() -> Path:
+    """Where things lie that every run of a user can share and make again: ``$FLOWGRPO_RC_CACHE``, or where that is not
+    set ``flowgrpo_rc`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    own = os.environ.get("FLOWGRPO_RC_CACHE")
+    folder = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "flowgrpo_rc"
+    return folder.expanduser()

@@ -1,6 +1,8 @@
 """Fixtures: the tiny model, small runs of it, and a reward that needs no engine."""
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,6 +16,10 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
 
 import pytest
 import torch
+
+# Embeddings of prompts go to a folder that begins empty, here and in the processes that tests start.
+os.environ["FLOWGRPO_RC_CACHE"] = tempfile.mkdtemp(prefix="flowgrpo_rc_tests_")
+atexit.register(shutil.rmtree, os.environ["FLOWGRPO_RC_CACHE"], ignore_errors=True)
 
 BRIGHTNESS = Path(__file__).parent / "brightness_reward.py"
 

@@ -7,6 +7,7 @@ import torch
 
 from flowgrpo_rc import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowgrpo_rc.actor import DiffusionLossConfig
+from flowgrpo_rc.models import PipelineLoader
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.gpu
@@ -96,3 +97,13 @@ def test_both_paths_equal_the_cpu(mode, path, dtype):
     assert there[2].keys() == here[2].keys()
     for name, value in here[2].items():
         assert there[2][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+def test_a_text_encoder_leaves_no_memory_behind():
+    loader = PipelineLoader("asset:tiny_qwen_image", device="cuda")
+    model = loader.load()
+    before = torch.cuda.memory_allocated()
+    with model.text_encoders():
+        assert model.encode(["one"], 64)
+        assert torch.cuda.memory_allocated() > before
+    assert torch.cuda.memory_allocated() == before

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
+from flowgrpo_rc.actor.agreement import on_any_process, rows_in_words
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
@@ -59,7 +60,10 @@ def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 class NonFiniteUpdateError(RuntimeError):
-    """A log-prob, loss or gradient is not finite; raised before the optimizer moves, with the samples to blame."""
+    """A log-prob, loss or gradient is not finite; raised before the optimizer moves, with the samples to blame.
+
+    Every process of a run raises it at the same place, wherever the samples are.
+    """
 
     def __init__(self, message: str, samples: Sequence[int]) -> None:
         super().__init__(message)
@@ -231,8 +235,9 @@ class DiffusionActor:
                     loss(output, data), self._parameters, retain_graph=shared, materialize_grads=True
                 )
                 flat = torch.cat([gradient.float().reshape(-1) for gradient in found])
-                if not bool(flat.isfinite().all()):
-                    self._raise_non_finite("gradient", rows.tolist())
+                finite = flat.isfinite().all()
+                if on_any_process(~finite):
+                    self._raise_non_finite("gradient", [] if finite else rows.tolist())
                 sums[number] += flat
         return [flat.cpu() for flat in sums]
 
@@ -333,8 +338,9 @@ class DiffusionActor:
         return sums.metrics, found
 
     def _check_finite(self, output: dict[str, Tensor], rows: Int[Tensor, " b"]) -> None:
+        """Every process raises where one has found something, so that none goes on to a forward alone."""
         finite = torch.isfinite(output["log_probs"]).all(1)
-        if not finite.all():
+        if on_any_process(~finite.all()):
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
 
     def _forward(
@@ -379,7 +385,13 @@ class DiffusionActor:
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         with self._accelerator.autocast():
-            velocity = self._model.velocity(self.transformer, flat[Key.LATENTS], flat[Key.TIMESTEPS], cond)
+            velocity = self._model.velocity(
+                self.transformer,
+                flat[Key.LATENTS],
+                flat[Key.TIMESTEPS],
+                cond,
+                detach_unconditional=self.config.detach_unconditional,
+            )
         return transition(
             flat[Key.LATENTS],
             velocity,
@@ -404,7 +416,10 @@ class DiffusionActor:
             vector_to_parameters(flat, bucket)
 
     def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
-        """The gradient is not finite: find the samples it comes from, one backward each, and raise."""
+        """The gradient is not finite: find the samples it comes from, one backward each, and raise.
+
+        The gradient is that of all processes, so all come here, and each has as many samples as any other.
+        """
         bad = []
         for place in torch.arange(len(mini.rows)).split(1):
             self.optimizer.zero_grad(set_to_none=True)
@@ -413,10 +428,12 @@ class DiffusionActor:
                 bad += mini.rows[place].tolist()
         self._raise_non_finite("gradient", bad)
 
-    def _raise_non_finite(self, what: str, samples: list[int]) -> None:
+    def _raise_non_finite(self, what: str, samples: list[int]) -> NoReturn:
+        """Every process must come here; the message names the samples of all, ``samples`` of the error its own."""
         self.optimizer.zero_grad(set_to_none=True)
-        nowhere = "in the sum of a mini-batch (no single sample of this process is to blame)"
-        where = f"for {len(samples)} samples of the batch (rows {samples[:8]})" if samples else nowhere
+        count, rows = rows_in_words(samples)
+        nowhere = "in the sum of a mini-batch (no single sample is to blame)"
+        where = f"for {count} samples of the batch ({rows})" if count else nowhere
         raise NonFiniteUpdateError(
             f"non-finite {what} {where}; the optimizer was not stepped. Try a lower "
             "actor_rollout_ref.actor.optim.lr, or float32 for actor_rollout_ref.model.dtype",

@@ -199,6 +199,11 @@ class DiffusionActorConfig:
     kl_loss_coef: float = 0.001
     """Weight in the loss of the KL to the model with its adapter switched off."""
 
+    detach_unconditional: bool = False
+    """Whether the gradient of a guided velocity leaves out its unconditional half, which is then computed without a
+    graph: about a quarter less work in an update and half its activations. It is flow_grpo's gradient, and not that of
+    the log-prob: ``true_cfg_scale`` times the conditional half's alone."""
+
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     """The objective and its limits; a mapping of the section's keys will do."""
 

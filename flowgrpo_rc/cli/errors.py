@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED
+from flowgrpo_rc.trainer.peers import first_error, shows_error
 
 DEBUG = "FLOWGRPO_RC_DEBUG"
 FAILED = 1
@@ -36,6 +37,16 @@ LESS_MEMORY = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=true, or actor_rollout_ref.model.dtype=bfloat16"
 )
 """What makes a run need less memory."""
+_LOST_PEER = (
+    "another process of this launch has ended without a word, killed or out of memory; the launcher's report names it"
+)
+_PEERS = {
+    "Connection closed by peer": _LOST_PEER,
+    "Connection reset by peer": _LOST_PEER,
+    "Timed out waiting": "another process of this launch is busy or hangs; where it is busy that long by right, raise "
+    "actor_rollout_ref.nccl_timeout",
+}
+"""What gloo says of processes that are no more or do not answer, and what to make of it."""
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 """What torch's errors say where they have no type of their own."""
 
@@ -43,11 +54,16 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Ca
 def exit_code(error: BaseException, *, phase: str) -> int:
     """Say ``error`` on standard error, in one line; returns the command's exit code.
 
+    Of several processes of a launch one says it, and what was raised first.
+
     Args:
         error: anything; the project's own exceptions bring a message that stands alone, as do the ``ValueError``,
             ``OSError`` and ``ImportError`` of settings, files and extras before training.
         phase: ``COMMAND``, or of a training run ``LOADING`` or ``TRAINING``.
     """
+    error = first_error(error)
+    if not shows_error():
+        return FAILED
     training = phase == TRAINING
     if debugging():
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
@@ -58,6 +74,10 @@ def exit_code(error: BaseException, *, phase: str) -> int:
     text = str(error) if is_own else in_a_line(error)
     if not is_own and _is_out_of_memory(error):
         print(f"error: out of memory ({text[:300] or type(error).__name__}); {LESS_MEMORY}", file=sys.stderr)
+        return FAILED
+    of_peers = [meaning for words, meaning in _PEERS.items() if type(error) is RuntimeError and words in text]
+    if of_peers:
+        print(f"error: {of_peers[0]} ({text[:300]})", file=sys.stderr)
         return FAILED
     if is_own or isinstance(error, OSError if training else (OSError, ValueError, ImportError)):
         print(f"error: {text or type(error).__name__}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``flowgrpo-rc``: train, demo, probe, report, prepare-data, explain-config."""
+"""``flowgrpo-rc``: train, demo, encode-prompts, probe, report, prepare-data, explain-config."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flowgrpo_rc import __version__
+from flowgrpo_rc.cli.encode import add_encode
 from flowgrpo_rc.cli.errors import (
     COMMAND,
     FAILED,
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. actor_rollout_ref.rollout.n=8")
         command.set_defaults(run=_train)
 
+    add_encode(commands, "flowgrpo_trainer")
     add_probe(commands, "flowgrpo_trainer")
 
     text = "say whether a run is healthy, and write one HTML page about it"

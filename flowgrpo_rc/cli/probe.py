@@ -56,6 +56,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         from flowgrpo_rc.cli.probe_folder import ProbeFolder
         from flowgrpo_rc.gap.probe import run_probe
         from flowgrpo_rc.trainer import FlowGRPOTrainer
+        from flowgrpo_rc.trainer.peers import failing_together
 
         images, most = _image_counts(arguments)
         out = ProbeFolder(arguments.out)
@@ -63,19 +64,28 @@ def run_command(arguments: argparse.Namespace) -> int:
         trainer = FlowGRPOTrainer(config)
         arguments.phase = TRAINING
         try:
-            result = run_probe(trainer.probed_run(), images, most)
+            with failing_together(trainer.folder.close):
+                result = run_probe(trainer.probed_run(), images, most)
+                # A launcher ends all processes where one ends with a verdict that is not 0.
+                said = _write(out, result) if trainer.accelerator.is_main_process else []
+                trainer.accelerator.wait_for_everyone()
         finally:
             trainer.run.engine.close()
     from flowgrpo_rc.gap import verdict
 
     code = {verdict.SAFE: 0, verdict.NOT_SAFE: NOT_SAFE, verdict.NOT_SHOWN_SAFE: NOT_SHOWN_SAFE}[result.advice.verdict]
+    if said:
+        print("\n".join(said))
+    return code
+
+
+def _write(out: Any, result: Any) -> list[str]:
+    """Writes the result into its folder; returns the report and what was written, a line each."""
     try:
-        said = out.write(result)
+        return [report(result), *out.write(result)]
     except OSError as error:
         print(report(result))
-        raise OSError(f"--out: cannot write the result to {arguments.out}: {error}; give another folder") from error
-    print("\n".join([report(result), *said]))
-    return code
+        raise OSError(f"--out: cannot write the result to {out.root}: {error}; give another folder") from error
 
 
 def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:

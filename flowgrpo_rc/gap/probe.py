@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.actor.actor import NonFiniteUpdateError
+from flowgrpo_rc.actor.agreement import on_any_process
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
@@ -66,6 +67,8 @@ class ProbeResult:
 
 def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> ProbeResult:
     """Measures at every place of the SDE window. The run is used up: its adapter moves.
+
+    Of several processes every one measures the same images, so that all call the transformer alike.
 
     Args:
         run: a run before its first step; resumed, if a checkpoint is to be probed.
@@ -207,7 +210,8 @@ def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: 
             unmeasured = []
         measured = _measure(run, sample, limits, drift, images, confidence)
         judged = judge_all(run.mode, measured.overall, sample.dimensions, drift)
-        if decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE:
+        # Together, as a process that measured on would sample alone.
+        if on_any_process(decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE):
             break
     assert measured is not None
     return measured

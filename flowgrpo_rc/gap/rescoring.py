@@ -103,17 +103,20 @@ class Rescoring:
         return torch.isin(number, chosen).nonzero().flatten()
 
     def rescore(self, batch: TensorDict, rows: Tensor, conditioning: Conditioning) -> GapSample:
-        """The gap of these rows, split: rescored under both adapters; in one pass when they are the same."""
-        part = batch[rows]
-        if not len(rows):
-            # This process has none of the images, but its empty columns take part in the gathering.
-            empty = part[Key.ROLLOUT_LOG_PROBS]
-            scored = {"log_probs": empty, "transition_stds": empty, "transition_means": part[Key.LATENTS]}
-            return GapSample.of(part, scored, scored, self.rollout.algo.sde_type)
+        """The gap of these rows, split: rescored under both adapters; in one pass when they are the same.
+
+        Every process rescores as many rows as the one that has most, so that all make the same forwards; what is found
+        of the rows added for that is dropped.
+        """
+        padded = batch[_as_many_on_every_process(rows)]
         with self.adapter.actor_at_rollout_version():
-            scored = self.actor.rescore(part, conditioning)
-        present = self.actor.rescore(part, conditioning) if self.adapter.behind else scored
-        return GapSample.of(part, scored, present, self.rollout.algo.sde_type)
+            scored = self._own(padded, conditioning, len(rows))
+        present = self._own(padded, conditioning, len(rows)) if self.adapter.behind else scored
+        return GapSample.of(batch[rows], scored, present, self.rollout.algo.sde_type)
+
+    def _own(self, padded: TensorDict, conditioning: Conditioning, own: int) -> dict[str, Tensor]:
+        """What the actor says of the first ``own`` of these rows."""
+        return {name: values[:own] for name, values in self.actor.rescore(padded, conditioning).items()}
 
     def _outside_clip(self, sample: GapSample) -> float:
         """Share of the rescored steps that a clip band centred at the engine leaves out before any learning."""
@@ -135,6 +138,12 @@ class Rescoring:
             "diffusion_loss.clip_ratio well above the gap and correct it with algorithm.rollout_correction",
             stacklevel=3,
         )
+
+
+def _as_many_on_every_process(rows: Int[Tensor, " b"]) -> Int[Tensor, " most"]:
+    """These rows, with row 0 again and again until every process has as many as the one that has most."""
+    most = max(gather_object([len(rows)]))
+    return torch.cat([rows, rows.new_zeros(most - len(rows))])
 
 
 def _check_finite(sample: GapSample, own: GapSample, rows: Tensor) -> None:

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from flowgrpo_rc.models.base import Schedule as Schedule
     from flowgrpo_rc.models.config import ModelConfig as ModelConfig
     from flowgrpo_rc.models.load import SUPPORTED_PIPELINES as SUPPORTED_PIPELINES
+    from flowgrpo_rc.models.load import PipelineLoader as PipelineLoader
     from flowgrpo_rc.models.load import UnsupportedModelError as UnsupportedModelError
     from flowgrpo_rc.models.load import check_pipeline as check_pipeline
     from flowgrpo_rc.models.load import load_model as load_model
     from flowgrpo_rc.models.load import read_pipeline_class as read_pipeline_class
     from flowgrpo_rc.models.lora import AdapterMismatchError as AdapterMismatchError
     from flowgrpo_rc.models.lora import check_adapter_file as check_adapter_file
+    from flowgrpo_rc.models.prompt_store import PromptStore as PromptStore
+    from flowgrpo_rc.models.prompt_store import PromptStoreError as PromptStoreError
     from flowgrpo_rc.models.prompts import PromptEncoder as PromptEncoder
 
 __getattr__, __dir__ = lazy_names(__name__)

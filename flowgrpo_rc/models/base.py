@@ -3,19 +3,26 @@
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.guidance import refuse_guidance_scale
+from flowgrpo_rc.transfers import onto
 
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """The linear layers of diffusers' attention over image and prompt together."""
+
+PIXELS_DECODED_AT_ONCE = 4 * 512 * 512
+"""Pixels of the images that a VAE decodes at a time: a feature map at 512 pixels to a side takes 50 MB an image, and a
+decoder holds several."""
 
 
 class NonFiniteImageError(RuntimeError):
@@ -48,7 +55,26 @@ class Prompts:
 
     def rows(self, index: Tensor, device: torch.device) -> "Prompts":
         """The prompts of some images, on ``device``."""
-        return self.map(lambda tensor: tensor[index.to(tensor.device)].to(device))
+        return self.map(lambda tensor: onto(tensor[index.to(tensor.device)], device))
+
+    def followed_by(self, other: "Prompts") -> "Prompts":
+        """These prompts and then the other ones, padded with zeros to the longer of both lengths."""
+        both = (self, other)
+        longest = max(part.embeds.shape[1] for part in both)
+        embeds = torch.cat([F.pad(part.embeds, (0, 0, 0, longest - part.embeds.shape[1])) for part in both])
+        mask = None
+        if any(part.mask is not None or part.embeds.shape[1] < longest for part in both):
+            mask = torch.cat([F.pad(part._real(), (0, longest - part.embeds.shape[1])) for part in both])
+        pooled = None
+        if self.pooled is not None and other.pooled is not None:
+            pooled = torch.cat([self.pooled, other.pooled])
+        return Prompts(embeds, mask, pooled)
+
+    def _real(self) -> Bool[Tensor, "P T"]:
+        """``mask``, also where all embeddings are real."""
+        if self.mask is None:
+            return torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
+        return self.mask
 
 
 @dataclass(frozen=True)
@@ -89,8 +115,18 @@ class DiffusionModel(ABC):
     longest_prompt: int
     """The largest ``max_sequence_length`` that ``encode`` takes."""
 
+    masks_prompts: bool
+    """Whether the transformer is told which embeddings of a prompt are padding, and leaves them out."""
+
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
+        self.batch_guidance = True
+        """Whether both halves of a guided velocity are one call of the transformer, ``ModelConfig.batch_guidance``."""
+        self.text_encoders: Callable[[], AbstractContextManager[None]] = nullcontext
+        """``with model.text_encoders():`` has the text encoders loaded, which ``encode`` needs. Where they are kept in
+        their files, each ``with`` reads them and gives up their memory after."""
+        self.digests: Mapping[str, str] = {}
+        """What tells text encoders and tokenizers from others, by their names in the pipeline."""
 
     @property
     def transformer(self) -> Any:
@@ -120,15 +156,16 @@ class DiffusionModel(ABC):
         if not (falling and len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and sigmas[-1] == 0):
             raise ValueError(f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}")
 
-    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance embedding."""
+    def check_request(self, height: int, width: int, guidance_scale: float | None, section: str = "pipeline") -> None:
+        """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance embedding; names the
+        ``section`` of ``actor_rollout_ref.rollout`` that asks for it."""
         if height % self._multiple or width % self._multiple:
             raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model draws multiples of "
+                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
                 f"{self._multiple} pixels"
             )
         embeds = bool(self.transformer.config.get("guidance_embeds"))
-        refuse_guidance_scale(type(self.pipe).__name__, embeds, guidance_scale)
+        refuse_guidance_scale(type(self.pipe).__name__, embeds, guidance_scale, section)
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -152,7 +189,15 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
-        """Unpadded prompt embeddings, one a prompt, on the host."""
+        """Unpadded prompt embeddings, one a prompt, on the host; the text encoders must be loaded."""
+
+    def blank_prompt(self) -> EncodedPrompt:
+        """A token of zeros as wide as the transformer takes it; no text encoder is needed for it."""
+        config = self.transformer.config
+        pooled = config.get("pooled_projection_dim")
+        return EncodedPrompt(
+            torch.zeros(1, config.joint_attention_dim), None if pooled is None else torch.zeros(pooled)
+        )
 
     def velocity(
         self,
@@ -160,13 +205,29 @@ class DiffusionModel(ABC):
         latents: Float[Tensor, " B *L"],
         timesteps: Float[Tensor, " B"],
         conditioning: Conditioning,
+        *,
+        detach_unconditional: bool = False,
     ) -> Float[Tensor, " B *L"]:
-        """The flow's velocity with guidance, float32, computed in the transformer's own precision."""
-        cond = self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
-        if conditioning.negative is None:
-            return cond
-        # Two passes: the negative prompts may have another length, and half the activations are held at a time.
-        uncond = self._forward(transformer, latents, timesteps, conditioning.negative, conditioning)
+        """The flow's velocity with guidance, float32, computed in the transformer's own precision.
+
+        With guidance the conditional and the unconditional half are one call of the transformer for twice as many rows,
+        and two calls where ``batch_guidance`` says so or the family cannot join prompts of these lengths.
+
+        Args:
+            detach_unconditional: no gradient flows through the unconditional half, which is then a call without graph.
+        """
+        negative = conditioning.negative
+        if negative is None:
+            return self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
+        if self.batch_guidance and not detach_unconditional and self._can_join(conditioning.prompts, negative):
+            twice = torch.cat([latents, latents])
+            prompts = conditioning.prompts.followed_by(negative)
+            cond, uncond = self._forward(transformer, twice, timesteps.repeat(2), prompts, conditioning).chunk(2)
+        else:
+            cond = self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
+            # After the conditional half: autocast keeps the weights that it has rounded, with their graph or without.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_unconditional):
+                uncond = self._forward(transformer, latents, timesteps, negative, conditioning)
         return self._rescale(uncond + conditioning.true_cfg_scale * (cond - uncond), cond)
 
     @torch.no_grad()
@@ -176,10 +237,16 @@ class DiffusionModel(ABC):
         Raises:
             NonFiniteImageError: a pixel is NaN or infinite; names the images and the remedy.
         """
-        decoded = self._decode(latents, height, width)
-        _check_pixels(decoded, latents)
-        image = (decoded.float() / 2 + 0.5).clamp(0, 1) * 255
-        return image.round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
+        at_once = max(1, PIXELS_DECODED_AT_ONCE // (height * width))
+        images: list[Tensor] = []
+        finite: list[Tensor] = []
+        for part in latents.split(at_once):
+            decoded = self._decode(part, height, width)
+            finite.append(torch.isfinite(decoded.flatten(1)).all(1))
+            image = (decoded.float() / 2 + 0.5).clamp(0, 1) * 255
+            images.append(image.round().to(torch.uint8).permute(0, 2, 3, 1))
+        _check_pixels(torch.cat(finite), latents, self.pipe.vae.dtype)
+        return torch.cat(images).cpu()
 
     @property
     def _channels(self) -> int:
@@ -190,6 +257,10 @@ class DiffusionModel(ABC):
     def _multiple(self) -> int:
         """Pixels to a side of what becomes one token."""
         return self.pipe.vae_scale_factor * 2
+
+    def _can_join(self, prompts: Prompts, negative: Prompts) -> bool:
+        """Whether one call takes both: of one length, or padded to one where the padding is left out."""
+        return self.masks_prompts or prompts.embeds.shape[1] == negative.embeds.shape[1]
 
     def _forward(
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
@@ -237,21 +308,21 @@ class DiffusionModel(ABC):
         """Images ``(B, 3, H, W)``, -1 to 1."""
 
 
-def _check_pixels(decoded: Tensor, latents: Tensor) -> None:
+def _check_pixels(finite: Tensor, latents: Tensor, dtype: torch.dtype) -> None:
     """Refuse pixels that are not finite: converted to whole numbers they would become an ordinary grey or white."""
-    bad = (~torch.isfinite(decoded.flatten(1)).all(1)).nonzero().flatten().tolist()
+    bad = (~finite).nonzero().flatten().tolist()
     if not bad:
         return
-    if decoded.dtype == torch.float32:
+    if dtype == torch.float32:
         remedy = (
             f"the latents reach {float(latents.abs().max()):.3g}: go back to a checkpoint from before it diverged, "
             "or repair the model if its vae is damaged"
         )
     else:
         remedy = "that precision is too low for it, so set actor_rollout_ref.model.dtype=float32"
-        if decoded.dtype == torch.float16:
+        if dtype == torch.float16:
             remedy += " or bfloat16 (float16 ends at 65504)"
     raise NonFiniteImageError(
-        f"the vae decoded {len(bad)} of {len(decoded)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
-        f"{dtype_name(decoded.dtype)}; {remedy}"
+        f"the vae decoded {len(bad)} of {len(finite)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
+        f"{dtype_name(dtype)}; {remedy}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo_rc.checks import choice, fit_fields, non_negative, path, positive
+from flowgrpo_rc.checks import choice, fit_fields, path, positive
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 
@@ -58,8 +58,17 @@ class ModelConfig:
     """Whether the actor's transformer blocks are compiled. The rollout engine's stay as they are, so the off-policy gap
     gains the compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
 
-    prompt_cache_size: int = 1024
-    """Number of distinct prompts whose embeddings are kept on the host."""
+    batch_guidance: bool = True
+    """Whether the conditional and the unconditional half of classifier-free guidance are one call of the transformer,
+    in engine and actor alike. It is faster wherever calls, not multiplications, take the time. With false they are two
+    calls, equal to rounding, each with half the rows: for a device whose memory does not take twice
+    ``rollout.micro_batch_size`` rows at once, or prompts that are much longer than the negative ones, which one call
+    pads to their length."""
+
+    prompt_store: str | None = None
+    """Folder for the embeddings of prompts, which are made once for all runs and processes; the text encoder is loaded
+    only for prompts that are missing there. null is a folder for each text encoder in
+    ``~/.cache/flowgrpo_rc/prompts`` (``$FLOWGRPO_RC_CACHE/prompts``). ``flowgrpo-rc encode-prompts`` fills it ahead."""
 
     def __post_init__(self) -> None:
         here = "actor_rollout_ref.model"
@@ -74,7 +83,7 @@ class ModelConfig:
             raise ValueError(f"{here}.lora_rank: got 0; a LoRA is what is trained here, so give its rank, e.g. 64")
         positive(f"{here}.lora_rank", self.lora_rank)
         positive(f"{here}.lora_alpha", self.lora_alpha)
-        non_negative(f"{here}.prompt_cache_size", self.prompt_cache_size)
+        path(f"{here}.prompt_store", self.prompt_store, optional=True)
         _check_targets(f"{here}.target_modules", self.target_modules)
 
     def checkpoints_gradients(self, parameters: int) -> bool:

@@ -1,19 +1,21 @@
-"""Load a diffusers pipeline part by part, so that nothing of it is missing, damaged or left at random."""
+"""Load a diffusers pipeline part by part, so that nothing of it is missing, damaged, left at random or held in vain."""
 
-import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from torch import nn
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImageError
+from flowgrpo_rc.models.digests import stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, describe
 from flowgrpo_rc.models.prompts import pad
 from flowgrpo_rc.models.quiet import only_errors
@@ -22,6 +24,8 @@ from flowgrpo_rc.paths import resolve_asset
 
 SUPPORTED_PIPELINES = FAMILIES.keys()
 """Pipeline classes with an adapter in this package."""
+TEXT = "text_encoder"
+"""How the names of text encoders begin in a pipeline."""
 
 
 def read_pipeline_class(path: str) -> str:
@@ -47,71 +51,182 @@ def check_pipeline(path: str) -> str:
     return files.class_name
 
 
-def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> DiffusionModel:
-    """The pipeline at ``path`` with all weights in ``dtype`` on ``device``, frozen and in evaluation mode.
+class PipelineLoader:
+    """A pipeline whose networks are read from their files when they are needed, and the text encoders given up after.
 
-    The weights are read once. Small parts come first, so that what is wrong with them is known before the large ones
-    are read.
+    At first it has its tokenizers and its schedule. Transformer and VAE have no weights yet (they are on torch's
+    ``meta`` device), and the text encoders are missing. So prompts can be checked and encoded before the transformer
+    takes memory.
+
+    Args:
+        path: folder or hub name of the pipeline.
+        dtype: of all weights, a name of ``DTYPES``.
+        device: where networks go.
 
     Raises:
-        UnsupportedModelError: see ``check_pipeline``; or a part cannot be loaded, has missing, surplus or misshaped
-            weights or some that are not finite, does not fit the other parts, or a tokenizer lacks its vocabulary.
+        UnsupportedModelError: see ``check_pipeline``; or a configuration describes no such part, the parts do not fit
+            each other, or a tokenizer lacks its vocabulary.
     """
-    import diffusers
 
-    files = _find(path)
-    pipeline_class = getattr(diffusers, files.class_name)
-    if not os.path.isdir(resolve_asset(path)):
-        with _explaining(files, "the download failed"):
-            files = PipelineFiles(path, Path(pipeline_class.download(path)))
-    files.check()
-    classes = {part.name: _class_of(files, part, pipeline_class) for part in files.parts}
-    _check_complete(files, pipeline_class)
-    loaded: dict[str, Any] = dict.fromkeys(files.left_out)
-    with _quiet():
-        for part in sorted(files.parts, key=files.size):
-            if part.has_weights:
-                loaded[part.name] = _load_weights(files, part, classes[part.name], torch_dtype(dtype))
-            elif part.name.startswith(("tokenizer", "scheduler")):
-                with _explaining(files, f"{part.name} cannot be read as a {part.class_name}"):
-                    loaded[part.name] = classes[part.name].from_pretrained(str(files.folder / part.name))
-        with _explaining(files, INDEX):
-            pipe = pipeline_class.from_pretrained(str(files.folder), **loaded)
-    for name, tokenizer in loaded.items():
-        if name.startswith("tokenizer") and tokenizer is not None:
-            _check_tokenizer(files, name, tokenizer, loaded.get(name.replace("tokenizer", "text_encoder")))
-    # What is left to check needs the weights, and is quicker on the device.
-    pipe.to(device)
-    for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module):
-            part.requires_grad_(False).eval()
-            _check_finite(files, name, part, dtype)
-    # Whatever the adapter's checks stumble over is a fault of the parts; what they refuse has words of its own.
-    with _explaining(files, "its parts do not fit together"):
-        model = resolve_name(FAMILIES[files.class_name].adapter)(pipe)
+    def __init__(self, path: str, *, dtype: str = "float32", device: Any = "cpu") -> None:
+        import diffusers
+
+        files = _find(path)
+        pipeline_class = getattr(diffusers, files.class_name)
+        if not os.path.isdir(resolve_asset(path)):
+            with _explaining(files, "the download failed"):
+                files = PipelineFiles(path, Path(pipeline_class.download(path)))
+        files.check()
+        self._files = files
+        self._classes = {part.name: _class_of(files, part, pipeline_class) for part in files.parts}
+        _check_complete(files, pipeline_class)
+        self._dtype = dtype
+        self._device = device
+        with _quiet():
+            # What is none of ours, such as an image encoder, the pipeline reads by itself.
+            ours = [
+                part for part in files.parts if part.has_weights or part.name.startswith(("tokenizer", "scheduler"))
+            ]
+            parts = dict.fromkeys(files.left_out) | {part.name: self._without_weights(part) for part in ours}
+            with _explaining(files, INDEX):
+                self._pipe = pipeline_class.from_pretrained(str(files.folder), **parts)
+        for name, part in parts.items():
+            if name.startswith("tokenizer") and part is not None:
+                _check_tokenizer(files, name, part)
+        self.model = self._adapted()
+        """The pipeline as a model, as far as it has been read."""
+
+    def load(self, shard: Callable[[nn.Module], None] | None = None) -> DiffusionModel:
+        """Read transformer and VAE and try them out; the model is whole then but for its text encoders.
+
+        Small networks come first, so that what is wrong with them is known before the large ones are read. ``shard``
+        brings a transformer that is on the host to the device, in slices, where no device has room for all of it.
+
+        Raises:
+            UnsupportedModelError: a network has missing, surplus or misshaped weights, or some that are not finite, or
+                it fails at its first input.
+        """
+        self._read([part for part in self._files.parts if part.has_weights and not part.name.startswith(TEXT)], shard)
+        self.model = self._adapted()
+        _try_networks(self._files, self.model, torch.device(self._device))
+        return self.model
+
+    def read_text_encoders(self) -> None:
+        """Read the text encoders and try them out.
+
+        Raises:
+            UnsupportedModelError: as ``load``; or a text encoder does not fit its tokenizer or the transformer.
+        """
+        self._read(self._text_encoders)
+        self._check_parts(self.model)
+        for part in self._text_encoders:
+            name = part.name.replace("text_encoder", "tokenizer")
+            tokenizer = getattr(self._pipe, name, None)
+            if tokenizer is not None:
+                _check_vocabulary(self._files, name, tokenizer, getattr(self._pipe, part.name))
+        with _explaining(self._files, "a text_encoder fails at its first prompt; is its config.json another's?"):
+            self.model.encode(["a"], self.model.longest_prompt)
+
+    @contextmanager
+    def text_encoders(self) -> Iterator[None]:
+        """Have the text encoders read inside ``with``; afterwards they and their memory are given up, unless they had
+        been read before."""
+        if all(getattr(self._pipe, part.name) is not None for part in self._text_encoders):
+            yield
+            return
+        from accelerate.utils.memory import clear_device_cache
+
+        try:
+            self.read_text_encoders()
+            yield
+        finally:
+            self._pipe.register_modules(**{part.name: None for part in self._text_encoders})
+            clear_device_cache(garbage_collection=True)
+
+    @property
+    def _text_encoders(self) -> list[Part]:
+        return [part for part in self._files.parts if part.name.startswith(TEXT)]
+
+    def _without_weights(self, part: Part) -> Any:
+        """The part as it is before any network has been read; a text encoder is ``None`` until then."""
+        if part.name.startswith(TEXT):
+            return None
+        files = self._files
+        kind = self._classes[part.name]
+        folder = str(files.folder / part.name)
+        if not part.has_weights:
+            with _explaining(files, f"{part.name} cannot be read as a {part.class_name}"):
+                return kind.from_pretrained(folder)
+        from accelerate import init_empty_weights
+
+        with _explaining(files, _misfit(files, part)), init_empty_weights():
+            return kind.from_config(kind.load_config(folder))
+
+    def _read(self, parts: list[Part], shard: Callable[[nn.Module], None] | None = None) -> None:
+        for part in sorted(parts, key=self._files.size):
+            with _quiet():
+                network = _load_weights(self._files, part, self._classes[part.name], torch_dtype(self._dtype))
+            network.requires_grad_(False).eval()
+            # What is left to check needs the weights, and is quicker on the device.
+            sharded = shard is not None and part.name == "transformer"
+            if not sharded:
+                network.to(self._device)
+            _check_finite(self._files, part.name, network, self._dtype)
+            if sharded:
+                shard(network)
+            self._pipe.register_modules(**{part.name: network})
+
+    def _adapted(self) -> DiffusionModel:
+        # Whatever the adapter's checks stumble over is a fault of the parts; what they refuse has words of its own.
+        with _explaining(self._files, "its parts do not fit together"):
+            model = resolve_name(FAMILIES[self._files.class_name].adapter)(self._pipe)
+            self._check_parts(model)
+        model.text_encoders = self.text_encoders
+        model.digests = self._digests
+        return model
+
+    def _check_parts(self, model: DiffusionModel) -> None:
         try:
             model.check_parts()
         except ValueError as error:
-            raise files.damaged(str(error)) from error
-    _try_out(files, model)
-    return model
+            raise self._files.damaged(str(error)) from error
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        """Of each text encoder and tokenizer, by its name in the pipeline."""
+        tokenizers = {name: part for name, part in self._pipe.components.items() if name.startswith("tokenizer")}
+        found = {name: tokenizer_digest(part) for name, part in tokenizers.items() if part is not None}
+        for part in self._text_encoders:
+            with _explaining(self._files, part.name):
+                found[part.name] = stored_network_digest(self._files, part)
+        return found
 
 
-def _try_out(files: PipelineFiles, model: DiffusionModel) -> None:
-    """Every network does its work once, on one prompt and the smallest image.
+def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> DiffusionModel:
+    """The whole pipeline at ``path``, text encoders too, with all weights in ``dtype`` on ``device``, frozen and in
+    evaluation mode. Every weight is read once.
+
+    Raises:
+        UnsupportedModelError: see ``PipelineLoader`` and its methods.
+    """
+    loader = PipelineLoader(path, dtype=dtype, device=device)
+    loader.read_text_encoders()
+    return loader.load()
+
+
+def _try_networks(files: PipelineFiles, model: DiffusionModel, device: torch.device) -> None:
+    """Transformer and VAE do their work once, on a prompt of zeros and the smallest image.
 
     A configuration can have the right shapes and still give a network that stops at its first input, such as with
     rotary embeddings of another size than the heads.
     """
     transformer: Any = model.transformer
-    device = transformer.device
     size = model.smallest_image
+    guidance = 1.0 if transformer.config.get("guidance_embeds") else None
+    prompts = pad([model.blank_prompt()])
+    conditioning = Conditioning(prompts, None, 1.0, guidance, size, size).rows(torch.tensor([0]), device)
+    latents = torch.zeros(1, *model.latent_shape(size, size), device=device)
     with torch.no_grad():
-        with _explaining(files, "a text_encoder fails at its first prompt; is its config.json another's?"):
-            prompts = pad(model.encode(["a"], model.longest_prompt))
-        guidance = 1.0 if transformer.config.get("guidance_embeds") else None
-        conditioning = Conditioning(prompts, None, 1.0, guidance, size, size).rows(torch.tensor([0]), device)
-        latents = torch.zeros(1, *model.latent_shape(size, size), device=device)
         with _explaining(files, "the transformer fails at its first image; is its config.json another's?"):
             model.velocity(transformer, latents, torch.full((1,), 500.0, device=device), conditioning)
         with _explaining(files, "the vae fails at its first image; is its config.json another's?"):
@@ -183,7 +298,7 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any) -> An
     if part.library == "transformers":
         _check_configured_size(files, part, kind)
     options["dtype" if part.library == "transformers" else "torch_dtype"] = dtype
-    with _explaining(files, f"{part.name}/config.json and {Path(file).name} do not give a {part.class_name}"):
+    with _explaining(files, _misfit(files, part)):
         network, info = kind.from_pretrained(
             str(files.folder / part.name), output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -193,6 +308,12 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any) -> An
     if faults:
         raise files.damaged(f"{file} and config.json are not of one {part.class_name}: {faults}")
     return network
+
+
+def _misfit(files: PipelineFiles, part: Part) -> str:
+    """What is said where a part's class cannot be made from its files."""
+    file, _ = files.weights(part)
+    return f"{part.name}/config.json and {Path(file).name} do not give a {part.class_name}"
 
 
 def _check_configured_size(files: PipelineFiles, part: Part, kind: Any) -> None:
@@ -218,8 +339,8 @@ def _check_configured_size(files: PipelineFiles, part: Part, kind: Any) -> None:
         raise files.damaged(f"{name} describes a network of {described:,} parameters, its files hold {held:,}")
 
 
-def _check_tokenizer(files: PipelineFiles, name: str, tokenizer: Any, encoder: Any) -> None:
-    """It tells texts apart, with tokens that its text encoder (None where the pipeline has none) has.
+def _check_tokenizer(files: PipelineFiles, name: str, tokenizer: Any) -> None:
+    """It tells texts apart.
 
     transformers builds one without its vocabulary too, and every prompt then gives the same tokens.
     """
@@ -234,8 +355,12 @@ def _check_tokenizer(files: PipelineFiles, name: str, tokenizer: Any, encoder: A
             f"{name} has a vocabulary of {len(tokenizer)} tokens and cannot tell texts apart; are its files "
             f"there and whole? It reads {', '.join(sorted({*tokenizer.vocab_files_names.values()}))}"
         )
+
+
+def _check_vocabulary(files: PipelineFiles, name: str, tokenizer: Any, encoder: Any) -> None:
+    """Its text encoder has an embedding for every token."""
     largest = max(tokenizer.get_vocab().values())
-    rows = math.inf if encoder is None else encoder.get_input_embeddings().weight.shape[0]
+    rows = encoder.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise files.damaged(
             f"{name} has tokens up to {largest}, its text encoder only {rows}; it is that of another model"

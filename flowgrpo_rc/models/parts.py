@@ -180,13 +180,16 @@ class PipelineFiles:
         _, file = min(found, key=lambda entry: (entry[1][1] is not None, entry[0], entry[1][1]))
         return f"{part.name}/{file[0]}", file[1]
 
+    def weight_files(self, part: Part) -> list[str]:
+        """The files that hold a part's weights: one, or its shards."""
+        file, _ = self.weights(part)
+        if not file.endswith(".json"):
+            return [file]
+        return sorted({f"{part.name}/{shard}" for shard in self.read_json(file)["weight_map"].values()})
+
     def stored_values(self, part: Part) -> int | None:
         """How many numbers the part's weights are, from the headers of its files; None for pickled files."""
-        file, _ = self.weights(part)
-        files = {file}
-        if file.endswith(".json"):
-            files = {f"{part.name}/{shard}" for shard in self.read_json(file)["weight_map"].values()}
-        held = [self._tensor_shapes(name) for name in files]
+        held = [self._tensor_shapes(name) for name in self.weight_files(part)]
         return sum(math.prod(shape) for shapes in held if shapes for shape in shapes.values()) or None
 
     def read_json(self, name: str) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""Prompt embeddings: computed once per distinct prompt, kept in a bounded cache, padded per batch."""
+"""Prompts: whether they say anything to a model, and their embeddings, from a store or its text encoders."""
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore
 from flowgrpo_rc.models.quiet import only_errors
 
 PROMPTS_AT_ONCE = 8
@@ -18,58 +19,108 @@ PROMPTS_TOKENIZED_AT_ONCE = 1000
 
 
 class PromptEncoder:
-    """Encodes prompts through a least-recently-used cache on the host.
+    """Embeddings of prompts, from a store where there is one.
+
+    The text encoders work, and are loaded, for prompts alone that the store does not hold; these are added to it.
 
     Raises:
         ValueError: ``max_sequence_length`` is more than the model takes.
     """
 
-    def __init__(self, model: DiffusionModel, max_sequence_length: int, cache_size: int) -> None:
+    def __init__(self, model: DiffusionModel, max_sequence_length: int, store: PromptStore | None = None) -> None:
+        check_length(model, max_sequence_length)
         self._model = model
-        self.check_length(max_sequence_length, "pipeline")
         self._max_length = max_sequence_length
-        self._cache_size = cache_size
-        self._cache: OrderedDict[tuple[str, int], EncodedPrompt] = OrderedDict()
-        self.encoded = 0
-        """How many prompts have gone through the text encoder."""
-
-    def check_length(self, max_sequence_length: int, section: str) -> None:
-        """Raise ``ValueError`` where the length, which a ``section`` of ``actor_rollout_ref.rollout`` asks for, is more
-        than the model's text encoders take."""
-        if max_sequence_length > self._model.longest_prompt:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{section}.max_sequence_length: got {max_sequence_length}; this model takes "
-                f"at most {self._model.longest_prompt}"
-            )
+        self._store = store
 
     def __call__(self, prompts: Sequence[str], max_sequence_length: int | None = None) -> Prompts:
         """Embeddings of ``prompts`` in their order, padded with zeros to the longest.
 
         Args:
             max_sequence_length: another one than the encoder was made with, for these prompts.
+
+        Raises:
+            PromptStoreError: what the store holds of one is damaged, or what it lacks cannot be added.
         """
         length = max_sequence_length or self._max_length
-        missing = [p for p in dict.fromkeys(prompts) if (p, length) not in self._cache]
-        for start in range(0, len(missing), PROMPTS_AT_ONCE):
-            part = missing[start : start + PROMPTS_AT_ONCE]
-            self._cache |= zip([(prompt, length) for prompt in part], self._model.encode(part, length), strict=True)
-        self.encoded += len(missing)
-        # Before old ones are dropped: the cache may be smaller than this call.
-        rows = [self._cache[prompt, length] for prompt in prompts]
-        for prompt in dict.fromkeys(prompts):
-            self._cache.move_to_end((prompt, length))
-        while len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
-        return pad(rows)
+        keys = [(prompt, length) for prompt in prompts]
+        rows: dict[PromptKey, EncodedPrompt] = {}
+        if self._store is not None:
+            rows = {key: self._store.read(key) for key in dict.fromkeys(keys) if key in self._store}
+        missing = [key for key in dict.fromkeys(keys) if key not in rows]
+        if missing:
+            with self._model.text_encoders():
+                for part in encode_in_groups(self._model, missing):
+                    rows |= part
+            if self._store is not None:
+                self._store.check_writable()
+                self._store.add({key: rows[key] for key in missing})
+        return pad([rows[key] for key in keys])
 
 
-def check_prompts(model: DiffusionModel, prompts: Sequence[tuple[str, str]], max_sequence_length: int) -> str | None:
+def check_length(model: DiffusionModel, max_sequence_length: int, section: str = "pipeline") -> None:
+    """Raise ``ValueError`` where the length, which a ``section`` of ``actor_rollout_ref.rollout`` asks for, is more
+    than the model's text encoders take."""
+    if max_sequence_length > model.longest_prompt:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.{section}.max_sequence_length: got {max_sequence_length}; this model takes "
+            f"at most {model.longest_prompt}"
+        )
+
+
+def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[dict[PromptKey, EncodedPrompt]]:
+    """Embeddings of distinct prompts, a few at a time; the text encoders must be loaded.
+
+    Prompts of as many tokens go through the text encoder together. So nothing is computed for padding, and the last
+    bits of an embedding do not depend on which other prompts a process was given.
+
+    Raises:
+        ValueError: an embedding is not finite; names the prompt.
+    """
+    groups: dict[tuple[int, ...], list[PromptKey]] = {}
+    for key, tokens in zip(keys, _token_counts(model, keys), strict=True):
+        groups.setdefault((key[1], *(min(count, key[1]) for count in tokens)), []).append(key)
+    for (length, *_), group in groups.items():
+        for start in range(0, len(group), PROMPTS_AT_ONCE):
+            part = group[start : start + PROMPTS_AT_ONCE]
+            rows = dict(zip(part, model.encode([prompt for prompt, _ in part], length), strict=True))
+            _check_finite(rows)
+            yield rows
+
+
+def _token_counts(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[tuple[int, ...]]:
+    """How many tokens each tokenizer makes of a prompt."""
+    for start in range(0, len(keys), PROMPTS_TOKENIZED_AT_ONCE):
+        part = keys[start : start + PROMPTS_TOKENIZED_AT_ONCE]
+        counts = [_tokens(tokenizer, [prompt for prompt, _ in part]) for tokenizer, _ in model.tokenizers(part[0][1])]
+        yield from (tuple(map(len, row)) for row in zip(*counts, strict=True))
+
+
+def _tokens(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    with only_errors("transformers.tokenization_utils_base"):  # it warns of long texts, without naming them
+        return tokenizer(texts, add_special_tokens=False).input_ids
+
+
+def _check_finite(rows: Mapping[PromptKey, EncodedPrompt]) -> None:
+    for (prompt, _), row in rows.items():
+        tensors = (row.embeds,) if row.pooled is None else (row.embeds, row.pooled)
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+            raise ValueError(
+                f"the text encoder gives values that are not finite for {prompt[:80]!r} in "
+                f"{dtype_name(row.embeds.dtype)}; try actor_rollout_ref.model.dtype=float32 or bfloat16"
+            )
+
+
+def check_prompts(
+    model: DiffusionModel, prompts: Sequence[tuple[str, str]], max_sequence_length: int, section: str = "pipeline"
+) -> str | None:
     """Every prompt gives the model's text encoders something to read.
 
     Args:
         model: with its tokenizers; no text encoder runs.
         prompts: each with where it stands (``train.txt:3``).
         max_sequence_length: as the model's ``encode`` takes it.
+        section: of ``actor_rollout_ref.rollout``, which gives the length.
 
     Returns:
         One line on the prompts whose ends are cut off; None where all are read whole.
@@ -77,19 +128,19 @@ def check_prompts(model: DiffusionModel, prompts: Sequence[tuple[str, str]], max
     Raises:
         ValueError: a prompt gives no tokenizer a token that it knows, or none within what it keeps; names its place.
     """
+    here = f"actor_rollout_ref.rollout.{section}.max_sequence_length"
     tokenizers = model.tokenizers(max_sequence_length)
     roomiest = max(range(len(tokenizers)), key=lambda i: tokenizers[i][1])
     cut: list[tuple[str, int]] = []
     for start in range(0, len(prompts), PROMPTS_TOKENIZED_AT_ONCE):
         part = prompts[start : start + PROMPTS_TOKENIZED_AT_ONCE]
         texts = [text for text, _ in part]
-        with only_errors("transformers.tokenization_utils_base"):  # it warns of long texts, without naming them
-            tokens = [t(texts, add_special_tokens=False).input_ids for t, _ in tokenizers]
+        tokens = [_tokens(tokenizer, texts) for tokenizer, _ in tokenizers]
         for i, (text, source) in enumerate(part):
             if not any(_says(t, rows[i], kept) for (t, kept), rows in zip(tokenizers, tokens, strict=True)):
                 raise ValueError(
                     f"{source}: {text[:80]!r} says nothing to the model: its first {tokenizers[roomiest][1]} tokens "
-                    "(actor_rollout_ref.rollout.pipeline.max_sequence_length) are blank or unknown; rewrite it"
+                    f"({here}) are blank or unknown; rewrite it"
                 )
             if len(tokens[roomiest][i]) > tokenizers[roomiest][1]:
                 cut.append((source, len(tokens[roomiest][i])))
@@ -97,8 +148,8 @@ def check_prompts(model: DiffusionModel, prompts: Sequence[tuple[str, str]], max
         return None
     source, length = cut[0]
     return (
-        f"actor_rollout_ref.rollout.pipeline.max_sequence_length={max_sequence_length} cuts off the ends of {len(cut)} "
-        f"of {len(prompts)} prompts (the first: {source}, {length} tokens of which {tokenizers[roomiest][1]} are read)"
+        f"{here}={max_sequence_length} cuts off the ends of {len(cut)} of {len(prompts)} prompts (the first: {source}, "
+        f"{length} tokens of which {tokenizers[roomiest][1]} are read)"
     )
 
 

@@ -16,6 +16,7 @@ class QwenImage(DiffusionModel):
 
     default_lora_targets = JOINT_ATTENTION
     longest_prompt = 1024
+    masks_prompts = True
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
@@ -42,18 +43,20 @@ class QwenImage(DiffusionModel):
     def _sizes(self) -> list[tuple[str, int, int]]:
         parts = self.pipe
         vae = parts.vae.config
-        width = parts.text_encoder.get_input_embeddings().weight.shape[1]
         # The pipeline drops the template before the prompt by a number of tokens that it has as a constant.
         begins = parts.tokenizer(parts.prompt_template_encode.split("{}")[0]).input_ids
         left_out = parts.prompt_template_encode_start_idx
-        attention = self.transformer.config.joint_attention_dim
-        return [
+        sizes = [
             ("the tokenizer's tokens of the prompt template and those that the pipeline drops", len(begins), left_out),
             ("the transformer's in_channels and four times the vae's z_dim", self._channels, 4 * vae.z_dim),
-            ("the transformer's joint_attention_dim and the text_encoder's width", attention, width),
             ("the vae's z_dim and its latents_mean", vae.z_dim, len(vae.latents_mean)),
             ("the vae's z_dim and its latents_std", vae.z_dim, len(vae.latents_std)),
         ]
+        if parts.text_encoder is not None:
+            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
+            name = "the transformer's joint_attention_dim and the text_encoder's width"
+            sizes.append((name, self.transformer.config.joint_attention_dim, width))
+        return sizes
 
     def _factors(self) -> dict[str, list[Any]]:
         vae = self.pipe.vae.config

@@ -17,18 +17,19 @@ class StableDiffusion3(DiffusionModel):
     default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
     """The joint attention, as Flow-GRPO trains it; ``attn2``, the second attention of 3.5-medium, is left alone."""
     longest_prompt = 512
+    masks_prompts = False  # its prompts are padded to one length with embeddings that count
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
         if not pipe.transformer._repeated_blocks:
             pipe.transformer._repeated_blocks = ["JointTransformerBlock"]  # diffusers compiles what is named here
 
-    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        super().check_request(height, width, guidance_scale)
+    def check_request(self, height: int, width: int, guidance_scale: float | None, section: str = "pipeline") -> None:
+        super().check_request(height, width, guidance_scale, section)
         largest = int(self.transformer.config.pos_embed_max_size) * self._multiple
         if max(height, width) > largest:
             raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model has positions for at "
+                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model has positions for at "
                 f"most {largest} pixels to a side"
             )
 
@@ -56,21 +57,22 @@ class StableDiffusion3(DiffusionModel):
         pipe = self.pipe
         clip = int(pipe.tokenizer_max_length) - 2
         found = [(pipe.tokenizer, clip), (pipe.tokenizer_2, clip)]
-        return found if pipe.text_encoder_3 is None else [*found, (pipe.tokenizer_3, max_sequence_length - 1)]
+        return found if pipe.tokenizer_3 is None else [*found, (pipe.tokenizer_3, max_sequence_length - 1)]
 
     def _sizes(self) -> list[tuple[str, int, int]]:
         parts = self.pipe
         transformer = self.transformer.config
         latents = parts.vae.config.latent_channels
-        pooled = parts.text_encoder.config.projection_dim + parts.text_encoder_2.config.projection_dim
-        limit = parts.tokenizer.model_max_length
-        positions = parts.text_encoder.config.max_position_embeddings
-        sizes = [
-            ("the transformer's in_channels and the vae's latent_channels", self._channels, latents),
-            ("the transformer's pooled_projection_dim and both CLIPs'", transformer.pooled_projection_dim, pooled),
-            # A tokenizer that cuts earlier does no harm.
-            ("the tokenizer's model_max_length and text_encoder's positions", limit, min(limit, positions)),
-        ]
+        sizes = [("the transformer's in_channels and the vae's latent_channels", self._channels, latents)]
+        if parts.text_encoder is not None and parts.text_encoder_2 is not None:
+            pooled = parts.text_encoder.config.projection_dim + parts.text_encoder_2.config.projection_dim
+            limit = parts.tokenizer.model_max_length
+            positions = parts.text_encoder.config.max_position_embeddings
+            sizes += [
+                ("the transformer's pooled_projection_dim and both CLIPs'", transformer.pooled_projection_dim, pooled),
+                # A tokenizer that cuts earlier does no harm.
+                ("the tokenizer's model_max_length and text_encoder's positions", limit, min(limit, positions)),
+            ]
         if parts.text_encoder_3 is not None:
             width = parts.text_encoder_3.get_input_embeddings().weight.shape[1]
             name = "the transformer's joint_attention_dim and text_encoder_3's width"

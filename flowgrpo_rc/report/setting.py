@@ -51,10 +51,13 @@ def settings(history: History) -> list[tuple[str, str]]:
     engine = f"{history.setting(f'{ROLLOUT}.name')} in {history.setting(f'{ROLLOUT}.dtype')}"
     engine += f", {quantized}-rounded weights" if quantized else ""
     engine += f", adapter {lag} batches old" if lag else ""
+    actor = f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_limit(history)}"
+    if history.setting("actor_rollout_ref.actor.detach_unconditional", False) is True:
+        actor += ", no gradient through the unconditional half"
     pairs = [
         ("Model", f"{history.setting('actor_rollout_ref.model.path')}"),
         ("Engine", engine),
-        ("Actor", f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_limit(history)}"),
+        ("Actor", actor),
         ("Batch", _batch(history)),
     ]
     return [*pairs, *_correction(history)]

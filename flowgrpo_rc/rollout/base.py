@@ -96,7 +96,17 @@ class Trajectories:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """An engine holds a model and an adapter of a known version, and samples with them."""
+    """An engine holds a model and an adapter of a known version, and samples with them.
+
+    **Equal work on every process.** Where a run has several processes, every one makes the same calls of its engine and
+    its actor in the same order, for as many images, so that every one makes the same number of transformer calls: a
+    sharded transformer gathers its weights in every call, and a call that one process leaves out hangs the others. So
+    an engine derives the number of its transformer calls from the number of images, the number of steps and whether
+    there is guidance, and never from what is in a row; a process with less to do repeats a row and drops what comes of
+    it (validation, the probe of a step); and what one process finds is agreed on before anything depends on it
+    (``flowgrpo_rc.actor.agreement``). An exception ends the engine's process and with it all others
+    (``flowgrpo_rc.trainer.peers``).
+    """
 
     adapter_version: int
 

@@ -24,7 +24,7 @@ from flowgrpo_rc.models.lora import (
 from flowgrpo_rc.models.sharding import gathered_once
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
-from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.quantize import round_fp8_rows, round_linear_weights
 from flowgrpo_rc.rollout.sampling import RequestSampler
 
@@ -76,6 +76,7 @@ class DiffusersEngine:
         attach_lora(self.transformer, model, lora, dtype=dtype, device=self._device, adapter=self.adapter)
         self.transformer.requires_grad_(False).eval()
         activate(self.transformer, None)
+        self._digest = HeldDigest()
         # Below every version: nothing is drawn before the actor's adapter has come.
         self.adapter_version = -1
 
@@ -149,7 +150,7 @@ class DiffusersEngine:
             yield
 
     def _held_digest(self) -> str:
-        return adapter_digest(adapter_parameters(self.transformer, self.adapter))
+        return self._digest(adapter_parameters(self.transformer, self.adapter))
 
 
 def _all_in(transformer: nn.Module, dtype: torch.dtype) -> bool:

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import dtype_name
-from flowgrpo_rc.models.base import DiffusionModel
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
+from flowgrpo_rc.rollout.window_record import WindowRecord
 from flowgrpo_rc.sde import draw, log_prob, transition
+from flowgrpo_rc.transfers import onto, to_host
 
 
 class RequestSampler:
@@ -32,8 +33,10 @@ class RequestSampler:
         self._device = device
         cond = request.conditioning
         schedule = model.schedule(request.num_inference_steps, cond.height, cond.width)
-        self._timesteps = schedule.timesteps.to(device)
-        self._sigmas = schedule.sigmas.to(device)
+        self._timesteps = onto(schedule.timesteps, device)
+        self._sigmas = onto(schedule.sigmas, device)
+        # Without a window no step is stochastic.
+        self._window_size = 0 if request.window_starts is None else request.window_size
         self._seeds: list[int] = []
         self._noise_levels: list[Tensor] = []
         """For each micro-batch, ``(N, b)``: the noise level of every step and image."""
@@ -50,66 +53,67 @@ class RequestSampler:
             RolloutError: an image's latents are not finite.
         """
         request = self._request
-        size = len(rows)
         cond = request.conditioning.rows(request.prompt_index[rows], self._device)
-        # Streams on the host, one an image: the same numbers on every device and in every batch.
-        generators = [torch.Generator().manual_seed(request.seeds[row]) for row in rows.tolist()]
-        self._seeds += [generator.initial_seed() for generator in generators]
         self._true_cfg_scale = 1.0 if cond.negative is None else float(cond.true_cfg_scale)
         self._guidance_scale = cond.guidance_scale
-        starting_noise = [self._model.initial_noise(generator, cond.height, cond.width) for generator in generators]
-        latents = torch.stack(starting_noise).to(self._device)
-        starts = torch.full((size,), len(self._timesteps))  # without a window no step is stochastic
+        steps = len(self._timesteps)
+        starts = torch.zeros(len(rows), dtype=torch.long)
         if request.window_starts is not None:
             starts = request.window_starts[rows]
-        noise_levels: list[Tensor] = []
-        record: dict[str, Tensor] = {}
-        for step in range(len(self._timesteps)):
-            t = self._timesteps[step].expand(size)
-            sigma = self._sigmas[step].expand(size)
-            next_sigma = self._sigmas[step + 1].expand(size)
+        stochastic = _in_window(starts, self._window_size, steps)
+        self._noise_levels.append(torch.where(stochastic, request.noise_level, 0.0))
+        noise_levels = onto(self._noise_levels[-1], self._device)
+        noise = onto(self._noise(rows, cond), self._device)
+        record = WindowRecord(starts, self._window_size, steps, self._device)
+        latents = noise[:, 0]
+        for step, any_stochastic in enumerate(stochastic.any(1).tolist()):
+            record.state(step, latents)
+            t = self._timesteps[step].expand(len(rows))
+            sigma = self._sigmas[step].expand(len(rows))
+            next_sigma = self._sigmas[step + 1].expand(len(rows))
             velocity = self._model.velocity(self._transformer, latents, t, cond)
-            stochastic = (starts <= step) & (step < starts + request.window_size)
-            noise_level = torch.where(stochastic, request.noise_level, 0.0)
-            noise_levels.append(noise_level)
             distribution = transition(
-                latents,
-                velocity,
-                sigma,
-                next_sigma,
-                noise_level=noise_level.to(self._device),
-                sde_type=request.sde_type,
+                latents, velocity, sigma, next_sigma, noise_level=noise_levels[step], sde_type=request.sde_type
             )
-            next_latents = distribution.mean  # an ODE step, whose noise level is 0, ends there
-            if stochastic.any():
-                noise = torch.zeros(latents.shape)
-                for row in stochastic.nonzero().flatten().tolist():  # the other images' streams must not move
-                    noise[row] = torch.randn(latents.shape[1:], generator=generators[row])
-                next_latents = draw(distribution, noise.to(self._device))
-                recorded = {
-                    Key.LATENTS: latents,
-                    Key.NEXT_LATENTS: next_latents,
-                    Key.TIMESTEPS: t,
-                    Key.SIGMAS: sigma,
-                    Key.NEXT_SIGMAS: next_sigma,
-                    Key.ROLLOUT_LOG_PROBS: log_prob(distribution, next_latents, sde_type=request.sde_type),
-                }
+            latents = distribution.mean  # an ODE step, whose noise level is 0, ends there
+            if any_stochastic:
+                # Where an image is outside of its window the std is 0, and so is what any noise adds.
+                latents = draw(distribution, record.of_step(noise[:, 1:], step))
+                score = log_prob(distribution, latents, sde_type=request.sde_type)
+                record.transition(step, (t, sigma, next_sigma, score))
                 if request.record_means:
-                    recorded[Key.ROLLOUT_MEANS] = distribution.mean
-                _write(record, recorded, stochastic, step - starts, request.window_size)
-            latents = next_latents
-        self._noise_levels.append(torch.stack(noise_levels))
-        _check_finite(latents, rows)
-        return self._model.decode(latents, cond.height, cond.width), record
+                    record.means(step, distribution)
+        record.state(steps, latents)
+        finite = torch.isfinite(latents.flatten(1)).all(1)
+        kept = to_host({**record.tensors(), "finite": finite.float()})
+        _check_finite(kept.pop("finite"), rows)
+        images = self._model.decode(latents, cond.height, cond.width)
+        return images, WindowRecord.by_key(kept) if kept else {}
+
+    def _noise(self, rows: Tensor, cond: Conditioning) -> Tensor:
+        """``(b, 1 + W, *L)`` on the host: each image's starting noise and that of its stochastic steps.
+
+        Streams on the host, one an image: the same numbers on every device and in every batch. Each draw is a call of
+        its own, since a stream gives other numbers for two draws at once.
+        """
+        noise: list[Tensor] = []
+        for row in rows.tolist():
+            generator = torch.Generator().manual_seed(self._request.seeds[row])
+            self._seeds.append(generator.initial_seed())
+            start = self._model.initial_noise(generator, cond.height, cond.width)
+            draws = [torch.randn(start.shape, generator=generator) for _ in range(self._window_size)]
+            noise.append(torch.stack([start, *draws]))
+        return torch.stack(noise)
 
     def echo(self, *, adapter_version: int, adapter_digest: str) -> Echo:
         """What was used for all images sampled so far."""
         noise_levels = torch.cat(self._noise_levels, dim=1)
+        schedule = to_host({"timesteps": self._timesteps.float(), "sigmas": self._sigmas.float()})
         stochastic = (noise_levels > 0).long()
         return Echo(
             request_id=self._request.request_id,
-            timesteps=self._timesteps.float().cpu(),
-            sigmas=self._sigmas.float().cpu(),
+            timesteps=schedule["timesteps"],
+            sigmas=schedule["sigmas"],
             true_cfg_scale=self._true_cfg_scale,
             guidance_scale=self._guidance_scale,
             noise_level=float(noise_levels.max()),
@@ -123,23 +127,14 @@ class RequestSampler:
         )
 
 
-def _write(
-    record: dict[str, Tensor], recorded: dict[str, Tensor], stochastic: Tensor, columns: Tensor, window_size: int
-) -> None:
-    """Put the stochastic rows of ``recorded`` into their column of the window.
-
-    What is never written stays NaN, which ``proof`` refuses.
-    """
-    rows = stochastic.nonzero().flatten()
-    for name, value in recorded.items():
-        value = value.float().cpu()  # float32 whatever the engine computes in: the actor scores these numbers
-        if name not in record:
-            record[name] = torch.full((len(value), window_size, *value.shape[1:]), torch.nan)
-        record[name][rows, columns[rows]] = value[rows]
+def _in_window(starts: Tensor, window_size: int, steps: int) -> Tensor:
+    """``(N, b)``: which step of which image is stochastic."""
+    step = torch.arange(steps)[:, None]
+    return (starts <= step) & (step < starts + window_size)
 
 
-def _check_finite(latents: Tensor, rows: Tensor) -> None:
-    bad = rows[~torch.isfinite(latents.flatten(1)).all(1).cpu()].tolist()
+def _check_finite(finite: Tensor, rows: Tensor) -> None:
+    bad = rows[finite == 0].tolist()
     if bad:
         raise RolloutError(
             f"the rollout engine produced non-finite latents for {len(bad)} images (rows {bad[:8]}); its precision "

@@ -68,7 +68,9 @@ def transition(
     v = _promote(velocity).to(x.dtype)
     s = _per_sample(sigma, x)
     s_next = _per_sample(next_sigma, x)
-    eta = _per_sample(torch.as_tensor(noise_level, dtype=x.dtype, device=x.device).expand(x.shape[0]), x)
+    if not isinstance(noise_level, Tensor):  # filled in on the device: a number is no tensor of the host's to copy
+        noise_level = x.new_full(x.shape[:1], noise_level)
+    eta = _per_sample(noise_level.expand(x.shape[0]), x)
     mean, step_std = resolve_name(row.step)(x, v, s, s_next, eta)
     return Transition(mean, step_std.flatten())
 

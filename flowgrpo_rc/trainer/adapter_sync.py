@@ -10,6 +10,7 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.models.lora import adapter_state, load_adapter_state
 from flowgrpo_rc.rollout import RolloutEngine
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
+from flowgrpo_rc.transfers import to_host
 
 
 class AdapterSync:
@@ -50,7 +51,7 @@ class AdapterSync:
         state = None
         if self._lag:
             # On the host: many adapters would fill the device, and only the oldest is needed there.
-            state = {name: tensor.cpu() for name, tensor in adapter_state(self._actor.transformer).items()}
+            state = to_host(adapter_state(self._actor.transformer))
         self._waiting.append((version, state))
         self._sync(self._state_for_rollouts(), self._waiting[0][0])
 

@@ -19,6 +19,8 @@ from flowgrpo_rc.rollout.engines import ENGINES
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
 others are trackers of accelerate."""
+LONGEST_TIMEOUT = 1e7
+"""Seconds, about four months: libraries count a time-out in nanoseconds, which have an end."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
 
 if TYPE_CHECKING:
@@ -66,8 +68,18 @@ class ActorRolloutRefConfig:
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
+    nccl_timeout: float = 600.0
+    """Seconds that a process waits for the others (NCCL's and gloo's time-out) before it takes them for hung. Longer
+    than any of them may be busy alone, with a reward for instance. An exception of one process ends all of them at
+    once, without this wait."""
+
     def __post_init__(self) -> None:
         fit_fields("actor_rollout_ref", self)
+        positive("actor_rollout_ref.nccl_timeout", self.nccl_timeout)
+        if self.nccl_timeout > LONGEST_TIMEOUT:
+            raise ValueError(
+                f"actor_rollout_ref.nccl_timeout: got {self.nccl_timeout:g}; give at most {LONGEST_TIMEOUT:g} seconds"
+            )
 
 
 @documented_fields
@@ -186,6 +198,11 @@ class FlowGRPOConfig:
                     f"{name}: got auto, which follows what the probe measures; "
                     "set actor_rollout_ref.rollout.probe.images to 1 or more"
                 )
+        if actor.detach_unconditional and self.actor_rollout_ref.rollout.pipeline.true_cfg_scale <= 1:
+            raise ValueError(
+                "actor_rollout_ref.actor.detach_unconditional: got true, but there is no unconditional half without "
+                "guidance; set actor_rollout_ref.rollout.pipeline.true_cfg_scale above 1, or detach_unconditional=false"
+            )
         sde_type = self.actor_rollout_ref.rollout.algo.sde_type
         if objective.sde_type not in (None, sde_type):
             raise ValueError(

@@ -1,6 +1,5 @@
 """What a checkpoint must have in common with the run that continues it: every part that shapes what is sampled."""
 
-import hashlib
 import inspect
 import json
 from typing import Any
@@ -8,12 +7,11 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.models import DiffusionModel
+from flowgrpo_rc.models.digests import spread, values_digest
 from flowgrpo_rc.models.lora import base_parameters
 from flowgrpo_rc.models.sharding import whole
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
-_TEXTS = ("a photo of a cat", 'A neon sign that says "OPEN 24/7"', "Zwölf Boxkämpfer, 12,345.67 (über) 東京")
-"""Their tokens depend on a vocabulary's merges and normalisation besides its entries."""
 _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 """How a VAE's configuration names what latents are multiplied by and shifted by."""
 
@@ -28,7 +26,7 @@ def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> dict[str, Any]
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
     frozen = _frozen(model.transformer)
-    transformer["weights"] = _digest([whole(p).flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
+    transformer["weights"] = values_digest([whole(p).flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
     targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
     found = {
         "pipeline": type(model.pipe).__name__,
@@ -41,14 +39,11 @@ def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> dict[str, Any]
 
 def _parts(model: DiffusionModel) -> dict[str, Any]:
     """A digest of each network (values spread evenly over every weight) and vocabulary, and the numbers of schedule
-    and VAE."""
-    found: dict[str, Any] = {}
+    and VAE. Text encoders, which a run may never load, are known by their files."""
+    found: dict[str, Any] = dict(model.digests)
     for name, part in model.pipe.components.items():
-        if isinstance(part, torch.nn.Module):
-            found[name] = _digest([whole(p).flatten()[:: max(1, p.numel() // 64)][:64] for p in _frozen(part)])
-        elif name.startswith("tokenizer") and part is not None:
-            content = (sorted(part.get_vocab().items()), [part(text).input_ids for text in _TEXTS])
-            found[name] = _short_hash(json.dumps(content).encode())
+        if isinstance(part, torch.nn.Module) and name not in found:
+            found[name] = values_digest([spread(whole(p)) for p in _frozen(part)])
         elif name == "scheduler" and part is not None:
             found |= {f"{name} {k}": v for k, v in _settings(part).items()}
     vae = dict(model.pipe.vae.config)
@@ -64,13 +59,3 @@ def _settings(part: Any) -> dict[str, Any]:
 def _frozen(network: torch.nn.Module) -> list[torch.Tensor]:
     """The base's parameters, without an adapter's."""
     return [parameter.detach() for parameter in base_parameters(network).values()]
-
-
-def _digest(samples: list[torch.Tensor]) -> str:
-    """Rounded to bfloat16, so that a run's dtype does not matter; brought to the host together."""
-    values = torch.cat([sample.float() for sample in samples])
-    return _short_hash(values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-
-
-def _short_hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

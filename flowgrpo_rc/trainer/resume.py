@@ -6,7 +6,7 @@ message, which names the newest older checkpoint that is whole.
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -30,16 +30,16 @@ from flowgrpo_rc.trainer.config import TrainerConfig
 from flowgrpo_rc.trainer.setup import Run
 
 
-def save_run(run: Run, store: CheckpointStore, step: int) -> None:
-    """Write ``step_N``: the adapter and its average if there is one, optimizer, schedule, random states, what was
-    learned of the gap, and the position in the data."""
+def save_run(run: Run, store: CheckpointStore, step: int, states: Sequence[dict[str, Any]]) -> None:
+    """Write ``step_N``: the adapter and its average if there is one, optimizer, schedule, what was learned of the gap,
+    the position in the data, and ``states``, the ``random_states`` of every process."""
     actor = run.actor
     parts = {"optimizer": actor.optimizer, "lr_scheduler": actor.lr_scheduler, "average": actor.average}
     tensors = {name: part.state_dict() for name, part in (parts | _gap_parts(run)).items() if part is not None}
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": run.fingerprint},
-        {**tensors, "random": random_states()},
+        {**tensors, "random": list(states)},
         lambda folder: save_lora(run.model, actor.transformer, folder),
     )
 
@@ -99,7 +99,9 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
     for name, part in _gap_parts(run).items():
         if name in tensors:
             part.load_state_dict(tensors[name])
-    restore_random_states(tensors["random"])
+    restore_random_states(
+        states_to_restore(tensors["random"], run.accelerator.process_index, run.accelerator.num_processes)
+    )
     run.sampler.load_state_dict(state["sampler"])
     return state["step"]
 
@@ -123,7 +125,11 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> tuple[dic
     file = CheckpointFile(folder / TENSOR_FILE)
     with file.reading():  # tensors of rare kinds refuse to be looked at
         _check_optimizer(run, tensors, file)
-        _check_random(file.entry(tensors, "random", dict), file)
+        states = file.entry(tensors, "random", list)
+        if not states:
+            raise file.damaged("random is empty")
+        for process in range(len(states)):
+            _check_random(file.entry(dict(enumerate(states)), process, dict, "random"), f"random.{process}", file)
         if run.actor.average is not None and "average" in tensors:
             _check_average(run, file.entry(tensors, "average", dict), file)
         for name, part in _gap_parts(run).items():
@@ -244,6 +250,11 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def states_to_restore(saved: Sequence[dict[str, Any]], process: int, processes: int) -> dict[str, Any]:
+    """Of the states of all processes those of this one; process 0's on every process where there were more or fewer."""
+    return saved[process if len(saved) == processes else 0]
+
+
 def restore_random_states(states: dict[str, Any]) -> None:
     """Undo ``random_states``."""
     random.setstate(states["python"])
@@ -253,7 +264,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _check_random(saved: dict[str, Any], file: CheckpointFile) -> None:
+def _check_random(saved: dict[str, Any], where: str, file: CheckpointFile) -> None:
     """Generators made here take the states; the global ones stay as they are."""
     attempts: dict[str, Callable[[Any], object]] = {
         "python": random.Random().setstate,
@@ -262,14 +273,14 @@ def _check_random(saved: dict[str, Any], file: CheckpointFile) -> None:
     }
     for name, set_state in attempts.items():
         if name not in saved:
-            raise file.damaged(f"random.{name} is missing")
+            raise file.damaged(f"{where}.{name} is missing")
         try:
             set_state(saved[name])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise file.damaged(f"random.{name} is no state of a generator ({why})") from error
+            raise file.damaged(f"{where}.{name} is no state of a generator ({why})") from error
     if "cuda" in saved and not (isinstance(saved["cuda"], Tensor) and saved["cuda"].dtype == torch.uint8):
-        raise file.damaged("random.cuda is no state of a generator")
+        raise file.damaged(f"{where}.cuda is no state of a generator")
 
 
 def _set_numpy(generator: Any, state: Any) -> None:

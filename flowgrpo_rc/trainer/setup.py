@@ -4,7 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
-import warnings
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,15 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
-from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline, load_model
+from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
-from flowgrpo_rc.models.prompts import check_prompts
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import build_reward
 from flowgrpo_rc.rollout import build_engine
-from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.engines import check_engine
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
+from flowgrpo_rc.trainer.encoding import PromptSet, fill_store, open_checked
 from flowgrpo_rc.trainer.fingerprint import fingerprint
 
 
@@ -40,6 +39,7 @@ class Run:
 
     def __init__(self, config: FlowGRPOConfig, project_dir: str) -> None:
         from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
 
         self.config = config
         trainer = config.trainer
@@ -55,6 +55,9 @@ class Run:
             mixed_precision=trainer.mixed_precision,
             log_with=[name for name in trainer.logger if LOGGERS[name] is not None] or None,
             project_dir=project_dir,
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=timedelta(seconds=config.actor_rollout_ref.nccl_timeout)),
+            ],
         )
         config.check_processes(self.accelerator.num_processes)
         check_sharding(
@@ -75,51 +78,34 @@ class Run:
     def _read_prompts(self) -> None:
         """The prompts and the reward, which must be able to score each of them."""
         data = self.config.data
-        self.train_prompts = _prompts(self.config, "data.train_files", data.train_files, data.train_max_samples)
-        if not self.train_prompts:
-            raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
-        self.val_prompts = _prompts(self.config, "data.val_files", data.val_files, data.val_max_samples)
+        self.train_prompts, self.val_prompts = read_prompts(self.config)
+        self.prompt_sets = prompt_sets(self.config, self.train_prompts, self.val_prompts)
         self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
         self.reward = build_reward(self.config.reward)
-        for records, pipeline in self._prompt_sets():
+        for one in self.prompt_sets:
             self.reward.check_prompts(
-                [r.prompt for r in records],
-                image_size=(pipeline.height, pipeline.width),
-                sources=[r.source or str(i) for i, r in enumerate(records)],
-                metadata=[r.metadata for r in records],
+                one.positive,
+                image_size=(one.pipeline.height, one.pipeline.width),
+                sources=[r.source or str(i) for i, r in enumerate(one.records)],
+                metadata=[r.metadata for r in one.records],
             )
 
-    def _prompt_sets(self) -> list[tuple[list[PromptRecord], PipelineConfig]]:
-        """The prompts of training, and of validation if there are any, with the pipeline's settings for them."""
-        rollout = self.config.actor_rollout_ref.rollout
-        sets = [(self.train_prompts, rollout.pipeline), (self.val_prompts, rollout.validation_pipeline)]
-        return sets if self.val_prompts else sets[:1]
-
     def _load_model(self) -> None:
-        """The model, which must take what is asked of it, and what works with it: encoder, engine and actor."""
+        """The model, which must take what is asked of it, and what works with it: encoder, engine and actor.
+
+        Prompts are encoded before the transformer is read, so that it and the text encoders are never in memory
+        together.
+        """
         parts = self.config.actor_rollout_ref
-        pipeline = parts.rollout.pipeline
-        validation = parts.rollout.validation_pipeline
         torch.manual_seed(self.config.trainer.seed)
+        loader, self.store = open_checked(parts.model, self.prompt_sets, self.accelerator)
+        self.encoding = fill_store(loader.model, self.store, self.prompt_sets, self.accelerator)
+        """What became of the prompts."""
         fsdp = parts.actor.fsdp_config
-        self.model = load_model(
-            parts.model.path,
-            dtype=parts.model.dtype,
-            device=self.accelerator.device,
-            shard=partial(shard_base, config=fsdp, device=self.accelerator.device) if fsdp.shard else None,
-        )
-        self.model.check_request(pipeline.height, pipeline.width, pipeline.guidance_scale)
-        try:
-            self.model.check_request(validation.height, validation.width, validation.guidance_scale)
-        except ValueError as error:
-            where = "actor_rollout_ref.rollout."
-            raise ValueError(str(error).replace(f"{where}pipeline.", f"{where}val_kwargs.pipeline.")) from error
-        self.encoder = PromptEncoder(self.model, pipeline.max_sequence_length, parts.model.prompt_cache_size)
-        self.encoder.check_length(validation.max_sequence_length, "val_kwargs.pipeline")
-        for records, settings in self._prompt_sets():
-            cut = check_prompts(self.model, [(r.prompt, r.source) for r in records], settings.max_sequence_length)
-            if cut and self.accelerator.is_main_process:
-                warnings.warn(cut, stacklevel=2)
+        shard = partial(shard_base, config=fsdp, device=self.accelerator.device) if fsdp.shard else None
+        self.model = loader.load(shard)
+        self.model.batch_guidance = parts.model.batch_guidance
+        self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
         self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device)
         torch.manual_seed(self.config.trainer.seed)
         self.actor = DiffusionActor(
@@ -144,6 +130,30 @@ def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
         return
     refuse_guidance_scale(name, embeds, rollout.pipeline.guidance_scale)
     refuse_guidance_scale(name, embeds, rollout.validation_pipeline.guidance_scale, "val_kwargs.pipeline")
+
+
+def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """The prompts of training, and those of validation, which may be none.
+
+    Raises:
+        ValueError: a file is damaged, or there are no training prompts.
+        FileNotFoundError: a file is missing.
+    """
+    data = config.data
+    train = _prompts(config, "data.train_files", data.train_files, data.train_max_samples)
+    if not train:
+        raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
+    return train, _prompts(config, "data.val_files", data.val_files, data.val_max_samples)
+
+
+def prompt_sets(config: FlowGRPOConfig, train: list[PromptRecord], validation: list[PromptRecord]) -> list[PromptSet]:
+    """The prompts of training, and of validation if there are any, with what the pipeline is asked to draw of them."""
+    rollout = config.actor_rollout_ref.rollout
+    sets = [
+        PromptSet(train, rollout.pipeline, "pipeline"),
+        PromptSet(validation, rollout.validation_pipeline, "val_kwargs.pipeline"),
+    ]
+    return sets if validation else sets[:1]
 
 
 def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) -> list[PromptRecord]:

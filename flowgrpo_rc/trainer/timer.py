@@ -3,33 +3,53 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
 class StageTimer:
-    """``with timer("rollout"): ...``; times of equal names add up until ``take``."""
+    """``with timer("rollout"): ...``; times of equal names add up until ``take``.
+
+    On a CUDA device a stage begins and ends where its events stand in the device's queue, since kernels run on after a
+    call returns: a stage is charged with what it has queued, and nothing waits before ``take``.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._seconds: dict[str, float] = {}
+        self._device = device
+        self._stages: list[tuple[str, Any, Any]] = []
+        """Name, begin and end of every stage that has ended: CUDA events, or seconds of the host's clock."""
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        start = self._clock()
+        begin = self._now()
         try:
             yield
         finally:
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
+            self._stages.append((stage, begin, self._now()))
 
     def take(self) -> dict[str, float]:
-        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``."""
-        times = self._seconds
-        self._seconds = {}
+        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``.
+
+        Waits once for the device, until the last stage has ended there.
+        """
+        stages = self._stages
+        self._stages = []
+        if self._uses_events and stages:
+            stages[-1][2].synchronize()
+        times: dict[str, float] = {}
+        for name, begin, end in stages:
+            seconds = begin.elapsed_time(end) / 1000 if self._uses_events else end - begin
+            times[name] = times.get(name, 0.0) + seconds
         return {**{f"timing_s/{k}": v for k, v in times.items()}, "timing_s/step": sum(times.values())}
 
-    def _clock(self) -> float:
-        # Kernels run on after a call returns; a stage ends when its own have ended.
-        if self._cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    @property
+    def _uses_events(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _now(self) -> Any:
+        if not self._uses_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -37,9 +38,11 @@ from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
+from flowgrpo_rc.trainer.encoding import PromptSet
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
-from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, save_run
+from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
+from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import save_grid, validate
@@ -61,7 +64,11 @@ class FlowGRPOTrainer:
     def __init__(self, config: FlowGRPOConfig) -> None:
         trainer = config.trainer
         self.config = config
-        with surviving_console(), ExitStack() as refused:  # a run that is refused leaves nothing behind
+        with (
+            surviving_console(),
+            ExitStack() as refused,  # a run that is refused leaves nothing behind
+            failing_together(lambda: self.folder.abandon()),
+        ):
             self.folder = RunFolder.open(
                 trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
             )
@@ -249,11 +256,12 @@ class FlowGRPOTrainer:
 
     @contextmanager
     def _naming(self, batch: TensorDict, prompts: list[PromptRecord]) -> Iterator[None]:
-        """Adds step and prompts to the error of samples that are not finite."""
+        """Adds step and prompts to the error of samples that are not finite, which every process raises."""
         try:
             yield
         except NonFiniteUpdateError as error:
-            texts = dict.fromkeys(prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8])
+            own = [prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8]]
+            texts = dict.fromkeys(gather_object(own))
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
@@ -272,6 +280,7 @@ class FlowGRPOTrainer:
         the console does not take is lost, and nothing else.
 
         Raises:
+            PeerFailureError: another process of the run has failed; the message is that one's.
             RunFolderError: something could not be written; the message says what was kept.
             RuntimeError: it has been called before.
         """
@@ -284,13 +293,14 @@ class FlowGRPOTrainer:
         trainer = self.config.trainer
         with surviving_console():
             try:
-                if self._main:
-                    self._alert_moved_aside(self.folder.write_config(self.config.to_dict()))
-                self._announce()
-                self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
-                with stop_request(self._tell_stopping) as stop:
-                    self._loop(stop)
-                    self._finish()
+                with failing_together(self.folder.close):
+                    if self._main:
+                        self._alert_moved_aside(self.folder.write_config(self.config.to_dict()))
+                    self._announce()
+                    self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
+                    with stop_request(self._tell_stopping) as stop:
+                        self._loop(stop)
+                        self._finish()
             finally:
                 self.logger.close()
                 self.folder.close()
@@ -337,13 +347,11 @@ class FlowGRPOTrainer:
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
+        asked = PromptSet(prompts, pipeline)
         length = pipeline.max_sequence_length
-        negative = None
-        if pipeline.true_cfg_scale > 1:
-            negative = self.run.encoder([p.negative_prompt or " " for p in prompts], length)
         return Conditioning(
-            self.run.encoder([p.prompt for p in prompts], length),
-            negative,
+            self.run.encoder(asked.positive, length),
+            self.run.encoder(asked.negative, length) if asked.negative else None,
             pipeline.true_cfg_scale,
             pipeline.guidance_scale,
             pipeline.height,
@@ -377,9 +385,10 @@ class FlowGRPOTrainer:
             CheckpointError: it cannot be written; with ``last`` ``fit`` reports it at the end.
         """
         self._saved_step = self.step
+        states = gather_object([random_states()])
         if self._main:
             try:
-                save_run(self.run, self.checkpoints, self.step)
+                save_run(self.run, self.checkpoints, self.step, states)
             except CheckpointError as error:
                 if not last:
                     raise
@@ -446,6 +455,7 @@ class FlowGRPOTrainer:
         processes = self.accelerator.num_processes
         for text in announcement(self.config, self.correction, self.folder.root, self.window, processes):
             say(text)
+        say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
         if self.run.actor.recomputes:
             say("Gradient checkpointing is on: activations are recomputed in the backward pass, to save memory")
         if self.step >= self.run.total_steps:
@@ -523,8 +533,8 @@ class FlowGRPOTrainer:
             self.logger.alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
 
     def _tell_stopping(self) -> None:
-        """Called in a signal's handler."""
-        if self._main:
+        """Called in a signal's handler; after a failure elsewhere the signal is the launcher's, which ends all."""
+        if self._main and not failed_elsewhere():
             write_at_once("\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
     @property
@@ -567,5 +577,20 @@ def announcement(
         f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
         f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
+        f"Guidance: {_guidance_in_words(config)}",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
     ]
+
+
+def _guidance_in_words(config: FlowGRPOConfig) -> str:
+    """Classifier-free guidance of rollouts and updates: its scale, how it is computed, and what has a gradient."""
+    parts = config.actor_rollout_ref
+    scale = parts.rollout.pipeline.true_cfg_scale
+    if scale <= 1:
+        return "none"
+    if parts.actor.detach_unconditional:
+        gradient = "the update's gradient leaves the unconditional half out (detach_unconditional)"
+    else:
+        gradient = "the update's gradient goes through both halves"
+    forwards = "one forward for both halves" if parts.model.batch_guidance else "a forward for each half"
+    return f"true_cfg_scale={scale:g}, {forwards}; {gradient}"

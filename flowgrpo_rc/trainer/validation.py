@@ -45,7 +45,8 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
     """Score ``val_kwargs.n`` images of every validation prompt.
 
     Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
-    alone. The images are dealt out over the processes.
+    alone. The images are dealt out over the processes; those that get one less sample some image again, so that every
+    engine is asked for as many.
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
@@ -55,8 +56,9 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
     accelerator = run.accelerator
     count = len(run.val_prompts) * run.config.actor_rollout_ref.rollout.val_kwargs.n
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
-    scored = _score(run, conditioning, generate, own) if own else []
-    scored = gather_object(scored)
+    most = -(-count // accelerator.num_processes)
+    drawn = own + [0] * (most - len(own))
+    scored = gather_object(_score(run, conditioning, generate, drawn, len(own)))
     scored.sort(key=itemgetter(0))
     rewards = [one for _, one, _ in scored]
     metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in rewards[0]}
@@ -64,15 +66,34 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
 
 
 def _score(
-    run: Run, conditioning: Encode, generate: Generate, own: list[int]
+    run: Run, conditioning: Encode, generate: Generate, drawn: list[int], kept: int
 ) -> list[tuple[int, dict[str, float], Sample | None]]:
-    """Sample and reward the images of these numbers: ``k * prompts + i`` is image ``k`` of prompt ``i``.
+    """Sample the images of these numbers and reward the first ``kept`` of them; the others are dropped.
 
-    Returns, for each, its number, its rewards by name (``mean`` is the total) and what a grid shows of it, if one does.
+    ``k * prompts + i`` is image ``k`` of prompt ``i``.
+
+    Returns, for each one kept, its number, its rewards by name (``mean`` is the total) and what a grid shows of it, if
+    one does.
     """
-    rollout = run.config.actor_rollout_ref.rollout
+    images = _sample(run, conditioning, generate, drawn)[:kept]
+    if not kept:
+        return []
     shown = run.config.trainer.log_val_generations
-    records = [run.val_prompts[index % len(run.val_prompts)] for index in own]
+    records = _records(run, drawn[:kept])
+    reward = run.reward(images, [record.prompt for record in records], [record.metadata for record in records])
+    texts = reward.texts or [None] * kept
+    scored = []
+    for i, index in enumerate(drawn[:kept]):
+        rewards = {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()}
+        sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
+        scored.append((index, rewards, sample))
+    return scored
+
+
+def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]) -> np.ndarray:
+    """The images of these numbers, ``(n, H, W, 3)`` uint8."""
+    rollout = run.config.actor_rollout_ref.rollout
+    records = _records(run, drawn)
     distinct = {(record.prompt, record.negative_prompt): record for record in records}
     row = {key: i for i, key in enumerate(distinct)}
     pipeline = rollout.validation_pipeline
@@ -81,19 +102,16 @@ def _score(
             conditioning=conditioning(list(distinct.values()), pipeline),
             prompt_index=torch.tensor([row[record.prompt, record.negative_prompt] for record in records]),
             num_inference_steps=pipeline.num_inference_steps,
-            seeds=[seed_for(rollout.val_kwargs.seed, VALIDATION, 0, index) for index in own],
+            seeds=[seed_for(rollout.val_kwargs.seed, VALIDATION, 0, index) for index in drawn],
             window_starts=None,
         )
     )
-    images = trajectories.images.numpy()
-    reward = run.reward(images, [record.prompt for record in records], [record.metadata for record in records])
-    texts = reward.texts or [None] * len(own)
-    scored = []
-    for i, index in enumerate(own):
-        rewards = {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()}
-        sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
-        scored.append((index, rewards, sample))
-    return scored
+    return trajectories.images.numpy()
+
+
+def _records(run: Run, numbers: list[int]) -> list[PromptRecord]:
+    """The prompts of the images of these numbers."""
+    return [run.val_prompts[number % len(run.val_prompts)] for number in numbers]
 
 
 def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 12) -> None:

@@ -53,7 +53,7 @@ class Setup:
         for parameter in adapter_parameters(self.actor.transformer).values():
             parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
         self.engine.sync(adapter_state(self.actor.transformer), 0)
-        encoder = PromptEncoder(model, 512, 8)
+        encoder = PromptEncoder(model, 512)
         negative = encoder([" "] * 2) if cfg > 1 else None
         self.cond = Conditioning(encoder(['the text "12"', 'the text "34"']), negative, cfg, None, 32, 32)
         request = RolloutRequest(
@@ -472,3 +472,20 @@ def test_batches_hold_what_the_vocabulary_says(tiny_model):
         assert str(value.dtype) == f"torch.{dtype}", name
     of_trajectories = {"latents", "next_latents", "timesteps", "sigmas", "next_sigmas", "rollout_log_probs"}
     assert of_trajectories | {"rollout_means", "prompt_index", "advantages"} <= set(made)
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize("batched", [True, False])
+def test_guidance_without_the_unconditional_gradient_scores_alike_and_learns_otherwise(tiny_model, batched):
+    """Engine and actor agree to rounding whether a velocity is one forward or two; only the gradient differs."""
+    tiny_model.batch_guidance = batched
+    setup = Setup(tiny_model, cfg=4.0)
+    through_both, both_metrics = setup.gradient()
+    setup.config.detach_unconditional = True
+    scored = setup.actor.score(setup.batch, setup.cond).log_probs
+    assert_close(scored, setup.batch["rollout_log_probs"], atol=LOG_PROB, rtol=0)
+    conditional, metrics = setup.gradient()
+    assert metrics["actor/ratio_deviation_first"] <= RATIO
+    assert_close(metrics["actor/pg_loss"], both_metrics["actor/pg_loss"], atol=4 * RATIO, rtol=0)
+    both, alone = (torch.cat([g.flatten() for g in found.values()]) for found in (through_both, conditional))
+    assert (both - alone).norm() > 0.1 * both.norm()

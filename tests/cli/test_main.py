@@ -55,7 +55,7 @@ def test_config_and_help_need_no_torch(tmp_path):
 def test_help_lists_the_commands(tmp_path):
     done = run("flowgrpo-rc", "--help", cwd=tmp_path)
     assert done.returncode == 0
-    for command in ("train", "demo", "prepare-data", "explain-config"):
+    for command in ("train", "demo", "encode-prompts", "prepare-data", "explain-config"):
         assert command in done.stdout
 
 

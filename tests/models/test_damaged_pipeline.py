@@ -93,7 +93,7 @@ def test_weights_too_large_for_the_precision_are_named(folder):
         ("transformer", {"num_layers": "four"}, "transformer/config.json and"),
         ("text_encoder", {"model_type": "clip_text_model"}, "is that of a clip_text_model"),
         ("vae", {"_class_name": "AutoencoderKL"}, "is that of a AutoencoderKL, but model_index.json names"),
-        ("vae", {"z_dim": 4}, "of another shape"),
+        ("vae", {"z_dim": 4}, "four times the vae's z_dim must agree"),
     ],
 )
 def test_a_configuration_of_another_network(folder, part, change, says):

@@ -118,7 +118,7 @@ def test_disabled_adapter_is_the_base_model(tiny_model):
     latents = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0))
     from flowgrpo_rc.models import Conditioning, PromptEncoder
 
-    prompts = PromptEncoder(tiny_model, 512, 2)(['the text "42"'])
+    prompts = PromptEncoder(tiny_model, 512)(['the text "42"'])
     cond = Conditioning(prompts, None, 1.0, None, 32, 32)
 
     def velocity():

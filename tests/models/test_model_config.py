@@ -102,7 +102,7 @@ def test_a_run_refuses_its_starting_lora_before_it_loads_the_model(adapter, smal
     from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
 
     loaded = []
-    monkeypatch.setattr(setup, "load_model", lambda *a, **k: loaded.append(a))
+    monkeypatch.setattr(setup, "open_checked", lambda *a, **k: loaded.append(a))
     wrong = shutil.copytree(adapter, adapter.parent / "wrong")
     (wrong / ADAPTER_FILE).write_bytes(b"")
     with pytest.raises(AdapterMismatchError, match="cannot be read"):

@@ -10,7 +10,7 @@ from conftest import SMALL_RUN
 from damage import edit_weights
 
 from flowgrpo_rc.cli.main import main
-from flowgrpo_rc.models import NonFiniteImageError, UnsupportedModelError, load_model
+from flowgrpo_rc.models import NonFiniteImageError, UnsupportedModelError, base, load_model
 from flowgrpo_rc.paths import resolve_asset
 
 SIZE = 32
@@ -119,3 +119,22 @@ def assert_one_error(capsys):
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
     assert "pixels that are NaN or infinite" in error[0]
+
+
+def test_images_are_decoded_a_few_at_a_time(tiny_model, monkeypatch):
+    """A chunk's size changes no more than rounding, and rows are counted over all chunks."""
+    latents = torch.randn(5, *tiny_model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
+    whole = tiny_model.decode(latents, 32, 32)
+    sizes = []
+    decode = tiny_model._decode
+    monkeypatch.setattr(tiny_model, "_decode", lambda part, h, w: sizes.append(len(part)) or decode(part, h, w))
+    assert torch.equal(tiny_model.decode(latents, 32, 32), whole)  # four images of 512 pixels to a side are many here
+    monkeypatch.setattr(base, "PIXELS_DECODED_AT_ONCE", 2 * 32 * 32)
+    in_parts = tiny_model.decode(latents, 32, 32)
+    monkeypatch.setattr(base, "PIXELS_DECODED_AT_ONCE", 1)
+    tiny_model.decode(latents, 32, 32)
+    assert sizes == [5, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert (in_parts.int() - whole.int()).abs().max() <= 1
+    latents[3] = torch.inf
+    with pytest.raises(NonFiniteImageError, match=r"the vae decoded 1 of 5 images \(rows \[3\]\) to pixels"):
+        tiny_model.decode(latents, 32, 32)

@@ -28,7 +28,7 @@ def generators():
 
 
 def conditioning(model, cfg_scale=1.0, size=32):
-    encoder = PromptEncoder(model, TOKENS, 16)
+    encoder = PromptEncoder(model, TOKENS)
     negative = encoder([" "] * 3) if cfg_scale > 1 else None
     return Conditioning(encoder(PROMPTS), negative, cfg_scale, None, size, size)
 
@@ -164,7 +164,7 @@ def test_encoding_is_the_pipelines(t5):
         embeds, negative, pooled, negative_pooled = model.pipe.encode_prompt(
             PROMPTS, None, None, max_sequence_length=TOKENS
         )
-    encoder = PromptEncoder(model, TOKENS, 8)
+    encoder = PromptEncoder(model, TOKENS)
     ours = encoder(PROMPTS)
     assert ours.mask is None
     assert ours.embeds.shape == (3, tiny_sd3.CLIP_TOKENS + TOKENS, tiny_sd3.T5_WIDTH)
@@ -177,11 +177,10 @@ def test_encoding_is_the_pipelines(t5):
     assert_close(empty.pooled, negative_pooled, rtol=0, atol=EMBEDDING)
 
 
-def test_each_distinct_prompt_is_encoded_once_with_its_pooled_vector(tiny_sd3_model):
-    encoder = PromptEncoder(tiny_sd3_model, TOKENS, cache_size=2)
+def test_each_prompt_has_its_pooled_vector(tiny_sd3_model):
+    encoder = PromptEncoder(tiny_sd3_model, TOKENS)
     first = encoder([PROMPTS[0], PROMPTS[1], PROMPTS[0]])
     again = encoder([PROMPTS[1], PROMPTS[0]])
-    assert encoder.encoded == 2
     assert first.pooled is not None
     assert again.pooled is not None
     assert_close(again.pooled, first.pooled[[1, 0]], rtol=0, atol=0)
@@ -201,7 +200,7 @@ def test_everything_is_frozen_and_in_evaluation_mode(tiny_sd3_model):
 def test_without_t5_it_loads_too(tmp_path):
     model = load_model(tiny_sd3.save(tmp_path, t5=False))
     assert model.pipe.text_encoder_3 is None
-    assert len(PromptEncoder(model, TOKENS, 2)(PROMPTS[:2]).embeds) == 2
+    assert len(PromptEncoder(model, TOKENS)(PROMPTS[:2]).embeds) == 2
 
 
 def test_default_targets_are_the_joint_attention(tiny_sd3_model):
@@ -275,7 +274,7 @@ def test_requests_that_the_model_cannot_serve(tiny_sd3_model):
     with pytest.raises(ValueError, match="guidance_scale: got 4.5 .* set guidance_scale=null and true_cfg_scale=4.5"):
         tiny_sd3_model.check_request(32, 32, 4.5)
     with pytest.raises(ValueError, match="max_sequence_length: got 513; this model takes at most 512"):
-        PromptEncoder(tiny_sd3_model, 513, 8)
+        PromptEncoder(tiny_sd3_model, 513)
 
 
 @pytest.mark.parametrize("missing", ["text_encoder_3", "tokenizer_2", "vae", "transformer", "scheduler"])

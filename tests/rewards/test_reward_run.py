@@ -70,7 +70,7 @@ def test_a_reward_that_fails_ends_the_command_with_1(tmp_path: Path, capsys: pyt
 def test_what_can_be_seen_before_training_ends_it_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, source: str, told: str
 ) -> None:
-    monkeypatch.setattr("flowgrpo_rc.trainer.setup.load_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
     assert demo(tmp_path, write(tmp_path, source)) == 2
     error = error_lines(capsys)
     assert len(error) == 1

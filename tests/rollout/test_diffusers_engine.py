@@ -39,7 +39,7 @@ def make_engine(tiny_model):
 
 @pytest.fixture
 def make_request(tiny_model):
-    encoder = PromptEncoder(tiny_model, 512, 8)
+    encoder = PromptEncoder(tiny_model, 512)
 
     def make(sde_type="sde", cfg=1.0, seed=0):
         prompts = encoder(['the text "12"', 'the text "34"', 'the text "56"'])

@@ -11,10 +11,10 @@ from flowgrpo_rc.trainer.trainer import announcement
 SECTION = "algorithm.rollout_correction"
 
 
-def _line(name, overrides):
+def _line(name, overrides, begins="Rollout correction: "):
     config = compose(name, overrides)
     lines = announcement(config, config.rollout_correction, Path("outputs"), SDEWindow(2, 0, 4), 1)
-    (line,) = [text for text in lines if text.startswith("Rollout correction: ")]
+    (line,) = [text for text in lines if text.startswith(begins)]
     return line
 
 
@@ -40,3 +40,23 @@ def test_the_demo_names_its_correction_itself():
     assert "bypass mode (pi_old = pi_rollout, ppo_clip)" in line
     assert "rollout_is=sequence is measured, not applied" in line
     assert "outside [0.5, 2] (seq_mean_k1)" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "none"),
+        ([4], "true_cfg_scale=4, one forward for both halves; the update's gradient goes through both halves"),
+        ([4, "model.batch_guidance=false"], "true_cfg_scale=4, a forward for each half; the update's gradient goes"),
+        ([4, "actor.detach_unconditional=true"], "gradient leaves the unconditional half out (detach_unconditional)"),
+    ],
+)
+def test_one_line_at_start_says_how_guidance_is_computed_and_what_is_learned_of_it(overrides, said):
+    scale, *others = overrides or [1]
+    settings = [f"rollout.pipeline.true_cfg_scale={scale}", *others]
+    assert said in _line("tiny_qwen_image_ocr", [f"actor_rollout_ref.{setting}" for setting in settings], "Guidance: ")
+
+
+def test_detaching_what_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="detach_unconditional: got true, but there is no unconditional half without"):
+        compose("tiny_qwen_image_ocr", ["actor_rollout_ref.actor.detach_unconditional=true"])

@@ -104,7 +104,8 @@ def test_final_lora_draws_the_actors_image_in_plain_diffusers(small_config):
         }
         return pipe(prompt='the text "42"', generator=generator, **call).images
 
-    trained = draw(trainer.run.model.pipe)
+    with trainer.run.model.text_encoders():
+        trained = draw(trainer.run.model.pipe)
     fresh = load_model("asset:tiny_qwen_image").pipe
     base = draw(fresh)
     fresh.load_lora_weights(str(folder / "lora"))

@@ -51,7 +51,7 @@ def zero_adapter(pair):
 
 def request_for(model, *, steps=5, cfg=1.0, sde_type="sde", window=2, seed=0):
     """Two images of each of three prompts; ``window=0`` is the deterministic ODE."""
-    encoder = PromptEncoder(model, 64, 8)
+    encoder = PromptEncoder(model, 64)
     prompts, negative = encoder(PROMPTS), encoder([" "] * 3) if cfg > 1 else None
     return RolloutRequest(
         conditioning=Conditioning(prompts, negative, cfg, None, 32, 32),

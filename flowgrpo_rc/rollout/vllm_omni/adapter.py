@@ -12,6 +12,7 @@ from torch import Tensor
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import ACTOR_ADAPTER, AdapterMismatchError, linear_layers
+from flowgrpo_rc.transfers import to_host
 
 _A = f".lora_A.{ACTOR_ADAPTER}.weight"
 _B = f".lora_B.{ACTOR_ADAPTER}.weight"
@@ -45,7 +46,7 @@ def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tup
 
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
     """What vllm-omni's layers hold of ``state``: its dtype, and ``alpha / rank`` multiplied into the B matrices."""
-    rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+    rounded = {name: tensor.to(dtype) for name, tensor in to_host(state).items()}
     return rounded | {name: tensor * scaling for name, tensor in rounded.items() if name.endswith(_B)}
 
 

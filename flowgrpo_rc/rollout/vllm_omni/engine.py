@@ -21,6 +21,7 @@ from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, expected
 from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
 from flowgrpo_rc.rollout.vllm_omni.protocol import PIPELINES, Settings
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
+from flowgrpo_rc.transfers import to_host
 
 
 class VllmOmniEngine:
@@ -62,7 +63,9 @@ class VllmOmniEngine:
                 f"actor_rollout_ref.rollout.name=vllm_omni draws {', '.join(PIPELINES)} only so far, got {pipeline}; "
                 "use rollout.name=diffusers"
             )
-        left_out = [name for name, part in model.pipe.components.items() if part is None and "text" in name]
+        # A text encoder may be missing because the trainer has not loaded it; its tokenizer is always there.
+        tokenizers = {name: part for name, part in model.pipe.components.items() if name.startswith("tokenizer")}
+        left_out = [name.replace("tokenizer", "text_encoder") for name in tokenizers if tokenizers[name] is None]
         if left_out:
             raise ValueError(
                 f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
@@ -78,6 +81,7 @@ class VllmOmniEngine:
             pipeline=pipeline,
             dtype=dtype_name(dtype),
             vae_dtype=dtype_name(model.pipe.vae.dtype),
+            batch_guidance=model.batch_guidance,
             max_batch=micro_batch_size,
             init_timeout=self._timeouts.start_timeout_s,
         )
@@ -110,7 +114,7 @@ class VllmOmniEngine:
         """
         # Before anything is copied and sent.
         check_adapter_state(state, self._expected)
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+        copies = {name: tensor.clone().contiguous() for name, tensor in to_host(state).items()}
         push = AdapterPush(copies, version, self._lora.lora_rank, self._lora.lora_alpha)
         digest = self._call("sync", push)
         self._pushed = (push, digest)

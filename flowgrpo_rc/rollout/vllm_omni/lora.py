@@ -109,9 +109,9 @@ class RolloutWorker(CustomPipelineWorkerExtension):
     model_runner: Any
     lora_manager: Any
 
-    def flowgrpo_prepare(self, vae_dtype: str) -> None:
+    def flowgrpo_prepare(self, vae_dtype: str, batch_guidance: bool) -> None:
         """Once, after loading."""
-        self.model_runner.pipeline.prepare(vae_dtype, self.lora_manager)
+        self.model_runner.pipeline.prepare(vae_dtype, batch_guidance, self.lora_manager)
 
     def flowgrpo_activate(self, request: Any) -> None:
         """Bind an adapter to the layers now: vllm-omni would do it, and find out that it cannot, at the first image."""

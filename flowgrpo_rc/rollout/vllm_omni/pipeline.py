@@ -83,14 +83,16 @@ class Rollout:
             setattr(self, name, None)
         self.model: Any = None
 
-    def prepare(self, vae_dtype: str, lora_manager: Any) -> None:
-        """Called once after loading: decode in the trainer's precision, and keep who switches adapters."""
+    def prepare(self, vae_dtype: str, batch_guidance: bool, lora_manager: Any) -> None:
+        """Called once after loading: decode in the trainer's precision, guide as it does, and keep who switches
+        adapters."""
         check_plain_torch(self.transformer)
         dtype = torch_dtype(vae_dtype)
         if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
             exact = type(self.vae).from_pretrained(self.od_config.model, subfolder="vae", torch_dtype=dtype)
             self.vae.to(dtype).load_state_dict(exact.state_dict())
         self.model = self.family(self)
+        self.model.batch_guidance = batch_guidance
         self.lora_manager = lora_manager
 
     def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> Any:

@@ -21,6 +21,8 @@ class Settings:
     """Compute dtype of the transformer and of the adapter."""
     vae_dtype: str
     """Precision in which images are decoded, which is the trainer's."""
+    batch_guidance: bool
+    """Whether both halves of a guided velocity are one call of the transformer, as in the trainer."""
     max_batch: int
     """Images per forward."""
     init_timeout: float

@@ -91,7 +91,7 @@ class _Server:
 
     async def prepare(self) -> None:
         """What is left to do after loading."""
-        await self._worker("flowgrpo_prepare", self._settings.vae_dtype)
+        await self._worker("flowgrpo_prepare", self._settings.vae_dtype, self._settings.batch_guidance)
 
     async def answer(self, call: Call) -> Reply:
         """Never raises: an error goes back as one line."""

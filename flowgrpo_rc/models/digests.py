@@ -1,0 +1,74 @@
+"""Digests that tell text encoders and tokenizers apart, from their files alone: no network is loaded.
+
+They say whether embeddings on disk are those of a pipeline, and whether a checkpoint was trained with its text
+encoders.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.parts import Part, PipelineFiles
+
+VALUES_A_TENSOR = 64
+"""How many values of every tensor count, evenly spread: reading all of a text encoder takes as long as loading it."""
+_TEXTS = ("a photo of a cat", 'A neon sign that says "OPEN 24/7"', "Zwölf Boxkämpfer, 12,345.67 (über) 東京")
+"""Their tokens depend on a vocabulary's merges and normalisation besides its entries."""
+_ACT_ON_NOTHING = ("transformers_version", "torch_dtype", "dtype")
+"""Entries of a network's ``config.json`` that say how it was saved."""
+
+
+def short_digest(content: bytes) -> str:
+    """The first 16 hexadecimal digits of the SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def values_digest(samples: list[Tensor]) -> str:
+    """Rounded to bfloat16, so that the dtype that weights are kept in does not matter; brought to the host together."""
+    values = torch.cat([sample.float() for sample in samples])
+    return short_digest(values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """``VALUES_A_TENSOR`` values evenly over ``tensor``, all of them where it has fewer."""
+    return tensor.flatten()[:: max(1, tensor.numel() // VALUES_A_TENSOR)][:VALUES_A_TENSOR]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Of the vocabulary and of how it cuts texts."""
+    content = (sorted(tokenizer.get_vocab().items()), [tokenizer(text).input_ids for text in _TEXTS])
+    return short_digest(json.dumps(content).encode())
+
+
+def stored_network_digest(files: PipelineFiles, part: Part) -> str:
+    """Of a network's configuration and of values of each of its tensors, as they are in its files.
+
+    How the tensors are dealt out over files does not matter. Of pickled files every byte counts.
+    """
+    config = files.read_json(f"{part.name}/config.json")
+    acting = {key: value for key, value in config.items() if key not in _ACT_ON_NOTHING and not key.startswith("_")}
+    names = files.weight_files(part)
+    if all(name.endswith(".safetensors") for name in names):
+        tensors = dict(pair for name in names for pair in _sampled(files, name))
+        weights = values_digest([tensors[name] for name in sorted(tensors)])
+    else:
+        digest = hashlib.sha256()
+        for name in names:
+            with (files.folder / name).open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        weights = digest.hexdigest()
+    return short_digest(f"{json.dumps(acting, sort_keys=True)} {weights}".encode())
+
+
+def _sampled(files: PipelineFiles, name: str) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(files.folder / name, "pt") as file:
+        for key in file.keys():  # noqa: SIM118 - it is no mapping
+            # The file is mapped, so that only the pages that are sampled are read.
+            yield key, spread(file.get_tensor(key)).clone()

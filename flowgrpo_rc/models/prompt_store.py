@@ -1,0 +1,269 @@
+"""Prompt embeddings on disk: every prompt goes through a text encoder once, for all runs and processes.
+
+A store is a folder of safetensors files, each with some prompts' embeddings. A file is written under a temporary name
+and renamed when it is complete, and never changed after; so any number of processes can add to a store and read it at
+the same time, without locks. Files are mapped into memory, where all processes of a machine share them, and only what
+is asked for is read.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc import __version__
+from flowgrpo_rc.messages import one_line, reason
+from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt
+from flowgrpo_rc.models.digests import short_digest
+from flowgrpo_rc.paths import cache_folder
+from flowgrpo_rc.run_folder import write_durably
+
+FIELD = "actor_rollout_ref.model.prompt_store"
+_PREFIX = "prompts-"
+_SUFFIX = ".safetensors"
+_ASIDE = ".damaged"
+"""Ending of a file that was found damaged: its prompts are missing from then on."""
+_POOLED = ".pooled"
+"""Ending of the name of a prompt's pooled vector; its embeddings have the name without it."""
+_ENCODER = "encoder"
+"""Entry of a file's metadata that says whose embeddings it holds. The others are checksums, by the names of tensors."""
+
+PromptKey = tuple[str, int]
+"""A prompt, and the ``max_sequence_length`` that it is encoded with."""
+
+
+class PromptStoreError(ValueError):
+    """A store is of another text encoder, damaged, or cannot be written; the message names it and the remedy."""
+
+
+def open_store(folder: str | None, model: DiffusionModel, dtype: str) -> "PromptStore":
+    """The store of a model's text encoders.
+
+    Args:
+        folder: where it lies; ``None``: in the user's cache, in a folder of these text encoders alone.
+        model: its text encoders need not be loaded.
+        dtype: that they compute in, a name of ``DTYPES``.
+
+    Raises:
+        PromptStoreError: ``folder`` is none, or its embeddings are of other text encoders.
+    """
+    encoder = _identity(model, dtype)
+    if folder is None:
+        own = short_digest(json.dumps(encoder, sort_keys=True).encode())
+        return PromptStore(cache_folder() / "prompts" / own, encoder)
+    return PromptStore(Path(folder).expanduser(), encoder)
+
+
+def _identity(model: DiffusionModel, dtype: str) -> dict[str, str]:
+    """All that an embedding depends on besides the prompt and its length, by name.
+
+    The libraries are part of it: prompt templates, and what is cut off of them, are code.
+    """
+    import diffusers
+    import transformers
+
+    libraries = {
+        "flowgrpo_rc": __version__,
+        "diffusers": diffusers.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {"pipeline": type(model.pipe).__name__, "dtype": dtype, **libraries, **model.digests}
+
+
+class PromptStore:
+    """The embeddings in a folder, which need not exist yet.
+
+    Args:
+        folder: where the files are.
+        encoder: what the embeddings depend on besides prompt and length; every file says it of its own.
+
+    Raises:
+        PromptStoreError: the folder is a file, cannot be read, or has embeddings of another ``encoder``.
+    """
+
+    def __init__(self, folder: Path, encoder: Mapping[str, str]) -> None:
+        self.folder = folder
+        self._encoder = dict(encoder)
+        self._files: dict[str, Any] = {}
+        """The open files by their names."""
+        self._file_of: dict[str, str] = {}
+        """Where each tensor is."""
+        self._unreadable: dict[str, str] = {}
+        """Files that are no safetensors files of a store, and why."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look for files that have come or gone."""
+        try:
+            there = {entry.name for entry in os.scandir(self.folder) if _is_name(entry.name)}
+        except FileNotFoundError:
+            there = set()
+        except OSError as error:
+            raise PromptStoreError(f"{FIELD}: {self.folder} cannot be read ({reason(error)}); name a folder") from error
+        for name in self._files.keys() - there:
+            self._forget(name)
+        for name in sorted(there - self._files.keys()):
+            self._open(name)
+
+    def __contains__(self, key: PromptKey) -> bool:
+        return _name(key) in self._file_of
+
+    def __len__(self) -> int:
+        """Prompts that it holds."""
+        return sum(not name.endswith(_POOLED) for name in self._file_of)
+
+    def __str__(self) -> str:
+        size = sum((self.folder / name).stat().st_size for name in self._files)
+        return f"{self.folder}, {len(self)} prompts in {len(self._files)} file(s) of {size:,} bytes"
+
+    def nbytes(self, keys: Iterable[PromptKey]) -> int:
+        """Bytes of these prompts' embeddings; of those that are there."""
+        names = [name for key in keys for name in (_name(key), _name(key) + _POOLED) if name in self._file_of]
+        return sum(self._files[self._file_of[name]].get_tensor(name).nbytes for name in names)  # mapped, not read
+
+    def read(self, key: PromptKey) -> EncodedPrompt:
+        """One prompt's embeddings, in memory that is mapped from the file.
+
+        Raises:
+            KeyError: it is not there.
+            PromptStoreError: its bytes have changed since they were written.
+        """
+        name = _name(key)
+        embeds = self._tensor(name)
+        return EncodedPrompt(embeds, self._tensor(name + _POOLED) if name + _POOLED in self._file_of else None)
+
+    def add(self, rows: Mapping[PromptKey, EncodedPrompt]) -> None:
+        """Write some prompts' embeddings; they are on the disk when this returns.
+
+        Raises:
+            PromptStoreError: they cannot be written.
+        """
+        from safetensors.torch import save
+
+        tensors: dict[str, Tensor] = {}
+        for key, row in rows.items():
+            tensors[_name(key)] = row.embeds.contiguous()
+            if row.pooled is not None:
+                tensors[_name(key) + _POOLED] = row.pooled.contiguous()
+        metadata = {name: _checksum(tensor) for name, tensor in tensors.items()}
+        metadata[_ENCODER] = json.dumps(self._encoder)
+
+        name = f"{_PREFIX}{uuid4().hex}{_SUFFIX}"
+        try:
+            write_durably(self.folder / name, save(tensors, metadata))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._open(name)
+
+    def check_writable(self) -> None:
+        """Make the folder, and see that files can be written there, before anything is encoded.
+
+        Raises:
+            PromptStoreError: they cannot.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def set_damaged_aside(self, keys: Iterable[PromptKey]) -> list[str]:
+        """Rename the files in which some of these prompts' embeddings, or the headers, are damaged; the prompts of such
+        a file are missing from then on, and can be added anew.
+
+        Returns:
+            What is wrong with each file.
+
+        Raises:
+            PromptStoreError: one cannot be renamed.
+        """
+        damaged = dict(self._unreadable)
+        for key in keys:
+            try:
+                if key in self:
+                    self.read(key)
+            except PromptStoreError:
+                damaged[self._file_of[_name(key)]] = "its bytes have changed since they were written"
+        for name in damaged:
+            try:
+                os.replace(self.folder / name, self.folder / f"{name}{_ASIDE}")
+            except FileNotFoundError:  # another process was quicker
+                pass
+            except OSError as error:
+                raise PromptStoreError(
+                    f"{FIELD}: {self.folder / name} is damaged ({damaged[name]}) and cannot be renamed "
+                    f"({reason(error)}); remove it"
+                ) from error
+            self._forget(name)
+        return [f"{self.folder / name} is damaged ({why}), renamed to *{_ASIDE}" for name, why in damaged.items()]
+
+    def _tensor(self, name: str) -> Tensor:
+        file = self._file_of[name]
+        tensor = self._files[file].get_tensor(name)
+        if _checksum(tensor) != self._files[file].metadata().get(name):
+            raise PromptStoreError(
+                f"{FIELD}: {self.folder / file} has changed since it was written; start again, and its prompts are "
+                "encoded anew"
+            )
+        return tensor
+
+    def _open(self, name: str) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            # It checks that the header can be read and that the file is as long as the header says.
+            file: Any = safe_open(self.folder / name, "pt")
+            found = json.loads((file.metadata() or {})[_ENCODER])
+        except FileNotFoundError:  # set aside in between
+            return
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            self._unreadable[name] = one_line(error, 120)
+            return
+        self._refuse_other(found)
+        self._files[name] = file
+        self._file_of |= dict.fromkeys(file.keys(), name)
+
+    def _refuse_other(self, found: Any) -> None:
+        if found == self._encoder:
+            return
+        there = found if isinstance(found, dict) else {}
+        differ = sorted(k for k in there.keys() | self._encoder.keys() if there.get(k) != self._encoder.get(k))
+        words = ", ".join(f"{k} {there.get(k)} there and {self._encoder.get(k)} here" for k in differ)
+        raise PromptStoreError(
+            f"{FIELD}: {self.folder} holds embeddings of another text encoder ({words}); name another folder, or null "
+            "for one in the user's cache"
+        )
+
+    def _forget(self, name: str) -> None:
+        self._files.pop(name, None)
+        self._unreadable.pop(name, None)
+        self._file_of = {tensor: file for tensor, file in self._file_of.items() if file != name}
+
+    def _unwritable(self, error: OSError) -> PromptStoreError:
+        return PromptStoreError(
+            f"{FIELD}: {self.folder} cannot be written ({reason(error)}); name a folder that can, with room for the "
+            "embeddings"
+        )
+
+
+def _name(key: PromptKey) -> str:
+    """The name of a prompt's tensor."""
+    prompt, length = key
+    return hashlib.sha256(f"{length} {prompt}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _is_name(name: str) -> bool:
+    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
+
+
+def _checksum(tensor: Tensor) -> str:
+    return f"{zlib.crc32(tensor.view(torch.uint8).numpy().data):08x}"

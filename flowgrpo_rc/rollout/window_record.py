@@ -1,0 +1,78 @@
+"""The steps of each image's SDE window as they are sampled, kept where the sampling runs until it is done."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowgrpo_rc.batch import Key
+from flowgrpo_rc.sde import Transition
+from flowgrpo_rc.transfers import onto
+
+_SCALARS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS)
+
+
+class WindowRecord:
+    """``W + 1`` states of every image and what was computed of its ``W`` steps, float32 on ``device``.
+
+    Column ``c`` of an image is step ``start + c`` of the schedule. A write names the columns of all images at once by
+    indices that were made before the loop: what lies outside of an image's window goes into a last column that nobody
+    reads, so that no write has to look at the data and wait for it.
+
+    Args:
+        starts: first step of each image's window.
+        window_size: ``W``; 0 keeps nothing.
+        num_steps: ``N``, of the schedule.
+        device: where the states are.
+    """
+
+    def __init__(self, starts: Int[Tensor, " b"], window_size: int, num_steps: int, device: torch.device) -> None:
+        columns = torch.arange(num_steps + 1)[:, None] - starts
+        in_record = (columns >= 0) & (columns <= window_size)
+        self._writes = in_record.any(1).tolist()
+        self._columns = onto(torch.where(in_record, columns, window_size + 1), device)
+        self._rows = torch.arange(len(starts), device=device)
+        self._window_size = window_size
+        self._kept: dict[str, Tensor] = {}
+
+    def of_step(self, values: Float[Tensor, " b W *L"], step: int) -> Float[Tensor, " b *L"]:
+        """What ``values`` holds for ``step`` of each image; any of its columns outside of the image's window."""
+        return values[self._rows, self._columns[step].clamp(max=self._window_size - 1)]
+
+    def state(self, step: int, latents: Float[Tensor, " b *L"]) -> None:
+        """The latents before ``step``, which are those after the step before; ``step`` counts to ``N``, included."""
+        self._put("states", step, latents)
+
+    def transition(self, step: int, scalars: tuple[Float[Tensor, " b"], ...]) -> None:
+        """Timestep, noise level, next noise level and log-prob of ``step``."""
+        self._put("scalars", step, torch.stack(scalars, 1))
+
+    def means(self, step: int, distribution: Transition) -> None:
+        """Where the transition of ``step`` leads without its noise."""
+        self._put(Key.ROLLOUT_MEANS, step, distribution.mean)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What was kept, on the device: ``states (b, W + 1, *L)`` and, each ``(b, W, ...)``, the rest.
+
+        What was never written is NaN, which ``proof`` refuses.
+        """
+        window = self._window_size
+        return {name: kept[:, : window + (name == "states")] for name, kept in self._kept.items()}
+
+    @staticmethod
+    def by_key(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``tensors``, wherever they lie, by their keys in the trajectory batch."""
+        states = tensors["states"]
+        found = {Key.LATENTS: states[:, :-1], Key.NEXT_LATENTS: states[:, 1:]}
+        found |= zip(_SCALARS, tensors["scalars"].unbind(2), strict=True)
+        if Key.ROLLOUT_MEANS in tensors:
+            found[Key.ROLLOUT_MEANS] = tensors[Key.ROLLOUT_MEANS]
+        return found
+
+    def _put(self, name: str, step: int, values: Tensor) -> None:
+        if not self._writes[step] or not self._window_size:
+            return
+        if name not in self._kept:
+            shape = (len(values), self._window_size + 2, *values.shape[1:])
+            self._kept[name] = values.new_full(shape, torch.nan, dtype=torch.float32)
+        # float32 whatever the engine computes in: the actor scores these numbers.
+        self._kept[name][self._rows, self._columns[step]] = values.float()

@@ -1,0 +1,364 @@
+"""Prompts are encoded once: the store of their embeddings, who fills it, and when a text encoder is loaded."""
+
+import gc
+import shutil
+import threading
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import damage
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests_support import overrides_of
+
+from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.models import PipelineLoader, PromptEncoder, PromptStore, PromptStoreError, UnsupportedModelError
+from flowgrpo_rc.models import load as loading
+from flowgrpo_rc.models.base import EncodedPrompt
+from flowgrpo_rc.models.prompt_store import open_store
+from flowgrpo_rc.models.prompts import encode_in_groups
+from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.rollout.config import PipelineConfig
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer import encoding as filling
+from flowgrpo_rc.trainer.encoding import PromptSet, check_sets, fill_store
+
+TINY = "asset:tiny_qwen_image"
+STORE = "actor_rollout_ref.model.prompt_store"
+ENCODER = {"text_encoder": "0123", "dtype": "bfloat16"}
+
+
+def rows(count, first=0, dtype=torch.bfloat16):
+    """Embeddings of made-up prompts, each of its own length, with a pooled vector."""
+    generator = torch.Generator().manual_seed(first)
+    return {
+        (f"prompt {i}", 64): EncodedPrompt(
+            torch.randn(3 + i, 8, generator=generator).to(dtype), torch.randn(5, generator=generator)
+        )
+        for i in range(first, first + count)
+    }
+
+
+def filled(folder, *chunks):
+    store = PromptStore(folder, ENCODER)
+    store.check_writable()
+    for chunk in chunks:
+        store.add(chunk)
+    return store
+
+
+def same(one, other):
+    return torch.equal(one.embeds, other.embeds) and torch.equal(one.pooled, other.pooled)
+
+
+def alone(index=0, count=1, wait=lambda: None):
+    """What ``fill_store`` asks of an accelerator."""
+    return SimpleNamespace(
+        num_processes=count,
+        process_index=index,
+        local_process_index=index,
+        device="cpu",
+        wait_for_everyone=wait,
+        reduce=lambda tensor, reduction: tensor,
+    )
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The names of the networks that are read from their files, in order."""
+    names = []
+    read = loading._load_weights
+    monkeypatch.setattr(
+        loading, "_load_weights", lambda files, part, *rest: names.append(part.name) or read(files, part, *rest)
+    )
+    return names
+
+
+# ---------------------------------------------------------------- the files
+
+
+def test_what_was_added_is_read_back_bit_for_bit(tmp_path):
+    written = rows(3) | rows(2, first=3, dtype=torch.float32)
+    filled(tmp_path / "store", dict(list(written.items())[:2]), dict(list(written.items())[2:]))
+    store = PromptStore(tmp_path / "store", ENCODER)
+    assert len(store) == 5
+    for key, row in written.items():
+        assert key in store
+        assert same(store.read(key), row)
+        assert store.read(key).embeds.dtype == row.embeds.dtype
+    assert ("prompt 1", 63) not in store
+    # Lengths 3 to 7 and 8 wide, three of them in 2 bytes; five pooled vectors of 5 floats.
+    assert store.nbytes(written) == (3 + 4 + 5) * 8 * 2 + (6 + 7) * 8 * 4 + 5 * 5 * 4
+
+
+def test_files_of_others_are_seen_after_a_refresh(tmp_path):
+    reader = PromptStore(tmp_path, ENCODER)
+    filled(tmp_path, rows(1))
+    assert ("prompt 0", 64) not in reader
+    reader.refresh()
+    assert ("prompt 0", 64) in reader
+    (tmp_path / "prompts-half.safetensors.writing").write_bytes(b"what a kill leaves")
+    reader.refresh()
+    assert reader.set_damaged_aside(rows(1)) == []
+
+
+def test_a_store_of_another_text_encoder_is_refused(tmp_path):
+    filled(tmp_path, rows(1))
+    with pytest.raises(PromptStoreError, match=f"{STORE}: {tmp_path} .* another text encoder") as caught:
+        PromptStore(tmp_path, ENCODER | {"text_encoder": "4567"})
+    assert "(text_encoder 0123 there and 4567 here); name another folder" in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["header", "end", "values", "metadata"])
+def test_damage_is_found_and_set_aside(tmp_path, place):
+    store = filled(tmp_path, rows(2), rows(2, first=2))
+    file = next(tmp_path / name for name in store._files if len(load_file(tmp_path / name)) == 4)
+    content = bytearray(file.read_bytes())
+    if place == "end":
+        content = content[:-1]
+    elif place == "metadata":
+        content = bytearray(bytes(content).replace(b"__metadata__", b"__metadatb__"))
+    else:
+        content[2 if place == "header" else -1] ^= 1
+    file.write_bytes(bytes(content))
+    again = PromptStore(tmp_path, ENCODER)
+    (told,) = again.set_damaged_aside([*rows(4)])
+    assert str(file) in told
+    assert not file.exists()
+    assert len(again) == 2
+    whole = [key for key in rows(4) if key in again]
+    assert all(again.read(key).embeds.isfinite().all() for key in whole)
+
+
+def test_changed_bytes_are_never_read_as_embeddings(tmp_path):
+    filled(tmp_path, rows(1))
+    (file,) = tmp_path.glob("prompts-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(PromptStoreError, match=rf"{file.name} has changed .*; start again"):
+        PromptStore(tmp_path, ENCODER).read(("prompt 0", 64))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_encoded(tmp_path, loads):
+    (tmp_path / "file").write_text("not a folder")
+    loader = PipelineLoader(TINY)
+    with pytest.raises(PromptStoreError, match=f"{STORE}: .*file cannot be read"):
+        open_store(str(tmp_path / "file"), loader.model, "float32")
+    # Nobody, root neither, can make a folder there.
+    store = open_store("/proc/no/such/store", loader.model, "float32")
+    with pytest.raises(PromptStoreError, match=f"{STORE}: /proc.* cannot be written .*; name a folder that can"):
+        fill_store(loader.model, store, [of("a")], alone())
+    assert loads == []
+
+
+# ---------------------------------------------------------------- who fills it
+
+
+def of(*prompts, **pipeline):
+    records = [SimpleNamespace(prompt=prompt, negative_prompt=None, source="here") for prompt in prompts]
+    return PromptSet(records, PipelineConfig(max_sequence_length=64, **pipeline))
+
+
+def test_prompts_of_training_validation_and_guidance_are_encoded_once(tmp_path, loads):
+    loader = PipelineLoader(TINY)
+    store = open_store(str(tmp_path), loader.model, "float32")
+    sets = [of("one", "two"), of("two", "three", true_cfg_scale=2.0)]
+    first = fill_store(loader.model, store, sets, alone())
+    assert (first.prompts, first.encoded) == (4, 4)  # with " ", the negative prompt
+    assert loads == ["text_encoder"]
+    again = open_store(str(tmp_path), loader.model, "float32")
+    second = fill_store(loader.model, again, sets, alone())
+    assert (second.prompts, second.encoded, second.size) == (4, 0, first.size)
+    assert loads == ["text_encoder"]
+    wider = fill_store(loader.model, again, [*sets, of("four")], alone())
+    assert (wider.prompts, wider.encoded) == (5, 1)
+    full = loading.load_model(TINY)
+    for prompt in ("one", " ", "four"):
+        exact = full.encode([prompt], 64)[0].embeds
+        torch.testing.assert_close(again.read((prompt, 64)).embeds, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_damaged_prompts_are_encoded_anew(tmp_path):
+    loader = PipelineLoader(TINY)
+    sets = [of("one", "two")]
+    fill_store(loader.model, open_store(str(tmp_path), loader.model, "float32"), sets, alone())
+    (file,) = tmp_path.glob("prompts-*.safetensors")
+    damage.cut(file, 0.9)
+    store = open_store(str(tmp_path), loader.model, "float32")
+    with pytest.warns(UserWarning, match=rf"{file.name} is damaged .*; its prompts are encoded anew"):
+        filled_again = fill_store(loader.model, store, sets, alone())
+    assert filled_again.encoded == 2
+    assert fill_store(loader.model, open_store(str(tmp_path), loader.model, "float32"), sets, alone()).encoded == 0
+
+
+def test_processes_share_the_work_and_then_all_read(tmp_path):
+    """Two of them, as threads that wait for each other."""
+    barrier = threading.Barrier(2, timeout=120)
+    sets = [of(*(f"prompt number {i}" for i in range(7)))]
+    loaders = [PipelineLoader(TINY) for _ in range(2)]
+    stores = [open_store(str(tmp_path), loader.model, "float32") for loader in loaders]
+    for loader in loaders:  # transformers does not load in two threads at a time
+        loader.read_text_encoders()
+    done = {}
+
+    def process(index):
+        done[index] = fill_store(loaders[index].model, stores[index], sets, alone(index, 2, barrier.wait))
+
+    threads = [threading.Thread(target=process, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [done[index].encoded for index in range(2)] == [4, 3]
+    assert all(key in store for store in stores for key in sets[0].keys)
+
+
+def test_a_machine_that_does_not_see_the_others_store_encodes_all(tmp_path, monkeypatch):
+    """Process 1 of 2, alone on its machine."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    loader = PipelineLoader(TINY)
+    store = open_store(str(tmp_path), loader.model, "float32")
+    accelerator = alone(1, 2)
+    accelerator.local_process_index = 0
+    assert fill_store(loader.model, store, [of("one", "two", "three")], accelerator).encoded == 3
+    assert len(store) == 3
+
+
+def test_prompts_that_go_together_have_as_many_tokens(tiny_model, monkeypatch):
+    calls = []
+    encode = tiny_model.encode
+    monkeypatch.setattr(tiny_model, "encode", lambda prompts, length: calls.append(prompts) or encode(prompts, length))
+    keys = [("a" * (1 + i % 3), 64) for i in range(3)] + [(f"{i:02d}", 64) for i in range(20)]
+    found = {key: row for part in encode_in_groups(tiny_model, keys) for key, row in part.items()}
+    assert found.keys() == set(keys)
+    tokens = [{len(tiny_model.pipe.tokenizer(p).input_ids) for p in prompts} for prompts in calls]
+    assert all(len(lengths) == 1 for lengths in tokens)
+    assert max(map(len, calls)) == 8
+
+
+def test_many_embeddings_are_written_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(filling, "BYTES_A_FILE", 1)
+    loader = PipelineLoader(TINY)
+    store = open_store(str(tmp_path), loader.model, "float32")
+    fill_store(loader.model, store, [of(*(f"{i:02d}" for i in range(20)))], alone())
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3  # 8, 8 and 4
+    assert len(store) == 20
+
+
+def test_embeddings_that_are_not_finite_are_refused(tiny_model):
+    with torch.no_grad():
+        tiny_model.pipe.text_encoder.get_input_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="the text encoder gives values that are not finite for 'one' in float32"):
+        PromptEncoder(tiny_model, 64)(["one"])
+
+
+# ---------------------------------------------------------------- when a text encoder is loaded
+
+
+def test_a_text_encoder_is_there_only_inside_with(loads):
+    loader = PipelineLoader(TINY)
+    model = loader.model
+    assert loads == []
+    with model.text_encoders():
+        network = weakref.ref(model.pipe.text_encoder)
+        with model.text_encoders():
+            assert model.encode(["one"], 64)
+        assert model.pipe.text_encoder is network()
+    gc.collect()
+    assert model.pipe.text_encoder is None
+    assert network() is None
+    assert loads == ["text_encoder"]
+    assert loader.load().pipe.text_encoder is None
+    assert loads == ["text_encoder", "vae", "transformer"]
+
+
+@pytest.mark.parametrize("name", ["tiny_sd3_path", "tiny"])
+def test_prompts_need_no_transformer(name, request, tmp_path, loads):
+    """Embeddings made before the transformer is read are those of the whole model."""
+    path = TINY if name == "tiny" else request.getfixturevalue(name)
+    loader = PipelineLoader(path)
+    store = open_store(str(tmp_path), loader.model, "float32")
+    fill_store(loader.model, store, [of("one two", "three")], alone())
+    assert "transformer" not in loads
+    stored = PromptEncoder(loader.load(), 64, store)(["three", "one two"])
+    exact = PromptEncoder(loading.load_model(path), 64)(["three", "one two"])
+    assert stored.mask is exact.mask is None or torch.equal(stored.mask, exact.mask)
+    torch.testing.assert_close(stored.embeds, exact.embeds, rtol=1e-5, atol=1e-5)
+    assert (stored.pooled is None) == (exact.pooled is None)
+
+
+def test_a_damaged_text_encoder_is_refused_when_it_is_needed(tmp_path):
+    folder = shutil.copytree(resolve_asset(TINY), tmp_path / "model")
+    damage.drop_weight(folder, "text_encoder")
+    model = PipelineLoader(str(folder)).load()
+    with (
+        pytest.raises(UnsupportedModelError, match="text_encoder/model.safetensors .* 1 missing"),
+        model.text_encoders(),
+    ):
+        pytest.fail("it was loaded")
+    assert model.pipe.text_encoder is None
+    damage.cut(damage.weights_of(folder, "text_encoder"))
+    with pytest.raises(UnsupportedModelError, match="text_encoder/model.safetensors is cut off"):
+        PipelineLoader(str(folder))
+
+
+def test_a_second_run_and_a_resumed_one_load_no_text_encoder(small_config, tmp_path, loads):
+    store = f"{STORE}={tmp_path / 'store'}"
+    guided = "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0"
+    settings = (store, guided, "trainer.resume_mode=auto")
+    first = FlowGRPOTrainer(small_config(*settings))
+    first.train_step()
+    first.save()
+    first.folder.close()
+    assert loads == ["text_encoder", "vae", "transformer"]
+    loads.clear()
+    FlowGRPOTrainer(small_config(*settings, folder="second")).train_step()
+    resumed = FlowGRPOTrainer(small_config(*settings))
+    assert resumed.step == 1
+    assert resumed.run.fingerprint == first.run.fingerprint
+    resumed.train_step()
+    assert loads == ["vae", "transformer"] * 2
+    # A prompt that no file of the configuration has is encoded all the same.
+    resumed.run.encoder(["another prompt"])
+    assert loads[-1] == "text_encoder"
+    assert resumed.run.model.pipe.text_encoder is None
+
+
+def test_a_named_store_of_another_precision_is_refused_before_a_network_is_read(small_config, tmp_path, loads):
+    config = small_config(f"{STORE}={tmp_path / 'store'}", "trainer.total_training_steps=1")
+    FlowGRPOTrainer(config).run.engine.close()
+    loads.clear()
+    config.actor_rollout_ref.model.dtype = "bfloat16"
+    config.trainer.default_local_dir = str(tmp_path / "other")
+    with pytest.raises(PromptStoreError, match="another text encoder .dtype float32 there and bfloat16 here."):
+        FlowGRPOTrainer(config)
+    assert loads == []
+
+
+def test_validation_prompts_name_their_own_section():
+    model = PipelineLoader(TINY).model
+    section = "val_kwargs.pipeline"
+    field = r"actor_rollout_ref\.rollout\.val_kwargs\.pipeline\.max_sequence_length"
+    with pytest.raises(ValueError, match=rf"here: .* says nothing .*\({field}\)"):
+        check_sets(model, [of("a"), replace(of("\n" * 600), section=section)], warn=True)
+    with pytest.warns(UserWarning, match=rf"^{field}=64 cuts off the ends of 1 of 1"):
+        check_sets(model, [of("a"), replace(of("a" * 100), section=section)], warn=True)
+
+
+def test_the_command_fills_the_store_and_says_what_it_did(tmp_path, capsys, loads):
+    arguments = ["encode-prompts", "--config-name", "tiny_qwen_image_ocr"]
+    overrides = overrides_of(tmp_path / "run", f"{STORE}={tmp_path / 'store'}")
+    assert main([*arguments, *overrides]) == 0
+    first = capsys.readouterr().out
+    assert "of which 84 were encoded now" in first
+    assert f"Store: {tmp_path / 'store'}, 84 prompts in 1 file(s)" in first
+    assert loads == ["text_encoder"]
+    assert main([*arguments, *overrides]) == 0
+    assert "of which 0 were encoded now" in capsys.readouterr().out
+    assert loads == ["text_encoder"]
+    assert not (tmp_path / "run").exists()
+    assert main([*arguments, *overrides, "actor_rollout_ref.model.dtype=bfloat16"]) == 2
+    assert f"error: {STORE}" in capsys.readouterr().err

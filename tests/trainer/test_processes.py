@@ -1,0 +1,162 @@
+"""Several processes: they make the same transformer calls, and the first failure of one ends all."""
+
+import json
+import os
+import socket
+import sys
+import time
+
+import torch
+from tests_support import overrides_of, run_process
+
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+ONE_EACH = (
+    "trainer.resume_mode=disable",
+    "algorithm.rollout_correction.bypass_mode=false",
+    "actor_rollout_ref.rollout.probe.images=1",
+    "actor_rollout_ref.rollout.adapter_lag=1",
+    "actor_rollout_ref.rollout.micro_batch_size=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
+    "data.val_max_samples=3",
+)
+"""Uneven everywhere: one probed image and three of validation on two processes, and a call for each image sampled."""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _count_calls(rank, folder, port):
+    """What one of two processes finds, as ``rank_N.json``."""
+    torch.set_num_threads(1)
+    launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in launch.items()}
+    import random
+
+    from flowgrpo_rc.actor import NonFiniteUpdateError
+    from flowgrpo_rc.batch import Key
+    from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.gap.probe import run_probe
+    from flowgrpo_rc.trainer.resume import load_run
+    from flowgrpo_rc.trainer.validation import validate
+
+    trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", overrides_of(folder / "run", *ONE_EACH)))
+    kind = type(trainer.run.model.transformer)
+    calls = []
+    torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: calls.append(torch.is_grad_enabled()) if isinstance(module, kind) else None
+    )
+    found = {"calls": {}, "errors": {}}
+
+    def count(stage, work):
+        calls.clear()
+        try:
+            return work()
+        except NonFiniteUpdateError as error:
+            found["errors"][stage] = [str(error), error.samples]
+        finally:
+            found["calls"][stage] = list(calls)
+
+    found["metrics"], _ = count("validation", lambda: validate(trainer.run, trainer.conditioning, trainer.generate))
+    for step in ("first step", "second step"):
+        count(step, trainer.train_step)
+
+    random.seed(rank)
+    trainer.save()
+    saved = random.random()
+    random.seed(7)
+    load_run(trainer.run, trainer.checkpoints, trainer.checkpoints.latest())
+    found["random"] = [saved, random.random()]
+
+    rollout, advantages = trainer._rollout, trainer._advantages
+
+    def broken_latents(*arguments):
+        batch, *rest = rollout(*arguments)
+        if rank == 1:
+            batch[Key.NEXT_LATENTS][1] = torch.nan
+        return batch, *rest
+
+    def broken_advantages(*arguments):
+        values, metrics = advantages(*arguments)
+        if rank == 1:
+            values[2] = torch.nan
+        return values, metrics
+
+    trainer._rollout = broken_latents
+    count("log-prob", trainer.train_step)
+    trainer._rollout, trainer._advantages = rollout, broken_advantages
+    count("gradient", trainer.train_step)
+    found["prompts"] = [record.prompt for record in trainer.run.train_prompts]
+    count("probe", lambda: run_probe(trainer.probed_run(), 2))
+    trainer.folder.close()
+    (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+
+
+def test_every_process_makes_the_same_transformer_calls(tmp_path):
+    """A sharded transformer hangs where they do not; counted over everything a run does, with the work dealt unevenly
+    and with a sample on one process alone that is not finite."""
+    torch.multiprocessing.spawn(_count_calls, (tmp_path, free_port()), nprocs=2)
+    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert first["calls"] == second["calls"]
+    calls = {stage: len(made) for stage, made in first["calls"].items()}
+    # 2 images a process, where one has 1: each takes 4 steps
+    assert calls["validation"] == 2 * 4
+    # 8 images of 4 steps; the probed one; 4 images scored by threes; 2 mini-batches of one micro-batch
+    assert calls["first step"] == 8 * 4 + 1 + 2 + 2
+    assert calls["second step"] == 8 * 4 + 2 + 2 + 2  # the engine is one step behind, so the probe rescores twice
+    assert calls["log-prob"] == 8 * 4 + 2 + 2 + 1
+    assert calls["gradient"] == 8 * 4 + 2 + 2 + 1 + 4  # the hunt: one backward for each of 4 samples
+    assert first["metrics"] == second["metrics"]
+    assert set(first["errors"]) == {"log-prob", "gradient"}
+    for stage, row in (("log-prob", 1), ("gradient", 2)):
+        (text, none), (same, own) = first["errors"][stage], second["errors"][stage]
+        assert text == same
+        assert f"non-finite {stage} for 1 samples of the batch (rows [{row}] of process 1)" in text
+        assert (none, own) == ([], [row])
+        assert any(f"their prompts: {prompt!r}" in text for prompt in first["prompts"])
+    assert first["random"][0] == first["random"][1] != second["random"][0] == second["random"][1]
+
+
+JUDGE = """
+import os, pathlib, time
+asked = 0
+
+def compute_score(images, prompts, metadata):
+    global asked
+    asked += 1
+    if asked == 2 and os.environ["RANK"] == "1":
+        pathlib.Path(__file__).with_name("raised").write_text(str(time.time()))
+        raise ConnectionError("the judge is out of reach")
+    return images.reshape(len(images), -1).mean(1) / 255
+"""
+
+
+def test_an_exception_of_one_process_ends_all_with_its_message(small_config, tmp_path):
+    """Within a minute, told once, and the run folder is as after a failure of a run of one process: it resumes."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    settings = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.val_before_train=false")
+    settings += ("trainer.resume_mode=auto",)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+        *("-m", "flowgrpo_rc.cli.main", "demo"),
+        *overrides_of(tmp_path / "run", *settings, f"reward.custom_reward_function.path={tmp_path / 'judge.py'}"),
+    ]
+    done = run_process(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    took = time.time() - float((tmp_path / "raised").read_text())
+    assert took < 60
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr[-3000:]
+    assert "the judge is out of reach" in errors[0]
+    assert done.stderr.count("the judge is out of reach") == 1
+    for consequence in ("gloo", "interrupted", "Stopping", "FLOWGRPO_RC_DEBUG"):
+        assert consequence not in done.stderr + done.stdout
+    assert not (tmp_path / "run" / ".lock").exists()
+    states = torch.load(tmp_path / "run" / "checkpoints" / "step_1" / "optimizer.pt", weights_only=True)["random"]
+    assert len(states) == 2
+    trainer = FlowGRPOTrainer(small_config(*settings))
+    assert trainer.step == 1
+    trainer.folder.close()
