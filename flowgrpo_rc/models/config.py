@@ -122,6 +122,10 @@ class FSDPConfig:
         if self.fsdp_size != -1:
             positive(f"{FSDP_FIELD}.fsdp_size", self.fsdp_size)
 
+    def processes_to_a_copy(self, on_node: int) -> int:
+        """How many processes share one copy of the weights, with ``on_node`` of them on this node."""
+        return on_node if self.fsdp_size == -1 else self.fsdp_size
+
 
 def _check_targets(field: str, targets: Any) -> None:
     """Null, a name, or a list of names; whether the model has layers of these names is asked when it is loaded."""

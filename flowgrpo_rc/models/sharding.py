@@ -9,7 +9,7 @@ Gathering is collective: every process must call the transformer equally often, 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,8 +45,8 @@ def check_sharding(config: FSDPConfig, processes: int, device: torch.device) -> 
             f"{FSDP_FIELD}.param_offload: got true on a CPU, where the weights are in the host's memory anyway; set it "
             "to false"
         )
-    size = _processes_to_a_copy(config)
-    on_node = _processes_on_node()
+    on_node = _processes_on_node(processes)
+    size = config.processes_to_a_copy(on_node)
     if processes % size or on_node % size:
         raise ValueError(
             f"{FSDP_FIELD}.fsdp_size: got {size}, which does not divide the {on_node} processes of this node (of "
@@ -114,24 +114,22 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-def resident_bytes(transformer: nn.Module) -> int:
-    """Bytes of the parameters that this process holds between two calls."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in transformer.parameters()]
+def resident_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of these parameters that this process holds between two calls."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def _processes_on_node() -> int:
-    """As the launcher says; torchrun and accelerate set it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))
-
-
-def _processes_to_a_copy(config: FSDPConfig) -> int:
-    return _processes_on_node() if config.fsdp_size == -1 else config.fsdp_size
+def _processes_on_node(processes: int) -> int:
+    """As the launcher says; one that says nothing has started them all on one node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
 
 
 def _mesh(config: FSDPConfig, processes: int, device: torch.device) -> DeviceMesh:
-    """Consecutive ranks share a copy of the weights; the first dimension, if there are two, counts the copies."""
-    size = _processes_to_a_copy(config)
-    shape = (size,) if size == processes else (processes // size, size)
-    # Without names for the dimensions: by those, peft would take it for tensor parallelism and fit a LoRA to the slices.
-    return init_device_mesh(device.type, shape)
+    """The processes that share a copy of the weights with this one, consecutive ranks of its node.
+
+    The other copies are no part of it: frozen weights have no gradients to be summed over them.
+    """
+    size = config.processes_to_a_copy(_processes_on_node(processes))
+    # By the name ``fsdp`` peft knows that a layer computes with whole weights, to which its LoRA must fit.
+    return init_device_mesh(device.type, (processes // size, size), mesh_dim_names=("copies", "fsdp"))["fsdp"]
