@@ -192,6 +192,10 @@ class DiffusionModel(ABC):
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         """The tokenizers, each with how many tokens of a prompt it keeps; the special ones are not counted."""
 
+    def prompt_tokens(self, max_sequence_length: int) -> int:
+        """How many embeddings the longest prompt gives the transformer."""
+        return max_sequence_length
+
     @abstractmethod
     def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
         """Unpadded prompt embeddings, one a prompt, on the host; the text encoders must be loaded."""

@@ -1,5 +1,7 @@
 """An optimizer step of two processes, one of which rejects all that it has."""
 
+from types import SimpleNamespace
+
 import torch
 from test_rows import IMAGES, Rig, adapter_parameters, config
 from tolerances import GRADIENT
@@ -27,15 +29,9 @@ def one_of_two(rank, folder):
     store = torch.distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     rig = Rig()
-    rig.actor._accelerator = type(
-        "Two",
-        (),
-        {
-            "device": torch.device("cpu"),
-            "num_processes": 2,
-            "autocast": staticmethod(rig.actor._accelerator.autocast),
-            "backward": staticmethod(rig.actor._accelerator.backward),
-        },
+    own = rig.actor._accelerator
+    rig.actor._accelerator = SimpleNamespace(
+        device=own.device, num_processes=2, autocast=own.autocast, backward=own.backward
     )
     torch.save(update(rig, torch.arange(IMAGES).chunk(2)[rank]), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()

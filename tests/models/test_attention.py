@@ -117,7 +117,7 @@ def test_each_engine_has_names_of_its_own():
 
 @pytest.mark.parametrize("field", [ACTOR, ENGINE])
 def test_a_run_is_refused_before_its_model_is_loaded(small_config, monkeypatch, field):
-    monkeypatch.setattr(trainer_setup, "load_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(trainer_setup, "open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=f"{field}: got _native_npu, .*install `torch_npu`"):
         FlowGRPOTrainer(small_config("trainer.device=cpu", f"{field}=_native_npu"))
 
