@@ -19,6 +19,15 @@ def onto(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def queued_to_host(tensor: Tensor) -> Tensor:
+    """``tensor`` on the host, detached. A copy from a CUDA device is queued: its numbers are there once the host has
+    waited for the device, as it does in ``to_host``."""
+    if tensor.device.type == "cpu":
+        return tensor.detach()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor.detach(), non_blocking=True)
+
+
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the host by their names, detached, of one device and any dtypes: one transfer for each dtype.
 

@@ -3,7 +3,8 @@
 ``OnDevice`` tensors say that they lie on a CUDA device and compute on the processor. Inside ``Crossings`` whatever is
 made on that device or brought there becomes one, and what would make the host wait for it is noted with the file that
 asked: a value read, a copy to the host, a copy from host memory that is not page-locked, an operation whose result has
-a size that only the data tell. Mixing tensors of both sides raises, as it does on a real device.
+a size that only the data tell. A copy from or to page-locked memory that is asked not to block is queued, and no wait.
+Mixing tensors of both sides raises, as it does on a real device.
 
 To count another piece of code: make everything it has on the device with ``put_on_device``, run it inside
 ``with Crossings() as crossings`` and compare ``crossings.found`` with a table.
@@ -47,6 +48,13 @@ class OnDevice(torch.Tensor):
     def is_cuda(self):
         return True
 
+    @property
+    def is_meta(self):
+        return False
+
+    def untyped_storage(self):
+        return self.values.untyped_storage()
+
     def __repr__(self):
         return f"OnDevice({tuple(self.shape)})"
 
@@ -57,8 +65,10 @@ class OnDevice(torch.Tensor):
         stays = _note_operation(name, args, kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
-        plain_args, plain_kwargs = tree_map_only(OnDevice, lambda tensor: tensor.values, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(torch.Tensor, _computed, (args, kwargs))
         result = function(*plain_args, **plain_kwargs)
+        if result is None:  # lists of tensors are changed in place
+            return None
         if name.endswith("_") and not name.endswith("__"):
             return args[0]
         return tree_map_only(torch.Tensor, OnDevice, result) if stays else result
@@ -72,6 +82,7 @@ class Crossings(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.found = Counter()
+        self._locked = {}
 
     def __enter__(self):
         Crossings.active = self
@@ -86,13 +97,16 @@ class Crossings(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         first = args[0] if args else None
         if name == "pin_memory":
-            return _pinned(first)
-        kwargs.pop("pin_memory", None)
+            return self._lock(first.clone())
+        if kwargs.pop("pin_memory", False):
+            return self._lock(function(*args, **kwargs))
         if name in ("tolist", "numpy") and isinstance(first, OnDevice):
             note(name)
             return getattr(first.values, name)(*args[1:])
         if name == "copy_":  # torch looks for the device before it dispatches
-            return _copied(*args)
+            return self._copied(*args, **kwargs)
+        if name == "where":  # of numbers torch makes tensors below Python, on its own device
+            args = tuple(torch.tensor(one) if isinstance(one, (int, float)) else one for one in args)
         if name == "scaled_dot_product_attention" and isinstance(kwargs.get("attn_mask"), OnDevice):
             kwargs["attn_mask"] = _added_mask(kwargs["attn_mask"])
         wanted = _asked_device(name, args, kwargs)
@@ -102,7 +116,7 @@ class Crossings(TorchFunctionMode):
             return _without_device(function, args, kwargs)
         if isinstance(first, torch.Tensor):
             if name == "to":
-                if not (kwargs.get("non_blocking") and getattr(first, "page_locked", False)):
+                if not (kwargs.get("non_blocking") and self._is_locked(first)):
                     note("to device")
             elif not name.endswith("_like") and not name.startswith("new_"):
                 raise AssertionError(f"{name} of a host tensor for the device")
@@ -112,6 +126,23 @@ class Crossings(TorchFunctionMode):
             args = tuple(_on_host(argument) for argument in args)
             kwargs = {key: _on_host(value) for key, value in kwargs.items()}
             return OnDevice(function(*args, **kwargs))
+
+    def _copied(self, target, source, non_blocking=False):
+        sides = [isinstance(tensor, OnDevice) for tensor in (target, source)]
+        host = source if sides[0] else target
+        if sides[0] != sides[1] and not (non_blocking and self._is_locked(host)):
+            note("to device" if sides[0] else "to host")
+        _values(target).copy_(_values(source))
+        return target
+
+    def _lock(self, tensor):
+        """Take the memory of a host tensor for page-locked; it is held, so that no other tensor is given it."""
+        storage = tensor.untyped_storage()
+        self._locked[storage.data_ptr()] = storage
+        return tensor
+
+    def _is_locked(self, tensor):
+        return tensor.untyped_storage().data_ptr() in self._locked
 
 
 def note(kind):
@@ -165,19 +196,21 @@ def _asked_device(name, args, kwargs):
     return None if wanted is None else torch.device(wanted)
 
 
-def _copied(target, source, non_blocking=False):
-    sides = [isinstance(tensor, OnDevice) for tensor in (target, source)]
-    if sides[0] != sides[1]:
-        note("to device" if sides[0] else "to host")
-    _values(target).copy_(_values(source))
-    return target
-
-
 def _added_mask(mask):
     """A mask of numbers; of truth values torch makes one below Python, on its own device."""
     if mask.dtype != torch.bool:
         return mask
     return OnDevice(torch.zeros(mask.shape).masked_fill(~mask.values, -torch.inf))
+
+
+def _computed(tensor):
+    """What the processor computes with."""
+    if isinstance(tensor, OnDevice):
+        return tensor.values
+    if tensor.is_meta:  # the zero of autograd's own ``where``: what Python hands to one has been made a tensor before
+        assert tensor.dim() == 0
+        return torch.zeros((), dtype=tensor.dtype)
+    return tensor
 
 
 def _values(tensor):
@@ -199,12 +232,6 @@ def _on_host(argument):
     if isinstance(argument, OnDevice):
         return argument.values
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
-
-
-def _pinned(tensor):
-    copy = tensor.clone()
-    copy.page_locked = True
-    return copy
 
 
 def _asking():

@@ -1,17 +1,21 @@
 """What only a GPU can show: the same run on CUDA, in float32 and bfloat16. ``make gpu`` runs these."""
 
 import math
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 from flowgrpo_rc import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
-from flowgrpo_rc.actor import DiffusionLossConfig
+from flowgrpo_rc.actor import DiffusionActor, DiffusionLossConfig
+from flowgrpo_rc.actor.rows import take_rows
 from flowgrpo_rc.models import PipelineLoader
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.timer import StageTimer
-from flowgrpo_rc.transfers import onto, to_host
+from flowgrpo_rc.transfers import onto, queued_to_host, to_host
 
 pytestmark = pytest.mark.gpu
 
@@ -126,6 +130,93 @@ def test_queued_copies_carry_the_numbers_there_and_back():
     assert torch.equal(back["whole"], values + 3)
     state = {"a": values, "b": torch.ones(())}
     assert adapter_digest({name: tensor.to(device) for name, tensor in state.items()}) == adapter_digest(state)
+
+
+def test_numbers_queued_to_the_host_are_there_once_it_has_waited():
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / busy.norm()
+    values = torch.arange(1000.0, device="cuda") + 0 * busy[0, 0]
+    queued = queued_to_host(values[::2])
+    assert queued.is_pinned()
+    to_host({"last": values[-1]})
+    assert torch.equal(queued, torch.arange(0.0, 1000.0, 2))
+
+
+def test_rows_reach_the_gpu_from_pinned_memory():
+    device = torch.device("cuda")
+    latents = torch.randn(4, 3, 16, 8)
+    rows = torch.tensor([11, 0, 5])
+    torch.cuda.synchronize()
+    with waits_of_the_package() as waits:
+        first, second = take_rows([latents, -latents], rows, device)
+    assert waits == []
+    assert torch.equal(first.cpu(), latents.flatten(0, 1)[rows])
+    assert torch.equal(second.cpu(), -latents.flatten(0, 1)[rows])
+
+
+@contextmanager
+def waits_of_the_package():
+    """The lines of this package, as ``file:number``, at which the host has waited for the device."""
+    found = []
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield found
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+        found += [f"{w.filename}:{w.lineno}" for w in waits if "flowgrpo_rc" in Path(w.filename).parts]
+
+
+def test_a_wait_is_seen():
+    value = torch.ones(3, device="cuda")
+    with waits_of_the_package() as waits:
+        to_host({"value": value})
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("micro", ["ppo_micro_batch_size_per_gpu=1", "ppo_micro_batch_rows=1"])
+def test_the_micro_batches_of_an_update_are_queued_without_a_wait(small_config, monkeypatch, micro):
+    """From the second update on: the first one brings the limits of rejection to the device."""
+    backward = DiffusionActor._backward
+    found = []
+
+    def watched(self, update, mini):
+        with waits_of_the_package() as waits:
+            done = backward(self, update, mini)
+        found.append(waits)
+        return done
+
+    monkeypatch.setattr(DiffusionActor, "_backward", watched)
+    rc = "algorithm.rollout_correction.rollout_rs=token_k1"
+    row = last_row(small_config, f"actor_rollout_ref.actor.{micro}", rc, "trainer.total_training_steps=3")
+    assert found[2:] == [[]] * 4
+    assert math.isfinite(row["actor/grad_norm"])
+
+
+def test_single_rows_need_less_memory_than_whole_windows(small_config, monkeypatch):
+    """What an update takes above what there was before it: 16 rows at a time, and 1."""
+    update = DiffusionActor.update
+    peaks = []
+
+    def watched(self, *arguments, **options):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = update(self, *arguments, **options)
+        peaks.append((torch.cuda.max_memory_allocated(), before))
+        return result
+
+    monkeypatch.setattr(DiffusionActor, "update", watched)
+    taken = {}
+    for micro in ("ppo_micro_batch_size_per_gpu=8", "ppo_micro_batch_rows=1"):
+        row = last_row(small_config, f"actor_rollout_ref.actor.{micro}")
+        peak, before = peaks[-1]
+        taken[micro] = peak - before
+        logged = row["perf/max_memory_allocated_gb"] * 2**30
+        assert peak * (1 - 1e-6) <= logged <= torch.cuda.max_memory_allocated() * (1 + 1e-6)
+    assert taken["ppo_micro_batch_rows=1"] < taken["ppo_micro_batch_size_per_gpu=8"] / 2
 
 
 def test_stages_are_charged_with_the_kernels_that_they_queue():

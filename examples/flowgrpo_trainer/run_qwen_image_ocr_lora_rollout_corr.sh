@@ -11,6 +11,8 @@
 #
 # Every process holds the frozen model once where model.dtype and rollout.dtype agree, twice where they differ, and with
 # ENGINE=vllm_omni always twice. rollout_is is a diagnosis only in bypass mode with PPO: the ratio corrects by itself.
+# A micro-batch of 4 images is 8 rows, their 2 trained steps each; on a smaller GPU,
+# actor_rollout_ref.actor.ppo_micro_batch_rows=1 learns the same with an eighth of the activations.
 # Any setting can be overridden: bash run_qwen_image_...sh trainer.total_training_steps=100
 set -euo pipefail
 

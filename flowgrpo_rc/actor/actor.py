@@ -31,6 +31,7 @@ from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora, base_parameters, load_lora
 from flowgrpo_rc.sde import Transition, log_prob, transition
+from flowgrpo_rc.transfers import queued_to_host, to_host
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes of gradients that are summed over ranks in one collective, and copied for it at most."""
@@ -291,11 +292,12 @@ class DiffusionActor:
         self._reduce_gradients(total.denominator.clamp(min=1.0))
         norm = clip_grad_norm_(self._parameters, self.config.grad_clip)
         log_probs, total, norm = _read(done.log_probs, total, norm)
-        self._check_finite({"log_probs": log_probs}, mini.rows)
+        # Before correction, which would refuse what is not finite on the process that has it, and leave the others.
+        self._check_finite(log_probs, mini.rows)
         if update.corrects(mini):
             corrected = done.corrected
             if corrected is None:
-                corrected = update.correct(mini, OldPolicy(log_probs=log_probs, means=done.means))
+                corrected = update.correct(mini, done.present(log_probs))
             if not update.mode.bypasses:
                 mini = mini._replace(old=corrected)
         # Not even moments and weight decay may move the weights where nothing is learned.
@@ -319,15 +321,15 @@ class DiffusionActor:
         window = update.steps.window
         size = self.config.micro_batch_rows(window)
         corrects = update.corrects(mini)
-        known = None if corrects else mini.old
         corrected = None
         if corrects and mode.couples_steps:
             if size < window or mode.rollout_correction.rollout_is_batch_normalize:
-                corrected = known = self._correct_ahead(update, mini)
+                corrected = self._correct_ahead(update, mini)
             else:
                 size -= size % window
+        known = corrected if corrects else mini.old
         old = OldRows(known, mode, self._accelerator.device)
-        keeps_means = corrects and not mode.bypasses and self._compares_means and self.config.ppo_epochs > 1
+        keeps_means = known is None and not mode.bypasses and self._compares_means and self.config.ppo_epochs > 1
         done: list[LossMetrics] = []
         log_probs: list[Tensor] = []
         means: list[Tensor] = []
@@ -339,12 +341,11 @@ class DiffusionActor:
             done.append(sums.metrics)
             log_probs.append(output["log_probs"].detach())
             if keeps_means:
-                means.append(output["transition_means"].detach().cpu())
-        shape = (len(mini.rows), window)
+                means.append(queued_to_host(output["transition_means"]))
         return _Accumulated(
             metrics=reduce(add, done),
-            log_probs=torch.cat(log_probs).view(shape),
-            means=torch.cat(means).unflatten(0, shape) if means else None,
+            log_probs=torch.cat(log_probs).view(len(mini.rows), window),
+            means=means,
             corrected=corrected,
         )
 
@@ -353,7 +354,7 @@ class DiffusionActor:
         known whole before."""
         with torch.no_grad():
             scored = self._score_steps(update.steps, mini.rows, means=self._compares_means and not update.mode.bypasses)
-        self._check_finite(scored, mini.rows)
+        self._check_finite(scored["log_probs"], mini.rows)
         return update.correct(mini, OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means")))
 
     def _score_steps(self, steps: RecordedSteps, images: Int[Tensor, " M"], *, means: bool) -> dict[str, Tensor]:
@@ -364,10 +365,12 @@ class DiffusionActor:
         parts = []
         for micro in steps.cut(images, size):
             output = self._forward(micro, means=means)
-            # Means are large; the rest crosses at the end, all at once.
-            parts.append({n: v.cpu() if n == "transition_means" else v for n, v in output.items()})
-        shape = (len(images), steps.window)
-        return {name: torch.cat([part[name] for part in parts]).cpu().unflatten(0, shape) for name in parts[0]}
+            # Means are large and leave the device at once; the rest crosses at the end, together.
+            parts.append({n: queued_to_host(v) if n == "transition_means" else v for n, v in output.items()})
+        numbers = to_host({n: torch.cat([part[n] for part in parts]) for n in parts[0] if n != "transition_means"})
+        if means:  # They are there now that the host has waited for the numbers.
+            numbers["transition_means"] = torch.cat([part["transition_means"] for part in parts])
+        return {name: values.unflatten(0, (len(images), steps.window)) for name, values in numbers.items()}
 
     def _gradients_of_images(
         self,
@@ -388,7 +391,7 @@ class DiffusionActor:
             outputs = [self._forward(micro, means=True) for micro in micro_batches]
         shape = (len(images), steps.window)
         whole = {n: torch.cat([o[n].detach() for o in outputs]).unflatten(0, shape) for n in outputs[0]}
-        self._check_finite(whole, images)
+        self._check_finite(whole["log_probs"], images)
         moved = [whole[name].requires_grad_() for name in ("log_probs", "transition_means")]
         of_outputs = [torch.autograd.grad(loss(whole, data), moved, materialize_grads=True) for loss in losses]
         count = sum(parameter.numel() for parameter in self._parameters)
@@ -408,9 +411,9 @@ class DiffusionActor:
                 sums[number] += torch.cat([gradient.float().reshape(-1) for gradient in found])
         return sums
 
-    def _check_finite(self, output: dict[str, Tensor], rows: Int[Tensor, " b"]) -> None:
+    def _check_finite(self, log_probs: Float[Tensor, "b W"], rows: Int[Tensor, " b"]) -> None:
         """Every process raises where one has found something, so that none goes on to a forward alone."""
-        finite = torch.isfinite(output["log_probs"]).all(1)
+        finite = torch.isfinite(log_probs).all(1)
         if on_any_process(~finite.all()):
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
 
@@ -542,10 +545,16 @@ class _Accumulated(NamedTuple):
     metrics: LossMetrics
     log_probs: Float[Tensor, "M W"]
     """Of the present policy, on the device."""
-    means: Float[Tensor, "M W *L"] | None
-    """Of the present policy, on the host, where later epochs compare with them."""
+    means: list[Tensor]
+    """``(n, *L)`` of each micro-batch under the present policy, queued to the host, where later epochs compare with
+    them."""
     corrected: OldPolicy | None
     """The present policy with weights and rejection, where a scoring pass found them ahead."""
+
+    def present(self, log_probs: Float[Tensor, "M W"]) -> OldPolicy:
+        """The present policy, now that the host has waited for the device and read its log-probs."""
+        means = torch.cat(self.means).unflatten(0, log_probs.shape) if self.means else None
+        return OldPolicy(log_probs=log_probs, means=means)
 
 
 def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor, LossMetrics, float]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, OldPolicy, weights_and_keep
 from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.transfers import onto
 
 _NUMBERS = (
     *(Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS, Key.CLIP_WIDTHS),
@@ -58,7 +59,7 @@ class RecordedSteps:
         numbers = {name: batch[name] for name in _NUMBERS if name in present}
         # What an image has once holds for all of its steps.
         flat = {n: v.flatten() if v.dim() > 1 else v.repeat_interleave(self.window) for n, v in numbers.items()}
-        self._numbers = {name: to_device(values, device) for name, values in flat.items()}
+        self._numbers = {name: onto(values, device) for name, values in flat.items()}
         self._conditioning = conditioning.to(device)
 
     def cut(self, images: Int[Tensor, " M"], size: int, *, means: bool = False) -> Iterator[MicroBatch]:
@@ -68,7 +69,7 @@ class RecordedSteps:
             means: bring the engine's transition means, too, if the batch has them.
         """
         rows = (images[:, None] * self.window + torch.arange(self.window)).flatten()
-        rows_there = to_device(rows, self._device)
+        rows_there = onto(rows, self._device)
         means = means and Key.ROLLOUT_MEANS in self._batch.keys()  # noqa: SIM118  (a TensorDict iterates over its rows)
         names = [*_LATENTS, Key.ROLLOUT_MEANS] if means else _LATENTS
         for start in range(0, len(rows), size):
@@ -96,7 +97,7 @@ class OldRows:
         self._numbers: dict[str, Tensor] | None = None
         if known is not None:
             numbers = replace(known, means=None).batch_keys()
-            self._numbers = {name: to_device(values.flatten(), device) for name, values in numbers.items()}
+            self._numbers = {name: onto(values.flatten(), device) for name, values in numbers.items()}
 
     def of(self, micro: MicroBatch, output: Mapping[str, Tensor], window: int) -> dict[str, Tensor]:
         """Old log-probs and means, weights and rejection of a micro-batch's rows, under the keys of a batch.
@@ -139,10 +140,3 @@ def take_rows(
     for place, tensor in zip(together, tensors, strict=True):
         torch.index_select(tensor.flatten(0, 1), 0, rows, out=place)
     return together.to(device, non_blocking=True).unbind()
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """``values`` on ``device``; a GPU comes to the transfer in its own time, and nobody waits for it."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)

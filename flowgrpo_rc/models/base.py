@@ -91,8 +91,8 @@ class Conditioning:
 
     def to(self, device: torch.device) -> "Conditioning":
         """All of it, on ``device``."""
-        negative = None if self.negative is None else self.negative.map(lambda tensor: tensor.to(device))
-        return replace(self, prompts=self.prompts.map(lambda tensor: tensor.to(device)), negative=negative)
+        negative = None if self.negative is None else self.negative.map(lambda tensor: onto(tensor, device))
+        return replace(self, prompts=self.prompts.map(lambda tensor: onto(tensor, device)), negative=negative)
 
     def rows(self, index: Tensor, device: torch.device) -> "Conditioning":
         """The conditioning of some images, on ``device``."""

@@ -1,138 +1,112 @@
-"""What an update moves between host and device, and when: counted on tensors that are marked as on a device."""
+"""Where an update waits for an accelerator: the whole list, with file and count."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rows import IMAGES, LEVELS, MODES, WINDOW, Rig, config
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from crossings import DEVICE, Crossings, put_on_device
+from test_rows import IMAGES, LEVELS, MODES, Rig, config
 
-from flowgrpo_rc.batch import MiniBatch
+from flowgrpo_rc.batch import Key, MiniBatch, correct_old_policy
+from flowgrpo_rc.correction.numerics import rejection
+from flowgrpo_rc.models.lora import adapter_parameters
 
-DEVICE = torch.device("cpu", 0)
-"""Stands for a GPU."""
-_READS = {"tolist", "item", "__bool__", "__float__", "__int__", "numpy", "__index__"}
-
-
-def marked(tensor):
-    """Whether a tensor is taken to be on the device."""
-    return getattr(tensor, "_on_device", False)
-
-
-def mark(tensor):
-    """Take a tensor to be on the device; returns it."""
-    tensor._on_device = True
-    return tensor
-
-
-class Crossings(TorchFunctionMode):
-    """``log`` lists what crossed, ``("host", shape)`` or ``("device", shape)``, and what was noted in between.
-
-    Whatever is computed from marked tensors is marked. A read of a marked tensor's values, and a move of it, is a
-    transfer to the host; a move of an unmarked one to ``DEVICE`` is a transfer there. An operation that mixes both
-    kinds is an error, as on a GPU.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.log = []
-
-    def shapes(self, kind):
-        """What crossed in one direction."""
-        return [entry[1] for entry in self.log if isinstance(entry, tuple) and entry[0] == kind]
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if func == torch.Tensor.device.__get__ and marked(args[0]):
-            return DEVICE
-        if name in ("to", "cpu"):
-            return self._move(func, args, kwargs)
-        there = [marked(x) for x in inputs]
-        if name in _READS and any(there):
-            self.log.append(("host", tuple(inputs[0].shape)))
-        elif any(there) and not all(there) and name not in ("__get__", "__set__"):
-            strangers = [tuple(x.shape) for x, on in zip(inputs, there, strict=True) if not on and x.dim()]
-            assert not strangers, f"{name} mixes tensors on the device with {strangers} on the host"
-        result = func(*args, **kwargs)
-        if (any(there) and name not in _READS) or kwargs.get("device") == DEVICE:
-            for output in tree_leaves(result):
-                if isinstance(output, torch.Tensor):
-                    mark(output)
-        return result
-
-    def _move(self, func, args, kwargs):
-        tensor = args[0]
-        named = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, (torch.device, str))]
-        goes_there = func.__name__ == "to" and marked(tensor)
-        if named:
-            goes_there = torch.device(named[0]) == DEVICE
-        with torch._C.DisableTorchFunction():
-            result = func(*args, **kwargs)
-        if goes_there != marked(tensor):
-            self.log.append(("device" if goes_there else "host", tuple(tensor.shape)))
-            result = torch.ops.aten.alias(result)
-        if goes_there:
-            mark(result)
-        return result
+ONE_WAIT = {("actor/actor.py", "to host"): 1}
+"""Of an optimizer step: log-probs, metrics and the gradient's norm together."""
 
 
 @pytest.fixture(scope="module")
 def rig():
     torch.set_num_threads(1)
     rig = Rig()
-    real = rig.actor._accelerator
-    rig.actor._accelerator = SimpleNamespace(
-        device=DEVICE, autocast=real.autocast, backward=real.backward, num_processes=1
-    )
+    actor = rig.actor
+    put_on_device(actor.transformer)
+    actor._parameters = list(adapter_parameters(actor.transformer).values())
+    actor.optimizer = torch.optim.AdamW(actor._parameters, lr=1e-3)
+    actor.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(actor.optimizer, lambda _: 1.0)
+    real = actor._accelerator
+    actor._accelerator = SimpleNamespace(device=DEVICE, autocast=real.autocast, backward=real.backward, num_processes=1)
     return rig
 
 
-def update(rig, settings, mini_batches):
-    """The crossings of an update, with a note at the beginning and the end of each micro-batch's passes."""
-    rig.reset(settings)
+def update(rig, settings, mini_batches=None):
+    """An update of the actor as it was: its result, its waits, and those of each optimizer step before its
+    micro-batches are done."""
     actor = rig.actor
-    for tensor in (*actor.transformer.parameters(), *actor.transformer.buffers()):
-        mark(tensor)
-    crossings = Crossings()
-    forward = actor._forward
-    backward = actor._accelerator.backward
+    for parameter, value in zip(actor._parameters, rig.start, strict=True):
+        parameter.values.copy_(value)
+    actor.config = settings
+    actor.load_average(None)
+    inside = []
+    backward = actor._backward
 
-    def noted_forward(micro, **options):
-        if torch.is_grad_enabled():
-            crossings.log.append("forward")
-        return forward(micro, **options)
+    def counting(*arguments):
+        before = crossings.found.copy()
+        done = backward(*arguments)
+        inside.append(crossings.found - before)
+        return done
 
-    def noted_backward(loss):
-        backward(loss)
-        crossings.log.append("backward")
-
-    with pytest.MonkeyPatch.context() as patch, crossings:
-        patch.setattr(actor, "_forward", noted_forward)
-        patch.setattr(actor._accelerator, "backward", noted_backward)
-        actor.update(rig.batch, rig.cond, mini_batches)
-    return crossings
+    with pytest.MonkeyPatch.context() as patch, Crossings() as crossings:
+        patch.setattr(torch, "inference_mode", torch.no_grad)  # a tensor that only says where it lies takes no part
+        patch.setattr(actor, "_backward", counting)
+        result = actor.update(rig.batch, rig.cond, mini_batches or [MiniBatch(torch.arange(IMAGES))])
+    return result, crossings.found, inside
 
 
-def between_forward_and_backward(log):
-    inside = False
-    found = []
-    for entry in log:
-        inside = entry == "forward" if isinstance(entry, str) else inside
-        if inside and isinstance(entry, tuple):
-            found.append(entry)
-    return found
+CASES = {
+    "bypass": config(ppo_micro_batch_size_per_gpu=1, correction=MODES["bypass"] | LEVELS["sequence"]),
+    "reinforce, with the window cut": config(rows=2, correction=MODES["reinforce"] | LEVELS["token"]),
+    "bounds by image": config(ppo_micro_batch_size_per_gpu=1, correction=MODES["bypass"] | LEVELS["auto"]),
+    "bands by step": config(ppo_micro_batch_size_per_gpu=2, loss={"clip_ratio": "auto"}),
+    "decoupled": config(ppo_micro_batch_size_per_gpu=1, correction=MODES["decoupled"] | LEVELS["token"]),
+    "KL and average": config(rows=1, use_kl_loss=True, kl_loss_coef=0.1, ema_decay=0.9),
+    "means": config("grpo_guard", ppo_micro_batch_size_per_gpu=1, correction=MODES["decoupled"] | LEVELS["sequence"]),
+}
 
 
-@pytest.mark.parametrize(("mode", "level"), [("bypass", "sequence"), ("reinforce", "token"), ("decoupled", "both")])
-def test_an_optimizer_step_waits_for_its_device_once(rig, mode, level):
-    """For log-probs, metrics and the gradient's norm together; nothing is read between forward and backward."""
-    settings = config(ppo_micro_batch_size_per_gpu=1, correction=MODES[mode] | LEVELS[level])
-    crossings = update(rig, settings, [MiniBatch(torch.arange(IMAGES))])
-    assert crossings.log.count("backward") == IMAGES
-    assert [entry for entry in between_forward_and_backward(crossings.log) if entry[0] == "host"] == []
-    to_host = crossings.shapes("host")
-    assert len(to_host) == 1
-    assert to_host[0][0] > IMAGES * WINDOW
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_step_waits_for_its_device_once(rig, case):
+    """And not between its micro-batches."""
+    update(rig, CASES[case])
+    result, found, inside = update(rig, CASES[case])
+    assert result.optimizer_steps == 1
+    assert found == ONE_WAIT
+    assert inside == [{}]
+
+
+def test_the_waits_of_an_update_are_those_of_its_optimizer_steps(rig):
+    """Two epochs of two mini-batches; the first one's means, which the second epoch compares with, are queued to the
+    host, and no wait of their own."""
+    correction = MODES["decoupled"] | {"rollout_is": "token"}
+    settings = config("grpo_guard", ppo_micro_batch_size_per_gpu=1, ppo_epochs=2, correction=correction)
+    first, second = torch.arange(IMAGES).split(2)
+    rig.actor.config = settings
+    with Crossings() as scoring:
+        old = rig.actor.score(rig.batch[second], rig.cond)
+    assert scoring.found == ONE_WAIT
+    assert old.means.shape == rig.batch[Key.LATENTS][second].shape
+    numbers = {Key.ROLLOUT_LOG_PROBS: rig.batch[Key.ROLLOUT_LOG_PROBS][second]}
+    old, _ = correct_old_policy(old, numbers, rig.actor.config.rollout_correction)
+    result, found, inside = update(rig, settings, [MiniBatch(first), MiniBatch(second, old)])
+    assert result.optimizer_steps == 4
+    assert found == {("actor/actor.py", "to host"): 4}
+    assert inside == [{}] * 4
+
+
+def test_a_window_that_is_cut_and_decided_about_whole_costs_a_second_wait(rig):
+    """That of the scoring pass, which comes before all micro-batches of the optimizer step."""
+    settings = config(rows=2, correction=MODES["reinforce"] | LEVELS["sequence"])
+    update(rig, settings)
+    result, found, inside = update(rig, settings)
+    assert result.optimizer_steps == 1
+    assert found == {("actor/actor.py", "to host"): 2}
+    assert inside == [{("actor/actor.py", "to host"): 1}]
+
+
+def test_what_the_first_update_brings_to_the_device_stays_there(rig):
+    """Everything else of a batch crosses from page-locked memory, and nobody waits for it."""
+    rejection._constant_bounds.cache_clear()
+    _, found, _ = update(rig, CASES["bypass"])
+    assert found == ONE_WAIT | {("correction/numerics/rejection.py", "to device"): 1}
+    _, found, _ = update(rig, CASES["bypass"])
+    assert found == ONE_WAIT
