@@ -21,6 +21,7 @@ class Flux(DiffusionModel):
 
     default_lora_targets = JOINT_ATTENTION
     longest_prompt = 512
+    masks_prompts = False  # its prompts are padded to one length with embeddings that count
 
     def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
         """Raise ``ValueError`` for a size that the model cannot draw, or without the guidance that it embeds."""
