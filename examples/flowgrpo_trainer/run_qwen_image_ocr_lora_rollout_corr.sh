@@ -6,6 +6,7 @@
 #              flowgrpo-rc prepare-data ocr --input DIR --output "$DATA"      (default: data/ocr)
 #   OUTPUTS    where run folders go               (default: outputs)
 #   NUM_GPUS   processes on this machine          (default: 4)
+#   LAUNCHER   starts the processes in place of torchrun --standalone, e.g. on several nodes
 #   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
 #
 # Every process holds the frozen model once where model.dtype and rollout.dtype agree, twice where they differ, and with
@@ -20,7 +21,10 @@ NUM_GPUS=${NUM_GPUS:-4}
 ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
 echo "Rollout engine: $ENGINE"
 
-if [ "$NUM_GPUS" -gt 1 ]; then
+if [ -n "${LAUNCHER:-}" ]; then
+    read -ra WORDS <<<"$LAUNCHER"
+    LAUNCH=("${WORDS[@]}" -m flowgrpo_rc.cli.main)
+elif [ "$NUM_GPUS" -gt 1 ]; then
     LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_GPUS" -m flowgrpo_rc.cli.main)
 else
     LAUNCH=(python -m flowgrpo_rc.cli.main)

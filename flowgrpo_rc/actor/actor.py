@@ -5,7 +5,7 @@ and divided once by the global denominator, so that the result does not depend o
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -32,11 +32,29 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora, base_parameters, load_lora
 from flowgrpo_rc.sde import Transition, log_prob, transition
 
+BUCKET_BYTES = 256 * 2**20
+"""Bytes of gradients that are summed over ranks in one collective, and copied for it at most."""
 COMPILE_BACKEND = "inductor"
 """What ``torch.compile`` hands the transformer's blocks to."""
 
 _CORRECTION_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.TIMESTEPS, Key.ROLLOUT_RS_BOUNDS)
 """What correction reads of a batch, besides the old policy."""
+
+
+def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """The tensors in their order, cut where they would pass ``limit`` bytes; one that is larger goes alone."""
+    bucket: list[Tensor] = []
+    taken = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if bucket and taken + size > limit:
+            yield bucket
+            bucket = []
+            taken = 0
+        bucket.append(tensor)
+        taken += size
+    if bucket:
+        yield bucket
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -97,7 +115,7 @@ class DiffusionActor:
         self._score_batch_size = score_batch_size
         self.transformer: Any = model.transformer
         frozen = sum(parameter.numel() for parameter in base_parameters(self.transformer).values())
-        attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype))
+        attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype), device=accelerator.device)
         use_attention_backend(self.transformer, lora.attn_backend)
         self.recomputes = lora.checkpoints_gradients(frozen)
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
@@ -106,7 +124,6 @@ class DiffusionActor:
         self._compiled = lora.torch_compile
         if lora.torch_compile:
             self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
-        self.transformer.to(accelerator.device)
         self._parameters = list(adapter_parameters(self.transformer).values())
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
@@ -439,17 +456,18 @@ class DiffusionActor:
         )
 
     def _reduce_gradients(self, denominator: Tensor) -> None:
-        """Sum the gradients over ranks in one collective and divide them by the global denominator."""
-        # Every rank must bring the same shapes to the collective, whatever its rows have reached.
+        """Sum the gradients over ranks, some at a time, and divide them by the global denominator."""
+        # Every rank must bring the same shapes to the collectives, whatever its rows have reached.
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        flat = parameters_to_vector(gradients)
-        if self._accelerator.num_processes > 1:
-            torch.distributed.all_reduce(flat)
-        flat /= denominator
-        vector_to_parameters(flat, gradients)
+        for bucket in buckets(gradients, BUCKET_BYTES):
+            flat = parameters_to_vector(bucket)
+            if self._accelerator.num_processes > 1:
+                torch.distributed.all_reduce(flat)
+            flat /= denominator
+            vector_to_parameters(flat, bucket)
 
     def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
         """The gradient is not finite: find the samples it comes from, one backward each, and raise.

@@ -11,6 +11,7 @@ from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective, Threshold
+from flowgrpo_rc.models.config import FSDPConfig
 
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 """Learning-rate schedules, by their names in ``diffusers.optimization``."""
@@ -216,6 +217,9 @@ class DiffusionActorConfig:
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer and its learning-rate schedule; a mapping of the section's keys will do."""
+
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """How the frozen weights are divided over processes; a mapping of the section's keys will do."""
 
     rollout_correction: Any = field(default_factory=dict)
     """A ``RolloutCorrectionConfig``, a mapping of its keys, or null (metrics only). In the trainer it is

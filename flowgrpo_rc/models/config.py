@@ -107,6 +107,40 @@ class ModelConfig:
         return self.enable_gradient_checkpointing
 
 
+FSDP_FIELD = "actor_rollout_ref.actor.fsdp_config"
+"""The section of ``FSDPConfig``."""
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class FSDPConfig:
+    """The section ``actor_rollout_ref.actor.fsdp_config``: whether the frozen weights are divided over processes."""
+
+    shard: bool = False
+    """Whether each process keeps a slice of the transformer's frozen weights, and gathers a block to compute it. The
+    LoRA is held whole by every process. The numbers are those of a run without."""
+
+    fsdp_size: int = -1
+    """With ``shard``, how many processes of a node share one copy of the weights; -1: all of the node."""
+
+    param_offload: bool = False
+    """With ``shard``, whether the slices lie in the host's memory. Every block then crosses to the GPU at every
+    forward. Without ``shard`` nothing is offloaded."""
+
+    reshard_after_forward: bool = True
+    """With ``shard``, whether a block's gathered weights are given up after its forward. ``false`` keeps the whole
+    transformer gathered from the first forward until a backward pass has used it."""
+
+    def __post_init__(self) -> None:
+        fit_fields(FSDP_FIELD, self)
+        if self.fsdp_size != -1:
+            positive(f"{FSDP_FIELD}.fsdp_size", self.fsdp_size)
+
+    def processes_to_a_copy(self, on_node: int) -> int:
+        """How many processes share one copy of the weights, with ``on_node`` of them on this node."""
+        return on_node if self.fsdp_size == -1 else self.fsdp_size
+
+
 def _check_targets(field: str, targets: Any) -> None:
     """Null, a name, or a list of names; whether the model has layers of these names is asked when it is loaded."""
     if targets is None:

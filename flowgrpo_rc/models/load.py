@@ -1,7 +1,7 @@
 """Load a diffusers pipeline part by part, so that nothing of it is missing, damaged, left at random or held in vain."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from torch import nn
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
@@ -95,18 +96,19 @@ class PipelineLoader:
         self.model = self._adapted()
         """The pipeline as a model, as far as it has been read."""
 
-    def load(self) -> DiffusionModel:
+    def load(self, shard: Callable[[nn.Module], None] | None = None) -> DiffusionModel:
         """Read transformer and VAE and try them out; the model is whole then but for its text encoders.
 
-        Small networks come first, so that what is wrong with them is known before the large ones are read.
+        Small networks come first, so that what is wrong with them is known before the large ones are read. ``shard``
+        brings a transformer that is on the host to the device, in slices, where no device has room for all of it.
 
         Raises:
             UnsupportedModelError: a network has missing, surplus or misshaped weights, or some that are not finite, or
                 it fails at its first input.
         """
-        self._read([part for part in self._files.parts if part.has_weights and not part.name.startswith(TEXT)])
+        self._read([part for part in self._files.parts if part.has_weights and not part.name.startswith(TEXT)], shard)
         self.model = self._adapted()
-        _try_networks(self._files, self.model)
+        _try_networks(self._files, self.model, torch.device(self._device))
         return self.model
 
     def read_text_encoders(self) -> None:
@@ -160,13 +162,18 @@ class PipelineLoader:
         with _explaining(files, _misfit(files, part)), init_empty_weights():
             return kind.from_config(kind.load_config(folder))
 
-    def _read(self, parts: list[Part]) -> None:
+    def _read(self, parts: list[Part], shard: Callable[[nn.Module], None] | None = None) -> None:
         for part in sorted(parts, key=self._files.size):
             with _quiet():
                 network = _load_weights(self._files, part, self._classes[part.name], torch_dtype(self._dtype))
+            network.requires_grad_(False).eval()
             # What is left to check needs the weights, and is quicker on the device.
-            network.to(self._device).requires_grad_(False).eval()
+            sharded = shard is not None and part.name == "transformer"
+            if not sharded:
+                network.to(self._device)
             _check_finite(self._files, part.name, network, self._dtype)
+            if sharded:
+                shard(network)
             self._pipe.register_modules(**{part.name: network})
 
     def _adapted(self) -> DiffusionModel:
@@ -207,14 +214,13 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     return loader.load()
 
 
-def _try_networks(files: PipelineFiles, model: DiffusionModel) -> None:
+def _try_networks(files: PipelineFiles, model: DiffusionModel, device: torch.device) -> None:
     """Transformer and VAE do their work once, on a prompt of zeros and the smallest image.
 
     A configuration can have the right shapes and still give a network that stops at its first input, such as with
     rotary embeddings of another size than the heads.
     """
     transformer: Any = model.transformer
-    device = transformer.device
     size = model.smallest_image
     guidance = 1.0 if transformer.config.get("guidance_embeds") else None
     prompts = pad([model.blank_prompt()])

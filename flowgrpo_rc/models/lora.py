@@ -72,12 +72,13 @@ def attach_lora(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
+    device: Any = None,
     adapter: str = ACTOR_ADAPTER,
 ) -> None:
     """Add a trainable LoRA under the name ``adapter`` and make it the active one; others that are there stay.
 
-    Its weights are in ``dtype`` whatever the base is in. The initial values come from torch's global generator: seed it
-    for a reproducible start.
+    Its weights are in ``dtype`` whatever the base is in, and on ``device``; ``None``: where the base is. The initial
+    values come from torch's global generator: seed it for a reproducible start.
 
     Raises:
         ValueError: a target module name matches nothing in the transformer.
@@ -110,7 +111,7 @@ def attach_lora(
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         transformer.add_adapter(settings, adapter_name=adapter)
     for parameter in adapter_parameters(transformer, adapter).values():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(device, dtype)
 
 
 def linear_layers(transformer: nn.Module) -> dict[str, nn.Linear]:

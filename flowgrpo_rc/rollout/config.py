@@ -238,6 +238,10 @@ class RolloutConfig:
     micro_batch_size: int = 32
     """How many images one forward of the engine draws."""
 
+    gather_weights: bool = False
+    """With ``actor.fsdp_config.shard``, whether the weights are gathered once for a whole rollout, for which the GPU
+    must have room beside its slice, instead of once for every forward."""
+
     log_prob_micro_batch_size_per_gpu: int | None = None
     """Images per forward of the scoring pass, each with its whole SDE window. Null takes micro-batches as the actor's
     update does, by its ``ppo_micro_batch_rows`` or ``ppo_micro_batch_size_per_gpu``."""

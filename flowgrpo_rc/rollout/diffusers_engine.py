@@ -1,7 +1,8 @@
 """The in-process engine: the actor's transformer with another adapter, or a copy in another precision."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from flowgrpo_rc.models.lora import (
     base_parameters,
     load_adapter_state,
 )
+from flowgrpo_rc.models.sharding import gathered_once
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
@@ -39,6 +41,8 @@ class DiffusersEngine:
     ``quantization="fp8"`` does what ``RolloutConfig.quantization`` says: the base's weights are rounded once, the
     adapter's at every ``sync``. The rounded matrices are a copy's; ``model`` keeps its weights bit for bit.
 
+    A sharded transformer can only be shared. ``gather_weights`` keeps its weights whole for the time of a ``generate``.
+
     Raises:
         ValueError: the quantization is unknown, or the actor was created first.
     """
@@ -53,6 +57,7 @@ class DiffusersEngine:
         device: Any,
         quantization: str | None = None,
         attn_backend: str | None = None,
+        gather_weights: bool = False,
     ) -> None:
         choice("quantization", quantization, (*QUANTIZATIONS, None))
         taken = getattr(model.transformer, "peft_config", {})
@@ -62,6 +67,7 @@ class DiffusersEngine:
         self._device = torch.device(device)
         self._dtype = dtype
         self._micro_batch_size = micro_batch_size
+        self._gathers = gather_weights
         self._quantized = quantization is not None
         # Of a shared transformer the actor says how it computes attention.
         same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
@@ -73,7 +79,7 @@ class DiffusersEngine:
             use_attention_backend(self.transformer, attn_backend)
         self.adapter = "rollout" if "rollout" not in taken else f"rollout_{len(taken)}"
         """Name of the engine's adapter in ``transformer``."""
-        attach_lora(self.transformer, model, lora, dtype=dtype, adapter=self.adapter)
+        attach_lora(self.transformer, model, lora, dtype=dtype, device=self._device, adapter=self.adapter)
         self.transformer.requires_grad_(False).eval()
         activate(self.transformer, None)
         self._digest = HeldDigest()
@@ -93,6 +99,7 @@ class DiffusersEngine:
             device=device,
             quantization=config.quantization,
             attn_backend=config.rollout_attn_backend,
+            gather_weights=config.gather_weights,
         )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
@@ -131,13 +138,23 @@ class DiffusersEngine:
         check_has_adapter(self.adapter_version)
         sampler = RequestSampler(self._model, self.transformer, request, self._device)
         micro_batches = torch.arange(len(request.prompt_index)).split(self._micro_batch_size)
-        # An actor's blocks may be compiled; the engine computes as they are written.
-        with adapter_active(self.transformer, self.adapter), torch.compiler.set_stance("force_eager"):
+        with self._sampling():
             sampled = [sampler.sample(rows) for rows in micro_batches]
         record = {name: torch.cat([part[name] for _, part in sampled]) for name in sampled[0][1]}
         # Read from the weights after they have drawn, so that a change meanwhile is noticed.
         echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Inside, the transformer is the engine's, though it may also be the actor's."""
+        with ExitStack() as stack:
+            stack.enter_context(adapter_active(self.transformer, self.adapter))
+            # An actor's blocks may be compiled; the engine computes as they are written.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if self._gathers:
+                stack.enter_context(gathered_once(self.transformer))
+            yield
 
     def _held_digest(self) -> str:
         return self._digest(adapter_parameters(self.transformer, self.adapter))

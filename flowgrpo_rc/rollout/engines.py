@@ -36,12 +36,16 @@ class EngineEntry:
     quantizes: bool = False
     """Whether the engine acts on ``rollout.quantization``; an engine that does not refuses the setting."""
 
+    takes_actors_transformer: bool = False
+    """Whether the engine samples with the actor's own transformer, or a copy of it where its weights must differ."""
+
 
 ENGINES: dict[str, EngineEntry] = {
     "diffusers": EngineEntry(
         "flowgrpo_rc.rollout.diffusers_engine:DiffusersEngine",
         attention_backends=ATTENTION_BACKENDS,
         quantizes=True,
+        takes_actors_transformer=True,
     ),
     "vllm_omni": EngineEntry(
         "flowgrpo_rc.rollout.vllm_omni:VllmOmniEngine",

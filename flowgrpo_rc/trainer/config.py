@@ -12,9 +12,10 @@ from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.config import DataConfig
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.objectives import DEFAULT, Objective
-from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.config import FSDP_FIELD, ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.engines import ENGINES
 
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
@@ -204,6 +205,7 @@ class FlowGRPOConfig:
         actor = self.actor_rollout_ref.actor
         objective = actor.diffusion_loss.objective
         self._check_clip(objective)
+        self._check_sharding()
         prompts = self.data.train_batch_size
         mini = actor.ppo_mini_batch_size
         if prompts % mini:
@@ -258,6 +260,33 @@ class FlowGRPOConfig:
                 f"actor_rollout_ref.actor.diffusion_loss.{side}: got {width:g}, so the lower bound of the band, "
                 f"1 - {side}, would be {1 - width:g}, and a ratio is never at 0 or below: nothing would be clipped "
                 "there. Ratios here move by 1e-5 to 1e-2; give a number below 1, e.g. 1e-4"
+            )
+
+    def _check_sharding(self) -> None:
+        """What a divided transformer cannot do: it has no copies, and its blocks are not compiled."""
+        parts = self.actor_rollout_ref
+        rollout = parts.rollout
+        fsdp = parts.actor.fsdp_config
+        here = "actor_rollout_ref.rollout"
+        if rollout.gather_weights and not (fsdp.shard and fsdp.reshard_after_forward):
+            raise ValueError(
+                f"{here}.gather_weights: got true, but no weights are given up between forwards; set it to false, or "
+                f"{FSDP_FIELD}.shard=true with reshard_after_forward=true"
+            )
+        if not fsdp.shard:
+            return
+        if parts.model.torch_compile:
+            raise ValueError(
+                "actor_rollout_ref.model.torch_compile: got true with a sharded transformer, whose blocks call out to "
+                f"gather their weights; set it to false, or {FSDP_FIELD}.shard=false"
+            )
+        own_weights = rollout.quantization is not None or rollout.dtype != parts.model.dtype
+        if ENGINES[rollout.name].takes_actors_transformer and own_weights:
+            field, value = ("quantization", rollout.quantization) if rollout.quantization else ("dtype", rollout.dtype)
+            raise ValueError(
+                f"{here}.{field}: got {value}; with {FSDP_FIELD}.shard=true the {rollout.name} engine samples with the "
+                f"actor's own slices, so set {here}.quantization=null and {here}.dtype={parts.model.dtype}, which is "
+                "actor_rollout_ref.model.dtype, or sample with another engine"
             )
 
     @property

@@ -9,6 +9,7 @@ import torch
 from flowgrpo_rc.models import DiffusionModel
 from flowgrpo_rc.models.digests import spread, values_digest
 from flowgrpo_rc.models.lora import base_parameters
+from flowgrpo_rc.models.sharding import whole
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
@@ -20,12 +21,12 @@ def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> dict[str, Any]
 
     ``pipeline`` is the class of the pipeline; ``transformer`` has its settings and a digest of the first values of some
     of its frozen weights; ``lora`` rank, alpha and target modules of the adapter; ``parts`` what else shapes the
-    samples: text encoders, vocabularies, VAE and schedule.
+    samples: text encoders, vocabularies, VAE and schedule. Of a sharded transformer every process must ask.
     """
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
     frozen = _frozen(model.transformer)
-    transformer["weights"] = values_digest([p.flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
+    transformer["weights"] = values_digest([whole(p).flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
     targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
     found = {
         "pipeline": type(model.pipe).__name__,
@@ -42,7 +43,7 @@ def _parts(model: DiffusionModel) -> dict[str, Any]:
     found: dict[str, Any] = dict(model.digests)
     for name, part in model.pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in found:
-            found[name] = values_digest([spread(p) for p in _frozen(part)])
+            found[name] = values_digest([spread(whole(p)) for p in _frozen(part)])
         elif name == "scheduler" and part is not None:
             found |= {f"{name} {k}": v for k, v in _settings(part).items()}
     vae = dict(model.pipe.vae.config)

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
 from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
+from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import build_reward
 from flowgrpo_rc.rollout import build_engine
@@ -70,6 +72,9 @@ class Run:
         """Takes the images of every rollout; ``None`` where none are kept."""
         self.validation_dump = self._dump("validation_data_dir")
         """Takes the images of every validation; ``None`` where none are kept."""
+        check_sharding(
+            config.actor_rollout_ref.actor.fsdp_config, self.accelerator.num_processes, self.accelerator.device
+        )
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
         _check_attention(config, pipeline_class, self.accelerator.device)
@@ -113,7 +118,9 @@ class Run:
         loader, self.store = open_checked(parts.model, self.prompt_sets, self.accelerator)
         self.encoding = fill_store(loader.model, self.store, self.prompt_sets, self.accelerator)
         """What became of the prompts."""
-        self.model = loader.load()
+        fsdp = parts.actor.fsdp_config
+        shard = partial(shard_base, config=fsdp, device=self.accelerator.device) if fsdp.shard else None
+        self.model = loader.load(shard)
         self.model.batch_guidance = parts.model.batch_guidance
         self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
         self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device)

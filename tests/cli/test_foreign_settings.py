@@ -153,7 +153,7 @@ def test_the_table_takes_no_key_of_our_own():
 @pytest.mark.parametrize(
     ("key", "kind", "reason"),
     [
-        (f"{A}.fsdp_config.param_offload", Ignored, "nothing is sharded"),
+        (f"{A}.fsdp_config.optimizer_offload", Ignored, "of sharding there are"),
         (f"{A}.fsdp_config.seed", Moved, "seed of the adapter's start"),
         (f"{A}.fsdp_config.qat.enable", Refused, "not trained quantized"),
         (f"{R}.engine_kwargs.vllm_omni.enforce_eager", Ignored, "lays out memory"),
@@ -191,7 +191,7 @@ def test_the_rollout_correction_script_starts():
 
 def test_one_warning_lists_what_is_ignored_and_one_what_is_translated():
     ignored, moved, defaults = said(*ROLLOUT_CORRECTION_SCRIPT)
-    for name in ("param_offload", "optimizer_offload", "agent.num_workers", "load_format", "layered_summon"):
+    for name in ("optimizer_offload", "agent.num_workers", "load_format", "layered_summon"):
         assert name in ignored
     for name in ("tensor_model_parallel_size", "ref.log_prob_micro_batch_size_per_gpu", "reward.num_workers"):
         assert name in ignored
@@ -406,7 +406,7 @@ def test_what_is_refused_says_why_in_a_line(setting, says):
         f"{A}.diffusion_loss.mix_beta=0.5", f"{A}.optim.total_training_steps=-1", f"{R}.mode=async",
         f"{M}.extra_tokenizers={{clip: {{path: tokenizer, max_length: 77}}}}", "trainer.use_v1=true",
         f"{R}.engine_kwargs={{vllm_omni: {{}}}}", "actor_rollout_ref.ref=null", f"{R}.multi_turn={{enable: false}}",
-        f"~{A}.fsdp_config.param_offload",
+        f"~{A}.fsdp_config.optimizer_offload",
     ],
 )  # fmt: skip
 def test_values_that_ask_for_what_happens_anyway_are_ignored(setting):

@@ -108,7 +108,7 @@ def test_two_processes_write_one_folder(tmp_path):
 
 @pytest.mark.parametrize("field", ["rollout_data_dir", "validation_data_dir"])
 def test_folders_that_are_refused(small_config, tmp_path, monkeypatch, field):
-    monkeypatch.setattr(trainer_setup, "load_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(trainer_setup, "open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=rf"trainer\.{field}: got 'dumps', a relative path; give the whole one"):
         small_config(f"trainer.{field}=dumps")
     file = tmp_path / "file"

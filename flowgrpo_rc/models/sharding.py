@@ -1,0 +1,135 @@
+"""The frozen base divided over the processes of a node, with PyTorch's FSDP2: each keeps a slice of every block.
+
+A block's weights are gathered for the time of its computation and in their own precision, so that the numbers are those
+of a whole model. Only the frozen base is divided. Adapters are attached afterwards and every process holds them whole:
+optimizer, average, checkpoints and the engine's sync need not know of it. Between nodes the slices repeat, so that
+weights never travel there.
+
+Gathering is collective: every process must call the transformer equally often, in the same order.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from flowgrpo_rc.models.config import FSDP_FIELD, FSDPConfig
+
+
+def check_sharding(config: FSDPConfig, processes: int, device: torch.device) -> None:
+    """The processes and the device are such as ``config`` can be carried out with.
+
+    Args:
+        config: what is asked for.
+        processes: of the run, on all nodes together.
+        device: what this process computes on.
+
+    Raises:
+        ValueError: names the field, what is there and the remedy.
+    """
+    if not config.shard:
+        return
+    if processes == 1:
+        raise ValueError(
+            f"{FSDP_FIELD}.shard: got true with one process, which has nobody to share the weights with; "
+            "start several, e.g. torchrun --nproc_per_node 4 -m flowgrpo_rc.cli.main train, or set it to false"
+        )
+    if config.param_offload and device.type == "cpu":
+        raise ValueError(
+            f"{FSDP_FIELD}.param_offload: got true on a CPU, where the weights are in the host's memory anyway; set it "
+            "to false"
+        )
+    on_node = _processes_on_node(processes)
+    size = config.processes_to_a_copy(on_node)
+    if processes % size or on_node % size:
+        raise ValueError(
+            f"{FSDP_FIELD}.fsdp_size: got {size}, which does not divide the {on_node} processes of this node (of "
+            f"{processes} in all); every copy of the weights is shared by so many processes of one node. Give a "
+            "divisor, or -1 for all of a node, and start equally many on every node"
+        )
+
+
+def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> None:
+    """Divide a frozen transformer without adapters, in place; from the host, so that no device ever holds it whole.
+
+    Raises:
+        ValueError: the transformer does not say what its blocks are.
+    """
+    kinds = set(transformer._no_split_modules or ())
+    blocks = [module for module in transformer.modules() if type(module).__name__ in kinds]
+    if not blocks:
+        raise ValueError(
+            f"{FSDP_FIELD}.shard: got true, but {type(transformer).__name__} names no blocks that could be divided; "
+            "set it to false"
+        )
+    mesh = _mesh(config, torch.distributed.get_world_size(), device)
+    offload = CPUOffloadPolicy() if config.param_offload else OffloadPolicy()
+    # Every block by itself, and at last the embeddings, norms and projections that belong to none.
+    for module in [*blocks, transformer]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, offload_policy=offload)
+    # FSDP hangs the backward pass of its root on the output, which is a view: an operation in place would lose that.
+    transformer.register_forward_hook(lambda _module, _inputs, output: (output[0].clone(), *output[1:]))
+
+
+def is_sharded(transformer: nn.Module) -> bool:
+    """Whether ``shard_base`` has divided it."""
+    return isinstance(transformer, FSDPModule)
+
+
+@contextmanager
+def gathered_once(transformer: nn.Module) -> Iterator[None]:
+    """Inside, weights that a forward has gathered stay for those that follow; afterwards they are divided again.
+
+    A transformer that is not sharded is left alone.
+    """
+    if not isinstance(transformer, FSDPModule):
+        yield
+        return
+    transformer.set_reshard_after_forward(False)
+    try:
+        yield
+    finally:
+        transformer.set_reshard_after_forward(True)
+        for module in transformer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A parameter as it was before it was divided; of a divided one every process must ask at the same time."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    if local.device.type != tensor.device_mesh.device_type:  # offloaded: the processes meet on their devices
+        moved = local.to(tensor.device_mesh.device_type)
+        tensor = DTensor.from_local(
+            moved, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
+        )
+    return tensor.full_tensor()
+
+
+def resident_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of these parameters that this process holds between two calls."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def _processes_on_node(processes: int) -> int:
+    """As the launcher says; one that says nothing has started them all on one node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+
+
+def _mesh(config: FSDPConfig, processes: int, device: torch.device) -> DeviceMesh:
+    """The processes that share a copy of the weights with this one, consecutive ranks of its node.
+
+    The other copies are no part of it: frozen weights have no gradients to be summed over them.
+    """
+    size = config.processes_to_a_copy(_processes_on_node(processes))
+    # By the name ``fsdp`` peft knows that a layer computes with whole weights, to which its LoRA must fit.
+    return init_device_mesh(device.type, (processes // size, size), mesh_dim_names=("copies", "fsdp"))["fsdp"]

@@ -1,0 +1,83 @@
+"""How the frozen base is divided, and what is refused before it is loaded."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from flowgrpo_rc.actor.actor import buckets
+from flowgrpo_rc.models import ModelConfig
+from flowgrpo_rc.models.config import FSDPConfig
+from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, base_parameters
+from flowgrpo_rc.models.sharding import check_sharding, is_sharded, resident_bytes, shard_base
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def four_processes(monkeypatch):
+    """This process as the first of four on two nodes; collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("size", "share"), [(-1, 2), (2, 2), (1, 1)])
+def test_a_copy_is_divided_within_a_node_and_repeated_between(four_processes, tiny_model, size, share):
+    """The adapter, which comes after, is whole, in shape and on every process."""
+    transformer = tiny_model.transformer
+    before = {name: p.detach().clone() for name, p in transformer.named_parameters()}
+    config = FSDPConfig(shard=True, fsdp_size=size)
+    check_sharding(config, 4, CPU)
+    shard_base(transformer, config, CPU)
+    assert is_sharded(transformer)
+    attach_lora(transformer, tiny_model, ModelConfig(lora_rank=4), dtype=torch.float32)
+    base = base_parameters(transformer)
+    assert base.keys() == before.keys()
+    for name, parameter in base.items():
+        assert isinstance(parameter, DTensor)
+        assert parameter.placements == (Shard(0),)
+        assert parameter.device_mesh.mesh.tolist() == list(range(share))
+        first = before[name].chunk(share)[0]
+        assert torch.equal(parameter.to_local(), first), name
+    whole = sum(p.numel() * 4 for p in before.values())
+    assert resident_bytes(base.values()) == pytest.approx(whole / share, rel=0.02)
+    for name, parameter in adapter_parameters(transformer).items():
+        layer = transformer.get_submodule(name.split(".lora_")[0])
+        assert not isinstance(parameter, DTensor)
+        assert tuple(parameter.shape) == ((4, layer.in_features) if "lora_A" in name else (layer.out_features, 4))
+
+
+def test_every_family_names_its_blocks(tiny_model, tiny_sd3_model):
+    """Whose weights are nearly all."""
+    for model in (tiny_model, tiny_sd3_model):
+        kinds = set(model.transformer._no_split_modules)
+        blocks = [m for m in model.transformer.modules() if type(m).__name__ in kinds]
+        within = sum(p.numel() for block in blocks for p in block.parameters())
+        assert within > 0.5 * sum(p.numel() for p in model.transformer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "device", "on_node", "message"),
+    [
+        ({}, 1, CPU, 1, r"fsdp_config.shard: got true with one process.*torchrun"),
+        ({"param_offload": True}, 2, CPU, 2, r"fsdp_config.param_offload: got true on a CPU.*set it to false"),
+        ({"fsdp_size": 3}, 4, GPU, 4, r"fsdp_config.fsdp_size: got 3, which does not divide the 4 processes of this"),
+        ({"fsdp_size": 4}, 8, GPU, 2, r"fsdp_size: got 4, which does not divide the 2 processes of this node \(of 8"),
+        ({}, 5, GPU, 3, r"fsdp_size: got 3, which does not divide .* equally many on every node"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(settings, processes, device, on_node, message, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_node))
+    with pytest.raises(ValueError, match=message):
+        check_sharding(FSDPConfig(shard=True, **settings), processes, device)
+    check_sharding(FSDPConfig(**settings), processes, device)  # without ``shard`` they act on nothing
+
+
+def test_buckets_keep_the_order_and_the_limit():
+    sizes = [3, 3, 3, 9, 1, 1]
+    tensors = [torch.zeros(n, dtype=torch.float32) for n in sizes]
+    assert [[t.numel() for t in bucket] for bucket in buckets(tensors, 4 * 6)] == [[3, 3], [3], [9], [1, 1]]
+    assert list(buckets([], 1)) == []

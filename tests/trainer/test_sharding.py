@@ -1,0 +1,121 @@
+"""The frozen base divided over two gloo processes learns what the whole one learns, also after resumes and crashes."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sharded_runs import RESUMED, SHARD
+from tests_support import overrides_of, run_process
+
+from flowgrpo_rc.models.config import FSDP_FIELD
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
+SUMS = 1e-6
+"""What the order of a sum over processes may make of a metric or a weight, relative to numbers around 1."""
+
+MORTAL = """
+import os, pathlib, signal
+
+def compute_score(images, prompts, metadata):
+    mark = pathlib.Path(__file__).with_name("killed")
+    if os.environ.get("RANK") == "1" and not mark.exists() and list(pathlib.Path(RUN).glob("checkpoints/step_3")):
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return images.reshape(len(images), -1).mean(1) / 255
+"""
+"""A reward that kills process 1 once, in the first step after the third."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of the runs that ``sharded_runs.py`` makes."""
+    folder = tmp_path_factory.mktemp("sharded")
+    done = run_process(*TORCHRUN, Path(__file__).with_name("sharded_runs.py"), folder, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def environment():
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMING_PREFIXES)} for line in lines]
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_every_metric_equals_that_of_the_whole_model(runs, precision):
+    """Probe and validation included, whose images do not divide by the processes; float32 gathers once a rollout."""
+    whole, sharded = runs / f"{precision}_whole", runs / f"{precision}_sharded"
+    assert len(rows(whole)) == 3
+    assert rows(whole) == rows(sharded)
+    for one, other in zip(load_file(whole / ADAPTER).values(), load_file(sharded / ADAPTER).values(), strict=True):
+        assert torch.equal(one, other)
+    resident = [json.loads((runs / f"found_{rank}.json").read_text())["resident"] for rank in range(2)]
+    assert sum(one[sharded.name] for one in resident) == resident[0][whole.name]
+    assert resident[0][sharded.name] == pytest.approx(resident[0][whole.name] / 2, rel=0.02)
+
+
+def test_weights_are_gathered_once_a_rollout_where_there_is_room(runs):
+    """4 steps in one micro-batch, each a forward of 4 blocks and of the root with the rest."""
+    for rank in range(2):
+        assert json.loads((runs / f"found_{rank}.json").read_text())["gathers"] == [4 * 5, 5]
+
+
+def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small_config, tmp_path):
+    """A step sharded over 2 processes, one of a single process, two of 2 again, where process 1 is killed on the way
+    and the launcher starts both anew: as 2 processes throughout."""
+    resumed = runs / "resumed"
+    trainer = FlowGRPOTrainer(small_config(*RESUMED, f"trainer.default_local_dir={resumed}"))
+    assert trainer.step == 1
+    trainer._log(trainer.train_step())
+    trainer.save()
+    trainer.folder.close()
+    reward = tmp_path / "reward.py"
+    reward.write_text(MORTAL.replace("RUN", repr(str(resumed))))
+    settings = (*RESUMED, SHARD, f"reward.custom_reward_function.path={reward}")
+    command = [*TORCHRUN, "--max-restarts", "1", "-m", "flowgrpo_rc.cli.main", "demo"]
+    done = run_process(*command, *overrides_of(resumed, *settings), env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "killed").exists()
+    throughout, found = rows(runs / "throughout"), rows(resumed)
+    assert [row["step"] for row in found] == [row["step"] for row in throughout] == [1, 2, 3, 4]
+    for a, b in zip(throughout, found, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert b[name] == pytest.approx(a[name], abs=SUMS, rel=SUMS), name
+    ours, theirs = load_file(resumed / ADAPTER), load_file(runs / "throughout" / ADAPTER)
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < SUMS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((SHARD,), r"rollout.dtype: got bfloat16; with .*shard=true .*rollout.dtype=float32, which is"),
+        ((SHARD, "actor_rollout_ref.rollout.quantization=fp8"), "rollout.quantization: got fp8; with"),
+        ((SHARD, "actor_rollout_ref.model.torch_compile=true"), "model.torch_compile: got true with a sharded"),
+        (("actor_rollout_ref.rollout.gather_weights=true",), "gather_weights: got true, but no weights are given up"),
+        ((f"{FSDP_FIELD}.fsdp_size=0",), "fsdp_config.fsdp_size: got 0"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(small_config, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        small_config(*overrides)
+
+
+def test_one_process_cannot_shard(small_config, monkeypatch):
+    """Before the model is loaded."""
+    from flowgrpo_rc.trainer import setup
+
+    monkeypatch.setattr(setup, "open_checked", lambda *_: pytest.fail("the model was opened"))
+    with pytest.raises(ValueError, match=r"fsdp_config.shard: got true with one process, .*torchrun --nproc_per_node"):
+        FlowGRPOTrainer(small_config(SHARD, "actor_rollout_ref.rollout.dtype=float32"))
