@@ -54,11 +54,53 @@ def test_components_of_one_gpu_and_of_four(run, plan):
         "VAE": sizes.vae,
     }
     assert one.total == sum(one.resident.values()) + max(one.stages.values()) + RUNTIME
-    four = plan.memory(run, 4)
+    assert plan.memory(run, 4).resident == one.resident
+    four = plan.memory(run.with_fsdp(shard=True), 4)
     assert four.resident["transformer, own shard"] == -(-2 * sizes.parameters // 4)
     block = 2 * sum(p.numel() for p in plan.actor._passes.kinds[0].blocks[-1].parameters())
     outside = 2 * sizes.parameters - 6 * block
     assert four.resident["gathered blocks"] == 2 * block + outside
+    assert four.tensors - one.tensors == four.resident["transformer, own shard"] - 4 * block
+
+
+def test_what_sharding_keeps_where(run, plan):
+    """Of the transformer's bytes T: T/2 with two GPUs to a copy, none with the host's memory, and whole where gathered
+    weights stay."""
+    whole = plan.sizes.transformer
+    pairs = plan.memory(run.with_fsdp(shard=True, fsdp_size=2), 4)
+    assert pairs.resident["transformer, own shard"] == whole // 2
+    offloaded = plan.memory(run.with_fsdp(shard=True, param_offload=True), 4)
+    assert "transformer, own shard" not in offloaded.resident
+    assert offloaded.resident["gathered blocks"] == plan.sizes.gathered
+    kept = plan.memory(run.with_fsdp(shard=True, reshard_after_forward=False), 4)
+    assert kept.resident["gathered blocks"] == whole
+    gathered = plan.memory(run.with_fsdp(shard=True).with_rollout(gather_weights=True), 4)
+    assert gathered.stages["sampling"] - pairs.stages["sampling"] == whole - plan.sizes.gathered
+    assert gathered.stages["decoding"] - pairs.stages["decoding"] == whole - plan.sizes.gathered
+    alone = plan.memory(run.with_fsdp(shard=True), 1)
+    assert alone.resident == plan.memory(run, 1).resident
+
+
+def test_sharding_is_proposed_where_it_is_possible(run, plan, monkeypatch):
+    monkeypatch.setattr(room, "RUNTIME", 0)
+
+    def proposed(changed, gpus):
+        changing = copy(plan)
+        changing.run = changed
+        # From a run that no smaller piece helps, so that weights alone are left to save.
+        return [change.override for change in advise(changing, Gpus(gpus, 1e-6))]
+
+    smallest = run.with_model(enable_gradient_checkpointing=True).with_actor(ppo_micro_batch_rows=1)
+    smallest = smallest.with_rollout(micro_batch_size=1)
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    assert proposed(smallest, 4) == [f"{fsdp}.shard=true", f"{fsdp}.param_offload=true"]
+    assert proposed(smallest, 1) == []
+    assert proposed(smallest.with_model(torch_compile=True), 4) == []
+    assert f"{fsdp}.shard=true" not in proposed(smallest.with_rollout(quantization="fp8"), 4)
+    kept = smallest.with_fsdp(shard=True, reshard_after_forward=False, param_offload=True)
+    assert proposed(kept, 4) == [f"{fsdp}.reshard_after_forward=true"]
+    gathering = smallest.with_fsdp(shard=True, param_offload=True).with_rollout(gather_weights=True)
+    assert proposed(gathering, 4) == ["actor_rollout_ref.rollout.gather_weights=false"]
 
 
 def test_an_average_and_a_copy_are_counted(run, plan):
