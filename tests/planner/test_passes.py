@@ -101,7 +101,7 @@ def test_a_forward_scales_as_one_of_all_blocks_does(tmp_path, monkeypatch):
 def test_guidance_in_two_calls_takes_the_memory_of_one_half(tmp_path):
     """A forward holds one half at a time, and has the operations of both; so does an update whose second half is
     detached, and then no backward pass goes through it."""
-    folder = write(tmp_path / "qwen", "qwen")
+    folder = write(tmp_path / "qwen", "qwen", num_layers=2)
     joined = passes_of(folder, "qwen", guided=True)
     apart = passes_of(folder, "qwen", guided=True, batch_guidance=False)
     unguided = passes_of(folder, "qwen")
