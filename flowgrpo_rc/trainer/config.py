@@ -280,14 +280,20 @@ class FlowGRPOConfig:
                 "actor_rollout_ref.model.torch_compile: got true with a sharded transformer, whose blocks call out to "
                 f"gather their weights; set it to false, or {FSDP_FIELD}.shard=false"
             )
-        own_weights = rollout.quantization is not None or rollout.dtype != parts.model.dtype
-        if ENGINES[rollout.name].takes_actors_transformer and own_weights:
-            field, value = ("quantization", rollout.quantization) if rollout.quantization else ("dtype", rollout.dtype)
-            raise ValueError(
-                f"{here}.{field}: got {value}; with {FSDP_FIELD}.shard=true the {rollout.name} engine samples with the "
-                f"actor's own slices, so set {here}.quantization=null and {here}.dtype={parts.model.dtype}, which is "
-                "actor_rollout_ref.model.dtype, or sample with another engine"
-            )
+        if not ENGINES[rollout.name].takes_actors_transformer:
+            return
+        for field, actors in (
+            ("quantization", None),
+            ("dtype", parts.model.dtype),
+            ("rollout_attn_backend", parts.model.attn_backend),
+        ):
+            value = getattr(rollout, field)
+            if value != actors:
+                raise ValueError(
+                    f"{here}.{field}: got {value}; with {FSDP_FIELD}.shard=true the {rollout.name} engine samples with "
+                    f"the actor's own slices, so set it to {'null' if actors is None else actors}, as the actor has it, "
+                    "or sample with another engine"
+                )
 
     @property
     def rollout_seed(self) -> int:

@@ -100,8 +100,12 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((SHARD,), r"rollout.dtype: got bfloat16; with .*shard=true .*rollout.dtype=float32, which is"),
+        ((SHARD,), r"rollout.dtype: got bfloat16; with .*shard=true .*set it to float32, as the actor has it"),
         ((SHARD, "actor_rollout_ref.rollout.quantization=fp8"), "rollout.quantization: got fp8; with"),
+        (
+            (SHARD, "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.model.attn_backend=_native_math"),
+            "rollout_attn_backend: got None; with .*set it to _native_math, as the actor has it",
+        ),
         ((SHARD, "actor_rollout_ref.model.torch_compile=true"), "model.torch_compile: got true with a sharded"),
         (("actor_rollout_ref.rollout.gather_weights=true",), "gather_weights: got true, but no weights are given up"),
         ((f"{FSDP_FIELD}.fsdp_size=0",), "fsdp_config.fsdp_size: got 0"),
