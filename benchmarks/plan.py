@@ -195,7 +195,7 @@ def depth(name: str) -> dict[str, Any]:
         passes.SHORT = short
         pipeline = FakePipeline(name, torch.bfloat16)
         of = passes.Passes(pipeline, ModelConfig(lora_rank=64), "float32", asked, autocast=False)
-        peaks.append(of.update(8, recompute=True, reference=False, accumulates=True).peak)
+        peaks.append(of.update(8, recompute=True, reference=False, detached=False, accumulates=True).peak)
     scaled, whole = peaks
     return {
         "pipeline": name,

@@ -6,6 +6,7 @@ from flowgrpo_rc.planner.machines import Gpus
 from flowgrpo_rc.planner.memory import Memory, MemoryPlan
 from flowgrpo_rc.planner.settings import ACTOR, ROLLOUT, PlannedRun
 
+FSDP = f"{ACTOR}.fsdp_config"
 MODEL = "actor_rollout_ref.model"
 
 
@@ -114,6 +115,39 @@ def _in_process(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
     return f"{ROLLOUT}.name=diffusers", "samples in this process", run.with_rollout(name="diffusers")
 
 
+def _shard(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
+    """Where the engine has no copy of the weights, nor the compiler of the blocks: neither goes with it."""
+    shares = run.shares_weights or run.rollout.name != "diffusers"
+    if run.actor.fsdp_config.shard or gpus.count == 1 or not shares or run.model.torch_compile:
+        return None
+    return (
+        f"{FSDP}.shard=true",
+        "the GPUs share the frozen weights and gather them by blocks",
+        run.with_fsdp(shard=True),
+    )
+
+
+def _regather(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
+    if run.actor.fsdp_config.reshard_after_forward:
+        return None
+    changed = run.with_fsdp(reshard_after_forward=True)
+    return f"{FSDP}.reshard_after_forward=true", "weights are gathered again for the backward pass", changed
+
+
+def _sampled_with_shards(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
+    if not run.rollout.gather_weights:
+        return None
+    changed = run.with_rollout(gather_weights=False)
+    return f"{ROLLOUT}.gather_weights=false", "the rollout gathers the weights at every forward", changed
+
+
+def _offload(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
+    if run.sharing(gpus.count) == 1 or run.actor.fsdp_config.param_offload:
+        return None
+    changed = run.with_fsdp(param_offload=True)
+    return f"{FSDP}.param_offload=true", "every block comes from the host's memory at every forward", changed
+
+
 def _half_precision(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
     if run.model.dtype != "float32":
         return None
@@ -122,5 +156,17 @@ def _half_precision(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
     return override, "half the weights; log-probs get bfloat16's rounding", changed
 
 
-_BY_COST = (_recompute, _scoring, _sampling, _micro_batch, _engine_dtype, _in_process, _half_precision)
+_BY_COST = (
+    _recompute,
+    _scoring,
+    _sampling,
+    _sampled_with_shards,
+    _regather,
+    _micro_batch,
+    _engine_dtype,
+    _shard,
+    _in_process,
+    _offload,
+    _half_precision,
+)
 """From what costs nothing but some time to what changes numbers."""

@@ -21,18 +21,20 @@ class Flux(DiffusionModel):
 
     default_lora_targets = JOINT_ATTENTION
     longest_prompt = 512
+    masks_prompts = False  # its prompts are padded to one length with embeddings that count
 
-    def check_request(self, height: int, width: int, guidance_scale: float | None) -> None:
-        """Raise ``ValueError`` for a size that the model cannot draw, or without the guidance that it embeds."""
+    def check_request(self, height: int, width: int, guidance_scale: float | None, section: str = "pipeline") -> None:
+        """Raise ``ValueError`` for a size that the model cannot draw, or without the guidance that it embeds; names the
+        ``section`` of ``actor_rollout_ref.rollout`` that asks for it."""
         if height % self._multiple or width % self._multiple:
             raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.height={height}, width={width}: this model draws multiples of "
+                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
                 f"{self._multiple} pixels"
             )
         if self.transformer.config.guidance_embeds and guidance_scale is None:
             raise ValueError(
-                "actor_rollout_ref.rollout.pipeline.guidance_scale: got null for this model; it is guidance-distilled "
-                "and needs one, e.g. 3.5"
+                f"actor_rollout_ref.rollout.{section}.guidance_scale: got null for this model; it is "
+                "guidance-distilled and needs one, e.g. 3.5"
             )
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from flowgrpo_rc.dtypes import torch_dtype
@@ -68,12 +68,15 @@ class Measured:
 
     def update(self, rows: int, *, recompute: bool, accumulates: bool) -> Usage:
         """Forward and backward of so many rows, images times steps of the window."""
-        reference = self.run.actor.use_kl_loss
-        return self._at_rows(
-            rows,
-            ("update", recompute, accumulates),
-            lambda at: self._passes.update(at, recompute=recompute, reference=reference, accumulates=accumulates),
+        actor = self.run.actor
+        measure = partial(
+            self._passes.update,
+            recompute=recompute,
+            reference=actor.use_kl_loss,
+            detached=actor.detach_unconditional,
+            accumulates=accumulates,
         )
+        return self._at_rows(rows, ("update", recompute, accumulates), measure)
 
     def forward(self, rows: int) -> Usage:
         """A forward without gradients of so many rows."""

@@ -88,22 +88,32 @@ class MemoryPlan:
 
     def _resident(self, run: PlannedRun, gpus: int) -> dict[str, int]:
         sizes = self.sizes
-        sharded = run.is_sharded(gpus)
+        fsdp = run.actor.fsdp_config
+        sharing = run.sharing(gpus)
         lora = sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
         in_process = run.rollout.name == "diffusers"
         own_copy = in_process and not run.shares_weights
-        share = gpus if sharded else 1
-        copy = -(-self.engine.sizes.transformer // share) + self.engine.sizes.buffers
+        own_share = -(-sizes.transformer // sharing)
+        if sharing > 1 and fsdp.param_offload:
+            own_share = 0
         return {
-            "transformer, own shard" if sharded else "transformer": -(-sizes.transformer // share) + sizes.buffers,
-            "gathered blocks": sizes.gathered if sharded else 0,
-            "engine's own copy of the transformer": copy if own_copy else 0,
+            "transformer, own shard" if sharing > 1 else "transformer": own_share + sizes.buffers,
+            "gathered blocks": self._gathered(run, gpus, keeps=not fsdp.reshard_after_forward),
+            "engine's own copy of the transformer": (
+                self.engine.sizes.transformer + self.engine.sizes.buffers if own_copy else 0
+            ),
             "LoRA": lora,
             "AdamW's two moments": 2 * lora,
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
             "engine's LoRA": self._engine_lora(run) if in_process else 0,
             "VAE": sizes.vae,
         }
+
+    def _gathered(self, run: PlannedRun, gpus: int, *, keeps: bool) -> int:
+        """Whole weights beside a GPU's own shard: of the blocks at work, or all where those that were stay."""
+        if run.sharing(gpus) == 1:
+            return 0
+        return self.sizes.transformer if keeps else self.sizes.gathered
 
     def _stages(self, run: PlannedRun, gpus: int) -> dict[str, int]:
         rows = run.micro_rows(gpus)
@@ -121,6 +131,10 @@ class MemoryPlan:
         if run.rollout.name == "diffusers":
             stages["sampling"] = self.engine.forward(run.sampled_at_once(gpus)).peak
             stages["decoding"] = self.actor.decode(run.sampled_at_once(gpus)).peak
+            if run.rollout.gather_weights:  # beyond the blocks at work, which are there at any time
+                further = self._gathered(run, gpus, keeps=True) - self._gathered(run, gpus, keeps=False)
+                stages["sampling"] += further
+                stages["decoding"] += further
         return stages
 
     def _engine_process(self, run: PlannedRun, gpus: int) -> int:

@@ -104,7 +104,7 @@ class Passes:
 
     Args:
         pipeline: whose transformer it is; it gets the LoRA.
-        lora: rank and targets.
+        lora: rank and targets; and whether guidance is one call.
         lora_dtype: precision of the LoRA's weights.
         rollout: image size, prompt length, guidance, and the kind of the stochastic steps.
         autocast: whether forwards run under bfloat16 autocast.
@@ -118,6 +118,7 @@ class Passes:
     ) -> None:
         asked = rollout.pipeline
         pipeline.model.check_request(asked.height, asked.width, asked.guidance_scale)
+        pipeline.model.batch_guidance = lora.batch_guidance
         self._pipeline = pipeline
         self._rollout = rollout
         self._autocast = autocast
@@ -147,19 +148,20 @@ class Passes:
         further = [len(kind.blocks) - depth for kind, depth in zip(self.kinds, deepest, strict=True)]
         self.lora_parameters = attached + sum(own * blocks for own, blocks in zip(of_kinds, further, strict=True))
 
-    def update(self, rows: int, *, recompute: bool, reference: bool, accumulates: bool) -> Usage:
+    def update(self, rows: int, *, recompute: bool, reference: bool, detached: bool, accumulates: bool) -> Usage:
         """Forward and backward of one micro-batch.
 
         Args:
             rows: images times steps of the window.
             recompute: with gradient checkpointing.
             reference: with a forward of the model without its LoRA, for the KL.
+            detached: with an unconditional half that no gradient flows through.
             accumulates: onto the gradients of earlier micro-batches.
         """
         self.transformer.train(False)
         change = "enable" if recompute else "disable"
         getattr(self.transformer, f"{change}_gradient_checkpointing")()
-        return self._at_full_depth(partial(self._update, rows, reference, accumulates))
+        return self._at_full_depth(partial(self._update, rows, reference, detached, accumulates))
 
     def forward(self, rows: int) -> Usage:
         """One forward without gradients: a step of sampling, or of scoring."""
@@ -178,17 +180,17 @@ class Passes:
                 model.decode(latents, *size)
         return Usage((live.peak,), sum(stretch.flops for stretch in live.stretches))
 
-    def _update(self, rows: int, reference: bool, accumulates: bool, live: LiveBytes) -> None:
+    def _update(self, rows: int, reference: bool, detached: bool, accumulates: bool, live: LiveBytes) -> None:
         trained = list(adapter_parameters(self.transformer).values())
         if accumulates:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         state = self._state(rows)
-        mean, log_probs = self._policy(state)
+        mean, log_probs = self._policy(state, detached=detached)
         loss = log_probs.sum()
         if reference:
             with torch.no_grad(), adapter_disabled(self.transformer):
-                other, _ = self._policy(state)
+                other, _ = self._policy(state, detached=detached)
             loss = loss + (mean - other).square().sum()
         live.enter(_BACKWARD)
         loss.backward()
@@ -221,12 +223,14 @@ class Passes:
         latents = torch.empty(rows, *self._pipeline.model.latent_shape(asked.height, asked.width))
         return latents, torch.empty(rows), conditioning
 
-    def _policy(self, state: tuple[Tensor, Tensor, Conditioning]) -> tuple[Tensor, Tensor]:
+    def _policy(self, state: tuple[Tensor, Tensor, Conditioning], *, detached: bool = False) -> tuple[Tensor, Tensor]:
         """Means and log-probs of a step, as the actor finds them."""
         latents, level, conditioning = state
         algo = self._rollout.algo
         with torch.autocast("cpu", torch.bfloat16) if self._autocast else nullcontext():
-            velocity = self._pipeline.model.velocity(self.transformer, latents, level, conditioning)
+            velocity = self._pipeline.model.velocity(
+                self.transformer, latents, level, conditioning, detach_unconditional=detached
+            )
         step = transition(latents, velocity, level, level, noise_level=algo.noise_level, sde_type=algo.sde_type)
         return step.mean, log_prob(step, latents, sde_type=algo.sde_type)
 

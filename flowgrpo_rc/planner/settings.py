@@ -46,9 +46,12 @@ class PlannedRun:
         same = rollout.dtype == self.model.dtype and rollout.quantization is None
         return rollout.name == "diffusers" and same
 
-    def is_sharded(self, gpus: int) -> bool:
-        """Whether every GPU holds its share of the frozen transformer alone."""
-        return gpus > 1
+    def sharing(self, gpus: int) -> int:
+        """How many of these GPUs, which are of one machine, share one copy of the frozen transformer."""
+        fsdp = self.actor.fsdp_config
+        if not fsdp.shard:
+            return 1
+        return gpus if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, gpus)
 
     def images_of_mini_batch(self, gpus: int) -> int:
         """Images that one GPU brings to an optimizer step."""
@@ -71,6 +74,10 @@ class PlannedRun:
     def with_actor(self, **changes: Any) -> "PlannedRun":
         """The same run with other fields of ``actor_rollout_ref.actor``."""
         return replace(self, actor=replace(self.actor, **changes))
+
+    def with_fsdp(self, **changes: Any) -> "PlannedRun":
+        """The same run with other fields of ``actor_rollout_ref.actor.fsdp_config``."""
+        return self.with_actor(fsdp_config=replace(self.actor.fsdp_config, **changes))
 
     def with_model(self, **changes: Any) -> "PlannedRun":
         """The same run with other fields of ``actor_rollout_ref.model``."""

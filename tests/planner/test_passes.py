@@ -29,10 +29,10 @@ def rollout(family, guided):
     )
 
 
-def passes_of(folder, family, *, guided=False, lora=None):
-    model = lora or ModelConfig(lora_rank=4)
+def passes_of(folder, family, *, guided=False, **model):
+    lora = ModelConfig(**{"lora_rank": 4, "target_modules": ["to_q", "to_add_out"], **model})
     pipeline = FakePipeline(folder, torch.float32)
-    return Passes(pipeline, model, "float32", rollout(family, guided), autocast=False)
+    return Passes(pipeline, lora, "float32", rollout(family, guided), autocast=False)
 
 
 @pytest.fixture(scope="module", params=["qwen", "sd3", "flux"])
@@ -58,18 +58,27 @@ def test_blocks_are_told_apart_by_their_shape(folder, family):
     )
 
 
+PLAIN = {"recompute": False, "reference": False, "detached": False, "accumulates": False}
+EVERYTHING = {"recompute": True, "reference": True, "detached": False, "accumulates": True}
+
+
 @pytest.mark.parametrize(
-    ("guided", "how"),
+    ("family", "guided", "how"),
     [
-        (True, {"recompute": True, "reference": True, "accumulates": True}),
-        (False, {"recompute": False, "reference": False, "accumulates": False}),
+        ("qwen", True, EVERYTHING),  # six blocks of one kind
+        ("qwen", True, PLAIN | {"detached": True}),
+        ("flux", False, EVERYTHING),  # two kinds, of which both go on
     ],
 )
-def test_depth_scales_as_a_run_of_all_blocks_does(folder, family, guided, how, monkeypatch):
-    """Within a thousandth; operations to the last one."""
+def test_depth_scales_as_a_run_of_all_blocks_does(family, guided, how, tmp_path, monkeypatch):
+    """Within a thousandth; operations to the last one. Afterwards the transformer has all its blocks."""
+    folder = write(tmp_path / family, family)
     scaled = passes_of(folder, family, guided=guided)
     update = scaled.update(3, **how)
-    forward = scaled.forward(3)
+    places = {kind.place for kind in scaled.kinds}
+    assert sum(len(kind.blocks) for kind in scaled.kinds) == sum(
+        len(scaled.transformer.get_submodule(place)) for place in places
+    )
     monkeypatch.setattr(passes, "SHORT", 100)
     whole = passes_of(folder, family, guided=guided)
     assert whole.lora_parameters == scaled.lora_parameters
@@ -78,8 +87,32 @@ def test_depth_scales_as_a_run_of_all_blocks_does(folder, family, guided, how, m
     for name in ("forward_flops", "backward_flops", "recomputed_flops"):
         assert getattr(update, name) == getattr(expected, name)
     assert (expected.recomputed_flops > 0) is how["recompute"]
-    assert forward.peak == pytest.approx(whole.forward(3).peak, rel=1e-3)
-    assert forward.forward_flops == whole.forward(3).forward_flops
+
+
+def test_a_forward_scales_as_one_of_all_blocks_does(tmp_path, monkeypatch):
+    folder = write(tmp_path / "qwen", "qwen")
+    scaled = passes_of(folder, "qwen").forward(3)
+    monkeypatch.setattr(passes, "SHORT", 100)
+    whole = passes_of(folder, "qwen").forward(3)
+    assert scaled.peak == pytest.approx(whole.peak, rel=1e-3)
+    assert scaled.forward_flops == whole.forward_flops > 0
+
+
+def test_guidance_in_two_calls_takes_the_memory_of_one_half(tmp_path):
+    """A forward holds one half at a time, and has the operations of both; so does an update whose second half is
+    detached, and then no backward pass goes through it."""
+    folder = write(tmp_path / "qwen", "qwen", num_layers=2)
+    joined = passes_of(folder, "qwen", guided=True)
+    apart = passes_of(folder, "qwen", guided=True, batch_guidance=False)
+    unguided = passes_of(folder, "qwen")
+    both, one_by_one, single = joined.forward(3), apart.forward(3), unguided.forward(3)
+    assert both.forward_flops == one_by_one.forward_flops == 2 * single.forward_flops
+    assert single.peak <= one_by_one.peak < 1.1 * single.peak < 0.7 * both.peak
+    detached = joined.update(3, **PLAIN | {"detached": True})
+    alone = unguided.update(3, **PLAIN)
+    assert detached.forward_flops == 2 * alone.forward_flops
+    assert detached.backward_flops == alone.backward_flops
+    assert detached.peak < 1.1 * alone.peak
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -89,7 +122,7 @@ def test_a_real_step_has_the_living_bytes_of_the_fake_one(tiny_model, recompute)
     lora = ModelConfig(lora_rank=4)
     pipeline = FakePipeline("asset:tiny_qwen_image", torch.float32)
     fake = Passes(pipeline, lora, "float32", asked, autocast=False)
-    expected = fake.update(5, recompute=recompute, reference=False, accumulates=False)
+    expected = fake.update(5, recompute=recompute, reference=False, detached=False, accumulates=False)
 
     transformer = tiny_model.transformer
     attach_lora(transformer, tiny_model, lora, dtype=torch.float32)
@@ -124,18 +157,10 @@ def test_decoding_is_linear_in_images_up_to_what_is_decoded_at_once(folder, fami
     assert two.forward_flops == 2 * one.forward_flops > 0
 
 
-def test_the_transformer_is_whole_again_afterwards(folder, family):
-    of = passes_of(folder, family)
-    of.update(2, recompute=True, reference=False, accumulates=False)
-    assert sum(len(kind.blocks) for kind in of.kinds) == sum(
-        len(of.transformer.get_submodule(place)) for place in {kind.place for kind in of.kinds}
-    )
-
-
 def test_targets_in_single_blocks_are_refused(folder, family):
     place = "transformer_blocks.1.attn.to_q"
     with pytest.raises(PlanError, match=f"target_modules: {place} names a single block"):
-        passes_of(folder, family, lora=ModelConfig(target_modules=[place]))
+        passes_of(folder, family, target_modules=[place])
 
 
 def test_what_the_model_cannot_draw_is_refused(folder, family):

@@ -1,6 +1,7 @@
 """Pipelines from configuration files: exact counts, and no memory."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -26,9 +27,15 @@ def test_every_shipped_pipeline_is_counted():
     assert shipped_names() == sorted(COUNTS)
 
 
+@cache
+def in_bfloat16(name):
+    """A shipped pipeline, built once."""
+    return FakePipeline(name, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_of_shipped_pipelines(name):
-    pipeline = FakePipeline(name, torch.bfloat16)
+    pipeline = in_bfloat16(name)
     transformer, vae, text_encoders = COUNTS[name]
     assert parameters_of(pipeline.transformer) == transformer
     assert parameters_of(pipeline.vae) == vae
@@ -41,7 +48,7 @@ def test_parameters_of_shipped_pipelines(name):
 
 def test_position_embeddings_of_sd3_are_weights_that_no_parameter_counts():
     """384 x 384 places of 1536 numbers."""
-    pipeline = FakePipeline("stabilityai/stable-diffusion-3.5-medium", torch.bfloat16)
+    pipeline = in_bfloat16("stabilityai/stable-diffusion-3.5-medium")
     assert bytes_of(pipeline.transformer) == 2 * (2_243_171_520 + 384 * 384 * 1536)
 
 
