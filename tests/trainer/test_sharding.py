@@ -84,7 +84,9 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
     reward.write_text(MORTAL.replace("RUN", repr(str(resumed))))
     settings = (*RESUMED, SHARD, f"reward.custom_reward_function.path={reward}")
     command = [*TORCHRUN, "--max-restarts", "1", "-m", "flowgrpo_rc.cli.main", "demo"]
-    done = run_process(*command, *overrides_of(resumed, *settings), env=environment())
+    # A store of the launcher's would still hold the addresses of the processes that were there before.
+    fresh_store = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = run_process(*command, *overrides_of(resumed, *settings), env=fresh_store, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "killed").exists()
     throughout, found = rows(runs / "throughout"), rows(resumed)
