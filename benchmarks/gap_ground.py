@@ -2,22 +2,26 @@
 
     python benchmarks/gap_ground.py --jobs 2            # trains what is missing of seed 1, two minutes a run and core
     python benchmarks/gap_ground.py --verdicts          # `flowgrpo-rc probe` on every setting with a result
-    python benchmarks/gap_ground.py --report            # writes the table of docs/gap_study.md; runs nothing
+    python benchmarks/gap_ground.py --keep outputs/ends # trains likewise, and keeps the final adapters
+    python benchmarks/gap_ground.py --verdicts --from end --keep outputs/ends       # the probe on those
+    python benchmarks/gap_ground.py --report            # writes the tables of docs/gap_study.md; runs nothing
     python benchmarks/gap_ground.py --compare           # the drift against the share, as signs of what a run lost
 
 The limits of the drift were chosen on the gap study and on the settings here whose name ends in ``CHOSEN_ON``. No other
 run of this file had ended then, so that the rest tells whether the probe is right on what it was not made on. Each
 setting is held against its twin, the same ground with float32 rollouts at a clip of 1e-3: what a run lost is the twin's
-final held-out reward minus its own. Resumable, as ``training_runs.py`` says.
+final held-out reward minus its own. Resumable, as ``training_runs.py`` says: a setting that has a result is trained
+again, to keep its adapter, with another ``--results``.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import correlation, fmean
 from typing import Any
 
-from gap_study import BYPASS, DECOUPLED, PRECISIONS, VERDICT_CELLS, probed, read_verdicts
+from gap_study import BYPASS, DECOUPLED, PRECISIONS, VERDICT_CELLS, probed, read_verdicts, verdicts_of
 from gap_study import RESULTS as STUDY_RESULTS
 from gap_study import SETTINGS as STUDY
 from learning import COMMON, LOSS, ROLLOUT
@@ -89,11 +93,18 @@ def ground_of(setting: str) -> str:
 
 
 def rows(runs: dict[str, list[dict[str, Any]]], verdicts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """``judged_rows`` of this study."""
+    return judged_rows(runs, verdicts, lambda setting: f"{ground_of(setting)}_{TWIN}")
+
+
+def judged_rows(
+    runs: dict[str, list[dict[str, Any]]], verdicts: dict[str, dict[str, Any]], twin_of: Callable[[str], str]
+) -> list[dict[str, Any]]:
     """Every setting with a result whose twin has one, those that the probe was wrong about first."""
     found = []
     for setting, group in runs.items():
-        twin = runs.get(f"{ground_of(setting)}_{TWIN}")
-        if setting.endswith(TWIN) or twin is None or setting not in verdicts:
+        twin = runs.get(twin_of(setting))
+        if setting == twin_of(setting) or twin is None or setting not in verdicts:
             continue
         ended = fmean(run["final_held_out"] for run in group)
         lost = fmean(run["final_held_out"] for run in twin) - ended
@@ -133,6 +144,28 @@ def table(found: list[dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     wrong = sum(bool(row["wrong"]) for row in found)
     return "\n".join([*lines, "", f"{len(found)} settings, {wrong} wrong."])
+
+
+def feedback(found: list[dict[str, Any]], ends: dict[str, dict[str, Any]]) -> str:
+    """Markdown: the drift before training and at its end, for the settings whose final adapter was probed."""
+    if not ends:
+        return "Not run."
+    heads = ("setting", "lost against its twin", "drift before", "after", "outside the clip before", "after")
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    pairs = [(row, ends[row["setting"]]) for row in found if row["setting"] in ends and "drift" in row]
+    for row, end in sorted(pairs, key=lambda pair: -pair[0]["lost"]):
+        shares = f"{row['clipped']:.2f} | {end['clipped']:.2f}"
+        lines.append(f"| `{row['setting']}` | {row['lost']:.2f} | {_drift(row)} | {_drift(end)} | {shares} |")
+    if len(pairs) > 2:
+        lost = [row["lost"] for row, _ in pairs]
+        both = [rank_correlation([pair[place]["drift"] for pair in pairs], lost) for place in (0, 1)]
+        lines += ["", f"Rank correlation with the loss: {both[0]:.2f} before training, {both[1]:.2f} at its end."]
+    return "\n".join(lines)
+
+
+def _drift(verdict: dict[str, Any]) -> str:
+    low, high = verdict["drift_interval"]
+    return f"{verdict['drift']:.4f} ({low:.4f} to {high:.4f})"
 
 
 def compare(found: list[dict[str, Any]]) -> str:
@@ -177,6 +210,8 @@ def main() -> int:
     parser.add_argument("--seeds", default="1", help="comma-separated (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results' JSON-lines file")
+    parser.add_argument("--keep", type=Path, help="folder in which the final adapters are kept, or lie")
+    parser.add_argument("--from", dest="where", choices=("start", "end"), default="start", help="what is probed")
     parser.add_argument("--verdicts", action="store_true", help="run the probe on every setting with a result")
     parser.add_argument("--report", action="store_true", help=f"write the table of {PAGE.name}; runs nothing")
     parser.add_argument("--compare", action="store_true", help="drift against share; runs nothing")
@@ -184,15 +219,22 @@ def main() -> int:
     settings = [name for name in SETTINGS if arguments.only in name]
     if not settings:
         parser.error(f"--only: no setting's name holds {arguments.only}; one is {next(iter(SETTINGS))}")
-    study = Study(SETTINGS, COMMON, arguments.results, STEPS)
+    end = arguments.where == "end"
+    if end and not (arguments.verdicts and arguments.keep):
+        parser.error("--from end: goes with --verdicts, and with --keep, where the final adapters lie")
+    study = Study(SETTINGS, COMMON, arguments.results, STEPS, keep=arguments.keep and arguments.keep.resolve())
     failed = 0
     if arguments.verdicts:
-        probed(study, [name for name in load(settings, arguments.results) if not name.endswith(TWIN)])
+        probed(study, [name for name in load(settings, arguments.results) if not name.endswith(TWIN)], end=end)
     elif not (arguments.report or arguments.compare):
         failed = run_missing(study, settings, [int(seed) for seed in arguments.seeds.split(",")], arguments.jobs)
     found = rows(load(settings, arguments.results), read_verdicts(arguments.results))
+    ends = read_verdicts(arguments.results, end=True)
     if arguments.report:
         write_table(PAGE, RESULTS, tables(found))
+        write_table(PAGE, verdicts_of(RESULTS, end=True), feedback(found, ends))
+    elif end:
+        print(feedback(found, ends))
     else:
         print(compare(found) if arguments.compare else tables(found))
     return 1 if failed else 0

@@ -173,22 +173,27 @@ class Noise:
         return f"{mean} ±{max(widths):.2f}"
 
 
-def verdicts_of(results: Path) -> Path:
-    """The JSON-lines file of the probe's verdicts beside one of results."""
-    return results.with_name(f"{results.stem}_verdicts.jsonl")
+def verdicts_of(results: Path, *, end: bool = False) -> Path:
+    """The JSON-lines file of the probe's verdicts beside one of results, before training or at its end."""
+    return results.with_name(f"{results.stem}_verdicts{'_end' if end else ''}.jsonl")
 
 
-def read_verdicts(results: Path) -> dict[str, dict[str, Any]]:
+def read_verdicts(results: Path, *, end: bool = False) -> dict[str, dict[str, Any]]:
     """The verdicts by setting; none where there is no file yet."""
-    return {verdict["setting"]: verdict for verdict in read_results(verdicts_of(results))}
+    return {verdict["setting"]: verdict for verdict in read_results(verdicts_of(results, end=end))}
 
 
-def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+def probed(study: Study, settings: Sequence[str], *, end: bool = False) -> dict[str, dict[str, Any]]:
     """What ``flowgrpo-rc probe`` says of each setting before training; none for alternatives, which it cannot know, and
-    none with a lag, of which it sees the engine's half alone."""
-    found = read_verdicts(study.results)
+    none with a lag, of which it sees the engine's half alone. With ``end`` it is of the adapter that ``study.keep`` has
+    of seed 1, where it has one."""
+    found = read_verdicts(study.results, end=end)
     commit = describe()["commit"]
     for setting in settings:
+        adapter = study.keep / f"{setting}_seed1" if end and study.keep else None
+        if adapter is not None and not adapter.is_dir():
+            continue
+        trained = [f"actor_rollout_ref.model.lora_adapter_path={adapter}"] if adapter else []
         program = study.inside(setting, [*COMMAND, "probe"])
         overrides = study.overrides(setting, seed=1)
         of = {"program": names(program), "of": overrides}
@@ -198,7 +203,7 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
             continue
         with tempfile.TemporaryDirectory() as out:
             done = subprocess.run(
-                [sys.executable, *program, "--config-name", CONFIG, "--out", out, *overrides],
+                [sys.executable, *program, "--config-name", CONFIG, "--out", out, *overrides, *trained],
                 cwd=HERE.parent,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 capture_output=True,
@@ -209,7 +214,7 @@ def probed(study: Study, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
                 raise RuntimeError(f"probe of {setting}: exit code {done.returncode}\n{done.stderr[-2000:]}")
             probe = json.loads((Path(out) / "probe.json").read_text())
         found[setting] = {"setting": setting, "seed": 1, **verdict_of(probe), **of, "commit": commit}
-        write_results(verdicts_of(study.results), found.values())
+        write_results(verdicts_of(study.results, end=end), found.values())
         print(f"{setting}: {found[setting]['verdict']}", flush=True)
     return found
 

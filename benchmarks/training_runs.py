@@ -7,6 +7,7 @@ it again. The tables in ``docs/`` are made from the file: ``write_table``.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,8 @@ class Study:
     steps: int
     extra: Callable[[Path], dict[str, Any]] | None = None
     """More figures from a finished run's folder."""
+    keep: Path | None = None
+    """Where each run's final adapter is kept, in a folder of the run's name; else it goes with the run's folder."""
 
     def overrides(self, setting: str, seed: int) -> list[str]:
         """The command line's overrides of one run, without its folder."""
@@ -156,6 +159,8 @@ def run_one(study: Study, setting: str, seed: int, machine: dict) -> tuple[dict[
             seconds = train(study.program(setting), overrides, folder)
             figures = summarise([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
             figures |= study.extra(folder) if study.extra else {}
+            if study.keep:
+                shutil.copytree(folder / "lora", study.keep / name, dirs_exist_ok=True)
     except Exception as error:  # whatever one run died of, the others go on
         error_file.write_text(f"{name}: {type(error).__name__}: {error}\noverrides: {' '.join(overrides)}\n")
         return None, f"FAILED {name}; see {error_file}"

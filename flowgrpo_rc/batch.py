@@ -19,6 +19,7 @@ from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional, 
 from flowgrpo_rc.correction.numerics.compute import RolloutCorrection, compute_rollout_correction
 from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
 from flowgrpo_rc.correction.numerics.moments import merge_over_ranks
+from flowgrpo_rc.correction.numerics.run import weights_and_mask
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 
 Batch = TypeVar("Batch")
@@ -201,10 +202,32 @@ def correct_old_policy(
         rs_bounds=optional(batch, Key.ROLLOUT_RS_BOUNDS),
         dp_group=dp_group,
     )
-    # Weights multiply losses, so they are float32 whatever precision the log-probs have.
-    keep = result.mask
-    weights = keep.float() if result.weights is None else result.weights.float() * keep
-    return replace(old, weights=weights, keep=keep), result
+    return replace(old, weights=_in_the_loss(result.weights, result.mask), keep=result.mask), result
+
+
+def weights_and_keep(
+    log_probs: Float[Tensor, "..."], batch: TensorMapping, config: RolloutCorrectionConfig
+) -> tuple[Float[Tensor, "..."], Bool[Tensor, "..."]]:
+    """The weights and the rejection of ``correct_old_policy`` for log-probs on a device, for which nobody waits.
+
+    Nothing is measured, and what is not finite is not refused: that is for ``correct_old_policy`` to do once the device
+    has been waited for.
+
+    Args:
+        log_probs: ``(B, W)``, or ``(n,)`` SDE steps that have nothing to do with each other.
+        batch: ``rollout_log_probs`` of that shape, and ``rollout_rs_bounds`` for ``rollout_rs_threshold=auto``.
+        config: without batch normalisation of the weights.
+    """
+    batch = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "rollout correction")
+    plan = config.plan()
+    bounds = batch[Key.ROLLOUT_RS_BOUNDS] if plan.calibrated else None
+    weights, keep = weights_and_mask(log_probs, batch[Key.ROLLOUT_LOG_PROBS], plan=plan, row_bounds=bounds)
+    return _in_the_loss(weights, keep), keep
+
+
+def _in_the_loss(weights: Tensor | None, keep: Tensor) -> Tensor:
+    """Weights as losses are multiplied by them: float32 whatever precision the log-probs have, 0 where rejected."""
+    return keep.float() if weights is None else weights.float() * keep
 
 
 def _mapping_with(keys: tuple[str, ...], batch: object, purpose: str) -> MutableMapping[str, Tensor]:

@@ -19,11 +19,11 @@ from flowgrpo_rc.checks import path as check_path
 from flowgrpo_rc.messages import reason
 from flowgrpo_rc.run_lock import RunFolderInUseError, RunLock
 
-TIMING_PREFIXES = ("timing_s/", "perf/")
-"""Metrics that depend on the machine's speed; all others repeat exactly with the same seed and machine."""
+TIMING_PREFIXES = ("timing_s/", "timing_per_image_ms/", "perf/")
+"""Metrics that depend on the machine's speed and memory; all others repeat exactly with the same seed and machine."""
 MADE_AT_THE_END = ("lora", "lora_ema", "plots")
 """What a run makes of its last step, besides what is drawn from its records."""
-RECORDS = ("metrics.jsonl", "samples", "checkpoints", *MADE_AT_THE_END)
+RECORDS = ("metrics.jsonl", "samples", "checkpoints", "profile", *MADE_AT_THE_END)
 """What makes a folder one that a run has used."""
 DRAWN_FROM_RECORDS = ("config.yaml", "summary.png", "report.html")
 """What is moved aside together with the records, and does not alone make a folder a used one."""
@@ -31,6 +31,7 @@ WRITING = ".writing"
 """Ending of a temporary name: what is not complete yet, and what a kill leaves behind."""
 _STEMS = "|".join(Path(name).stem for name in (*RECORDS, *DRAWN_FROM_RECORDS))
 _ASIDE = re.compile(rf"({_STEMS})\.([0-9]{{1,9}})(\.\w+)?")
+_PROFILE = re.compile(r"step_([0-9]{1,18})\.rank_")
 _GRID = re.compile(r"step_([0-9]{1,18})\.png")
 
 
@@ -48,6 +49,7 @@ class RunFolder:
         self.config = root / "config.yaml"
         self.samples = root / "samples"
         self.plots = root / "plots"
+        self.profile = root / "profile"
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
         self.lora_ema = root / "lora_ema"
@@ -199,6 +201,10 @@ class RunFolder:
         found = {_GRID.fullmatch(grid.name): grid for grid in self.samples.glob("step_*.png")}
         return dict(sorted((int(match[1]), grid) for match, grid in found.items() if match))
 
+    def _profiles_after(self, step: int) -> list[Path]:
+        """Traces and tables of the steps after ``step``."""
+        return [file for file in self.profile.glob("step_*") if (m := _PROFILE.match(file.name)) and int(m[1]) > step]
+
     # ------------------------------------------------------------------ moving aside
 
     def next_number(self) -> int:
@@ -226,19 +232,21 @@ class RunFolder:
         return self.set_aside((*DRAWN_FROM_RECORDS, *present), self.next_number())
 
     def set_aside_after(self, step: int, number: int | None = None) -> list[str]:
-        """Move aside the lines and sample grids of later steps, and lines that are none; says which.
+        """Move aside the lines, sample grids and profiles of later steps, and lines that are none; says which.
 
         A run resumed at ``step`` makes them again, and may make them otherwise. Lines that stay, stay byte for byte.
         """
         number = self.next_number() if number is None else number
         moved = []
-        later = [grid for drawn, grid in self.grids().items() if drawn > step]
-        if later:
-            aside = self.root / f"samples.{number}"
-            aside.mkdir(exist_ok=True)
-            for grid in later:
-                grid.rename(aside / grid.name)
-            moved.append(f"{len(later)} sample grid(s) of later steps to {aside.name}/")
+        grids = [grid for drawn, grid in self.grids().items() if drawn > step]
+        for later, what in ((grids, "sample grid(s)"), (self._profiles_after(step), "file(s) of profiles")):
+            if later:
+                folder = later[0].parent
+                aside = folder.with_name(f"{folder.name}.{number}")
+                aside.mkdir(exist_ok=True)
+                for file in later:
+                    file.rename(aside / file.name)
+                moved.append(f"{len(later)} {what} of later steps to {aside.name}/")
         content = self.metrics.read_bytes() if self.metrics.is_file() else b""
         lines = [line + b"\n" for line in content.split(b"\n") if line.strip()]
         removed = [line for line in lines if not _is_row_until(line, step)]

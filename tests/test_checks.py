@@ -90,7 +90,7 @@ def test_integers_are_fine_where_floats_are_wanted():
         (lambda: TrainerConfig(default_local_dir="a\0b"), "default_local_dir: got 'a.x00b'; a path cannot hold"),
         (lambda: TrainerConfig(resume_from_path="a\0b"), "resume_from_path: got 'a.x00b'; a path cannot hold"),
         (lambda: ModelConfig(path="a\0b"), "model.path: got 'a.x00b'; a path cannot hold"),
-        (lambda: ModelConfig(lora_rank=0), "model.lora_rank: got 0; a LoRA is what is trained here"),
+        (lambda: ModelConfig(lora_rank=0), "lora_rank: got 0; a LoRA is what is trained, never all weights: .*rank=64"),
         (lambda: ModelConfig(lora_dtype="float16"), "model.lora_dtype: got 'float16'; choose one of float32, bfloat16"),
         (lambda: PipelineConfig(guidance_scale=math.nan), "pipeline.guidance_scale: got nan"),
         (lambda: OptimizerConfig(lr_warmup_steps_ratio=1.5), "lr_warmup_steps_ratio: got 1.5; give a share of the run"),

@@ -23,6 +23,7 @@ ALLOWED = {
     "integrations": {"correction", "sde", "loss", "batch"},
 }
 ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
+ALLOWED["planner"] = {"sde", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["report"] = {"correction", "sde", "loss", "gap", "rewards", *BASE}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}

@@ -10,8 +10,11 @@ from tests_support import overrides_of, run_process
 from flowgrpo_rc import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowgrpo_rc.actor import DiffusionLossConfig
 from flowgrpo_rc.models import PipelineLoader
+from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.timer import StageTimer
+from flowgrpo_rc.transfers import onto, to_host
 
 pytestmark = pytest.mark.gpu
 
@@ -110,6 +113,58 @@ def test_a_text_encoder_leaves_no_memory_behind():
         assert model.encode(["one"], 64)
         assert torch.cuda.memory_allocated() > before
     assert torch.cuda.memory_allocated() == before
+
+
+def test_queued_copies_carry_the_numbers_there_and_back():
+    """Before the queue has done what stands in front of them, and with the host's tensors dropped at once."""
+    device = torch.device("cuda")
+    values = torch.randn(1000, 1000)
+    busy = torch.randn(4096, 4096, device=device)
+    for _ in range(20):
+        busy = busy @ busy / busy.norm()
+    there = [onto(values + i, device) for i in range(4)]
+    back = to_host({"half": there[1].bfloat16(), "cut": there[2][:, 3:5], "whole": there[3]})
+    assert torch.equal(back["half"], (values + 1).bfloat16())
+    assert torch.equal(back["cut"], (values + 2)[:, 3:5])
+    assert torch.equal(back["whole"], values + 3)
+    state = {"a": values, "b": torch.ones(())}
+    assert adapter_digest({name: tensor.to(device) for name, tensor in state.items()}) == adapter_digest(state)
+
+
+def test_stages_are_charged_with_the_kernels_that_they_queue():
+    timer = StageTimer(torch.device("cuda"))
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for stage, times in (("short", 1), ("long", 50)):
+        with timer(stage):
+            for _ in range(times):
+                busy = busy @ busy / busy.norm()
+    taken = timer.take()
+    assert taken["timing_s/long"] > 5 * taken["timing_s/short"] > 0
+    assert taken["timing_s/step"] == pytest.approx(taken["timing_s/long"] + taken["timing_s/short"])
+
+
+@pytest.mark.parametrize("name", ["_native_cudnn", "_native_efficient"])
+def test_an_attention_backend_of_gpus_trains(small_config, name):
+    """Where the trial before loading lets one through, the run it is for ends with finite gradients."""
+    try:
+        row = last_row(
+            small_config,
+            "actor_rollout_ref.model.dtype=bfloat16",
+            f"actor_rollout_ref.model.attn_backend={name}",
+            f"actor_rollout_ref.rollout.rollout_attn_backend={name}",
+        )
+    except ValueError as refused:
+        assert f"got {name}, which does not compute attention with a mask" in str(refused)  # noqa: PT017
+        return
+    assert math.isfinite(row["actor/grad_norm"])
+
+
+def test_a_profile_has_the_gpus_kernels(small_config):
+    folder = FlowGRPOTrainer(small_config(*ON_GPU, "trainer.profile_steps=[2]")).fit()
+    trace = (folder.profile / "step_00002.rank_0.pt.trace.json").read_text()
+    assert '"cat": "kernel"' in trace
+    assert "CUDA" in (folder.profile / "step_00002.rank_0.txt").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from jaxtyping import Float, Int
@@ -21,10 +21,12 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from flowgrpo_rc.actor.agreement import on_any_process, rows_in_words
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.actor.rows import MicroBatch, OldRows, RecordedSteps
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
+from flowgrpo_rc.models.attention import use_attention_backend
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora, base_parameters, load_lora
@@ -35,12 +37,8 @@ BUCKET_BYTES = 256 * 2**20
 COMPILE_BACKEND = "inductor"
 """What ``torch.compile`` hands the transformer's blocks to."""
 
-_TRANSITION_KEYS = (Key.LATENTS, Key.NEXT_LATENTS, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS)
-_LOSS_KEYS = (
-    *(Key.ROLLOUT_LOG_PROBS, Key.ADVANTAGES, Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS),
-    *(Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS),
-)
-"""What the loss reads of a batch on the device, besides the old policy."""
+_CORRECTION_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.TIMESTEPS, Key.ROLLOUT_RS_BOUNDS)
+"""What correction reads of a batch, besides the old policy."""
 
 
 def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
@@ -90,7 +88,7 @@ class DiffusionActor:
         accelerator: an ``accelerate.Accelerator``: device, precision and processes.
         sde_type, noise_level: of the rollouts' stochastic steps.
         total_optimizer_steps: length of the learning-rate schedule.
-        score_batch_size: images per forward of the scoring pass; ``None``: the update's micro-batch.
+        score_batch_size: images per forward of the scoring pass; ``None``: rows as in the update's micro-batch.
     """
 
     def __init__(
@@ -114,10 +112,11 @@ class DiffusionActor:
         self._sde_type = sde_type
         self._noise_level = noise_level
         self._lr = config.optim.lr
-        self._score_batch_size = score_batch_size or config.ppo_micro_batch_size_per_gpu
+        self._score_batch_size = score_batch_size
         self.transformer: Any = model.transformer
         frozen = sum(parameter.numel() for parameter in base_parameters(self.transformer).values())
         attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype), device=accelerator.device)
+        use_attention_backend(self.transformer, lora.attn_backend)
         self.recomputes = lora.checkpoints_gradients(frozen)
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
         if self.recomputes:
@@ -186,8 +185,9 @@ class DiffusionActor:
 
         It has means where the objective compares them, and is not corrected yet.
         """
-        parts = torch.arange(len(batch)).split(self._score_batch_size)
-        return OldPolicy.concatenate([self._as_old_policy(self._forward(batch[p], conditioning)) for p in parts])
+        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        scored = self._score_steps(steps, torch.arange(len(batch)), means=self._compares_means)
+        return OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means"))
 
     @torch.no_grad()
     def rescore(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
@@ -195,9 +195,8 @@ class DiffusionActor:
 
         ``log_probs`` and ``transition_stds`` ``(B, W)``, ``transition_means`` ``(B, W, *L)``.
         """
-        rows = torch.arange(len(batch)).split(self._score_batch_size)
-        parts = [self._forward(batch[r], conditioning, means=True) for r in rows]
-        return {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
+        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        return self._score_steps(steps, torch.arange(len(batch)), means=True)
 
     def gradients(
         self,
@@ -222,23 +221,15 @@ class DiffusionActor:
         """
         count = sum(parameter.numel() for parameter in self._parameters)
         sums = [torch.zeros(count, device=self._accelerator.device) for _ in losses]
-        for rows in torch.arange(len(batch)).split(self.config.ppo_micro_batch_size_per_gpu):
-            data = batch[rows]
-            output: dict[str, Tensor] = {}
-            for number, loss in enumerate(losses):
-                if self._compiled or not output:
-                    output = self._forward(data, conditioning, means=True, reference=False)
-                    self._check_finite(output, rows)
-                # A compiled backward pass gives its buffers away, so that there is one for each forward.
-                shared = not self._compiled and number + 1 < len(losses)
-                found = torch.autograd.grad(
-                    loss(output, data), self._parameters, retain_graph=shared, materialize_grads=True
-                )
-                flat = torch.cat([gradient.float().reshape(-1) for gradient in found])
-                finite = flat.isfinite().all()
-                if on_any_process(~finite):
-                    self._raise_non_finite("gradient", [] if finite else rows.tolist())
-                sums[number] += flat
+        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        size = self.config.micro_batch_rows(steps.window)
+        for images in torch.arange(len(batch)).split(max(1, size // steps.window)):
+            found = self._gradients_of_images(steps, images, batch[images], losses, size)
+            finite = torch.stack([flat.isfinite().all() for flat in found]).all()
+            if on_any_process(~finite):
+                self._raise_non_finite("gradient", [] if finite else images.tolist())
+            for total, flat in zip(sums, found, strict=True):
+                total += flat
         return [flat.cpu() for flat in sums]
 
     def update(
@@ -275,7 +266,8 @@ class DiffusionActor:
                 "update() was given a mini-batch after the first without an old policy; in decoupled mode score() its "
                 "rows, for an optimizer step comes before it"
             )
-        update = _Update(batch, conditioning, mode, gap or MetricAccumulator())
+        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        update = _Update(batch, steps, mode, gap or MetricAccumulator())
         mini_batches = list(mini_batches)
         metrics: list[LossMetrics] = []
         norms: list[float] = []
@@ -294,19 +286,23 @@ class DiffusionActor:
         nothing, and no step was taken.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        parts = torch.arange(len(mini.rows)).split(self.config.ppo_micro_batch_size_per_gpu)
-        micro = [self._backward(update, mini.part(part)) for part in parts]
-        found = [old for _, old in micro if old is not None]
-        if found:
-            mini = mini._replace(old=OldPolicy.concatenate(found))
-        total = reduce(add, [metrics for metrics, _ in micro]).all_reduce()
-        kept, denominator = total.kept_and_denominator()
+        done = self._backward(update, mini)
+        total = done.metrics.all_reduce()
+        self._reduce_gradients(total.denominator.clamp(min=1.0))
+        norm = clip_grad_norm_(self._parameters, self.config.grad_clip)
+        log_probs, total, norm = _read(done.log_probs, total, norm)
+        self._check_finite({"log_probs": log_probs}, mini.rows)
+        if update.corrects(mini):
+            corrected = done.corrected
+            if corrected is None:
+                corrected = update.correct(mini, OldPolicy(log_probs=log_probs, means=done.means))
+            if not update.mode.bypasses:
+                mini = mini._replace(old=corrected)
         # Not even moments and weight decay may move the weights where nothing is learned.
-        if kept == 0:
+        if total.kept == 0:
+            self.optimizer.zero_grad(set_to_none=True)
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
             return total, mini, None
-        self._reduce_gradients(denominator)
-        norm = float(clip_grad_norm_(self._parameters, self.config.grad_clip))
         if not norm < float("inf"):  # NaN included
             self._refuse(update, mini)
         # Read before the schedule moves on: the rate of the step that is taken.
@@ -317,25 +313,100 @@ class DiffusionActor:
             self.average.step(self._parameters)
         return total, mini, norm
 
-    def _backward(self, update: "_Update", micro: MiniBatch) -> tuple[LossMetrics, OldPolicy | None]:
-        """Add one micro-batch's gradients; returns its metrics, and its old policy where that was found here."""
-        data = update.batch[micro.rows]
-        output = self._forward(data, update.conditioning)
-        self._check_finite(output, micro.rows)
+    def _backward(self, update: "_Update", mini: MiniBatch) -> "_Accumulated":
+        """Add a mini-batch's gradients, one micro-batch after another, without waiting for the device in between."""
         mode = update.mode
-        old = micro.old
-        found = None
-        if old is None and mode.bypasses:
-            old = OldPolicy.of_rollout(data)
-        elif old is None:
-            found, correction = correct_old_policy(self._as_old_policy(output), data, mode.rollout_correction)
-            old = found
-            update.gap.add(correction)
-        sums = diffusion_loss_sums(mode, output, self._loss_data(data, old, mode))
-        self._accelerator.backward(sums.loss_sum)
-        if sums.correction is not None:
-            update.gap.add(sums.correction)
-        return sums.metrics, found
+        window = update.steps.window
+        size = self.config.micro_batch_rows(window)
+        corrects = update.corrects(mini)
+        known = None if corrects else mini.old
+        corrected = None
+        if corrects and mode.couples_steps:
+            if size < window or mode.rollout_correction.rollout_is_batch_normalize:
+                corrected = known = self._correct_ahead(update, mini)
+            else:
+                size -= size % window
+        old = OldRows(known, mode, self._accelerator.device)
+        keeps_means = corrects and not mode.bypasses and self._compares_means and self.config.ppo_epochs > 1
+        done: list[LossMetrics] = []
+        log_probs: list[Tensor] = []
+        means: list[Tensor] = []
+        for micro in update.steps.cut(mini.rows, size, means=mode.bypasses and self._compares_means):
+            output = self._forward(micro, means=self._needs_means, reference=self.config.use_kl_loss)
+            data = micro.data | old.of(micro, output, window)
+            sums = diffusion_loss_sums(mode, output, data, corrected=corrects)
+            self._accelerator.backward(sums.loss_sum)
+            done.append(sums.metrics)
+            log_probs.append(output["log_probs"].detach())
+            if keeps_means:
+                means.append(output["transition_means"].detach().cpu())
+        shape = (len(mini.rows), window)
+        return _Accumulated(
+            metrics=reduce(add, done),
+            log_probs=torch.cat(log_probs).view(shape),
+            means=torch.cat(means).unflatten(0, shape) if means else None,
+            corrected=corrected,
+        )
+
+    def _correct_ahead(self, update: "_Update", mini: MiniBatch) -> OldPolicy:
+        """The present policy with weights and rejection, by a scoring pass: micro-batches will cut windows that must be
+        known whole before."""
+        with torch.no_grad():
+            scored = self._score_steps(update.steps, mini.rows, means=self._compares_means and not update.mode.bypasses)
+        self._check_finite(scored, mini.rows)
+        return update.correct(mini, OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means")))
+
+    def _score_steps(self, steps: RecordedSteps, images: Int[Tensor, " M"], *, means: bool) -> dict[str, Tensor]:
+        """The steps of some images under the present policy, ``(M, W)`` and ``(M, W, *L)`` on the host."""
+        size = self.config.micro_batch_rows(steps.window)
+        if self._score_batch_size is not None:
+            size = self._score_batch_size * steps.window
+        parts = []
+        for micro in steps.cut(images, size):
+            output = self._forward(micro, means=means)
+            # Means are large; the rest crosses at the end, all at once.
+            parts.append({n: v.cpu() if n == "transition_means" else v for n, v in output.items()})
+        shape = (len(images), steps.window)
+        return {name: torch.cat([part[name] for part in parts]).cpu().unflatten(0, shape) for name in parts[0]}
+
+    def _gradients_of_images(
+        self,
+        steps: RecordedSteps,
+        images: Int[Tensor, " b"],
+        data: TensorDict,
+        losses: Sequence[Callable[[dict[str, Tensor], TensorDict], Float[Tensor, ""]]],
+        size: int,
+    ) -> list[Float[Tensor, " parameters"]]:
+        """The flat gradient of each loss of some images, by micro-batches of ``size`` rows.
+
+        A loss sees whole windows, so it is differentiated by the forward's output first, and then the output by the
+        parameters. Of a window that is cut, a forward without gradients gives the output.
+        """
+        micro_batches = list(steps.cut(images, size))
+        cut = len(micro_batches) > 1
+        with torch.set_grad_enabled(not cut):
+            outputs = [self._forward(micro, means=True) for micro in micro_batches]
+        shape = (len(images), steps.window)
+        whole = {n: torch.cat([o[n].detach() for o in outputs]).unflatten(0, shape) for n in outputs[0]}
+        self._check_finite(whole, images)
+        moved = [whole[name].requires_grad_() for name in ("log_probs", "transition_means")]
+        of_outputs = [torch.autograd.grad(loss(whole, data), moved, materialize_grads=True) for loss in losses]
+        count = sum(parameter.numel() for parameter in self._parameters)
+        sums = [torch.zeros(count, device=self._accelerator.device) for _ in losses]
+        for micro, output in zip(micro_batches, outputs, strict=True):
+            for number, gradients in enumerate(of_outputs):
+                # A compiled backward pass gives its buffers away, so that there is one for each forward.
+                if (cut and number == 0) or (self._compiled and number > 0):
+                    output = self._forward(micro, means=True)
+                found = torch.autograd.grad(
+                    [output["log_probs"], output["transition_means"]],
+                    self._parameters,
+                    [gradient.flatten(0, 1)[micro.places] for gradient in gradients],
+                    retain_graph=not self._compiled and number + 1 < len(losses),
+                    materialize_grads=True,
+                )
+                sums[number] += torch.cat([gradient.float().reshape(-1) for gradient in found])
+        return sums
 
     def _check_finite(self, output: dict[str, Tensor], rows: Int[Tensor, " b"]) -> None:
         """Every process raises where one has found something, so that none goes on to a forward alone."""
@@ -343,45 +414,28 @@ class DiffusionActor:
         if on_any_process(~finite.all()):
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
 
-    def _forward(
-        self, data: TensorDict, conditioning: Conditioning, *, means: bool = False, reference: bool = True
-    ) -> dict[str, Tensor]:
-        """All steps of all images in one forward: log-probs ``(b, W)``, and where they are needed the transitions.
-
-        Without ``reference`` those of the reference policy are left out, whatever the configuration wants of them.
-        """
-        device = self._accelerator.device
-        b, w = data[Key.LATENTS].shape[:2]
-        flat = {name: data[name].flatten(0, 1).to(device) for name in _TRANSITION_KEYS}
-        cond = conditioning.rows(data[Key.PROMPT_INDEX].repeat_interleave(w), device)
-        step = self._transition(flat, cond)
-        output = {"log_probs": log_prob(step, flat[Key.NEXT_LATENTS], sde_type=self._sde_type).view(b, w)}
-        if means or self.config.use_kl_loss or self._compares_means:
-            output["transition_means"] = step.mean.unflatten(0, (b, w))
-            output["transition_stds"] = step.step_std.view(b, w)
-        # A scoring pass has no use for the reference.
-        if reference and self.config.use_kl_loss and torch.is_grad_enabled():
+    def _forward(self, micro: MicroBatch, *, means: bool, reference: bool = False) -> dict[str, Tensor]:
+        """Log-probs of a micro-batch's rows ``(n,)``; with ``means`` their transitions, with ``reference`` the means of
+        the reference policy, too."""
+        data = micro.data
+        step = self._transition(data, micro.conditioning)
+        output = {"log_probs": log_prob(step, data[Key.NEXT_LATENTS], sde_type=self._sde_type)}
+        if means:
+            output["transition_means"] = step.mean
+            output["transition_stds"] = step.step_std
+        if reference:
             with torch.no_grad(), adapter_disabled(self.transformer):
-                output["ref_transition_means"] = self._transition(flat, cond).mean.unflatten(0, (b, w))
+                output["ref_transition_means"] = self._transition(data, micro.conditioning).mean
         return output
 
-    def _loss_data(self, data: TensorDict, old: OldPolicy, mode: ModeInForce) -> dict[str, Tensor]:
-        """The keys that the loss reads, on the actor's device; latents stay where they are."""
-        read = {name: data[name] for name in _LOSS_KEYS if name in data.keys()} | old.batch_keys()  # noqa: SIM118
-        # Means go to the device only where the objective reads them, under the name that this mode reads.
-        means = read.pop(Key.OLD_TRANSITION_MEANS, None)
-        if self._compares_means and means is not None:
-            read[Key.ROLLOUT_MEANS if mode.bypasses else Key.OLD_TRANSITION_MEANS] = means
-        return {name: value.to(self._accelerator.device) for name, value in read.items()}
+    @property
+    def _needs_means(self) -> bool:
+        """Whether the loss reads the new policy's transition means."""
+        return self._compares_means or self.config.use_kl_loss
 
     @property
     def _compares_means(self) -> bool:
         return self.config.diffusion_loss.objective.needs_old_means
-
-    def _as_old_policy(self, output: dict[str, Tensor]) -> OldPolicy:
-        """A forward's output as constants on the host."""
-        means = output["transition_means"].detach().cpu() if self._compares_means else None
-        return OldPolicy(log_probs=output["log_probs"].detach().cpu(), means=means)
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         with self._accelerator.autocast():
@@ -401,7 +455,7 @@ class DiffusionActor:
             sde_type=self._sde_type,
         )
 
-    def _reduce_gradients(self, denominator: float) -> None:
+    def _reduce_gradients(self, denominator: Tensor) -> None:
         """Sum the gradients over ranks, some at a time, and divide them by the global denominator."""
         # Every rank must bring the same shapes to the collectives, whatever its rows have reached.
         for parameter in self._parameters:
@@ -465,7 +519,38 @@ class _Update:
     """What all optimizer steps of an update share."""
 
     batch: TensorDict
-    conditioning: Conditioning
+    steps: RecordedSteps
     mode: ModeInForce
     gap: MetricAccumulator
     """Collects what correction measures."""
+
+    def corrects(self, mini: MiniBatch) -> bool:
+        """Whether the correction of a mini-batch comes from the very log-probs that are learned from."""
+        return self.mode.bypasses or mini.old is None
+
+    def correct(self, mini: MiniBatch, present: OldPolicy) -> OldPolicy:
+        """The present policy at a mini-batch's steps, with weights and rejection; adds to ``gap`` what is measured."""
+        numbers = self.batch.select(*_CORRECTION_KEYS, strict=False)[mini.rows]
+        corrected, correction = correct_old_policy(present, numbers, self.mode.rollout_correction)
+        self.gap.add(correction)
+        return corrected
+
+
+class _Accumulated(NamedTuple):
+    """What the passes over a mini-batch leave behind, besides gradients."""
+
+    metrics: LossMetrics
+    log_probs: Float[Tensor, "M W"]
+    """Of the present policy, on the device."""
+    means: Float[Tensor, "M W *L"] | None
+    """Of the present policy, on the host, where later epochs compare with them."""
+    corrected: OldPolicy | None
+    """The present policy with weights and rejection, where a scoring pass found them ahead."""
+
+
+def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor, LossMetrics, float]:
+    """The same on the host. Here an optimizer step waits for its device, this once."""
+    parts = [log_probs.flatten(), metrics.sums, metrics.extremes, norm.reshape(1)]
+    figures = torch.cat([part.double() for part in parts]).cpu()
+    values, sums, extremes, size = figures.split([len(part) for part in parts])
+    return values.view(log_probs.shape).to(log_probs.dtype), LossMetrics(metrics.names, sums, extremes), float(size)

@@ -177,6 +177,14 @@ class DiffusionActorConfig:
     ppo_micro_batch_size_per_gpu: int = 16
     """Images per forward and backward pass on one process; each brings its whole SDE window."""
 
+    ppo_micro_batch_rows: int | None = None
+    """Rows per forward and backward pass on one process, at most; a row is one SDE step of one image. It takes the
+    place of ``ppo_micro_batch_size_per_gpu`` and may cut the window of an image, so that 1 needs the least memory; what
+    is learned does not depend on it. Where the correction in force decides by an image's whole window
+    (``rollout_is=sequence``, criteria ``seq_...``, a veto), whole windows go together if they fit into that many rows;
+    if not, a scoring pass, without gradients, comes before each update from log-probs that are not known yet. Null
+    counts images."""
+
     ppo_epochs: int = 1
     """Passes over one batch of rollouts."""
 
@@ -221,6 +229,7 @@ class DiffusionActorConfig:
         fit_fields(_HERE, self)
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "grad_clip"):
             positive(f"{_HERE}.{name}", getattr(self, name))
+        positive(f"{_HERE}.ppo_micro_batch_rows", self.ppo_micro_batch_rows, optional=True)
         non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)
         choice(f"{_HERE}.score", self.score, ("auto", "always"))
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
@@ -246,3 +255,7 @@ class DiffusionActorConfig:
                 "weights are made anew in every micro-batch, so their mean would depend on how the batch is cut. Set "
                 "it to false, or bypass_mode=false"
             )
+
+    def micro_batch_rows(self, window: int) -> int:
+        """Rows of a micro-batch where every image has ``window`` SDE steps."""
+        return self.ppo_micro_batch_rows or self.ppo_micro_batch_size_per_gpu * window

@@ -48,6 +48,14 @@ class ModeInForce:
         """Whether the objective's limit is centred at the engine's log-probs, so that the gap alone can exceed it."""
         return self.bypasses and self.has_limit
 
+    @property
+    def couples_steps(self) -> bool:
+        """Whether the weight or the rejection of a step depends on the other steps of its image, so that the window of
+        an image must be known whole before any of its steps can be learned from."""
+        rc = self.rollout_correction
+        uses_weights = not self.bypasses or rc.loss_type == "reinforce"
+        return rc.plan().couples_elements(uses_weights=uses_weights)
+
     def decoupled(self) -> ModeInForce:
         """The same objective in decoupled mode, where the limit is centred at the actor's own log-probs.
 

@@ -34,6 +34,7 @@ _INTERRUPTED = {
 LESS_MEMORY = (
     "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.rollout.micro_batch_size, "
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or the images' size, set "
+    "actor_rollout_ref.actor.ppo_micro_batch_rows=1 or "
     "actor_rollout_ref.model.enable_gradient_checkpointing=true, or actor_rollout_ref.model.dtype=bfloat16"
 )
 """What makes a run need less memory."""

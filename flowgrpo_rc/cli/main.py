@@ -1,4 +1,4 @@
-"""``flowgrpo-rc``: train, demo, encode-prompts, probe, report, prepare-data, explain-config."""
+"""``flowgrpo-rc``: train, demo, encode-prompts, probe, plan, report, prepare-data, explain-config."""
 
 import argparse
 import os
@@ -19,6 +19,7 @@ from flowgrpo_rc.cli.errors import (
     thread_errors_in_a_line,
     warnings_in_a_line,
 )
+from flowgrpo_rc.cli.plan import add_plan
 from flowgrpo_rc.cli.probe import add_probe
 from flowgrpo_rc.threads import limit_spinning
 from flowgrpo_rc.trainer.console import surviving_console
@@ -31,7 +32,8 @@ UNHEALTHY = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed while running, 2 refused before training, 3 a probe
-    found the configuration not safe or a report a problem, 4 a probe could not show it safe, 130 ended by a signal.
+    found the configuration not safe, a plan that it does not fit or a report a problem, 4 a probe could not show it
+    safe, 130 ended by a signal.
 
     Whatever a command raises becomes a line on standard error and one of these codes; ``FLOWGRPO_RC_DEBUG=1`` shows
     the traceback too. Only argparse exits by itself, after ``--help`` and for arguments that it cannot read.
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_encode(commands, "flowgrpo_trainer")
     add_probe(commands, "flowgrpo_trainer")
+    add_plan(commands, "flowgrpo_trainer")
 
     text = "say whether a run is healthy, and write one HTML page about it"
     report = commands.add_parser(

@@ -46,6 +46,7 @@ MAY_DIFFER = (f"{R}.algo.sample_strategy",)
 SPELLINGS: Mapping[str, tuple[Mapping[Any, Any], str]] = {
     f"{M}.dtype": (DTYPES, ""),
     f"{M}.lora_dtype": ({**DTYPES, None: "float32"}, ""),
+    f"{M}.lora_rank": ({None: 0}, ""),  # full-parameter training, which is refused with its reason
     f"{R}.dtype": (DTYPES, ""),
     "trainer.mixed_precision": (AUTOCAST, ""),
     "data.train_max_samples": ({-1: None}, "all"),

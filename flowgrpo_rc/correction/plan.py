@@ -133,6 +133,18 @@ class CorrectionPlan:
         weights_reject = self.importance is not None and self.importance.rejects
         return bool(self.criteria) or self.log_veto is not None or weights_reject
 
+    def couples_elements(self, *, uses_weights: bool = True) -> bool:
+        """Whether what becomes of an element depends on others, of its row or with batch normalisation of the batch.
+
+        Args:
+            uses_weights: whether anybody reads the weights; without that they count only where they reject.
+        """
+        importance = self.importance
+        if importance is not None and not (uses_weights or importance.rejects):
+            importance = None
+        weights_couple = importance is not None and (importance.level != "token" or importance.batch_normalize)
+        return weights_couple or self.log_veto is not None or any(c.aggregate != "token" for c in self.criteria)
+
     @property
     def calibrated(self) -> bool:
         """Whether the plan needs bounds of every row to be carried out."""

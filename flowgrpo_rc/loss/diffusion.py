@@ -68,16 +68,27 @@ def diffusion_loss(
 
 
 def diffusion_loss_sums(
-    config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder
+    config: ActorLossConfig,
+    model_output: TensorMapping,
+    data: TensorMapping | BatchHolder,
+    *,
+    corrected: bool = False,
 ) -> LossSums:
     """The loss of ``diffusion_loss`` before its division: see ``LossSums``. At least float32, whatever the input.
 
-    Unlike ``diffusion_loss`` it does not wait for the device: whether the sums are finite is the caller's to see.
+    Unlike ``diffusion_loss`` it does not see whether the sums are finite, which is for the caller to do. It waits for
+    the device in bypass mode alone, to measure the off-policy gap, and not with ``corrected``.
+
+    Args:
+        corrected: ``data`` has ``rollout_is_weights`` and ``rollout_keep`` in bypass mode too, so that no correction is
+            made of these log-probs, and none returned: they may be single steps of windows that it needs whole.
     """
-    return loss_sums(_read_steps(config, model_output, data))
+    return loss_sums(_read_steps(config, model_output, data, corrected=corrected))
 
 
-def _read_steps(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder) -> LossInputs:
+def _read_steps(
+    config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder, *, corrected: bool = False
+) -> LossInputs:
     """Everything that the loss of SDE steps depends on, read and checked; of tokens, what ``token_loss`` reads."""
     data = as_mapping(data)
     if optional(data, Key.RESPONSE_MASK) is not None:
@@ -90,7 +101,7 @@ def _read_steps(config: ActorLossConfig, model_output: TensorMapping, data: Tens
     options = config.diffusion_loss
     objective = OBJECTIVES[options.loss_mode]
     aggregation = KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
-    shared = read_inputs(config, model_output, data, aggregation)
+    shared = read_inputs(config, model_output, data, aggregation, corrected=corrected)
     # Rewards may have outliers, and one image must not make up a whole step.
     policy = shared.policy._replace(
         advantages=shared.policy.advantages.clamp(-options.adv_clip_max, options.adv_clip_max)

@@ -11,8 +11,9 @@ bypass + ``ppo_clip``  the rollout's        none (they would count twice)       
 bypass + ``reinforce`` the rollout's        ``pi_theta/pi_rollout``, detached        the same ratio
 ====================== ==================== ======================================== =========================
 
-In bypass mode weights and rejection are computed here, afresh for every call; in decoupled mode they come with
-the batch (on the diffusion path from ``apply_rollout_correction_to_diffusion_batch``).
+In bypass mode weights and rejection are computed here, afresh for every call, unless the caller says that the batch
+has them already; in decoupled mode they come with the batch (on the diffusion path from
+``apply_rollout_correction_to_diffusion_batch``).
 """
 
 import math
@@ -75,11 +76,13 @@ def read_inputs(
     aggregation: Aggregation,
     *,
     valid: Bool[Tensor, "B T"] | None = None,
+    corrected: bool = False,
 ) -> LossInputs:
     """What the losses of SDE steps and of tokens read alike; each adds what only it knows.
 
     Args:
         valid: the ``response_mask`` of tokens, of which what is masked is never kept; ``None``: SDE steps.
+        corrected: ``data`` has weights and rejection in bypass mode too.
     """
     rc = config.rollout_correction
     options = config.diffusion_loss
@@ -93,8 +96,8 @@ def read_inputs(
     correction = None
     weights = None
     keep = valid
-    if not rc.bypass_mode:
-        weights, keep = _decoupled_correction(data, log_prob, valid)
+    if not rc.bypass_mode or corrected:
+        weights, keep = _given_correction(data, log_prob, valid)
     elif valid is None or valid.any():
         correction = compute_rollout_correction(
             log_prob.detach(),
@@ -104,9 +107,10 @@ def read_inputs(
             timesteps=optional(data, Key.TIMESTEPS) if valid is None else None,
             rs_bounds=optional(data, Key.ROLLOUT_RS_BOUNDS),
         )
-        # PPO's ratio is over the rollout policy already, so that weights would count it twice.
-        weights = correction.weights if reinforces else None
+        weights = correction.weights
         keep = correction.mask.bool()
+    if rc.bypass_mode and not reinforces:
+        weights = None  # PPO's ratio is over the rollout policy already, so that weights would count it twice
     # Whatever the objective limits: the share outside the clip band is a metric of all of them.
     low, high = CLIP_BAND.sides(options, _clip_widths(data, log_prob))
     dual_clip = None if valid is None else options.clip_ratio_c
@@ -123,7 +127,7 @@ def read_inputs(
     )
 
 
-def _decoupled_correction(
+def _given_correction(
     data: TensorMapping, log_prob: Tensor, valid: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The batch's weights (``None``: 1) and what rejection kept (``None``: everything)."""

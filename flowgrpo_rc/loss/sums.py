@@ -97,10 +97,10 @@ class LossMetrics:
         """What the loss sum is to be divided by, on the device."""
         return self.sums[self.names.index("denominator")]
 
-    def kept_and_denominator(self) -> tuple[float, float]:
-        """How many elements rejection kept, and what the loss sum is to be divided by."""
-        total = dict(zip(self.names, self.sums.tolist(), strict=True))
-        return total["kept"], total["denominator"]
+    @property
+    def kept(self) -> float:
+        """How many elements rejection kept."""
+        return float(self.sums[self.names.index("kept")])
 
     def compute(self) -> dict[str, float]:
         """``actor/...`` metrics as floats, with one device-to-host transfer.

@@ -89,6 +89,11 @@ class Conditioning:
     height: int
     width: int
 
+    def to(self, device: torch.device) -> "Conditioning":
+        """All of it, on ``device``."""
+        negative = None if self.negative is None else self.negative.map(lambda tensor: tensor.to(device))
+        return replace(self, prompts=self.prompts.map(lambda tensor: tensor.to(device)), negative=negative)
+
     def rows(self, index: Tensor, device: torch.device) -> "Conditioning":
         """The conditioning of some images, on ``device``."""
         negative = None if self.negative is None else self.negative.rows(index, device)
@@ -186,6 +191,10 @@ class DiffusionModel(ABC):
     @abstractmethod
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         """The tokenizers, each with how many tokens of a prompt it keeps; the special ones are not counted."""
+
+    def prompt_tokens(self, max_sequence_length: int) -> int:
+        """How many embeddings the longest prompt gives the transformer."""
+        return max_sequence_length
 
     @abstractmethod
     def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:

@@ -8,10 +8,18 @@ from typing import Any
 from flowgrpo_rc.checks import choice, fit_fields, path, positive
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
 
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
 """What stands for every linear layer among the target modules."""
+NO_FULL_TRAINING = (
+    "a LoRA is what is trained, never all weights: the engine is sent the adapter alone, the KL's reference is the "
+    "actor without it, and weights, gradients and AdamW's moments of every parameter would take 16 bytes each in "
+    "float32. What comes closest is a LoRA of a high rank on every linear layer: actor_rollout_ref.model.lora_rank=64 "
+    "actor_rollout_ref.model.lora_alpha=128 actor_rollout_ref.model.target_modules=all-linear"
+)
+"""Why full-parameter training is refused, and what to use instead."""
 CHECKPOINTING_FROM = 1_000_000_000
 """Parameters above which ``enable_gradient_checkpointing=null`` is on: activations of such a transformer are many times
 the LoRA's own memory."""
@@ -70,6 +78,11 @@ class ModelConfig:
     only for prompts that are missing there. null is a folder for each text encoder in
     ``~/.cache/flowgrpo_rc/prompts`` (``$FLOWGRPO_RC_CACHE/prompts``). ``flowgrpo-rc encode-prompts`` fills it ahead."""
 
+    attn_backend: str | None = None
+    """How the actor's transformer computes attention: one of diffusers' attention backends, tried before the model is
+    loaded. Null is diffusers' default, torch's ``scaled_dot_product_attention``. The engine has
+    ``rollout.rollout_attn_backend``; where the two differ, the off-policy gap gains their rounding."""
+
     def __post_init__(self) -> None:
         here = "actor_rollout_ref.model"
         fit_fields(here, self)
@@ -78,9 +91,10 @@ class ModelConfig:
         path(f"{here}.lora_adapter_path", self.lora_adapter_path, optional=True)
         choice(f"{here}.dtype", self.dtype, list(DTYPES))
         choice(f"{here}.lora_dtype", self.lora_dtype, [name for name in DTYPES if DTYPES[name].fit_for_training])
+        choice(f"{here}.attn_backend", self.attn_backend, (*ATTENTION_BACKENDS, None))
         choice(f"{here}.lora_init_weights", self.lora_init_weights, ("gaussian", "default"))
         if self.lora_rank == 0:
-            raise ValueError(f"{here}.lora_rank: got 0; a LoRA is what is trained here, so give its rank, e.g. 64")
+            raise ValueError(f"{here}.lora_rank: got 0; {NO_FULL_TRAINING}")
         positive(f"{here}.lora_rank", self.lora_rank)
         positive(f"{here}.lora_alpha", self.lora_alpha)
         path(f"{here}.prompt_store", self.prompt_store, optional=True)

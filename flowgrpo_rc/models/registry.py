@@ -21,16 +21,23 @@ class FamilyEntry:
     """Whether the pipeline calls the scale of classifier-free guidance ``guidance_scale``, which is ``true_cfg_scale``
     here. The transformer of such a family embeds no guidance."""
 
+    dispatches_attention: bool = True
+    """Whether the transformer's attention goes through diffusers' dispatcher, so that ``attn_backend`` acts on it."""
+
+    masks_attention: bool = False
+    """Whether it hides the padding of shorter prompts by an attention mask, which not every backend takes."""
+
     optional_parts: tuple[str, ...] = ()
     """Parts that the pipeline draws without where its index gives them as ``[null, null]``. A tokenizer among them is
     left out only together with its text encoder."""
 
 
 FAMILIES = {
-    "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage"),
+    "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage", masks_attention=True),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,
+        dispatches_attention=False,
         # Its T5 is by far its largest part, and the two CLIPs do without it.
         optional_parts=("text_encoder_3", "tokenizer_3"),
     ),

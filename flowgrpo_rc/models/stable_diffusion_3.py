@@ -59,6 +59,10 @@ class StableDiffusion3(DiffusionModel):
         found = [(pipe.tokenizer, clip), (pipe.tokenizer_2, clip)]
         return found if pipe.tokenizer_3 is None else [*found, (pipe.tokenizer_3, max_sequence_length - 1)]
 
+    def prompt_tokens(self, max_sequence_length: int) -> int:
+        """Those of both CLIPs stand side by side, those of the T5 behind them."""
+        return int(self.pipe.tokenizer_max_length) + max_sequence_length
+
     def _sizes(self) -> list[tuple[str, int, int]]:
         parts = self.pipe
         transformer = self.transformer.config

@@ -230,6 +230,11 @@ class RolloutConfig:
     per output row and computes with the rounded weights in ``dtype``: the gap that fp8 weights make, on any hardware,
     without their speed. Validation samples with them too. The actor's weights stay as they are."""
 
+    rollout_attn_backend: str | None = None
+    """How the engine's transformer computes attention. With ``name=diffusers`` one of diffusers' attention backends,
+    tried before the model is loaded; with ``vllm_omni`` one of vllm-omni's, which has its own names for them. Null is
+    the engine's default. The actor has ``model.attn_backend``; a difference is part of the off-policy gap."""
+
     micro_batch_size: int = 32
     """How many images one forward of the engine draws."""
 
@@ -238,7 +243,8 @@ class RolloutConfig:
     must have room beside its slice, instead of once for every forward."""
 
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Images per forward of the scoring pass. Null takes the actor's ``ppo_micro_batch_size_per_gpu``."""
+    """Images per forward of the scoring pass, each with its whole SDE window. Null takes micro-batches as the actor's
+    update does, by its ``ppo_micro_batch_rows`` or ``ppo_micro_batch_size_per_gpu``."""
 
     adapter_lag: int = 0
     """Draw with the actor's adapter of this many batches ago, as an asynchronous engine would. At the start and after
@@ -268,6 +274,11 @@ class RolloutConfig:
                 f"{_HERE}.quantization: got {self.quantization}; only the {able} engine rounds its weights, so "
                 f"leave it null or set {_HERE}.name={able}"
             )
+        choice(
+            f"{_HERE}.rollout_attn_backend",
+            self.rollout_attn_backend,
+            (*ENGINES[self.name].attention_backends, None),
+        )
         positive(f"{_HERE}.micro_batch_size", self.micro_batch_size)
         non_negative(f"{_HERE}.adapter_lag", self.adapter_lag)
         positive(f"{_HERE}.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu, optional=True)

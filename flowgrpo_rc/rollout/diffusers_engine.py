@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.checks import choice
 from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.models.attention import NATIVE, use_attention_backend
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import (
@@ -32,10 +33,10 @@ from flowgrpo_rc.rollout.sampling import RequestSampler
 class DiffusersEngine:
     """Samples with ``model``'s transformer in ``dtype`` and an adapter of its own, which follows the actor's.
 
-    Where the transformer has this ``dtype`` already, the engine samples with that very module: its adapter lies beside
-    the actor's and is active during ``generate`` alone, so that engine and actor must take turns. Otherwise the engine
-    has a copy of the transformer. Its adapter is in ``dtype`` either way. Create the engine before the actor attaches
-    its adapter, which would be frozen.
+    Where the transformer has this ``dtype`` and attention backend already, the engine samples with that very module:
+    its adapter lies beside the actor's and is active during ``generate`` alone, so that the two must take turns.
+    Otherwise the engine has a copy of the transformer. Its adapter is in ``dtype`` either way. Create the engine before
+    the actor attaches its adapter, which would be frozen.
 
     ``quantization="fp8"`` does what ``RolloutConfig.quantization`` says: the base's weights are rounded once, the
     adapter's at every ``sync``. The rounded matrices are a copy's; ``model`` keeps its weights bit for bit.
@@ -55,6 +56,7 @@ class DiffusersEngine:
         micro_batch_size: int,
         device: Any,
         quantization: str | None = None,
+        attn_backend: str | None = None,
         gather_weights: bool = False,
     ) -> None:
         choice("quantization", quantization, (*QUANTIZATIONS, None))
@@ -67,10 +69,14 @@ class DiffusersEngine:
         self._micro_batch_size = micro_batch_size
         self._gathers = gather_weights
         self._quantized = quantization is not None
-        self._shares = not self._quantized and _all_in(model.transformer, dtype)
+        # Of a shared transformer the actor says how it computes attention.
+        same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
+        self._shares = not self._quantized and same_attention and _all_in(model.transformer, dtype)
         self.transformer: Any = model.transformer if self._shares else _copy_transformer(model.transformer, dtype)
         if self._quantized:
             round_linear_weights(self.transformer, adapter=False)
+        if not self._shares:
+            use_attention_backend(self.transformer, attn_backend)
         self.adapter = "rollout" if "rollout" not in taken else f"rollout_{len(taken)}"
         """Name of the engine's adapter in ``transformer``."""
         attach_lora(self.transformer, model, lora, dtype=dtype, device=self._device, adapter=self.adapter)
@@ -92,6 +98,7 @@ class DiffusersEngine:
             micro_batch_size=config.micro_batch_size,
             device=device,
             quantization=config.quantization,
+            attn_backend=config.rollout_attn_backend,
             gather_weights=config.gather_weights,
         )
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
+
 if TYPE_CHECKING:
     from flowgrpo_rc.models.base import DiffusionModel
     from flowgrpo_rc.models.config import ModelConfig
@@ -28,6 +30,9 @@ class EngineEntry:
     """``module:function`` that takes nothing and raises ``ImportError`` where a package that the engine needs is
     missing; called before anything expensive is loaded. ``None`` where nothing is needed."""
 
+    attention_backends: tuple[str, ...] = ()
+    """What ``rollout.rollout_attn_backend`` may be: the names that the engine has for ways to compute attention."""
+
     quantizes: bool = False
     """Whether the engine acts on ``rollout.quantization``; an engine that does not refuses the setting."""
 
@@ -37,11 +42,15 @@ class EngineEntry:
 
 ENGINES: dict[str, EngineEntry] = {
     "diffusers": EngineEntry(
-        "flowgrpo_rc.rollout.diffusers_engine:DiffusersEngine", quantizes=True, takes_actors_transformer=True
+        "flowgrpo_rc.rollout.diffusers_engine:DiffusersEngine",
+        attention_backends=ATTENTION_BACKENDS,
+        quantizes=True,
+        takes_actors_transformer=True,
     ),
     "vllm_omni": EngineEntry(
         "flowgrpo_rc.rollout.vllm_omni:VllmOmniEngine",
         check="flowgrpo_rc.rollout.vllm_omni.versions:check_versions",
+        attention_backends=("TORCH_SDPA", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB"),
     ),
 }
 

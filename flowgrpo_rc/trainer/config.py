@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,17 @@ class TrainerConfig:
     log_val_generations: int = 12
     """Validation images in the sample grids."""
 
+    rollout_data_dir: str | None = None
+    """Folder, as a whole path, for the images of every rollout, each with its prompt, seed, reward and the reward's
+    parts; null writes none."""
+
+    validation_data_dir: str | None = None
+    """The same for the images of every validation; another folder."""
+
+    profile_steps: list[int] = field(default_factory=list)
+    """Training steps, the first is 1, to run under torch's profiler, which slows them down. Their traces and tables of
+    operators go to ``profile/`` in the run folder, a pair for every process."""
+
     seed: int = 42
     """Seed of the adapter's start and of all rollout noise."""
 
@@ -143,6 +155,9 @@ class TrainerConfig:
         positive("trainer.max_actor_ckpt_to_keep", self.max_actor_ckpt_to_keep, optional=True)
         path("trainer.default_local_dir", self.default_local_dir)
         path("trainer.resume_from_path", self.resume_from_path or None, optional=True)
+        self._check_dumps()
+        for step in self.profile_steps:
+            positive("trainer.profile_steps", step)
         choice("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
         choice("trainer.device", self.device, ("auto", "cpu"))
         choice("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))
@@ -155,6 +170,22 @@ class TrainerConfig:
                 raise ValueError(f"trainer.{name}: got {getattr(self, name)}; give -1 (at the end only) or more")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ValueError("trainer.resume_from_path: is empty; resume_mode=resume_path needs a checkpoint folder")
+
+    def _check_dumps(self) -> None:
+        """A relative path would mean another folder for every place that a run is started or resumed from."""
+        for name in ("rollout_data_dir", "validation_data_dir"):
+            value = getattr(self, name)
+            path(f"trainer.{name}", value, optional=True)
+            if value is not None and not os.path.isabs(os.path.expanduser(value)):
+                raise ValueError(
+                    f"trainer.{name}: got {value!r}, a relative path; give the whole one, e.g. {os.path.abspath(value)}"
+                )
+        rollouts = self.rollout_data_dir
+        if rollouts is not None and os.path.normpath(rollouts) == os.path.normpath(self.validation_data_dir or "."):
+            raise ValueError(
+                f"trainer.validation_data_dir: got {self.validation_data_dir!r}, which is rollout_data_dir too; give "
+                "another folder, or one of them null"
+            )
 
 
 @documented_fields

@@ -14,9 +14,11 @@ import torch
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
+from flowgrpo_rc.models.attention import check_attention_backend
 from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
@@ -24,8 +26,10 @@ from flowgrpo_rc.rewards import build_reward
 from flowgrpo_rc.rollout import build_engine
 from flowgrpo_rc.rollout.engines import check_engine
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
+from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import PromptSet, fill_store, open_checked
 from flowgrpo_rc.trainer.fingerprint import fingerprint
+from flowgrpo_rc.trainer.planned import check_memory
 
 
 class Run:
@@ -46,7 +50,8 @@ class Run:
         lora = config.actor_rollout_ref.model
         _check_trackers(trainer.logger)
         check_engine(config.actor_rollout_ref.rollout.name)
-        _check_guidance(config, check_pipeline(lora.path))
+        pipeline_class = check_pipeline(lora.path)
+        _check_guidance(config, pipeline_class)
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
         self._read_prompts()
@@ -60,11 +65,19 @@ class Run:
             ],
         )
         config.check_processes(self.accelerator.num_processes)
+        if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
+            device_bytes = torch.cuda.get_device_properties(self.accelerator.device).total_memory
+            check_memory(config, self.accelerator.num_processes, device_bytes)
+        self.rollout_dump = self._dump("rollout_data_dir")
+        """Takes the images of every rollout; ``None`` where none are kept."""
+        self.validation_dump = self._dump("validation_data_dir")
+        """Takes the images of every validation; ``None`` where none are kept."""
         check_sharding(
             config.actor_rollout_ref.actor.fsdp_config, self.accelerator.num_processes, self.accelerator.device
         )
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
+        _check_attention(config, pipeline_class, self.accelerator.device)
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
         self.fingerprint = fingerprint(config, self.model)
@@ -74,6 +87,10 @@ class Run:
         """Calibrated clip bands; ``None`` without ``clip_ratio=auto``."""
         self.rejection_bands = RejectionBands.configured(mode.rollout_correction)
         """Calibrated rejection bands; ``None`` without ``rollout_rs_threshold=auto``."""
+
+    def _dump(self, field: str) -> ImageDump | None:
+        folder = getattr(self.config.trainer, field)
+        return None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)
 
     def _read_prompts(self) -> None:
         """The prompts and the reward, which must be able to score each of them."""
@@ -154,6 +171,26 @@ def prompt_sets(config: FlowGRPOConfig, train: list[PromptRecord], validation: l
         PromptSet(validation, rollout.validation_pipeline, "val_kwargs.pipeline"),
     ]
     return sets if validation else sets[:1]
+
+
+def _check_attention(config: FlowGRPOConfig, name: str, device: torch.device) -> None:
+    """Refuse attention backends that do not work on this device, or not with pipelines of the class ``name``."""
+    parts = config.actor_rollout_ref
+    folder = resolve_asset(parts.model.path)
+    # Under autocast linear layers put out bfloat16, whatever the weights are in.
+    actor = "bfloat16" if config.trainer.mixed_precision == "bf16" else parts.model.dtype
+    field = "actor_rollout_ref.model.attn_backend"
+    dtype = torch_dtype(actor)
+    check_attention_backend(
+        field, parts.model.attn_backend, name, folder=folder, dtype=dtype, device=device, trains=True
+    )
+    field = "actor_rollout_ref.rollout.rollout_attn_backend"
+    backend = parts.rollout.rollout_attn_backend
+    dtype = torch_dtype(parts.rollout.dtype)
+    if parts.rollout.name == "diffusers":
+        check_attention_backend(field, backend, name, folder=folder, dtype=dtype, device=device, trains=False)
+    elif device.type == "cpu" and backend not in (None, "TORCH_SDPA"):
+        raise ValueError(f"{field}: got {backend}, which vllm-omni has on a GPU alone; set it to TORCH_SDPA or null")
 
 
 def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) -> list[PromptRecord]:

@@ -24,7 +24,8 @@ class StageTimer:
     def __call__(self, stage: str) -> Iterator[None]:
         begin = self._now()
         try:
-            yield
+            with torch.profiler.record_function(stage):  # the stages of a step are spans of its trace
+                yield
         finally:
             self._stages.append((stage, begin, self._now()))
 

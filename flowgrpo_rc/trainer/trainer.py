@@ -38,10 +38,13 @@ from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
+from flowgrpo_rc.trainer.dumps import DumpedImage, ImageDump
 from flowgrpo_rc.trainer.encoding import PromptSet
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
+from flowgrpo_rc.trainer.performance import peak_memory, speed
+from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
@@ -86,6 +89,8 @@ class FlowGRPOTrainer:
         self.window = config.actor_rollout_ref.rollout.window
         self.step = 0
         self.timer = StageTimer(self.accelerator.device)
+        rank = self.accelerator.process_index
+        self.profiler = StepProfiler(trainer.profile_steps, self.folder.profile, rank)
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
@@ -140,7 +145,13 @@ class FlowGRPOTrainer:
         metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
         outcome = self.run.guard(metrics, self.step)
         self.mode = outcome.mode
-        return metrics | outcome.metrics
+        return metrics | outcome.metrics | self._peak_memory()
+
+    def _peak_memory(self) -> dict[str, float]:
+        """The most memory that any process has held."""
+        own = peak_memory(self.accelerator.device)
+        everywhere = self._gather(torch.tensor([list(own.values())]))
+        return dict(zip(own, everywhere.amax(0).tolist(), strict=True))
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -160,13 +171,12 @@ class FlowGRPOTrainer:
         seed = self.config.rollout_seed
         cond = self.conditioning(prompts, rollout.pipeline)
         group = rows.repeat_interleave(rollout.n)
-        image = group * rollout.n + torch.arange(rollout.n).repeat(len(rows))
         trajectories = self.generate(
             RolloutRequest(
                 conditioning=cond,
                 prompt_index=torch.arange(len(rows)).repeat_interleave(rollout.n),
                 num_inference_steps=rollout.pipeline.num_inference_steps,
-                seeds=[seed_for(seed, IMAGE, self.step, i) for i in image.tolist()],
+                seeds=[seed_for(seed, IMAGE, self.step, i) for i in self._image_numbers(group).tolist()],
                 window_starts=torch.tensor(self._window_starts(rows.tolist())).repeat_interleave(rollout.n),
                 window_size=self.window.size,
                 noise_level=rollout.algo.noise_level,
@@ -178,6 +188,11 @@ class FlowGRPOTrainer:
         assert trajectories.batch is not None
         trajectories.batch[Key.GROUP] = group
         return trajectories.batch, trajectories.images.numpy(), cond
+
+    def _image_numbers(self, group: Tensor) -> Tensor:
+        """The numbers in the batch, over all processes, of images whose prompts have these positions in it."""
+        n = self.config.actor_rollout_ref.rollout.n
+        return group * n + torch.arange(n).repeat(len(group) // n)
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and stop unless the engine used the adapter, schedule, guidance and noise that were asked for."""
@@ -203,6 +218,7 @@ class FlowGRPOTrainer:
         """This process's rewards and, over all processes, their statistics."""
         records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
         result = self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
+        self._dump_rollout(images, records, batch, result)
         parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
         gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
         metrics = {f"reward/{name}": float(v) for name, v in zip(parts, gathered.mean(0), strict=True)}
@@ -312,14 +328,15 @@ class FlowGRPOTrainer:
             self._log(self._validate() | self.timer.take())
         # One that is asked to stop stops all: they must end at the same step.
         while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
-            metrics = self.train_step()
+            with self.profiler(self.step + 1):
+                metrics = self.train_step()
             last = not self.interrupted
             try:
                 if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
                     metrics |= self._validate()
             finally:  # the step is done, whatever becomes of its validation
                 with self.timer("log"):
-                    self._log(metrics | self.timer.take())
+                    self._log(metrics | self._times())
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
@@ -330,6 +347,12 @@ class FlowGRPOTrainer:
                 f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
                 f"trainer.default_local_dir={self.folder.root}"
             )
+
+    def _times(self) -> dict[str, float]:
+        """Seconds of every stage since the last row, and what they come to for an image."""
+        times = self.timer.take()
+        images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        return times | speed(times, images, self.accelerator.num_processes)
 
     @property
     def _validates_first(self) -> bool:
@@ -440,12 +463,32 @@ class FlowGRPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         with self.timer("validate"), self.adapter.for_validation():
-            metrics, samples = validate(self.run, self.conditioning, self.generate)
+            kept: list[DumpedImage] = []
+            metrics, samples = validate(self.run, self.conditioning, self.generate, kept.append)
+        self._write_images(self.run.validation_dump, self.step, kept)
         if self._main and samples:
             grid = self.folder.samples / f"step_{self.step:05d}.png"
             with self._wanted_output(str(grid)):
                 save_grid(grid, f"step {self.step}", samples)
         return metrics
+
+    def _dump_rollout(self, images: np.ndarray, records: list[PromptRecord], batch: TensorDict, reward: Any) -> None:
+        """Keep the images of this step's rollout, if that is asked for."""
+        if self.run.rollout_dump is None:
+            return
+        seed = self.config.rollout_seed
+        kept = []
+        for i, number in enumerate(self._image_numbers(batch[Key.GROUP]).tolist()):
+            image_seed = seed_for(seed, IMAGE, self.step, number)
+            parts = {name: float(values[i]) for name, values in reward.parts.items()}
+            kept.append(DumpedImage(number, images[i], records[i].prompt, image_seed, float(reward.total[i]), parts))
+        # The number of the step that learns from them, as in ``metrics.jsonl``.
+        self._write_images(self.run.rollout_dump, self.step + 1, kept)
+
+    def _write_images(self, dump: ImageDump | None, step: int, images: list[DumpedImage]) -> None:
+        if dump is not None:
+            with self._wanted_output(f"images of step {step}"):
+                dump.write(step, images)
 
     # ------------------------------------------------------------------ begin and end
 
@@ -566,14 +609,17 @@ def announcement(
     actor = config.actor_rollout_ref.actor
     prompts = config.data.train_batch_size
     mini = actor.ppo_mini_batch_size
-    micro = min(actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // processes)
+    images = mini * rollout.n // processes
+    micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {window.size} SDE steps"
+    if actor.ppo_micro_batch_rows is not None:
+        micro = f"{min(actor.ppo_micro_batch_rows, images * window.size)} rows (SDE steps of images)"
     lag = f", {rollout.adapter_lag} batches behind the actor" if rollout.adapter_lag else ""
     return [
         f"Run folder: {root}",
         f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
         f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
         f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
-        f"micro-batches of {micro} images x {window.size} SDE steps",
+        f"micro-batches of {micro}",
         f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
         f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",

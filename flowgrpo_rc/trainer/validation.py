@@ -14,6 +14,7 @@ from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.run_folder import write_whole
+from flowgrpo_rc.trainer.dumps import DumpedImage
 from flowgrpo_rc.trainer.setup import Run
 
 CELL = 96
@@ -27,6 +28,8 @@ Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
 """Embeds prompts for a pipeline's settings."""
 Generate = Callable[[RolloutRequest], Trajectories]
 """Samples and proves that it did what was asked."""
+Keep = Callable[[DumpedImage], object]
+"""Takes an image, with what it was drawn for and rewarded."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,14 @@ class Sample:
     """What an OCR reward read."""
 
 
-def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[str, float], list[Sample]]:
+def validate(
+    run: Run, conditioning: Encode, generate: Generate, keep: Keep = lambda _image: None
+) -> tuple[dict[str, float], list[Sample]]:
     """Score ``val_kwargs.n`` images of every validation prompt.
 
     Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
     alone. The images are dealt out over the processes; those that get one less sample some image again, so that every
-    engine is asked for as many.
+    engine is asked for as many. ``keep`` is called with each image that this process has rewarded.
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
@@ -58,7 +63,7 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
     most = -(-count // accelerator.num_processes)
     drawn = own + [0] * (most - len(own))
-    scored = gather_object(_score(run, conditioning, generate, drawn, len(own)))
+    scored = gather_object(_score(run, conditioning, generate, drawn, len(own), keep))
     scored.sort(key=itemgetter(0))
     rewards = [one for _, one, _ in scored]
     metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in rewards[0]}
@@ -66,7 +71,7 @@ def validate(run: Run, conditioning: Encode, generate: Generate) -> tuple[dict[s
 
 
 def _score(
-    run: Run, conditioning: Encode, generate: Generate, drawn: list[int], kept: int
+    run: Run, conditioning: Encode, generate: Generate, drawn: list[int], kept: int, keep: Keep
 ) -> list[tuple[int, dict[str, float], Sample | None]]:
     """Sample the images of these numbers and reward the first ``kept`` of them; the others are dropped.
 
@@ -86,6 +91,8 @@ def _score(
     for i, index in enumerate(drawn[:kept]):
         rewards = {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()}
         sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
+        parts = {name: value for name, value in rewards.items() if name in reward.parts}
+        keep(DumpedImage(index, images[i], records[i].prompt, _seed(run, index), rewards["mean"], parts))
         scored.append((index, rewards, sample))
     return scored
 
@@ -102,11 +109,15 @@ def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]
             conditioning=conditioning(list(distinct.values()), pipeline),
             prompt_index=torch.tensor([row[record.prompt, record.negative_prompt] for record in records]),
             num_inference_steps=pipeline.num_inference_steps,
-            seeds=[seed_for(rollout.val_kwargs.seed, VALIDATION, 0, index) for index in drawn],
+            seeds=[_seed(run, number) for number in drawn],
             window_starts=None,
         )
     )
     return trajectories.images.numpy()
+
+
+def _seed(run: Run, number: int) -> int:
+    return seed_for(run.config.actor_rollout_ref.rollout.val_kwargs.seed, VALIDATION, 0, number)
 
 
 def _records(run: Run, numbers: list[int]) -> list[PromptRecord]:

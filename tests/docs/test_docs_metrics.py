@@ -10,6 +10,7 @@ from doc_page import DOCS
 from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.plan import RS_OPTIONS
+from flowgrpo_rc.trainer.performance import peak_memory
 
 STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
 PLACEHOLDERS = {
@@ -41,7 +42,7 @@ def logged(finished_run, tmp_path_factory):
     names = {name for row in finished_run.rows() for name in row}
     assert any(name.startswith("actor/rollout_corr/") for name in names)
     names |= _names_of_a_run_with_other_options(tmp_path_factory.mktemp("other"))
-    return names | _names_of_the_loss_of_tokens() | _names_of_the_correction()
+    return names | _names_of_the_loss_of_tokens() | _names_of_the_correction() | _names_on_a_gpu()
 
 
 def _names_of_a_run_with_other_options(folder):
@@ -88,6 +89,13 @@ def _names_of_the_correction():
         )
         names |= set(compute_rollout_correction(train, rollout, torch.ones(6, 4), config=config).metrics)
     return names
+
+
+def _names_on_a_gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("max_memory_allocated", "max_memory_reserved"):
+            patch.setattr(torch.cuda, name, lambda device: 0)
+        return set(peak_memory(torch.device("cuda")))
 
 
 def test_every_logged_metric_is_documented(documented, logged):

@@ -7,6 +7,7 @@ from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.correction.numerics.rejection import row_statistic
 from flowgrpo_rc.gap.bands import ENOUGH, IMAGE_MEMORY, MEMORY, ClipBands, RejectionBands
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 AUTO = (
@@ -182,8 +183,8 @@ def test_a_run_with_calibrated_rejection(small_config, bypass):
         assert 1e-4 < row["actor/rollout_rs_auto_min"] <= row["actor/rollout_rs_auto_max"] < 1e-2
     FlowGRPOTrainer(small_config(*auto, "trainer.total_training_steps=1", folder="parts")).fit()
     again = FlowGRPOTrainer(small_config(*auto, "trainer.resume_mode=auto", folder="parts")).fit().rows()
-    last = {k: v for k, v in again[-1].items() if not k.startswith("timing")}
-    assert last == {k: v for k, v in whole[-1].items() if not k.startswith("timing")}
+    last = {k: v for k, v in again[-1].items() if not k.startswith(TIMING_PREFIXES)}
+    assert last == {k: v for k, v in whole[-1].items() if not k.startswith(TIMING_PREFIXES)}
 
 
 def test_calibrated_rejection_needs_the_probe():
@@ -206,8 +207,8 @@ def test_an_fp8_run_is_not_clipped_by_its_gap_and_resumes_exactly(small_config):
     first = FlowGRPOTrainer(small_config(*AUTO, "trainer.total_training_steps=1", folder="parts")).fit()
     assert len(first.rows()) > 0
     again = FlowGRPOTrainer(small_config(*AUTO, "trainer.resume_mode=auto", folder="parts")).fit().rows()
-    last = {k: v for k, v in again[-1].items() if not k.startswith("timing")}
-    assert last == {k: v for k, v in whole[-1].items() if not k.startswith("timing")}
+    last = {k: v for k, v in again[-1].items() if not k.startswith(TIMING_PREFIXES)}
+    assert last == {k: v for k, v in whole[-1].items() if not k.startswith(TIMING_PREFIXES)}
 
 
 def test_without_a_gap_calibration_changes_nothing(small_config):
@@ -219,6 +220,6 @@ def test_without_a_gap_calibration_changes_nothing(small_config):
     calibrated = FlowGRPOTrainer(small_config(*float32, *auto, folder="auto")).fit().rows()
     for row, expected in zip(calibrated, fixed, strict=True):
         for name, value in expected.items():
-            if not name.startswith("timing"):
+            if not name.startswith(TIMING_PREFIXES):
                 assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
         assert row.get("actor/clip_ratio_auto_mean", 0.001) == 0.001

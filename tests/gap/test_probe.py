@@ -750,3 +750,22 @@ def drift_under(run, batches, bounds):
         batch.trajectories["rollout_rs_bounds"] = part
         meter.add(run.actor, batch.trajectories, batch.scored, batch.conditioning)
     return meter.result(0.95).value
+
+
+def test_a_run_is_probed_from_its_own_end(small_config, finished_run):
+    """By its last checkpoint or by its final adapter, which are the same weights, and not those of the start."""
+    model = "actor_rollout_ref.model"
+    ends = {
+        "start": (),
+        "adapter": (f"{model}.lora_adapter_path={finished_run.root / 'lora'}",),
+        "checkpoint": (
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={finished_run.root / 'checkpoints' / 'step_2'}",
+        ),
+    }
+    found = {}
+    for name, overrides in ends.items():
+        config = small_config(BYPASS, "actor_rollout_ref.rollout.quantization=fp8", *overrides, folder=name)
+        found[name] = sample_and_rescore(FlowGRPOTrainer(config).probed_run(), 2).sample.engine
+    assert torch.equal(found["adapter"], found["checkpoint"])
+    assert (found["adapter"] - found["start"]).abs().max() > 1e-5

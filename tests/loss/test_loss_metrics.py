@@ -169,7 +169,7 @@ def test_carries_no_gradient_and_changes_nothing():
 def test_nothing_kept_divides_by_nothing():
     zeros = torch.zeros(4, dtype=F64)
     metrics = metrics_of(zeros, zeros + 1, torch.zeros(4, dtype=torch.bool), loss_sum=0.0, denominator=0)
-    assert metrics.kept_and_denominator() == (0.0, 0.0)
+    assert (metrics.kept, float(metrics.denominator)) == (0.0, 0.0)
     values = metrics.compute()
     ones = {"actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"}
     assert values == {name: 1.0 if name in ones else 0.0 for name in values}
@@ -197,7 +197,8 @@ def test_adding_micro_batches_gives_the_whole_batch():
     whole, (a, b, c, d) = cut()
     for merged in (a + b + c + d, (d + b) + (a + c)):
         assert merged.compute() == pytest.approx(whole.compute())
-        assert merged.kept_and_denominator() == pytest.approx(whole.kept_and_denominator())
+        assert merged.kept == whole.kept
+        assert float(merged.denominator) == pytest.approx(float(whole.denominator))
     means = {name: sum(p.compute()[name] for p in (a, b, c, d)) / 4 for name in whole.compute()}
     assert means != pytest.approx(whole.compute(), rel=1e-3)  # averaging the parts' metrics would be wrong
 

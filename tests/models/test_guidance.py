@@ -18,7 +18,7 @@ LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 
 def rows_of(model, prompts, negative, length=24):
     """Conditioning, latents and timesteps of an image a prompt."""
-    encoder = PromptEncoder(model, length, 16)
+    encoder = PromptEncoder(model, length)
     cond = Conditioning(encoder(prompts), encoder(negative), SCALE, None, 32, 32)
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(len(prompts), *model.latent_shape(32, 32), generator=generator)

@@ -52,8 +52,8 @@ def test_a_run_has_no_gap_and_updates(small_config, tiny_sd3_path, mode):
         assert cond.true_cfg_scale == CFG_SCALE
         assert cond.prompts.pooled.shape == cond.negative.pooled.shape
         assert cond.prompts.mask is None
-    prompts = {p.prompt for p in trainer.run.train_prompts}
-    assert 0 < trainer.run.encoder.encoded <= len(prompts) + 1
+    prompts = {p.prompt for p in (*trainer.run.train_prompts, *trainer.run.val_prompts)}
+    assert trainer.run.encoding.prompts == len(prompts) + 1
 
 
 def test_the_embedded_guidance_of_the_pipeline_is_refused_before_training(small_config, tiny_sd3_path, tmp_path):

@@ -12,6 +12,7 @@ from reward_files import function, write
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import STATISTICS
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
 
 TINY = (
     *(o for o in SMALL_RUN if not o.startswith("reward.")),
@@ -117,7 +118,7 @@ def test_a_reward_that_turns_gradients_off_changes_nothing(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         assert demo(tmp_path / name, path, "trainer.total_training_steps=2") == 0
     plain, hostile = (
-        [{k: v for k, v in row.items() if not k.startswith("timing_s/")} for row in rows(tmp_path / name)]
+        [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in rows(tmp_path / name)]
         for name in ("plain", "hostile")
     )
     assert plain == hostile

@@ -50,9 +50,17 @@ def test_everything_reaches_vllm_omni(tiny_model, monkeypatch):
 
     monkeypatch.setattr(package, "VllmOmniEngine", Engine, raising=False)
     timeouts, lora = VllmOmniConfig(request_timeout_s=11.0), ModelConfig(lora_rank=2)
-    config = RolloutConfig(name="vllm_omni", dtype="bfloat16", micro_batch_size=3, vllm_omni=timeouts)
+    config = RolloutConfig(
+        name="vllm_omni", dtype="bfloat16", micro_batch_size=3, vllm_omni=timeouts, rollout_attn_backend="FLASH_ATTN"
+    )
     assert isinstance(build_engine(config, tiny_model, lora, "cpu"), Engine)
-    expected = {"dtype": torch.bfloat16, "micro_batch_size": 3, "device": "cpu", "timeouts": timeouts}
+    expected = {
+        "dtype": torch.bfloat16,
+        "micro_batch_size": 3,
+        "device": "cpu",
+        "timeouts": timeouts,
+        "attn_backend": "FLASH_ATTN",
+    }
     assert built == expected | {"model": tiny_model, "lora": lora}
 
 

@@ -16,7 +16,7 @@ BATCHES = IMAGES // MICRO
 
 
 def request_for(model, cfg):
-    encoder = PromptEncoder(model, 24, 8)
+    encoder = PromptEncoder(model, 24)
     prompts = encoder(['the text "12"', "another one that is longer"])
     negative = encoder([" "] * 2) if cfg > 1 else None
     return RolloutRequest(
@@ -34,7 +34,7 @@ def request_for(model, cfg):
 def counted(model, cfg):
     """An engine's trajectories, the same drawn with its model on the device, and the waits of the second run."""
     engine = DiffusersEngine(model, LORA, dtype=torch.float32, micro_batch_size=MICRO, device="cpu")
-    state = adapter_state(engine.transformer)
+    state = adapter_state(engine.transformer, engine.adapter)
     engine.sync(state, 0)
     request = request_for(model, cfg)
     expected = engine.generate(request)

@@ -19,6 +19,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
 SUMS = 1e-6
 """What the order of a sum over processes may make of a metric or a weight, relative to numbers around 1."""
+PIXEL = 1 / (255 * 32 * 32 * 3)
+"""What one value of a pixel, rounded to the next whole number, makes of an image's brightness."""
 
 MORTAL = """
 import os, pathlib, signal
@@ -94,7 +96,8 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
     for a, b in zip(throughout, found, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert b[name] == pytest.approx(a[name], abs=SUMS, rel=SUMS), name
+            bound = 4 * PIXEL if name.startswith("reward/") else SUMS
+            assert b[name] == pytest.approx(a[name], abs=bound, rel=SUMS), name
     ours, theirs = load_file(resumed / ADAPTER), load_file(runs / "throughout" / ADAPTER)
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < SUMS
 

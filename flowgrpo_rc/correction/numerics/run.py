@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.numerics import diagnostics, rejection
@@ -77,24 +77,7 @@ def run_plan(
     )
     assert p is not None
     assert q is not None
-    dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
-    weights = None if plan.importance is None else p.new_empty(p.shape, dtype=dtype)
-    kept = p.new_ones(p.shape, dtype=torch.bool) if m is None else m.clone(memory_format=torch.contiguous_format)
-    totals: list[tuple[Tensor, Tensor, Tensor]] = []
-    names: list[str] = []
-    rows_at_once = max(1, (HOST_BLOCK if p.device.type == "cpu" else DEVICE_BLOCK) // p.shape[1])
-    with torch.inference_mode():  # operations cost less in it; the tensors that are returned are from outside
-        for start in range(0, p.shape[0], rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
-            figures = Figures(x)
-            made, rejected = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows], figures)
-            if weights is not None and made is not None:
-                weights[rows].copy_(made.t())
-            if rejected is not None:
-                kept[rows].masked_fill_(rejected.t() != 0, 0)
-            totals.append(figures.totals())
-            names = figures.names  # the same for every block
+    weights, kept, totals, names = _correct(plan, p, q, m, row_bounds)
     numbers = [part.flatten() for total in totals for part in total]
     more: dict[str, Tensor] = {}
     if plan.importance is not None and plan.importance.batch_normalize:
@@ -127,6 +110,55 @@ def run_plan(
         weights = None if weights is None else weights.squeeze(1)
         kept = kept.squeeze(1)
     return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)
+
+
+@torch.no_grad()
+def weights_and_mask(
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    *,
+    plan: CorrectionPlan,
+    row_bounds: Float[Tensor, "..."] | None = None,
+) -> tuple[Float[Tensor, "..."] | None, Bool[Tensor, "..."]]:
+    """The weights and the mask of ``run_plan``, and nothing that is measured: it does not wait for the device.
+
+    What is not finite is not refused here; weights are not normalised over the batch.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices, as ``run_plan``.
+    """
+    _check(log_prob, rollout_log_prob, None, None)
+    row_bounds = _check_row_bounds(row_bounds, log_prob) if plan.calibrated else None
+    two_dimensional = (len(log_prob), -1)
+    weights, kept, _, _ = _correct(
+        plan, log_prob.reshape(two_dimensional), rollout_log_prob.reshape(two_dimensional), None, row_bounds
+    )
+    return None if weights is None else weights.view_as(log_prob), kept.view_as(log_prob)
+
+
+def _correct(
+    plan: CorrectionPlan, p: Tensor, q: Tensor, m: Tensor | None, row_bounds: Tensor | None
+) -> tuple[Tensor | None, Tensor, list[tuple[Tensor, Tensor, Tensor]], list[str]]:
+    """Weights and mask of a whole batch, both where its log-probs are, and each block's figures with their names."""
+    dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
+    weights = None if plan.importance is None else p.new_empty(p.shape, dtype=dtype)
+    kept = p.new_ones(p.shape, dtype=torch.bool) if m is None else m.clone(memory_format=torch.contiguous_format)
+    totals: list[tuple[Tensor, Tensor, Tensor]] = []
+    names: list[str] = []
+    rows_at_once = max(1, (HOST_BLOCK if p.device.type == "cpu" else DEVICE_BLOCK) // p.shape[1])
+    with torch.inference_mode():  # operations cost less in it; the tensors that are returned are from outside
+        for start in range(0, p.shape[0], rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
+            figures = Figures(x)
+            made, rejected = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows], figures)
+            if weights is not None and made is not None:
+                weights[rows].copy_(made.t())
+            if rejected is not None:
+                kept[rows].masked_fill_(rejected.t() != 0, 0)
+            totals.append(figures.totals())
+            names = figures.names  # the same for every block
+    return weights, kept, totals, names
 
 
 def _correct_block(

@@ -39,6 +39,7 @@ class VllmOmniEngine:
         micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
         device: the trainer's; the engine takes the same GPU.
         timeouts: when to give the process up, the section ``actor_rollout_ref.rollout.vllm_omni``.
+        attn_backend: vllm-omni's name of the way to compute attention; ``None`` leaves the choice to it.
 
     Raises:
         ImportError: vllm, vllm-omni or diffusers are not of the working set.
@@ -55,6 +56,7 @@ class VllmOmniEngine:
         micro_batch_size: int,
         device: Any,
         timeouts: VllmOmniConfig | None = None,
+        attn_backend: str | None = None,
     ) -> None:
         check_versions()
         pipeline = type(model.pipe).__name__
@@ -83,6 +85,7 @@ class VllmOmniEngine:
             vae_dtype=dtype_name(model.pipe.vae.dtype),
             batch_guidance=model.batch_guidance,
             max_batch=micro_batch_size,
+            attention=attn_backend,
             init_timeout=self._timeouts.start_timeout_s,
         )
         self.adapter_version = -1
@@ -103,6 +106,7 @@ class VllmOmniEngine:
             micro_batch_size=config.micro_batch_size,
             device=device,
             timeouts=config.vllm_omni,
+            attn_backend=config.rollout_attn_backend,
         )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:

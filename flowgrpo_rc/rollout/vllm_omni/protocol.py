@@ -25,6 +25,8 @@ class Settings:
     """Whether both halves of a guided velocity are one call of the transformer, as in the trainer."""
     max_batch: int
     """Images per forward."""
+    attention: str | None
+    """vllm-omni's name of the way to compute attention; null leaves the choice to it."""
     init_timeout: float
     """Seconds until vllm-omni gives the loading of the model up."""
     parent: int = 0

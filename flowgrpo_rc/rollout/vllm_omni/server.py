@@ -71,7 +71,9 @@ class _Server:
             settings.pipeline, f"{here}.pipeline", pipeline, post_process_func_name="leave_as_they_are"
         )
         self._settings = settings
+        attention = {"diffusion_attention_config": {"default": {"backend": settings.attention}}}
         self.omni = AsyncOmni(
+            **(attention if settings.attention else {}),
             model=settings.model,
             dtype=settings.dtype,
             enforce_eager=True,

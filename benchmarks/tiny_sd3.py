@@ -1,0 +1,256 @@
+"""A tiny Stable Diffusion 3 that draws two-digit numbers, for the probe on another model than the demo's.
+
+    python benchmarks/tiny_sd3.py                 # trains it, some minutes on a core; not again where it lies already
+
+The real classes in small sizes: two random CLIPs, no T5, an image VAE, and a transformer of joint attention blocks. It
+learns from the pictures that the demo's Qwen-Image was made of (``examples/tiny_qwen_image``), and like that one it
+stops early, so that reinforcement learning has something to improve. It is no part of the package: it is written to
+``outputs/tiny_sd3``.
+"""
+
+import argparse
+import json
+import string
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from flowgrpo_rc.rewards import OCRReward
+from flowgrpo_rc.rewards.config import OCRConfig
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "examples" / "tiny_qwen_image"))
+from number_images import IMAGE_SIZE, NUMBERS, make_dataset, prompt_for  # noqa: E402
+from training import Progress, round_to_half  # noqa: E402
+
+FOLDER = HERE.parent / "outputs" / "tiny_sd3"
+SCORES = "scores.json"
+SEED = 0
+PICTURES = 8000
+LATENT_CHANNELS = 8
+CLIP_WIDTH = 32
+CLIP_TOKENS = 16
+NO_T5_TOKENS = 1
+"""``max_sequence_length``: as many zeros stand for the T5's embeddings."""
+WIDTH = 128
+
+
+def tokenizer() -> CLIPTokenizer:
+    """A token a character, and one a character that ends a word."""
+    characters = string.printable.strip()
+    tokens = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
+    return CLIPTokenizer(
+        vocab={token: number for number, token in enumerate(tokens)}, merges=[], model_max_length=CLIP_TOKENS
+    )
+
+
+def clip(tokens: CLIPTokenizer) -> CLIPTextModelWithProjection:
+    """Two random layers. They stay random: the transformer learns to read digits and places from them."""
+    config = CLIPTextConfig(
+        vocab_size=len(tokens),
+        hidden_size=CLIP_WIDTH,
+        intermediate_size=2 * CLIP_WIDTH,
+        projection_dim=CLIP_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=CLIP_TOKENS,
+        bos_token_id=tokens.bos_token_id,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
+    )
+    model = CLIPTextModelWithProjection(config)
+    # The pipeline takes the embeddings before the last layer, where nothing has normalised them.
+    for embedding in (module for module in model.modules() if isinstance(module, nn.Embedding)):
+        nn.init.normal_(embedding.weight)
+    return model
+
+
+def build() -> StableDiffusion3Pipeline:
+    """The untrained pipeline. 32 pixels become 8 x 8 latents of 8 channels, and those 16 tokens."""
+    torch.manual_seed(SEED)
+    tokenizers = [tokenizer(), tokenizer()]
+    blocks = 3
+    pipe = StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_layers=4,
+            attention_head_dim=WIDTH // 4,
+            num_attention_heads=4,
+            joint_attention_dim=2 * CLIP_WIDTH,
+            caption_projection_dim=WIDTH,
+            pooled_projection_dim=2 * CLIP_WIDTH,
+            pos_embed_max_size=8,
+            qk_norm="rms_norm",
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
+        vae=AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * blocks,
+            up_block_types=("UpDecoderBlock2D",) * blocks,
+            block_out_channels=(8, 16, 32),
+            layers_per_block=1,
+            norm_num_groups=8,
+            latent_channels=LATENT_CHANNELS,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
+        text_encoder=clip(tokenizers[0]),
+        tokenizer=tokenizers[0],
+        text_encoder_2=clip(tokenizers[1]),
+        tokenizer_2=tokenizers[1],
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def train_vae(vae: AutoencoderKL, images: Tensor, *, steps: int, batch_size: int, learning_rate: float) -> None:
+    """Squared and absolute error with a little KL, then the latents' mean and deviation into the configuration."""
+    generator = torch.Generator().manual_seed(SEED)
+    optimizer = torch.optim.Adam(vae.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
+    progress = Progress("vae", steps)
+    vae.train()
+    for _ in range(steps):
+        batch = images[torch.randint(len(images), (batch_size,), generator=generator)]
+        posterior = vae.encode(batch).latent_dist
+        latents = posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)
+        decoded = vae.decode(latents).sample
+        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
+        loss = F.mse_loss(decoded, batch) + 0.1 * F.l1_loss(decoded, batch) + 1e-3 * kl
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress.update(loss.item())
+    vae.eval().requires_grad_(False)
+    round_to_half(vae)
+    latents = encode_all(vae, images)
+    vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
+
+
+@torch.no_grad()
+def encode_all(vae: AutoencoderKL, images: Tensor) -> Tensor:
+    """The posterior means of all pictures, not normalised."""
+    return torch.cat([vae.encode(batch).latent_dist.mean for batch in images.split(256)])
+
+
+def train_flow(
+    pipe: StableDiffusion3Pipeline,
+    latents: Tensor,
+    labels: Tensor,
+    *,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    ema_decay: float = 0.99,
+) -> None:
+    """Rectified flow: predict ``noise - data`` on the line between them. The averaged weights are kept."""
+    transformer = pipe.transformer
+    with torch.no_grad():
+        embeds, _, pooled, _ = pipe.encode_prompt(
+            [prompt_for(number) for number in NUMBERS],
+            None,
+            None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=NO_T5_TOKENS,
+        )
+    generator = torch.Generator().manual_seed(SEED)
+    optimizer = torch.optim.AdamW(transformer.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
+    average = deepcopy(transformer).requires_grad_(False)
+    progress = Progress("flow", steps)
+    transformer.train()
+    for step in range(steps):
+        index = torch.randint(len(latents), (batch_size,), generator=generator)
+        data = latents[index]
+        noise = torch.randn(data.shape, generator=generator)
+        sigma = torch.sigmoid(1.2 * torch.randn(batch_size, generator=generator) + 0.2)
+        weight = sigma.view(-1, 1, 1, 1)
+        velocity = transformer(
+            hidden_states=(1 - weight) * data + weight * noise,
+            timestep=1000 * sigma,
+            encoder_hidden_states=embeds[labels[index]],
+            pooled_projections=pooled[labels[index]],
+            return_dict=False,
+        )[0]
+        loss = F.mse_loss(velocity, noise - data)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        decay = min(ema_decay, (step + 1) / (step + 10))
+        with torch.no_grad():
+            for kept, new in zip(average.parameters(), transformer.parameters(), strict=True):
+                kept.lerp_(new, 1 - decay)
+        progress.update(loss.item())
+    transformer.load_state_dict(average.state_dict())
+    transformer.eval().requires_grad_(False)
+    round_to_half(transformer)
+
+
+@torch.no_grad()
+def score(pipe: Any, steps: int, seeds: int) -> dict[str, float]:
+    """Mean OCR reward and share of exactly right pictures, over all hundred numbers."""
+    reward = OCRReward(OCRConfig(num_threads=1))
+    prompts = [prompt_for(number) for number in NUMBERS]
+    found = []
+    for seed in range(seeds):
+        images = pipe(
+            prompt=prompts,
+            height=IMAGE_SIZE,
+            width=IMAGE_SIZE,
+            num_inference_steps=steps,
+            guidance_scale=1.0,
+            max_sequence_length=NO_T5_TOKENS,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="np",
+        ).images
+        found.append(reward((images * 255).round().astype(np.uint8), prompts)[0])
+    values = np.concatenate(found)
+    return {"reward": float(values.mean()), "exact": float((values == 1).mean()), "images": len(values)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pipeline (%(default)s)")
+    parser.add_argument("--vae-steps", type=int, default=1000)
+    parser.add_argument("--flow-steps", type=int, default=1200)
+    arguments = parser.parse_args()
+    if (arguments.out / SCORES).is_file():
+        print(f"{arguments.out}: {(arguments.out / SCORES).read_text()}")
+        return 0
+    torch.set_num_threads(1)
+    start = time.process_time()
+    pipe = build()
+    images, labels = make_dataset(PICTURES, SEED)
+    train_vae(pipe.vae, images, steps=arguments.vae_steps, batch_size=32, learning_rate=4e-3)
+    vae = pipe.vae.config
+    latents = (encode_all(pipe.vae, images) - vae.shift_factor) * vae.scaling_factor
+    train_flow(pipe, latents, labels, steps=arguments.flow_steps, batch_size=64, learning_rate=1e-3)
+    scores: dict[str, Any] = {"6 steps": score(pipe, 6, 3)}
+    scores |= {"vae_steps": arguments.vae_steps, "flow_steps": arguments.flow_steps}
+    scores["cpu_minutes"] = round((time.process_time() - start) / 60, 1)
+    pipe.save_pretrained(arguments.out)
+    # Written last: a folder without it is not a finished model.
+    (arguments.out / SCORES).write_text(json.dumps(scores, indent=1) + "\n")
+    print(f"{arguments.out}: {scores}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""``flowgrpo-rc plan``: memory and time of a configuration, before anything is loaded."""
+
+import argparse
+from typing import Any
+
+from flowgrpo_rc.planner.machines import TRIED, Gpus, read_gpus
+
+DOES_NOT_FIT = 3
+"""Exit code of a plan that does not fit the GPUs it was asked about."""
+
+
+def add_plan(commands: Any, default_config: str) -> None:
+    """Adds the command to the parser's ``commands``."""
+    text = "say how much memory and time a configuration needs on which GPUs"
+    command = commands.add_parser(
+        "plan",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}, from configuration files alone: no weights are read and no GPU is "
+        f"needed. Exit code: 0 it fits, {DOES_NOT_FIT} it does not (without a list: none of those that are tried), 2 "
+        "refused.",
+    )
+    command.add_argument("--config-name", default=default_config, help="YAML file, without its ending (%(default)s)")
+    command.add_argument("--config-dir", help="folder of your own YAML files; they may build on the shipped ones")
+    command.add_argument(
+        "--gpus",
+        nargs="?",
+        metavar="LIST",
+        help="how many GPUs of how many GB, e.g. 4x80, or several: 4x80,8x24; without it 1, 2, 4 and 8 of 24, 48, 80 "
+        "and 141 GB are tried",
+    )
+    command.add_argument("overrides", nargs="*", help="Hydra overrides, as for train")
+    command.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Plans and prints; returns the exit code."""
+    if arguments.gpus is not None and "=" in arguments.gpus:  # an override behind a bare --gpus
+        arguments.overrides.append(arguments.gpus)
+        arguments.gpus = None
+    asked = read_gpus(arguments.gpus) if arguments.gpus is not None else []
+    from flowgrpo_rc.cli.compose import compose
+
+    config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
+    for gpus in asked:
+        config.check_processes(gpus.count)
+    from flowgrpo_rc.planner.memory import MemoryPlan
+    from flowgrpo_rc.planner.text import describe, table
+    from flowgrpo_rc.trainer.planned import planned_run
+
+    plan = MemoryPlan(planned_run(config))
+    tried = asked or [Gpus(count, size) for count, size in TRIED if _divides(config, count)]
+    fitting = [gpus for gpus in tried if plan.memory(plan.run, gpus.count).fits(gpus.bytes)]
+    print("\n\n".join(describe(plan, gpus) for gpus in asked) if asked else table(plan, tried))
+    return 0 if fitting and (not asked or len(fitting) == len(asked)) else DOES_NOT_FIT
+
+
+def _divides(config: Any, count: int) -> bool:
+    """Whether so many processes can share the run's mini-batches."""
+    try:
+        config.check_processes(count)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,135 @@
+"""Which of diffusers' attention backends a transformer computes with, and whether one works here, asked before loading.
+
+The names are a torch-free table; whether a backend works on this device, in this precision and with a gradient is not
+looked up but tried on a tensor of a few kilobytes. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.registry import FAMILIES
+
+if TYPE_CHECKING:
+    import torch
+
+NATIVE = "native"
+"""torch's ``scaled_dot_product_attention``, which chooses a kernel itself: diffusers' default, on every device."""
+ATTENTION_BACKENDS = (
+    *(NATIVE, "_native_math", "_native_efficient", "_native_flash", "_native_cudnn", "_native_npu", "_native_xla"),
+    *("flash", "flash_hub", "flash_varlen", "flash_varlen_hub", "flash_4_hub"),
+    *("_flash_3", "_flash_3_hub", "_flash_varlen_3", "_flash_3_varlen_hub"),
+    *("sage", "sage_hub", "sage_varlen", "_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90"),
+    *("_sage_qk_int8_pv_fp16_cuda", "_sage_qk_int8_pv_fp16_triton"),
+    *("aiter_fa2_hub", "flex", "xformers"),
+)
+"""The names of diffusers' ``AttentionBackendName``."""
+LARGEST_ERROR = 0.1
+"""Largest relative error, in the Euclidean norm, of a backend's output and gradients against ``NATIVE`` in float32.
+8-bit attention stays within a few per cent; one that drops the mask or mixes up dimensions is off by more than this."""
+USUAL_HEAD = 64
+"""Size of an attention head where a model's configuration does not tell."""
+
+
+def check_attention_backend(
+    field: str,
+    name: str | None,
+    pipeline_class: str,
+    *,
+    folder: str,
+    dtype: torch.dtype,
+    device: Any,
+    trains: bool,
+) -> None:
+    """Make sure that the transformers of a pipeline class can compute with the backend ``name``; loads no model.
+
+    Attention of a few tokens is computed with it on ``device`` in ``dtype``, with a mask where the family has one, and
+    compared with ``NATIVE`` in float32; where the backend ``trains``, so are the gradients.
+
+    Args:
+        field: the setting, for messages.
+        name: one of ``ATTENTION_BACKENDS``; null, the family's own way, is not tried.
+        folder: of the pipeline; its transformer's configuration tells the size of a head.
+
+    Raises:
+        ValueError: the family has one way to compute attention, or the backend does not work here: a package or a GPU
+            is missing, or it has no gradient, no mask or not this precision. Says which, and the remedy.
+    """
+    if name is None:
+        return
+    family = FAMILIES[pipeline_class]
+    if not family.dispatches_attention:
+        if name != NATIVE:
+            raise ValueError(
+                f"{field}: got {name}, but the transformer of a {pipeline_class} computes attention in one way, by "
+                "torch's scaled_dot_product_attention; set it to null"
+            )
+        return
+    fault = _fault(name, _head(folder), family.masks_attention, dtype, device, trains)
+    if fault:
+        how = " with a mask" * family.masks_attention + " and a gradient" * trains
+        raise ValueError(
+            f"{field}: got {name}, which does not compute attention{how} on {device} in "
+            f"{str(dtype).removeprefix('torch.')} ({fault}). Provide what it needs, or set it to {NATIVE}, which works "
+            "everywhere"
+        )
+
+
+def use_attention_backend(transformer: Any, name: str | None) -> None:
+    """Have every attention layer of ``transformer``, and of no other network, compute with the backend ``name``."""
+    if name is None:
+        return
+    from diffusers.models.attention_dispatch import attention_backend
+
+    from flowgrpo_rc.models.quiet import only_errors
+
+    # diffusers also makes the name the default of the whole process; leaving the context takes that back.
+    with attention_backend(name), only_errors("diffusers.models.modeling_utils"):
+        transformer.set_attention_backend(name)
+
+
+def _fault(name: str, head: int, masks: bool, dtype: torch.dtype, device: Any, trains: bool) -> str:
+    """What is wrong with a backend here; empty: nothing."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 2, 24, 2, head, generator=generator)
+    # The second sequence is shorter, as a shorter prompt's is.
+    mask = (torch.arange(24) < torch.tensor([[24], [17]]))[:, None, None] if masks else None
+    try:
+        found = _attend(values.to(device, dtype), mask, name, trains)
+    except Exception as error:  # each backend has errors of its own
+        return one_line(error, 300)
+    names = ("the output", "the gradient of the queries", "of the keys", "of the values")
+    for what, one, exact in zip(names, found, _attend(values, mask, NATIVE, trains), strict=False):
+        error = float(torch.linalg.vector_norm(one.float().cpu() - exact) / torch.linalg.vector_norm(exact))
+        if not error <= LARGEST_ERROR:  # NaN is a fault too
+            return f"{what} is off by {error:.0%}"
+    return ""
+
+
+def _attend(values: torch.Tensor, mask: torch.Tensor | None, name: str, trains: bool) -> list[torch.Tensor]:
+    """The attention of queries, keys and values ``(3, B, T, heads, head)``, with ``trains`` also their gradients."""
+    import torch
+    from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+
+    # Leaves of their own, cut from the mask's and the caller's.
+    parts = [part.clone().requires_grad_(trains) for part in values]
+    with torch.set_grad_enabled(trains), attention_backend(name):
+        out = dispatch_attention_fn(*parts, attn_mask=None if mask is None else mask.to(values.device))
+    if not trains:
+        return [out]
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), parts)]
+
+
+def _head(folder: str) -> int:
+    """Channels of an attention head, from a pipeline's folder."""
+    try:
+        config: Any = json.loads((Path(folder) / "transformer" / "config.json").read_text(encoding="utf-8"))
+        head = config.get("attention_head_dim")
+    except (OSError, ValueError, AttributeError):
+        return USUAL_HEAD  # a hub name, or a damaged folder: loading tells
+    return head if type(head) is int and 0 < head <= 1024 else USUAL_HEAD

@@ -1,0 +1,99 @@
+"""Bytes of living tensors and floating-point operations of whatever runs, by stretches of its time.
+
+Under torch's fake tensors, which have shapes and no values, it tells what a step of a model of any size would need,
+without its memory and its time. Around a real step it counts the same tensors.
+"""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass
+class Stretch:
+    """A part of a run: what stood under one label, without a break."""
+
+    label: Any
+    """What ``LiveBytes.enter`` was called with."""
+    peak: int
+    """Most bytes that were alive at a time."""
+    flops: int = 0
+    """Floating-point operations of matrix products, attention and convolutions; a multiply-add counts as two."""
+    recorded_flops: int = 0
+    """Those of them that ran with gradients switched on. Within a backward pass these are the recomputed ones."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is entered (``with LiveBytes(...) as live:``).
+
+    A storage counts from the operation that makes it until nothing refers to it any more, as it does in an allocator
+    without fragmentation. What a kernel needs inside itself is not seen.
+
+    Args:
+        resident: tensors that are there already and not to be counted, such as the weights.
+    """
+
+    def __init__(self, resident: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        """Bytes that are alive now."""
+        self.stretches = [Stretch(label=None, peak=0)]
+        """What has run so far, in order."""
+        # By the address of the storage's own object; the storages are held, so that no new one gets the same address.
+        self._resident = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in resident)}
+        self._counted: dict[int, int] = {}
+
+    @property
+    def peak(self) -> int:
+        """Most bytes that were alive at a time, over all stretches."""
+        return max(stretch.peak for stretch in self.stretches)
+
+    def enter(self, label: Any) -> None:
+        """What follows is part of another stretch, unless the label is that of the present one."""
+        if self.stretches[-1].label != label:
+            self.stretches.append(Stretch(label, self.live))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for value in tree_iter(out):
+            if isinstance(value, Tensor):
+                self._see(value.untyped_storage())
+        flops = _flops(func._overloadpacket, args, kwargs, out)
+        self.stretches[-1].flops += flops
+        if torch.is_grad_enabled():
+            self.stretches[-1].recorded_flops += flops
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._resident or key in self._counted:
+            return
+        self._counted[key] = storage.nbytes()
+        self.live += self._counted[key]
+        self.stretches[-1].peak = max(self.stretches[-1].peak, self.live)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._counted.pop(key)
+
+
+def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
+    # torch's table has the attention kernels of GPUs alone.
+    if operation is _ATTENTION:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if operation is _ATTENTION_BACKWARD:
+        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    if operation in flop_registry:
+        return flop_registry[operation](*args, **kwargs, out_val=out)
+    return 0

@@ -1,0 +1,89 @@
+"""GPUs: how many of what size a plan is for, and what they compute in a second. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GIB = 2**30
+UTILISATION = 0.4
+"""Share of a device's peak that large transformers reach in training; an assumption, stated wherever times are."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU's peak, dense, in FLOP/s, from its vendor's data sheet."""
+
+    bfloat16: float
+    float32: float
+    """Without TF32, which torch leaves off unless it is told."""
+
+    def peak(self, dtype: str) -> float:
+        """In a precision by its name in ``dtypes.DTYPES``; float16 is as fast as bfloat16."""
+        return self.float32 if dtype == "float32" else self.bfloat16
+
+
+DEVICES = {
+    "B200": Device(2250e12, 75e12),
+    "H200": Device(989e12, 67e12),
+    "H100 PCIe": Device(756e12, 51e12),
+    "H100": Device(989e12, 67e12),
+    "A100": Device(312e12, 19.5e12),
+    "L40S": Device(362e12, 91.6e12),
+    "L40": Device(181e12, 90.5e12),
+    "L4": Device(121e12, 30.3e12),
+    "A40": Device(150e12, 37.4e12),
+    "A10": Device(125e12, 31.2e12),
+    "RTX 6000 Ada": Device(364e12, 91.1e12),
+    "RTX A6000": Device(155e12, 38.7e12),
+    "RTX 5090": Device(210e12, 104.8e12),
+    "RTX 4090": Device(165e12, 82.6e12),
+    "RTX 3090": Device(71e12, 35.6e12),
+}
+"""Part of a device's name, as ``torch.cuda.get_device_name`` gives it -> its peak. The first that matches counts."""
+DEVICE_OF_SIZE = {24: "RTX 4090", 48: "L40S", 80: "H100", 141: "H200"}
+"""Gigabytes -> the device that times are told for where only the memory is known; between two, the smaller one."""
+TRIED = [(count, size) for size in DEVICE_OF_SIZE for count in (1, 2, 4, 8)]
+"""What a plan tries that is told no GPUs."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """So many GPUs of one size on one machine."""
+
+    count: int
+    gigabytes: float
+
+    @property
+    def bytes(self) -> int:
+        """Memory of each. What is sold as 80 GB has about 80 GiB, and so on."""
+        return round(self.gigabytes * GIB)
+
+    @property
+    def device(self) -> str:
+        """The device that times are told for."""
+        return DEVICE_OF_SIZE[max([size for size in DEVICE_OF_SIZE if size <= self.gigabytes], default=24)]
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.gigabytes:g} GB"
+
+
+def read_gpus(text: str) -> list[Gpus]:
+    """``4x80`` is four GPUs of 80 GB; several are separated by commas.
+
+    Raises:
+        ValueError: it is something else; says what to write.
+    """
+    return [_read_one(part.strip(), text) for part in text.split(",")]
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of a device by the name that ``torch.cuda.get_device_name`` gives it; None where it is not listed."""
+    return next((device.peak(dtype) for name, device in DEVICES.items() if name in device_name), None)
+
+
+def _read_one(part: str, text: str) -> Gpus:
+    match = re.fullmatch(r"(\d{1,6})\s*[xX*]\s*(\d{1,6}(?:\.\d+)?)\s*(?:GB)?", part)
+    if match is None or int(match[1]) == 0 or float(match[2]) == 0:
+        raise ValueError(f"--gpus: got {text!r:.80}; give how many of how many GB, e.g. 4x80, or 4x80,8x24 for several")
+    return Gpus(int(match[1]), float(match[2]))

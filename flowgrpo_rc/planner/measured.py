@@ -1,0 +1,97 @@
+"""What the passes of a run need, measured under fake tensors once and interpolated for every number of rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.planner.passes import Passes, Usage
+from flowgrpo_rc.planner.pipeline import FakePipeline, bytes_of, parameters_of
+from flowgrpo_rc.planner.settings import PlannedRun
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a pipeline's weights, and what is counted of them."""
+
+    transformer: int
+    """Frozen weights of the transformer, without buffers."""
+    buffers: int
+    """Buffers of the transformer, which sharding leaves whole."""
+    gathered: int
+    """What sharding gathers on every GPU: a block at work and the next one, the two largest neighbours, and the weights
+    that are in no block."""
+    vae: int
+    text_encoders: int
+    parameters: int
+    """Parameters of the transformer."""
+    lora_parameters: int
+
+
+class Measured:
+    """Passes of one model in one precision.
+
+    Args:
+        run: its settings.
+        of_engine: the transformer as the engine has it, in the engine's precision, LoRA included.
+    """
+
+    def __init__(self, run: PlannedRun, *, of_engine: bool = False) -> None:
+        self.run = run
+        dtype = run.rollout.dtype if of_engine else run.model.dtype
+        lora_dtype = run.rollout.dtype if of_engine else run.model.lora_dtype
+        self._pipeline = FakePipeline(run.model.path, torch_dtype(dtype))
+        transformer = self._pipeline.transformer
+        self._parameters = parameters_of(transformer)
+        self._weights = sum(p.numel() * p.element_size() for p in transformer.parameters())
+        autocast = run.autocast and not of_engine
+        self._passes = Passes(self._pipeline, run.model, lora_dtype, run.rollout, autocast=autocast)
+        self.kinds = [(kind.name, len(kind.blocks)) for kind in self._passes.kinds]
+        """Class and number of the blocks of each kind, in order."""
+        self._known: dict[tuple[Any, ...], Usage] = {}
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Of all parts."""
+        blocks = [self._passes.block_bytes[id(kind)] for kind in self._passes.kinds for _ in kind.blocks]
+        pairs = [a + b for a, b in zip(blocks, [*blocks[1:], 0], strict=True)]
+        return Sizes(
+            transformer=self._weights,
+            buffers=self._passes.base_bytes - self._weights,
+            gathered=max(pairs, default=0) + self._weights - sum(blocks),
+            vae=bytes_of(self._pipeline.vae),
+            text_encoders=sum(map(bytes_of, self._pipeline.text_encoders)),
+            parameters=self._parameters,
+            lora_parameters=self._passes.lora_parameters,
+        )
+
+    def update(self, rows: int, *, recompute: bool, accumulates: bool) -> Usage:
+        """Forward and backward of so many rows, images times steps of the window."""
+        reference = self.run.actor.use_kl_loss
+        return self._at_rows(
+            rows,
+            ("update", recompute, accumulates),
+            lambda at: self._passes.update(at, recompute=recompute, reference=reference, accumulates=accumulates),
+        )
+
+    def forward(self, rows: int) -> Usage:
+        """A forward without gradients of so many rows."""
+        return self._at_rows(rows, ("forward",), self._passes.forward)
+
+    def decode(self, images: int) -> Usage:
+        """Decoding of what the engine draws at once."""
+        if ("decode", images) not in self._known:
+            self._known["decode", images] = self._passes.decode(images)
+        return self._known["decode", images]
+
+    def _at_rows(self, rows: int, name: tuple[Any, ...], measure: Callable[[int], Usage]) -> Usage:
+        """Measured at the configured micro-batch and at twice its rows; any other number lies on the line of both."""
+        usual = self.run.micro_rows(1)
+        for at in {usual} if rows == usual else {usual, 2 * usual}:
+            if (*name, at) not in self._known:
+                self._known[(*name, at)] = measure(at)
+        known = self._known[(*name, usual)]
+        if rows == usual:
+            return known
+        return known.moved(known, self._known[(*name, 2 * usual)], rows / usual - 1)

@@ -1,0 +1,150 @@
+"""Memory of one GPU by component: what stays there, and what each stage of a step adds to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.planner.machines import GIB, Gpus
+from flowgrpo_rc.planner.measured import Measured
+from flowgrpo_rc.planner.settings import PlannedRun
+
+RUNTIME = 3 * GIB
+"""Assumed for what is no tensor: the device's context, libraries' workspaces, fragmentation of the allocator."""
+ENGINE_RUNTIME = 1 * GIB
+"""The same in the process of ``vllm_omni``, beside its tensors."""
+MARGIN = 0.1
+"""Share of a GPU that a plan leaves free."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    resident: dict[str, int]
+    """What stays, by component."""
+    stages: dict[str, int]
+    """What each stage adds while it runs; the largest counts, for memory is used again."""
+    engine: int
+    """What an engine in a process of its own holds on the same GPU."""
+
+    @property
+    def tensors(self) -> int:
+        """The peak, without what is no tensor."""
+        return sum(self.resident.values()) + max(self.stages.values()) + self.engine
+
+    @property
+    def total(self) -> int:
+        """The peak with ``RUNTIME``."""
+        return self.tensors + RUNTIME
+
+    @property
+    def largest_stage(self) -> str:
+        """The stage in which the peak lies."""
+        return max(self.stages, key=lambda name: self.stages[name])
+
+    def fits(self, available: int) -> bool:
+        """Whether a GPU of so many bytes holds it and keeps ``MARGIN`` of itself free."""
+        return self.total <= (1 - MARGIN) * available
+
+
+class MemoryPlan:
+    """The memory of a run on any number of GPUs, and of its variants in other micro-batches.
+
+    Raises:
+        PlanError, ValueError: see ``FakePipeline`` and ``Passes``.
+    """
+
+    def __init__(self, run: PlannedRun) -> None:
+        self.run = run
+        self.actor = Measured(run)
+        """Passes of the actor."""
+        self.engine = self.actor
+        """Passes of the engine."""
+        if run.rollout.dtype != run.model.dtype:
+            self.engine = Measured(run, of_engine=True)
+        self.sizes = self.actor.sizes
+
+    def memory(self, run: PlannedRun, gpus: int) -> Memory:
+        """Of ``run``, which has this plan's model, precisions and images, on one of so many GPUs."""
+        return Memory(
+            {name: size for name, size in self._resident(run, gpus).items() if size},
+            self._stages(run, gpus),
+            self._engine_process(run, gpus),
+        )
+
+    def largest_micro_batch(self, run: PlannedRun, gpus: Gpus) -> int:
+        """Most rows of an update's micro-batch that fit; 0 where not even one does."""
+        most = run.images_of_mini_batch(gpus.count) * run.steps_of_window
+
+        def fits(rows: int) -> bool:
+            changed = run.with_actor(ppo_micro_batch_rows=rows)
+            return self.memory(changed, gpus.count).fits(gpus.bytes)
+
+        return _largest(fits, most)
+
+    def recomputes(self, run: PlannedRun) -> bool:
+        """Whether the run's update recomputes activations."""
+        return run.model.checkpoints_gradients(self.sizes.parameters)
+
+    def _resident(self, run: PlannedRun, gpus: int) -> dict[str, int]:
+        sizes = self.sizes
+        sharded = run.is_sharded(gpus)
+        lora = sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
+        in_process = run.rollout.name == "diffusers"
+        own_copy = in_process and not run.shares_weights
+        share = gpus if sharded else 1
+        copy = -(-self.engine.sizes.transformer // share) + self.engine.sizes.buffers
+        return {
+            "transformer, own shard" if sharded else "transformer": -(-sizes.transformer // share) + sizes.buffers,
+            "gathered blocks": sizes.gathered if sharded else 0,
+            "engine's own copy of the transformer": copy if own_copy else 0,
+            "LoRA": lora,
+            "AdamW's two moments": 2 * lora,
+            "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
+            "engine's LoRA": self._engine_lora(run) if in_process else 0,
+            "VAE": sizes.vae,
+        }
+
+    def _stages(self, run: PlannedRun, gpus: int) -> dict[str, int]:
+        rows = run.micro_rows(gpus)
+        accumulates = run.images_of_mini_batch(gpus) * run.steps_of_window > rows
+        lora = self.sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
+        update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
+        stages = {
+            "update: activations and gradients": update.peak,
+            # Gradients, and once more their size: they are flattened for the other ranks, and AdamW works on all at
+            # once.
+            "optimizer step": 2 * lora,
+        }
+        if run.scored_share:
+            stages["scoring pass"] = self.actor.forward(run.scored_rows(gpus)).peak
+        if run.rollout.name == "diffusers":
+            stages["sampling"] = self.engine.forward(run.sampled_at_once(gpus)).peak
+            stages["decoding"] = self.actor.decode(run.sampled_at_once(gpus)).peak
+        return stages
+
+    def _engine_process(self, run: PlannedRun, gpus: int) -> int:
+        """``vllm_omni`` has transformer, VAE and LoRA of its own, and keeps what sampling has taken."""
+        if run.rollout.name == "diffusers":
+            return 0
+        sizes = self.engine.sizes
+        work = max(
+            self.engine.forward(run.sampled_at_once(gpus)).peak, self.engine.decode(run.sampled_at_once(gpus)).peak
+        )
+        weights = sizes.transformer + sizes.buffers + sizes.vae
+        return weights + self._engine_lora(run) + work + ENGINE_RUNTIME
+
+    def _engine_lora(self, run: PlannedRun) -> int:
+        return self.sizes.lora_parameters * torch_dtype(run.rollout.dtype).itemsize
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Largest number from 1 to ``most`` that fits, where whatever is below one that fits does too; 0 for none."""
+    low = 0
+    while low < most:
+        middle = (low + most + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            most = middle - 1
+    return low

@@ -1,0 +1,328 @@
+"""What a forward, an update or a decoding needs: bytes and operations, run under fake tensors and scaled to full depth.
+
+The blocks of a transformer repeat, and bytes and operations are linear in their number. So a transformer is run with
+``SHORT`` blocks of every kind, then with twice as many of one kind after the other, and the difference is what each
+further block adds. A peak alone would not be linear, as it may lie elsewhere in a deeper model. Those of the single
+stretches are, where a stretch is the time spent in the first or the last block of a kind.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.models.base import Conditioning, Prompts
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora
+from flowgrpo_rc.planner.live_bytes import LiveBytes
+from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, replace_tensors
+from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.sde import log_prob, transition
+
+SHORT = 2
+"""Blocks of a kind in the shorter of the two runs that are compared: a first one and a last one."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one pass needs beyond the weights."""
+
+    peaks: tuple[int, ...]
+    """Most bytes alive in each stretch of the pass; gradients of the LoRA among them."""
+    forward_flops: int
+    """Operations of the forward passes."""
+    backward_flops: int = 0
+    """Operations of the backward pass, without recomputation."""
+    recomputed_flops: int = 0
+    """Operations that gradient checkpointing repeats."""
+
+    @property
+    def peak(self) -> int:
+        """Most bytes alive at a time."""
+        return max(self.peaks)
+
+    def moved(self, start: "Usage", end: "Usage", steps: float) -> "Usage":
+        """``self`` and so many times the way from ``start`` to ``end``, number by number.
+
+        Raises:
+            ValueError: the three differ in their stretches, so that they are not of one model.
+        """
+        peaks = zip(self.peaks, start.peaks, end.peaks, strict=True)
+        flops = ("forward_flops", "backward_flops", "recomputed_flops")
+        counts = ((getattr(self, name), getattr(start, name), getattr(end, name)) for name in flops)
+        return Usage(
+            tuple(round(own + steps * (to - since)) for own, since, to in peaks),
+            *(round(own + steps * (to - since)) for own, since, to in counts),
+        )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks of the same shape that follow each other."""
+
+    name: str
+    """The blocks' class."""
+    place: str
+    """The list they stand in, by its name in the transformer."""
+    blocks: tuple[nn.Module, ...]
+
+    @cached_property
+    def bytes_of_one(self) -> int:
+        """Bytes of the frozen weights of a block, as they were before any LoRA."""
+        return bytes_of(self.blocks[0])
+
+
+def kinds_of(transformer: nn.Module) -> list[Kind]:
+    """The transformer's blocks in order, by kind; ``_no_split_modules`` says which modules are blocks."""
+    names = set(getattr(transformer, "_no_split_modules", None) or ())
+    found: list[Kind] = []
+    for place, module in transformer.named_modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        before = None
+        for block in module:
+            if type(block).__name__ not in names:
+                continue
+            shape = (type(block), [(name, p.shape) for name, p in block.named_parameters()])
+            if shape == before:
+                found[-1] = Kind(found[-1].name, place, (*found[-1].blocks, block))
+            else:
+                found.append(Kind(type(block).__name__, place, (block,)))
+            before = shape
+    return found
+
+
+class Passes:
+    """Passes through a fake transformer with a LoRA, as actor and engine make them.
+
+    Args:
+        pipeline: whose transformer it is; it gets the LoRA.
+        lora: rank and targets.
+        lora_dtype: precision of the LoRA's weights.
+        rollout: image size, prompt length, guidance, and the kind of the stochastic steps.
+        autocast: whether forwards run under bfloat16 autocast.
+
+    Raises:
+        ValueError: the model cannot draw this size, or a target module is none of its layers.
+    """
+
+    def __init__(
+        self, pipeline: FakePipeline, lora: ModelConfig, lora_dtype: str, rollout: RolloutConfig, *, autocast: bool
+    ) -> None:
+        asked = rollout.pipeline
+        pipeline.model.check_request(asked.height, asked.width, asked.guidance_scale)
+        self._pipeline = pipeline
+        self._rollout = rollout
+        self._autocast = autocast
+        self.transformer = pipeline.transformer
+        self.kinds = kinds_of(self.transformer)
+        """Its blocks, by kind."""
+        self.base_bytes = bytes_of(self.transformer)
+        """Bytes of the frozen weights and of the buffers."""
+        self.block_bytes = {id(kind): kind.bytes_of_one for kind in self.kinds}
+        self._attach(lora, lora_dtype)
+        # Rotary embeddings and the like are computed in a first pass and kept: none that counts must be the first.
+        self._at([min(SHORT, len(kind.blocks)) for kind in self.kinds], partial(self._forward, 1))
+
+    def _attach(self, lora: ModelConfig, dtype: str) -> None:
+        """Give the blocks that are run their LoRA, and count what all blocks would have."""
+        _refuse_single_blocks(lora, {kind.place for kind in self.kinds})
+        deepest = [min(2 * SHORT, len(kind.blocks)) for kind in self.kinds]
+        with self._with_blocks(deepest):
+            # Modules with fake tensors cannot be moved, which peft does; those on the meta device can.
+            replace_tensors(self.transformer, lambda tensor: torch.empty_like(tensor, device="meta"))
+            with torch.device("meta"):
+                attach_lora(self.transformer, self._pipeline.model, lora, dtype=torch_dtype(dtype))
+            with self._pipeline.fake:
+                replace_tensors(self.transformer, lambda tensor: torch.empty_like(tensor, device="cpu"))
+            attached = _count(adapter_parameters(self.transformer))
+        of_kinds = [_count(adapter_parameters(kind.blocks[0])) for kind in self.kinds]
+        further = [len(kind.blocks) - depth for kind, depth in zip(self.kinds, deepest, strict=True)]
+        self.lora_parameters = attached + sum(own * blocks for own, blocks in zip(of_kinds, further, strict=True))
+
+    def update(self, rows: int, *, recompute: bool, reference: bool, accumulates: bool) -> Usage:
+        """Forward and backward of one micro-batch.
+
+        Args:
+            rows: images times steps of the window.
+            recompute: with gradient checkpointing.
+            reference: with a forward of the model without its LoRA, for the KL.
+            accumulates: onto the gradients of earlier micro-batches.
+        """
+        self.transformer.train(False)
+        change = "enable" if recompute else "disable"
+        getattr(self.transformer, f"{change}_gradient_checkpointing")()
+        return self._at_full_depth(partial(self._update, rows, reference, accumulates))
+
+    def forward(self, rows: int) -> Usage:
+        """One forward without gradients: a step of sampling, or of scoring."""
+        return self._at_full_depth(partial(self._forward, rows))
+
+    def decode(self, images: int) -> Usage:
+        """Latents to pixels."""
+        model = self._pipeline.model
+        size = self._rollout.pipeline.height, self._rollout.pipeline.width
+        vae = self._pipeline.vae
+        with self._pipeline.fake, torch.no_grad():
+            latents = torch.empty(images, *model.latent_shape(*size))
+            # The decoder has run when its pixels are looked at, which fake ones do not allow.
+            looked_at = suppress(DynamicOutputShapeException, DataDependentOutputException)
+            with LiveBytes([*vae.parameters(), *vae.buffers()]) as live, looked_at:
+                model.decode(latents, *size)
+        return Usage((live.peak,), sum(stretch.flops for stretch in live.stretches))
+
+    def _update(self, rows: int, reference: bool, accumulates: bool, live: LiveBytes) -> None:
+        trained = list(adapter_parameters(self.transformer).values())
+        if accumulates:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+        state = self._state(rows)
+        mean, log_probs = self._policy(state)
+        loss = log_probs.sum()
+        if reference:
+            with torch.no_grad(), adapter_disabled(self.transformer):
+                other, _ = self._policy(state)
+            loss = loss + (mean - other).square().sum()
+        live.enter(_BACKWARD)
+        loss.backward()
+        for parameter in trained:
+            parameter.grad = None
+
+    def _forward(self, rows: int, live: LiveBytes) -> None:
+        with torch.no_grad():
+            self._policy(self._state(rows))
+
+    def _state(self, rows: int) -> tuple[Tensor, Tensor, Conditioning]:
+        """Latents, noise levels and conditioning of some rows."""
+        asked = self._rollout.pipeline
+        config = self.transformer.config
+        tokens = self._pipeline.model.prompt_tokens(asked.max_sequence_length)
+        width = config.get("pooled_projection_dim")
+        prompts = Prompts(
+            embeds=torch.empty(rows, tokens, config.joint_attention_dim),
+            mask=torch.empty(rows, tokens, dtype=torch.bool),
+            pooled=None if width is None else torch.empty(rows, width),
+        )
+        conditioning = Conditioning(
+            prompts=prompts,
+            negative=prompts if asked.true_cfg_scale > 1 else None,
+            true_cfg_scale=asked.true_cfg_scale,
+            guidance_scale=asked.guidance_scale,
+            height=asked.height,
+            width=asked.width,
+        )
+        latents = torch.empty(rows, *self._pipeline.model.latent_shape(asked.height, asked.width))
+        return latents, torch.empty(rows), conditioning
+
+    def _policy(self, state: tuple[Tensor, Tensor, Conditioning]) -> tuple[Tensor, Tensor]:
+        """Means and log-probs of a step, as the actor finds them."""
+        latents, level, conditioning = state
+        algo = self._rollout.algo
+        with torch.autocast("cpu", torch.bfloat16) if self._autocast else nullcontext():
+            velocity = self._pipeline.model.velocity(self.transformer, latents, level, conditioning)
+        step = transition(latents, velocity, level, level, noise_level=algo.noise_level, sde_type=algo.sde_type)
+        return step.mean, log_prob(step, latents, sde_type=algo.sde_type)
+
+    def _at_full_depth(self, run: Callable[[LiveBytes], None]) -> Usage:
+        """What ``run`` would use with all blocks."""
+        depths = [min(SHORT, len(kind.blocks)) for kind in self.kinds]
+        short = self._at(depths, run)
+        usage = short
+        for number, kind in enumerate(self.kinds):
+            missing = len(kind.blocks) - depths[number]
+            added = min(SHORT, missing)
+            if missing:
+                longer = self._at([*depths[:number], depths[number] + added, *depths[number + 1 :]], run)
+                usage = usage.moved(short, longer, missing / added)
+        return usage
+
+    def _at(self, depths: Sequence[int], run: Callable[[LiveBytes], None]) -> Usage:
+        """One run with so many blocks of every kind."""
+        resident = [*self.transformer.parameters(), *self.transformer.buffers()]
+        with self._pipeline.fake, self._with_blocks(depths) as kept, LiveBytes(resident) as live, _labels(kept, live):
+            run(live)
+        return _usage(live)
+
+    @contextmanager
+    def _with_blocks(self, depths: Sequence[int]) -> Iterator[list[tuple[nn.Module, ...]]]:
+        """Inside, the transformer has the first ``depths`` blocks of every kind, which are handed out."""
+        kept = [kind.blocks[:depth] for kind, depth in zip(self.kinds, depths, strict=True)]
+        places: dict[str, list[nn.Module]] = {}
+        for kind, blocks in zip(self.kinds, kept, strict=True):
+            places.setdefault(kind.place, []).extend(blocks)
+        whole = {place: self.transformer.get_submodule(place) for place in places}
+        try:
+            for place, blocks in places.items():
+                self.transformer.set_submodule(place, nn.ModuleList(blocks))
+            yield kept
+        finally:
+            for place, blocks in whole.items():
+                self.transformer.set_submodule(place, blocks)
+
+
+def _count(parameters: Mapping[str, Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def _refuse_single_blocks(lora: ModelConfig, places: Collection[str]) -> None:
+    """A plan takes blocks of one shape for equal, so their LoRAs must be too."""
+    targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or ()
+    single = [target for target in targets if any(re.search(rf"{place}\.\d", target) for place in places)]
+    if single:
+        raise PlanError(
+            f"actor_rollout_ref.model.target_modules: {single[0]} names a single block; a plan takes layers that every "
+            "block has, e.g. to_q"
+        )
+
+
+_BACKWARD = "backward"
+_INNER = "inner"
+
+
+@contextmanager
+def _labels(kept: Sequence[Sequence[nn.Module]], live: LiveBytes) -> Iterator[None]:
+    """Inside, ``live`` is told which kind of block runs, whether it is the first or last of it, and the direction."""
+    with ExitStack() as hooks:
+        for kind, blocks in enumerate(kept):
+            for number, block in enumerate(blocks):
+                place = "first" if number == 0 else "last" if number == len(blocks) - 1 else _INNER
+                begins = partial(_begins, live, (kind, place))
+                hooks.callback(block.register_forward_pre_hook(begins).remove)
+                hooks.callback(block.register_forward_hook(partial(_ends, live, (kind, place))).remove)
+        yield
+
+
+def _begins(live: LiveBytes, block: tuple[int, str], *_: Any) -> None:
+    live.enter((*block, _direction(live)))
+
+
+def _ends(live: LiveBytes, block: tuple[int, str], _module: nn.Module, _inputs: Any, output: Any) -> None:
+    """The backward pass reaches a block when the gradient of its output is there."""
+    for tensor in output if isinstance(output, tuple) else (output,):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: live.enter((*block, _BACKWARD)))
+
+
+def _direction(live: LiveBytes) -> str:
+    return _BACKWARD if any(stretch.label == _BACKWARD for stretch in live.stretches) else "forward"
+
+
+def _usage(live: LiveBytes) -> Usage:
+    """Without the stretches of inner blocks: their peaks lie between those of the first and the last one."""
+    peaks = tuple(stretch.peak for stretch in live.stretches if _INNER not in (stretch.label or ()))
+    forward = [s for s in live.stretches if _BACKWARD not in (s.label or ())]
+    backward = [s for s in live.stretches if _BACKWARD in (s.label or ())]
+    recomputed = sum(stretch.recorded_flops for stretch in backward)
+    return Usage(
+        peaks,
+        forward_flops=sum(stretch.flops for stretch in forward),
+        backward_flops=sum(stretch.flops for stretch in backward) - recomputed,
+        recomputed_flops=recomputed,
+    )

@@ -1,0 +1,154 @@
+"""A pipeline from its configuration files alone: its networks as fake tensors, which have shapes and no memory.
+
+Those of ``SHIPPED`` come with the package, under their names on the hub; any folder of a pipeline serves as well, with
+or without weights.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.quiet import only_errors
+from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.planner.flux import PIPELINE as FLUX_PIPELINE
+
+FIELD = "actor_rollout_ref.model.path"
+SHIPPED = Path(__file__).with_name("pipelines")
+"""Folders ``ORGANISATION/NAME`` of configuration files. Their README names the sources."""
+ADAPTERS = {name: family.adapter for name, family in FAMILIES.items()} | {
+    FLUX_PIPELINE: "flowgrpo_rc.planner.flux:Flux"
+}
+"""Class of a pipeline -> what says how its networks are called, as ``module:class``."""
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be planned; says why and what to do."""
+
+
+class FakePipeline:
+    """The networks of a pipeline with fake weights in ``dtype``.
+
+    Args:
+        path: a pipeline's folder, ``asset:NAME``, or the hub name of a shipped one.
+        dtype: of all weights.
+
+    Raises:
+        PlanError: there is no such pipeline, it is none that can be planned, or a file of it cannot be used.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype) -> None:
+        self.path = path
+        self.folder = find_folder(path)
+        index = _read_json(self.folder / "model_index.json")
+        self.class_name = str(index.get("_class_name"))
+        if self.class_name not in ADAPTERS:
+            raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(ADAPTERS)}")
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        """The mode under which the networks were built and must be run."""
+        networks = {
+            name: self._network(name, entry, dtype)
+            for name, entry in index.items()
+            if (name in ("transformer", "vae") or name.startswith("text_encoder")) and entry and entry[0]
+        }
+        self.transformer: Any = networks["transformer"]
+        self.vae: Any = networks["vae"]
+        self.text_encoders = [network for name, network in networks.items() if name.startswith("text_encoder")]
+        self.model: Any = self._adapter()
+        """What says how the networks are called: a ``models.base.DiffusionModel``, or what has its part of it."""
+
+    def _network(self, name: str, entry: list[str], dtype: torch.dtype) -> nn.Module:
+        """One network as its configuration describes it."""
+        library, class_name = entry
+        content = _read_json(self.folder / name / "config.json")
+        try:
+            kind = getattr(import_module(library), class_name)
+            with self.fake, only_errors("transformers.modeling_utils", "diffusers.configuration_utils"):
+                if library == "diffusers":
+                    network = kind.from_config(content)
+                else:
+                    network = kind(kind.config_class.from_dict(content))
+                replace_tensors(network, lambda tensor: torch.empty_like(tensor, dtype=dtype))
+        except Exception as error:  # whatever a library raises over a file that is not its own
+            raise PlanError(
+                f"{FIELD}: {self.path}: {name}/config.json gives no {class_name} ({type(error).__name__}: "
+                f"{one_line(error, 200)}); is it another's?"
+            ) from error
+        return network.requires_grad_(False).eval()
+
+    def _adapter(self) -> Any:
+        import diffusers
+
+        pipeline_class = getattr(diffusers, self.class_name)
+        # What a pipeline takes besides has no weights, or is not called here.
+        parts = dict.fromkeys(pipeline_class._get_signature_types())
+        pipe = pipeline_class(**(parts | {"transformer": self.transformer, "vae": self.vae}))
+        return resolve_name(ADAPTERS[self.class_name])(pipe)
+
+
+def find_folder(path: str) -> Path:
+    """The folder with a pipeline's configuration files.
+
+    Raises:
+        PlanError: ``path`` is neither a folder with a ``model_index.json`` nor the name of a shipped pipeline.
+    """
+    if not path:
+        raise PlanError(f"{FIELD}: is empty; give a pipeline folder, or one of {', '.join(shipped_names())}")
+    for folder in (Path(resolve_asset(path)), SHIPPED / path):
+        if os.path.isfile(folder / "model_index.json"):
+            return folder
+    raise PlanError(
+        f"{FIELD}: {path} is no folder of a pipeline here. A plan needs its configuration files alone: shipped with "
+        f"flowgrpo_rc are those of {', '.join(shipped_names())}; of another, give a folder with its model_index.json "
+        "and the config.json of every part"
+    )
+
+
+def shipped_names() -> list[str]:
+    """The hub names of the pipelines whose configuration files come with the package."""
+    return sorted(str(file.parent.relative_to(SHIPPED)) for file in SHIPPED.glob("*/*/model_index.json"))
+
+
+def replace_tensors(network: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Give a network without values other tensors: its parameters and floating-point buffers, each changed once.
+
+    Not by ``Module.to``, which swaps tensors in place: fake ones are known by weak references and refuse that.
+    """
+    made = {p: nn.Parameter(change(p), requires_grad=p.requires_grad) for p in network.parameters()}
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = made[parameter]  # one for all places of a tied weight
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = change(buffer)
+
+
+def parameters_of(network: nn.Module) -> int:
+    """How many parameters a network has."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def bytes_of(network: nn.Module) -> int:
+    """Bytes of a network's parameters and buffers."""
+    tensors = [*network.parameters(), *network.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(f"{FIELD}: {file} cannot be read ({one_line(error, 200)})") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{FIELD}: {file} holds a JSON {type(content).__name__}; it must be an object")
+    return content

@@ -1,0 +1,81 @@
+"""What of a run's configuration decides about its memory and its time."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flowgrpo_rc.actor.config import DiffusionActorConfig
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.rollout.config import RolloutConfig
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """Sections of a configuration, and what follows from the rest of it."""
+
+    model: ModelConfig
+    actor: DiffusionActorConfig
+    rollout: RolloutConfig
+    prompts: int
+    """Prompts of a step: ``data.train_batch_size``."""
+    scored_share: float = 0.0
+    """Share of a batch that gets a scoring pass before the update; none in bypass mode."""
+    autocast: bool = False
+    """Whether the actor's forwards run under bfloat16 autocast."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.scored_share <= 1:
+            raise ValueError(f"scored_share: got {self.scored_share}; give a share, from 0 to 1")
+
+    @property
+    def steps_of_window(self) -> int:
+        """Recorded steps of an image, each a row of the update."""
+        return self.rollout.window.size
+
+    @property
+    def guided(self) -> bool:
+        """Whether every step takes a conditional and an unconditional prediction."""
+        return self.rollout.pipeline.true_cfg_scale > 1
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the engine samples with the actor's own weights."""
+        rollout = self.rollout
+        same = rollout.dtype == self.model.dtype and rollout.quantization is None
+        return rollout.name == "diffusers" and same
+
+    def is_sharded(self, gpus: int) -> bool:
+        """Whether every GPU holds its share of the frozen transformer alone."""
+        return gpus > 1
+
+    def images_of_mini_batch(self, gpus: int) -> int:
+        """Images that one GPU brings to an optimizer step."""
+        return max(1, self.actor.ppo_mini_batch_size * self.rollout.n // gpus)
+
+    def micro_rows(self, gpus: int) -> int:
+        """Rows of one forward and backward pass on a GPU; a row is one step of an image's window."""
+        window = self.steps_of_window
+        return min(self.actor.micro_batch_rows(window), self.images_of_mini_batch(gpus) * window)
+
+    def sampled_at_once(self, gpus: int) -> int:
+        """Images of one forward of the engine."""
+        return min(self.rollout.micro_batch_size, max(1, self.prompts * self.rollout.n // gpus))
+
+    def scored_rows(self, gpus: int) -> int:
+        """Rows of one forward of the scoring pass."""
+        images = self.rollout.log_prob_micro_batch_size_per_gpu
+        return self.micro_rows(gpus) if images is None else images * self.steps_of_window
+
+    def with_actor(self, **changes: Any) -> "PlannedRun":
+        """The same run with other fields of ``actor_rollout_ref.actor``."""
+        return replace(self, actor=replace(self.actor, **changes))
+
+    def with_model(self, **changes: Any) -> "PlannedRun":
+        """The same run with other fields of ``actor_rollout_ref.model``."""
+        return replace(self, model=replace(self.model, **changes))
+
+    def with_rollout(self, **changes: Any) -> "PlannedRun":
+        """The same run with other fields of ``actor_rollout_ref.rollout``."""
+        return replace(self, rollout=replace(self.rollout, **changes))

@@ -1,0 +1,127 @@
+"""A plan in words and tables, for the terminal."""
+
+from collections.abc import Sequence
+
+from flowgrpo_rc.planner.advice import Change, advise
+from flowgrpo_rc.planner.machines import DEVICES, GIB, UTILISATION, Gpus
+from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
+from flowgrpo_rc.planner.work import StepFlops, step_flops, step_time
+
+_WIDTH = 46
+
+
+def describe(plan: MemoryPlan, gpus: Gpus) -> str:
+    """Everything about a run on these GPUs: memory by component, verdict, what to change, time."""
+    memory = plan.memory(plan.run, gpus.count)
+    lines = [*_heading(plan), "", f"{gpus!s:{_WIDTH}} GiB a GPU", *_components(plan, memory), ""]
+    lines += [_verdict(memory, gpus), *_micro_batch(plan, gpus), *_changes(plan, gpus, memory), ""]
+    return "\n".join([*lines, *_time(plan, gpus)])
+
+
+def table(plan: MemoryPlan, tried: Sequence[Gpus]) -> str:
+    """Which of these GPUs the run fits, with the memory that it takes and the largest micro-batch in rows."""
+    counts = sorted({gpus.count for gpus in tried})
+    sizes = sorted({gpus.gigabytes for gpus in tried})
+    rows = [*_heading(plan), "", "GiB a GPU, whether it fits, and the largest micro-batch in rows that does:", ""]
+    rows.append(f"{'GPUs':>6} {'needs':>8}" + "".join(f"{f'{size:g} GB':>14}" for size in sizes))
+    for count in counts:
+        memory = plan.memory(plan.run, count)
+        cells = (_cell(plan, memory, Gpus(count, size)) for size in sizes)
+        rows.append(f"{count:>6} {memory.total / GIB:>8.1f}" + "".join(f"{cell:>14}" for cell in cells))
+    flops = step_flops(plan)
+    return "\n".join([*rows, "", *_work(plan, flops)])
+
+
+def _cell(plan: MemoryPlan, memory: Memory, gpus: Gpus) -> str:
+    largest = plan.largest_micro_batch(plan.run, gpus)
+    if memory.fits(gpus.bytes):
+        return f"fits ({largest})"
+    return f"no ({largest})" if largest else "no"
+
+
+def _heading(plan: MemoryPlan) -> list[str]:
+    run = plan.run
+    kinds = ", ".join(f"{number} {name}" for name, number in plan.actor.kinds)
+    asked = run.rollout.pipeline
+    recompute = "recomputed (gradient checkpointing)" if plan.recomputes(run) else "kept"
+    return [
+        f"{run.model.path}: transformer of {plan.sizes.parameters:,} parameters ({kinds}), {run.model.dtype}",
+        f"LoRA of rank {run.model.lora_rank}: {plan.sizes.lora_parameters:,} parameters, {run.model.lora_dtype}",
+        f"Images of {asked.width}x{asked.height}, {asked.num_inference_steps} steps, prompts of up to "
+        f"{asked.max_sequence_length} tokens, {'guidance' if run.guided else 'no guidance'}; engine "
+        f"{run.rollout.name}, {run.rollout.dtype}",
+        f"Micro-batch: {run.micro_rows(1)} rows, steps of an image's window of {run.steps_of_window}; activations are "
+        f"{recompute}",
+    ]
+
+
+def _components(plan: MemoryPlan, memory: Memory) -> list[str]:
+    lines = [_line(name, size) for name, size in memory.resident.items()]
+    lines.append(_line(memory.largest_stage, memory.stages[memory.largest_stage]))
+    if memory.engine:
+        lines.append(_line("vllm_omni's process", memory.engine))
+    lines += [_line("context, workspaces, fragmentation (assumed)", RUNTIME), _line("total", memory.total)]
+    others = [f"{name} {size / GIB:.2f}" for name, size in memory.stages.items() if name != memory.largest_stage]
+    lines.append(
+        f"  At other times: {', '.join(others)}; text encoder, before training, {_gib(plan.sizes.text_encoders)}"
+    )
+    return lines
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _line(name: str, size: int) -> str:
+    return f"  {name:{_WIDTH}}{_gib(size):>8}"
+
+
+def _verdict(memory: Memory, gpus: Gpus) -> str:
+    usable = (1 - MARGIN) * gpus.gigabytes
+    verdict = "fits" if memory.fits(gpus.bytes) else "does NOT fit"
+    return (
+        f"Verdict: {verdict} {gpus}: {memory.total / GIB:.1f} of {usable:.1f} GiB "
+        f"({gpus.gigabytes:g} less a margin of {MARGIN:.0%})"
+    )
+
+
+def _micro_batch(plan: MemoryPlan, gpus: Gpus) -> list[str]:
+    largest = plan.largest_micro_batch(plan.run, gpus)
+    if not largest:
+        return ["No micro-batch fits, not even one row"]
+    return [f"Largest micro-batch that fits: ppo_micro_batch_rows={largest}"]
+
+
+def _changes(plan: MemoryPlan, gpus: Gpus, memory: Memory) -> list[str]:
+    if memory.fits(gpus.bytes):
+        return []
+    changes = advise(plan, gpus)
+    lines = ["What to change, cheapest first, each on top of those before it:"]
+    lines += [f"  {c.override}: {c.memory.total / GIB:.1f} GiB ({c.why})" for c in changes]
+    return [*lines, _remaining(changes, gpus)]
+
+
+def _remaining(changes: Sequence[Change], gpus: Gpus) -> str:
+    if changes and changes[-1].memory.fits(gpus.bytes):
+        return "  With these it fits"
+    return "  Still too much: take more GPUs, or larger ones"
+
+
+def _time(plan: MemoryPlan, gpus: Gpus) -> list[str]:
+    flops = step_flops(plan)
+    time = step_time(flops, plan.run, gpus)
+    device = DEVICES[gpus.device]
+    peak = device.peak(plan.run.rollout.dtype) / 1e12
+    return [
+        *_work(plan, flops),
+        f"Time of a step, {UTILISATION:.0%} of {gpus.device}'s {peak:.0f} TFLOP/s assumed: engine {time.engine:.0f} s, "
+        f"update {time.update:.0f} s, total {time.total:.0f} s; rewards and waiting come on top",
+    ]
+
+
+def _work(plan: MemoryPlan, flops: StepFlops) -> list[str]:
+    images = plan.run.prompts * plan.run.rollout.n
+    return [
+        f"PFLOP of a step of {images} images: rollout {flops.rollout / 1e15:.1f}, score {flops.score / 1e15:.1f}, "
+        f"update {flops.update / 1e15:.1f}, recomputed {flops.recomputed / 1e15:.1f}"
+    ]

@@ -1,0 +1,69 @@
+"""Floating-point operations of a training step by kind, and the time they take at an assumed utilisation."""
+
+from dataclasses import dataclass
+
+from flowgrpo_rc.planner.machines import DEVICES, UTILISATION, Gpus
+from flowgrpo_rc.planner.memory import MemoryPlan
+from flowgrpo_rc.planner.settings import PlannedRun
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Operations of one training step, over all GPUs; a multiply-add counts as two."""
+
+    rollout: float
+    """Sampling and decoding all images of a batch."""
+    score: float
+    """The scoring pass before the update, and rescoring for the probe."""
+    update: float
+    """Forward and backward of every recorded step, in every epoch. The weights are frozen, so that a backward costs
+    about what a forward does."""
+    recomputed: float
+    """What gradient checkpointing repeats in the update; hardware does it, model FLOPs utilisation leaves it out."""
+
+    @property
+    def total(self) -> float:
+        """All of it, recomputation included."""
+        return self.rollout + self.score + self.update + self.recomputed
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step."""
+
+    engine: float
+    update: float
+    """The update and what is scored for it."""
+
+    @property
+    def total(self) -> float:
+        """Of both, one after the other."""
+        return self.engine + self.update
+
+
+def step_flops(plan: MemoryPlan) -> StepFlops:
+    """Operations of one step of the plan's run."""
+    run = plan.run
+    rollout = run.rollout
+    images = run.prompts * rollout.n
+    window = run.steps_of_window
+    rows = run.micro_rows(1)
+    forward = plan.actor.forward(rows).forward_flops / rows
+    decode = plan.actor.decode(1).forward_flops
+    update = plan.actor.update(rows, recompute=plan.recomputes(run), accumulates=False)
+    times = images * window * run.actor.ppo_epochs / rows
+    return StepFlops(
+        rollout=images * (rollout.pipeline.num_inference_steps * forward + decode),
+        score=(run.scored_share * images + min(rollout.probe.images, images)) * window * forward,
+        update=times * (update.forward_flops + update.backward_flops),
+        recomputed=times * update.recomputed_flops,
+    )
+
+
+def step_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:
+    """Of a step whose work all GPUs share evenly, each at ``UTILISATION`` of its peak; rewards are not counted."""
+    device = DEVICES[gpus.device]
+    precision = "bfloat16" if run.autocast else run.model.dtype
+    engine = device.peak(run.rollout.dtype) * UTILISATION * gpus.count
+    update = device.peak(precision) * UTILISATION * gpus.count
+    return StepTime(flops.rollout / engine, (flops.total - flops.rollout) / update)

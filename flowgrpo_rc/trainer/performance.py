@@ -1,0 +1,42 @@
+"""How fast a step was, and how much memory the run has needed; names as verl-omni logs them, where it does."""
+
+import resource
+import sys
+
+import torch
+
+TRAINING_STAGES = ("rollout", "probe", "reward", "score", "correct", "advantage", "update", "sync")
+"""The stages that each batch of images goes through; validation, checkpoints and logging are not among them."""
+_GB = 1024**3
+
+
+def speed(times: dict[str, float], images: int, processes: int) -> dict[str, float]:
+    """Time for an image by stage, and images by time.
+
+    Args:
+        times: seconds as ``timing_s/<stage>``; empty metrics where no batch was trained on.
+        images: of the batch, over all processes.
+        processes: each has one GPU.
+    """
+    found = {stage: times[f"timing_s/{stage}"] for stage in TRAINING_STAGES if f"timing_s/{stage}" in times}
+    if "update" not in found:
+        return {}
+    seconds = sum(found.values())
+    return {
+        **{f"timing_per_image_ms/{stage}": 1000 * value / images for stage, value in found.items()},
+        "perf/total_num_images": float(images),
+        "perf/time_per_step": seconds,
+        "perf/images_per_second": images / seconds,
+        "perf/throughput": images / seconds / processes,
+    }
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most memory that this process has held so far, in GiB."""
+    # The kernel counts kilobytes on Linux and bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"perf/max_memory_resident_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GB}
+    if device.type == "cuda":
+        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / _GB
+        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / _GB
+    return found

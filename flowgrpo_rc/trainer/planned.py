@@ -1,0 +1,54 @@
+"""The plan of a whole configuration, and its check against the GPU that a run starts on."""
+
+import warnings
+
+from flowgrpo_rc.planner.machines import GIB, Gpus
+from flowgrpo_rc.planner.memory import MemoryPlan
+from flowgrpo_rc.planner.pipeline import PlanError
+from flowgrpo_rc.planner.settings import ACTOR, PlannedRun
+from flowgrpo_rc.trainer.config import FlowGRPOConfig
+
+
+def planned_run(config: FlowGRPOConfig) -> PlannedRun:
+    """The settings that decide about memory and time."""
+    parts = config.actor_rollout_ref
+    return PlannedRun(
+        model=parts.model,
+        actor=parts.actor,
+        rollout=parts.rollout,
+        prompts=config.data.train_batch_size,
+        scored_share=0.0 if config.rollout_correction.bypass_mode else config.scored_share,
+        autocast=config.trainer.mixed_precision == "bf16",
+    )
+
+
+def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) -> None:
+    """Warn of a run that a plan says does not fit GPUs of ``device_bytes`` each.
+
+    A model that cannot be planned passes: of one on the hub that has no shipped configuration files, nothing is known
+    before it is downloaded.
+
+    Raises:
+        PlanError: the tensors of the update alone, without any reserve, are more than the device has, and a smaller
+            micro-batch would do.
+    """
+    try:
+        plan = MemoryPlan(planned_run(config))
+    except PlanError:
+        return
+    memory = plan.memory(plan.run, num_processes)
+    if memory.fits(device_bytes):
+        return
+    gpus = Gpus(num_processes, device_bytes / GIB)
+    largest = plan.largest_micro_batch(plan.run, gpus)
+    needs = f"a plan of this run needs {memory.total / GIB:.1f} GiB on each GPU, of {device_bytes / GIB:.1f}"
+    if memory.tensors > device_bytes and 0 < largest < plan.run.micro_rows(num_processes):
+        raise PlanError(
+            f"{ACTOR}.ppo_micro_batch_rows: a micro-batch has {plan.run.micro_rows(num_processes)} rows, which cannot "
+            f"fit; {needs}. Give at most {largest}"
+        )
+    warnings.warn(
+        f"{needs}, and may end for want of memory; flowgrpo-rc plan --gpus={num_processes}x{device_bytes / GIB:.0f} "
+        "with the same settings says what to change",
+        stacklevel=2,
+    )

@@ -1,0 +1,285 @@
+"""Micro-batches of rows: whatever they cut, an update learns and measures the same, and needs less memory for it."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tolerances import GRADIENT, LOG_RATIO, adam
+
+from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
+from flowgrpo_rc.actor.config import OptimizerConfig
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key, MiniBatch
+from flowgrpo_rc.loss import diffusion_loss_sums
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+
+IMAGES = 4
+WINDOW = 3
+LORA = ModelConfig(lora_rank=4, lora_alpha=8)
+UNEVEN = torch.tensor([2e-4, -1e-4, 3e-4, 0.0])
+"""By how much the rollout's log-probs of each image are moved, so that rejection keeps some images and some steps."""
+
+
+class Rig:
+    """An actor with a random adapter, and four images with three steps each that a bfloat16 engine drew."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        model = load_model("asset:tiny_qwen_image")
+        engine = DiffusersEngine(model, LORA, dtype=torch.bfloat16, micro_batch_size=8, device="cpu")
+        self.actor = DiffusionActor(
+            model,
+            config(),
+            LORA,
+            Accelerator(cpu=True),
+            sde_type="sde",
+            noise_level=0.7,
+            total_optimizer_steps=100,
+        )
+        generator = torch.Generator().manual_seed(1)
+        for parameter in adapter_parameters(self.actor.transformer).values():
+            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+        self.start = [value.detach().clone() for value in adapter_parameters(self.actor.transformer).values()]
+        engine.sync(adapter_state(self.actor.transformer), 0)
+        encoder = PromptEncoder(model, 512)
+        self.cond = Conditioning(encoder(['the text "12"', 'the text "34"']), None, 1.0, None, 32, 32)
+        request = RolloutRequest(
+            conditioning=self.cond,
+            prompt_index=torch.tensor([0, 0, 1, 1]),
+            num_inference_steps=5,
+            seeds=list(range(IMAGES)),
+            window_starts=torch.tensor([0, 0, 1, 1]),
+            window_size=WINDOW,
+            noise_level=0.7,
+            sde_type="sde",
+            record_means=True,
+        )
+        self.batch = engine.generate(request).batch
+        self.batch[Key.ADVANTAGES] = torch.tensor([1.0, -1.0, 2.0, -0.5])
+        uneven = UNEVEN[:, None] * torch.tensor([1.0, 0.0, 2.0])
+        self.batch[Key.ROLLOUT_LOG_PROBS] = self.batch[Key.ROLLOUT_LOG_PROBS] - uneven
+        self.batch[Key.CLIP_WIDTHS] = torch.full((IMAGES, WINDOW), 2e-4)
+        self.batch[Key.ROLLOUT_RS_BOUNDS] = torch.full((IMAGES,), 2e-4)
+
+    def reset(self, config):
+        """The actor as it was, under another configuration."""
+        for parameter, value in zip(adapter_parameters(self.actor.transformer).values(), self.start, strict=True):
+            parameter.data = value.clone()
+        self.actor.optimizer.state.clear()
+        self.actor.config = config
+
+    def update(self, config, *, size=IMAGES):
+        """Metrics of an update, what it added to the weights, and the gradients of its optimizer steps."""
+        self.reset(config)
+        parts = [MiniBatch(rows) for rows in torch.tensor([2, 0, 3, 1]).split(size)]
+        gradients = []
+        optimizer_step = self.actor.optimizer.step
+
+        def step():
+            gradients.append(torch.cat([p.grad.flatten() for p in adapter_parameters(self.actor.transformer).values()]))
+            optimizer_step()
+
+        self.actor.optimizer.step = step
+        try:
+            metrics = self.actor.update(self.batch, self.cond, parts).metrics
+        finally:
+            self.actor.optimizer.step = optimizer_step
+        weights = torch.cat([p.detach().flatten() for p in adapter_parameters(self.actor.transformer).values()])
+        return metrics, weights - torch.cat([value.flatten() for value in self.start]), gradients
+
+
+@pytest.fixture(scope="module")
+def rig():
+    torch.set_num_threads(1)
+    return Rig()
+
+
+def config(objective="flow_grpo", rows=None, **settings):
+    correction = {"bypass_mode": True, "rollout_is": None} | settings.pop("correction", {})
+    loss = {"loss_mode": objective, "clip_ratio": 3e-4} | settings.pop("loss", {})
+    return DiffusionActorConfig(
+        **{
+            "ppo_micro_batch_size_per_gpu": IMAGES,
+            "ppo_micro_batch_rows": rows,
+            "diffusion_loss": DiffusionLossConfig(**loss),
+            "rollout_correction": correction,
+            "optim": OptimizerConfig(lr=1e-3),
+            "grad_clip": 1e9,
+        }
+        | settings
+    )
+
+
+NONE = {}
+TOKEN = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.0002,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.9995_1.0005",
+}
+SEQUENCE = {"rollout_is": "sequence", "rollout_is_threshold": 1.0003, "rollout_rs": "seq_mean_k1"} | {
+    "rollout_rs_threshold": "0.9998_1.0003"
+}
+BOTH = TOKEN | {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.9995_1.0005,1e-7"}
+VETO = {"rollout_is": "geometric", "rollout_token_veto_threshold": 0.9996}
+MASKED = {"rollout_is": "sequence", "rollout_is_mode": "mask", "rollout_is_threshold": "0.9996_1.0005"}
+AUTO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto"}
+LEVELS = {"none": NONE, "token": TOKEN, "sequence": SEQUENCE, "both": BOTH, "veto": VETO, "mask": MASKED, "auto": AUTO}
+MODES = {
+    "bypass": {"bypass_mode": True},
+    "reinforce": {"bypass_mode": True, "loss_type": "reinforce"},
+    "decoupled": {"bypass_mode": False},
+}
+CASES = [
+    *(("flow_grpo", mode, level) for mode in MODES for level in ("token", "sequence", "both")),
+    *(("flow_grpo", "bypass", level) for level in ("none", "veto", "mask", "auto")),
+    *((name, mode, "sequence") for name in ("grpo_guard", "flow_dppo") for mode in ("bypass", "decoupled")),
+    *((name, "decoupled", "token") for name in ("grpo_guard", "flow_dppo")),
+]
+
+
+def assert_same(found, expected):
+    """Up to the order of float32 sums."""
+    metrics, moved, gradients = found
+    assert metrics.keys() == expected[0].keys()
+    for name, value in expected[0].items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=WINDOW * LOG_RATIO), name
+    assert len(gradients) == len(expected[2])
+    for one, other in zip(gradients, expected[2], strict=True):
+        assert (one - other).norm() <= GRADIENT * other.norm()
+    assert (moved - expected[1]).norm() <= adam() * expected[1].norm()
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize(("objective", "mode", "level"), CASES)
+def test_an_update_does_not_depend_on_the_cut(rig, objective, mode, level):
+    """Micro-batches that cut every window, or hold a window and a row more, learn and measure what one of all does."""
+    correction = MODES[mode] | LEVELS[level]
+    expected = rig.update(config(objective, correction=correction))
+    assert expected[2][0].norm() > 1e-6
+    for rows in (2, 4):
+        assert_same(rig.update(config(objective, rows=rows, correction=correction)), expected)
+
+
+def test_the_cases_reject_some_images_and_some_steps(rig):
+    """Or the cut could not show."""
+    for level in ("token", "sequence", "both"):
+        metrics, _, _ = rig.update(config(correction=MODES["bypass"] | LEVELS[level]))
+        assert 0 < metrics["actor/kept_fraction"] < 1, level
+
+
+def test_the_same_cut_is_the_same_update_bit_for_bit(rig):
+    """Two images with three steps each, and six rows; also with mini-batches, epochs and a KL to the reference."""
+    settings = {"ppo_epochs": 2, "use_kl_loss": True, "kl_loss_coef": 0.1, "correction": MODES["decoupled"] | TOKEN}
+    images = rig.update(config(ppo_micro_batch_size_per_gpu=2, **settings), size=4)
+    rows = rig.update(config(rows=6, **settings), size=4)
+    assert rows[0] == images[0]
+    assert torch.equal(rows[1], images[1])
+    assert len(rows[2]) == 2
+    cut = rig.update(config(rows=1, **settings), size=4)
+    assert_same(cut, rows)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_only_windows_that_must_be_known_whole_are_scored_before(rig, level, monkeypatch):
+    """Counted in rows that the transformer sees."""
+    seen = []
+    forward = rig.actor._forward
+
+    def counting(micro, **options):
+        seen.append((len(micro.data[Key.TIMESTEPS]), torch.is_grad_enabled()))
+        return forward(micro, **options)
+
+    monkeypatch.setattr(rig.actor, "_forward", counting)
+    rig.update(config(rows=2, correction=MODES["bypass"] | LEVELS[level]))
+    first = [] if level == "token" else [(2, False)] * 6
+    assert seen == first + [(2, True)] * 6
+    seen.clear()
+    rig.update(config(rows=5, correction=MODES["bypass"] | LEVELS[level]))
+    assert seen == ([(5, True), (5, True), (2, True)] if level == "token" else [(3, True)] * 4)
+
+
+def test_gradients_and_scores_do_not_depend_on_the_cut(rig):
+    """Of losses that read whole windows and transition means."""
+    mode = ModeInForce.configured(config("flow_dppo", correction=MODES["bypass"] | SEQUENCE))
+
+    def loss(output, data):
+        given = {name: data[name] for name in (Key.ROLLOUT_LOG_PROBS, Key.ROLLOUT_MEANS, Key.ADVANTAGES)}
+        return diffusion_loss_sums(mode, output, given).loss_sum
+
+    def shift(output, data):
+        return (output["transition_means"] * data[Key.LATENTS]).sum()
+
+    found = {}
+    for rows in (None, 2):
+        rig.reset(config(rows=rows))
+        found[rows] = rig.actor.gradients(rig.batch, rig.cond, [loss, shift])
+        found[rows] += rig.actor.rescore(rig.batch, rig.cond).values()
+    for one, other in zip(found[2], found[None], strict=True):
+        assert one.shape == other.shape
+        assert (one - other).norm() <= GRADIENT * other.norm()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_cut_window_that_is_not_finite_is_named(rig, level):
+    """Before the optimizer moves."""
+    rig.reset(config(rows=2, correction=MODES["bypass"] | LEVELS[level]))
+    batch = rig.batch.clone()
+    batch[Key.NEXT_LATENTS][1, 2] = torch.nan
+    with pytest.raises(NonFiniteUpdateError, match=r"non-finite log-prob for 1 samples of the batch \(rows \[1\]\)"):
+        rig.actor.update(batch, rig.cond, [MiniBatch(torch.tensor([2, 0, 3, 1]))])
+    batch = rig.batch.clone()
+    batch[Key.ADVANTAGES][3] = torch.nan
+    rig.actor.config = config(rows=2)
+    with pytest.raises(NonFiniteUpdateError, match=r"non-finite gradient for 1 samples of the batch \(rows \[3\]\)"):
+        rig.actor.update(batch, rig.cond, [MiniBatch(torch.arange(IMAGES))])
+    assert not rig.actor.optimizer.state
+    for parameter, value in zip(adapter_parameters(rig.actor.transformer).values(), rig.start, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def saved_bytes(rig, settings):
+    """The most bytes that the graph of one micro-batch keeps for its backward pass, parameters left out; the table of
+    positions, which all rows share, is in it."""
+    rig.reset(settings)
+    own = {p.untyped_storage().data_ptr() for p in rig.actor.transformer.parameters()}
+    kept = {}
+    most = [0]
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    backward = rig.actor._accelerator.backward
+
+    def counting(loss):
+        most[0] = max(most[0], sum(kept.values()))
+        kept.clear()
+        backward(loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.actor._accelerator, "backward", counting)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            rig.actor.update(rig.batch, rig.cond, [MiniBatch(torch.arange(IMAGES))])
+    return most[0]
+
+
+def test_the_graph_of_a_micro_batch_grows_by_the_row(rig):
+    """An image brings as much as three rows, the steps of its window, so that a single row needs far less."""
+    one, two, three = (saved_bytes(rig, config(rows=rows)) for rows in (1, 2, 3))
+    row = two - one
+    assert row > one / 2
+    assert three - two == pytest.approx(row, rel=0.1)
+    assert saved_bytes(rig, config(ppo_micro_batch_size_per_gpu=1)) == three
+    assert saved_bytes(rig, config()) == pytest.approx(three + (IMAGES - 1) * WINDOW * row, rel=0.1)
+
+
+def test_rows_are_a_number_of_at_least_one():
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=r"actor.ppo_micro_batch_rows: got .*give a number above 0 or null"):
+            DiffusionActorConfig(ppo_micro_batch_rows=value)
+    assert DiffusionActorConfig(ppo_micro_batch_size_per_gpu=4).micro_batch_rows(10) == 40
+    assert DiffusionActorConfig(ppo_micro_batch_size_per_gpu=4, ppo_micro_batch_rows=3).micro_batch_rows(10) == 3

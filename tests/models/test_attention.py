@@ -1,0 +1,137 @@
+"""Attention backends: the names are diffusers', what does not work here is refused before loading, and a difference
+between engine and actor is a gap."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowgrpo_rc.models import ModelConfig, PromptEncoder, attention
+from flowgrpo_rc.models.attention import ATTENTION_BACKENDS, check_attention_backend, use_attention_backend
+from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer import setup as trainer_setup
+
+ACTOR = "actor_rollout_ref.model.attn_backend"
+ENGINE = "actor_rollout_ref.rollout.rollout_attn_backend"
+
+
+def check(name, pipeline="QwenImagePipeline", *, trains=True, dtype=torch.float32):
+    check_attention_backend(
+        ACTOR, name, pipeline, folder="assets/tiny_qwen_image", dtype=dtype, device="cpu", trains=trains
+    )
+
+
+def processors(transformer):
+    return [module.processor for module in transformer.modules() if hasattr(module, "processor")]
+
+
+def test_the_names_are_those_of_diffusers():
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    assert sorted(ATTENTION_BACKENDS) == sorted(name.value for name in AttentionBackendName)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [None, "native", "_native_math"])
+def test_what_works_on_any_machine_passes(name, dtype):
+    check(name, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "trains", "says"),
+    [
+        ("_native_flash", False, "with a mask on cpu in float32 .*mask"),
+        ("_native_cudnn", True, "with a mask and a gradient on cpu in float32"),
+        ("flex", True, "FlexAttention does not support backward on CPU"),
+    ],
+)
+def test_what_does_not_work_here_is_refused_with_the_reason(name, trains, says):
+    with pytest.raises(ValueError, match=f"attn_backend: got {name}, which does not compute attention .*{says}") as e:
+        check(name, trains=trains)
+    assert "set it to native" in str(e.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU may have the package")
+@pytest.mark.parametrize("name", ["flash", "_flash_3_varlen_hub", "sage", "xformers"])
+def test_a_missing_package_is_named(name):
+    with pytest.raises(ValueError, match=f"got {name}, .*(install|build)"):
+        check(name)
+
+
+def test_a_backend_that_computes_something_else_is_refused(monkeypatch):
+    """One that ignores the mask has right shapes and finite numbers."""
+    attend = attention._attend
+    monkeypatch.setattr(
+        attention,
+        "_attend",
+        lambda values, mask, name, trains: attend(values, mask if name == "native" else None, name, trains),
+    )
+    with pytest.raises(ValueError, match=r"got _native_math, .*\(the output is off by \d\d%\)"):
+        check("_native_math")
+
+
+def test_a_family_with_one_way_to_compute_attention_takes_no_other(tiny_sd3_model):
+    check("native", "StableDiffusion3Pipeline")
+    with pytest.raises(ValueError, match="got _native_math, but the transformer of a StableDiffusion3Pipeline .* null"):
+        check("_native_math", "StableDiffusion3Pipeline")
+    assert not any(hasattr(p, "_attention_backend") for p in processors(tiny_sd3_model.transformer))
+
+
+def test_a_backend_is_that_of_one_transformer_alone(tiny_model):
+    """diffusers' own method also changes the process's default, by which every other network would compute."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    before = _AttentionBackendRegistry.get_active_backend()
+    use_attention_backend(tiny_model.transformer, "_native_math")
+    assert _AttentionBackendRegistry.get_active_backend() == before
+    chosen = {str(p._attention_backend.value) for p in processors(tiny_model.transformer)}
+    assert chosen == {"_native_math"}
+
+
+def test_the_math_backend_computes_the_same_function(tiny_model):
+    prompts = PromptEncoder(tiny_model, 512)(["one", "two words and more"])
+    rows = Conditioning(prompts, None, 1.0, None, 32, 32).rows(torch.tensor([0, 1]), torch.device("cpu"))
+    latents = torch.randn(2, *tiny_model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
+    velocities = []
+    for name in ("native", "_native_math"):
+        use_attention_backend(tiny_model.transformer, name)
+        with torch.no_grad():
+            velocities.append(tiny_model.velocity(tiny_model.transformer, latents, torch.full((2,), 500.0), rows))
+    assert_close(velocities[0], velocities[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config", [lambda: ModelConfig(attn_backend="x"), lambda: RolloutConfig(rollout_attn_backend="x")]
+)
+def test_unknown_names(config):
+    with pytest.raises(ValueError, match=r"attn_backend: got 'x'; choose one of native, .*, null"):
+        config()
+
+
+def test_each_engine_has_names_of_its_own():
+    RolloutConfig(name="vllm_omni", rollout_attn_backend="FLASH_ATTN_3_HUB")
+    with pytest.raises(ValueError, match="rollout_attn_backend: got 'native'; choose one of TORCH_SDPA"):
+        RolloutConfig(name="vllm_omni", rollout_attn_backend="native")
+
+
+@pytest.mark.parametrize("field", [ACTOR, ENGINE])
+def test_a_run_is_refused_before_its_model_is_loaded(small_config, monkeypatch, field):
+    monkeypatch.setattr(trainer_setup, "open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=f"{field}: got _native_npu, .*install `torch_npu`"):
+        FlowGRPOTrainer(small_config("trainer.device=cpu", f"{field}=_native_npu"))
+
+
+def gap_of_the_first_batch(small_config, *overrides, folder):
+    """Mean absolute log ratio of engine and actor per latent dimension, with equal weights in float32."""
+    float32 = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=1", "trainer.device=cpu")
+    trainer = FlowGRPOTrainer(
+        small_config(*float32, *overrides, "trainer.val_before_train=false", "data.val_files=null", folder=folder)
+    )
+    return trainer.train_step()["rollout_sync/engine_gap_per_dimension"]
+
+
+def test_another_backend_in_the_engine_is_a_gap_of_float32s_rounding(small_config):
+    same = gap_of_the_first_batch(small_config, f"{ACTOR}=_native_math", f"{ENGINE}=_native_math", folder="same")
+    other = gap_of_the_first_batch(small_config, f"{ENGINE}=_native_math", folder="other")
+    assert same < other < 1e-6

@@ -1,0 +1,63 @@
+"""Folders of small pipelines without weights: configuration files alone, as plans read them."""
+
+import json
+from pathlib import Path
+
+from flowgrpo_rc.paths import shipped
+from flowgrpo_rc.planner.pipeline import SHIPPED
+
+QWEN = {
+    "num_layers": 6,
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "axes_dims_rope": [8, 12, 12],
+    "joint_attention_dim": 64,
+    "in_channels": 32,
+    "out_channels": 8,
+}
+SD3 = {
+    "num_layers": 6,
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "caption_projection_dim": 64,
+    "joint_attention_dim": 128,
+    "pooled_projection_dim": 64,
+    "pos_embed_max_size": 32,
+    "sample_size": 32,
+    "dual_attention_layers": [0, 1, 2],
+}
+FLUX = {
+    "num_layers": 3,
+    "num_single_layers": 4,
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "axes_dims_rope": [8, 12, 12],
+    "joint_attention_dim": 128,
+    "pooled_projection_dim": 64,
+}
+_SOURCES = {
+    "qwen": ("Qwen/Qwen-Image", QWEN),
+    "sd3": ("stabilityai/stable-diffusion-3.5-medium", SD3),
+    "flux": ("black-forest-labs/FLUX.1-dev", FLUX),
+}
+
+
+def write(folder, family, **changes):
+    """A pipeline of ``family`` in ``folder``: the shipped one, cut down, with ``changes`` to its transformer."""
+    name, small = _SOURCES[family]
+    for file in (SHIPPED / name).rglob("*.json"):
+        part = file.parent.name
+        content = json.loads(file.read_text())
+        if part == "transformer":
+            content |= small | changes
+        elif part.startswith("text_encoder"):
+            continue
+        elif file.name == "model_index.json":
+            content = {key: value for key, value in content.items() if not key.startswith("text_encoder")}
+        target = Path(folder) / file.relative_to(SHIPPED / name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(content))
+    if family == "qwen":  # its decoder at full size is slow, fake or not
+        tiny = shipped("assets") / "tiny_qwen_image" / "vae" / "config.json"
+        (Path(folder) / "vae" / "config.json").write_text(tiny.read_text())
+    return str(folder)

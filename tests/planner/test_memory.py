@@ -1,0 +1,163 @@
+"""Memory by component, verdicts, what to change, work and time."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+from small_pipelines import write
+
+from flowgrpo_rc.actor.config import DiffusionActorConfig
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.planner import memory as room
+from flowgrpo_rc.planner.advice import advise
+from flowgrpo_rc.planner.machines import GIB, Gpus
+from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
+from flowgrpo_rc.planner.pipeline import PlanError
+from flowgrpo_rc.planner.settings import PlannedRun
+from flowgrpo_rc.planner.work import step_flops, step_time
+from flowgrpo_rc.rollout.config import PipelineConfig, RolloutAlgoConfig, RolloutConfig
+from flowgrpo_rc.trainer import planned
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = write(tmp_path_factory.mktemp("models") / "qwen", "qwen")
+    return PlannedRun(
+        model=ModelConfig(path=folder, dtype="bfloat16", lora_rank=4),
+        actor=DiffusionActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=4),
+        rollout=RolloutConfig(
+            dtype="bfloat16",
+            n=8,
+            micro_batch_size=4,
+            algo=RolloutAlgoConfig(sde_window_size=2),
+            pipeline=PipelineConfig(height=64, width=64, max_sequence_length=16),
+        ),
+        prompts=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def plan(run):
+    return MemoryPlan(run)
+
+
+def test_components_of_one_gpu_and_of_four(run, plan):
+    sizes = plan.sizes
+    lora = 4 * sizes.lora_parameters
+    one = plan.memory(run, 1)
+    assert one.resident == {
+        "transformer": 2 * sizes.parameters,
+        "LoRA": lora,
+        "AdamW's two moments": 2 * lora,
+        "engine's LoRA": lora // 2,
+        "VAE": sizes.vae,
+    }
+    assert one.total == sum(one.resident.values()) + max(one.stages.values()) + RUNTIME
+    four = plan.memory(run, 4)
+    assert four.resident["transformer, own shard"] == -(-2 * sizes.parameters // 4)
+    block = 2 * sum(p.numel() for p in plan.actor._passes.kinds[0].blocks[-1].parameters())
+    outside = 2 * sizes.parameters - 6 * block
+    assert four.resident["gathered blocks"] == 2 * block + outside
+
+
+def test_an_average_and_a_copy_are_counted(run, plan):
+    lora = 4 * plan.sizes.lora_parameters
+    averaged = plan.memory(run.with_actor(ema_decay=0.9), 1)
+    assert averaged.resident["average of the LoRA"] == lora
+    rounded = plan.memory(run.with_rollout(quantization="fp8"), 1)
+    assert rounded.resident["engine's own copy of the transformer"] == plan.sizes.transformer
+    own_process = plan.memory(run.with_rollout(name="vllm_omni"), 1)
+    assert own_process.engine > plan.sizes.transformer + plan.sizes.vae + room.ENGINE_RUNTIME
+    assert "sampling" not in own_process.stages
+
+
+def test_a_verdict_keeps_the_margin():
+    memory = Memory({"a": 10 * GIB}, {"b": 2 * GIB, "c": 5 * GIB}, 0)
+    assert (memory.tensors, memory.total, memory.largest_stage) == (15 * GIB, 18 * GIB, "c")
+    assert memory.fits(20 * GIB)  # 18 of 18: 20 less 10 %
+    assert MARGIN == 0.1
+    assert not memory.fits(20 * GIB - 1000)
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
+    whole = plan.memory(run.with_actor(ppo_micro_batch_rows=9), 1)
+    gpus = Gpus(1, whole.total / (1 - MARGIN) / GIB + 1e-9)
+    assert plan.largest_micro_batch(run, gpus) == 9
+    assert not plan.memory(run.with_actor(ppo_micro_batch_rows=10), 1).fits(gpus.bytes)
+    assert plan.largest_micro_batch(run, Gpus(1, 1)) == 0
+    assert plan.largest_micro_batch(run, Gpus(1, 1000)) == 64  # all of a mini-batch: 4 prompts of 8 images of 2 steps
+
+
+def test_rows_between_measured_ones_lie_on_their_line(run, plan):
+    how = {"recompute": True, "accumulates": True}
+    other = MemoryPlan(run.with_actor(ppo_micro_batch_size_per_gpu=7)).actor  # measured at 14 rows, not at 8 and 16
+    assert plan.actor.update(14, **how).peak == pytest.approx(other.update(14, **how).peak, rel=0.01)
+
+
+def test_changes_are_told_until_the_run_fits(run, plan):
+    large = run.with_actor(ppo_micro_batch_size_per_gpu=32)
+    large_plan = MemoryPlan(large)
+    needed = plan.memory(run.with_model(enable_gradient_checkpointing=True), 1)
+    gpus = Gpus(1, needed.total / (1 - MARGIN) / GIB)
+    changes = advise(large_plan, gpus)
+    names = [change.override.split("=")[0].rpartition(".")[2] for change in changes]
+    assert names[0] == "enable_gradient_checkpointing"
+    assert len(set(names)) == len(names)
+    totals = [change.memory.total for change in changes]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] < large_plan.memory(large, 1).total
+    assert changes[-1].memory.fits(gpus.bytes)
+    assert advise(large_plan, Gpus(1, 1000)) == []
+
+
+def test_work_of_a_step_by_hand(run, plan):
+    """64 images, 10 steps, a window of 2; a backward is about a forward, for the weights are frozen."""
+    flops = step_flops(plan)
+    forward = plan.actor.forward(8).forward_flops / 8
+    decode = plan.actor.decode(1).forward_flops
+    assert flops.rollout == pytest.approx(64 * (10 * forward + decode))
+    assert flops.score == pytest.approx(4 * 2 * forward)  # the probe's four images
+    assert flops.update == pytest.approx(64 * 2 * 2 * forward, rel=0.25)
+    assert flops.recomputed == 0
+    scored = step_flops(MemoryPlan(replace(run, scored_share=0.5)))
+    assert scored.score == pytest.approx((32 + 4) * 2 * forward)
+    time = step_time(flops, run, Gpus(2, 80))
+    assert time.engine == pytest.approx(flops.rollout / (2 * 0.4 * 989e12))
+    assert time.total == pytest.approx(flops.total / (2 * 0.4 * 989e12))
+
+
+@pytest.fixture
+def train_check(run, plan, monkeypatch):
+    """``check_memory`` of this run on a GPU of so many bytes."""
+    monkeypatch.setattr(planned, "planned_run", lambda _: run)
+    monkeypatch.setattr(planned, "MemoryPlan", lambda _: plan)
+    return lambda device_bytes: planned.check_memory(None, 1, device_bytes)  # pyright: ignore[reportArgumentType]
+
+
+def test_training_warns_of_too_little_memory(train_check, run, plan):
+    memory = plan.memory(run, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_check(round(memory.total / (1 - MARGIN)) + 1)
+    with pytest.warns(UserWarning, match="a plan of this run needs 3.0 GiB on each GPU, of 3.4, and may end for want"):
+        train_check(round(memory.total / (1 - MARGIN)) - 1000)
+    with pytest.warns(UserWarning, match="flowgrpo-rc plan --gpus=1x"):
+        train_check(1000)
+
+
+def test_training_refuses_a_micro_batch_that_cannot_fit(train_check, run, plan, monkeypatch):
+    """Only where its tensors alone are too many, and fewer images would do."""
+    monkeypatch.setattr(room, "RUNTIME", 0)
+    one = plan.memory(run.with_actor(ppo_micro_batch_rows=1), 1)
+    available = round(one.total / (1 - MARGIN)) + 1000
+    assert plan.memory(run, 1).tensors > available
+    with pytest.raises(
+        PlanError, match="ppo_micro_batch_rows: a micro-batch has 8 rows, which cannot fit; .*Give at most 1$"
+    ):
+        train_check(available)
+    monkeypatch.setattr(planned, "MemoryPlan", _unknown)
+    train_check(1)
+
+
+def _unknown(_):
+    raise PlanError("not known")

@@ -1,0 +1,47 @@
+"""The profiler: files that its viewers read, of the steps that were asked for, and a run that is otherwise the same."""
+
+import json
+
+import pytest
+
+from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+STAGES = {"rollout", "probe", "reward", "score", "correct", "advantage", "update", "sync"}
+
+
+def numbers(folder):
+    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
+
+
+def test_a_profiled_step_and_the_run_around_it(small_config, finished_run):
+    every_step = ("trainer.save_freq=1", "trainer.test_freq=1")
+    folder = FlowGRPOTrainer(small_config("trainer.profile_steps=[2]", *every_step)).fit()
+    names = sorted(path.name for path in folder.profile.iterdir())
+    assert names == ["step_00002.rank_0.pt.trace.json", "step_00002.rank_0.txt"]
+    events = json.loads((folder.profile / names[0]).read_text())["traceEvents"]
+    spans = {event["name"] for event in events if event.get("ph") == "X"}
+    assert spans >= STAGES
+    assert "aten::mm" in spans
+    table = (folder.profile / names[1]).read_text()
+    assert "Self CPU" in table
+    assert "aten::" in table
+    assert numbers(folder) == numbers(finished_run)
+    assert not finished_run.profile.exists()
+
+
+def test_profiles_of_later_steps_go_aside_with_their_rows(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.profile.mkdir()
+    for step in (1, 3, 12):
+        (folder.profile / f"step_{step:05d}.rank_0.txt").write_text("")
+    moved = folder.set_aside_after(2)
+    assert moved == ["2 file(s) of profiles of later steps to profile.1/"]
+    assert [path.name for path in folder.profile.iterdir()] == ["step_00001.rank_0.txt"]
+    assert len(list((tmp_path / "profile.1").iterdir())) == 2
+
+
+@pytest.mark.parametrize("steps", ["[0]", "[1,-2]"])
+def test_steps_that_are_none(small_config, steps):
+    with pytest.raises(ValueError, match=r"trainer\.profile_steps: got (0|-2); give a number above 0"):
+        small_config(f"trainer.profile_steps={steps}")
