@@ -15,6 +15,8 @@ MASTER=${MASTER:?host:port of one of the nodes, e.g. MASTER=node0:29500}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 export ENGINE=diffusers
+# Else processes that are started anew find the addresses of those before them in the launcher's store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export LAUNCHER="torchrun --nnodes ${NNODES:-2} --nproc_per_node ${NUM_GPUS:-8} --rdzv_backend c10d \
     --rdzv_endpoint $MASTER --rdzv_id ${RUN_ID:-flowgrpo} --max-restarts ${RESTARTS:-3}"
 

@@ -167,13 +167,13 @@ class PipelineLoader:
             with _quiet():
                 network = _load_weights(self._files, part, self._classes[part.name], torch_dtype(self._dtype))
             network.requires_grad_(False).eval()
-            # What is left to check needs the weights, and is quicker on the device.
-            sharded = shard is not None and part.name == "transformer"
-            if not sharded:
-                network.to(self._device)
-            _check_finite(self._files, part.name, network, self._dtype)
-            if sharded:
+            if shard is not None and part.name == "transformer":
+                _check_finite(self._files, part.name, network, self._dtype)
                 shard(network)
+            else:
+                # What is left to check needs the weights, and is quicker on the device.
+                network.to(self._device)
+                _check_finite(self._files, part.name, network, self._dtype)
             self._pipe.register_modules(**{part.name: network})
 
     def _adapted(self) -> DiffusionModel:

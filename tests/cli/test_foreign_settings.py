@@ -231,7 +231,7 @@ def test_the_reward_model_is_refused_with_what_to_use_instead():
         ([f"{M}.lora_dtype=fp32"], [f"{M}.lora_dtype=float32"]),
         ([f"{A}.fsdp_config.mixed_precision.param_dtype=bf16"], ["trainer.mixed_precision=bf16"]),
         ([f"+{A}.veomni_config.mixed_precision=true"], ["trainer.mixed_precision=bf16"]),
-        ([f"{A}.fsdp_config={{model_dtype: bf16, param_offload: true}}"], [f"{M}.dtype=bfloat16"]),
+        ([f"{A}.fsdp_config={{model_dtype: bf16, optimizer_offload: true}}"], [f"{M}.dtype=bfloat16"]),
         ([f"{A}.clip_ratio=0.01", f"{A}.clip_ratio_high=0.02"], _LOSS := [
             f"{A}.diffusion_loss.clip_ratio=0.01", f"{A}.diffusion_loss.clip_ratio_high=0.02"
         ]),

@@ -19,6 +19,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
 SUMS = 1e-6
 """What the order of a sum over processes may make of a metric or a weight, relative to numbers around 1."""
+PIXEL = 1 / (255 * 32 * 32 * 3)
+"""What one value of a pixel, rounded to the next whole number, makes of an image's brightness."""
 
 MORTAL = """
 import os, pathlib, signal
@@ -84,7 +86,9 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
     reward.write_text(MORTAL.replace("RUN", repr(str(resumed))))
     settings = (*RESUMED, SHARD, f"reward.custom_reward_function.path={reward}")
     command = [*TORCHRUN, "--max-restarts", "1", "-m", "flowgrpo_rc.cli.main", "demo"]
-    done = run_process(*command, *overrides_of(resumed, *settings), env=environment())
+    # A store of the launcher's would still hold the addresses of the processes that were there before.
+    fresh_store = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = run_process(*command, *overrides_of(resumed, *settings), env=fresh_store, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "killed").exists()
     throughout, found = rows(runs / "throughout"), rows(resumed)
@@ -92,7 +96,8 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
     for a, b in zip(throughout, found, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert b[name] == pytest.approx(a[name], abs=SUMS, rel=SUMS), name
+            bound = 4 * PIXEL if name.startswith("reward/") else SUMS
+            assert b[name] == pytest.approx(a[name], abs=bound, rel=SUMS), name
     ours, theirs = load_file(resumed / ADAPTER), load_file(runs / "throughout" / ADAPTER)
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < SUMS
 
