@@ -282,17 +282,17 @@ class FlowGRPOConfig:
             )
         if not ENGINES[rollout.name].takes_actors_transformer:
             return
-        for field, actors in (
+        for name, actors in (
             ("quantization", None),
             ("dtype", parts.model.dtype),
             ("rollout_attn_backend", parts.model.attn_backend),
         ):
-            value = getattr(rollout, field)
+            value = getattr(rollout, name)
             if value != actors:
+                same = "null" if actors is None else actors
                 raise ValueError(
-                    f"{here}.{field}: got {value}; with {FSDP_FIELD}.shard=true the {rollout.name} engine samples with "
-                    f"the actor's own slices, so set it to {'null' if actors is None else actors}, as the actor has it, "
-                    "or sample with another engine"
+                    f"{here}.{name}: got {value}; with {FSDP_FIELD}.shard=true the {rollout.name} engine samples with "
+                    f"the actor's own slices, so set it to {same}, as the actor has it, or sample with another engine"
                 )
 
     @property
