@@ -112,7 +112,7 @@ def test_guidance_in_two_calls_takes_the_memory_of_one_half(tmp_path):
     alone = unguided.update(3, **PLAIN)
     assert detached.forward_flops == 2 * alone.forward_flops
     assert detached.backward_flops == alone.backward_flops
-    assert detached.peak < 1.1 * alone.peak
+    assert alone.peak <= detached.peak <= alone.peak + single.peak  # the second half's forward, and no graph of it
 
 
 @pytest.mark.parametrize("recompute", [False, True])
