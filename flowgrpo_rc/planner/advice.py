@@ -116,8 +116,9 @@ def _in_process(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
 
 
 def _shard(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
-    """Where the engine has no copy of the weights, nor the compiler of the blocks: neither goes with it."""
-    shares = run.shares_weights or run.rollout.name != "diffusers"
+    """Where the engine computes with the actor's own transformer and nothing is compiled; nothing else goes with it."""
+    same_attention = run.rollout.rollout_attn_backend == run.model.attn_backend
+    shares = run.rollout.name != "diffusers" or (run.shares_weights and same_attention)
     if run.actor.fsdp_config.shard or gpus.count == 1 or not shares or run.model.torch_compile:
         return None
     return (

@@ -1,5 +1,6 @@
 """The plan of a whole configuration, and its check against the GPU that a run starts on."""
 
+import os
 import warnings
 
 from flowgrpo_rc.planner.machines import GIB, Gpus
@@ -33,7 +34,10 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
             micro-batch would do.
     """
     try:
-        plan = MemoryPlan(planned_run(config))
+        run = planned_run(config)
+        # Weights are shared within a node alone.
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+        plan = MemoryPlan(run.with_fsdp(fsdp_size=run.actor.fsdp_config.processes_to_a_copy(on_node)))
     except PlanError:
         return
     memory = plan.memory(plan.run, num_processes)
