@@ -220,7 +220,7 @@ def weights_and_keep(
     """
     batch = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "rollout correction")
     plan = config.plan()
-    bounds = batch[Key.ROLLOUT_RS_BOUNDS] if plan.calibrated else None
+    bounds = batch[Key.ROLLOUT_RS_BOUNDS] if plan.calibrated and Key.ROLLOUT_RS_BOUNDS in batch.keys() else None  # noqa: SIM118
     weights, keep = weights_and_mask(log_probs, batch[Key.ROLLOUT_LOG_PROBS], plan=plan, row_bounds=bounds)
     return _in_the_loss(weights, keep), keep
 

@@ -4,6 +4,7 @@ One optimizer step sees one mini-batch: the gradients of its micro-batches' loss
 and divided once by the global denominator, so that the result does not depend on how the batch was cut.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -294,6 +295,7 @@ class DiffusionActor:
         log_probs, total, norm = _read(done.log_probs, total, norm)
         # Before correction, which would refuse what is not finite on the process that has it, and leave the others.
         self._check_finite(log_probs, mini.rows)
+        given = mini
         if update.corrects(mini):
             corrected = done.corrected
             if corrected is None:
@@ -305,8 +307,9 @@ class DiffusionActor:
             self.optimizer.zero_grad(set_to_none=True)
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
             return total, mini, None
-        if not norm < float("inf"):  # NaN included
-            self._refuse(update, mini)
+        # Sums over all processes, so that all come to the same answer. A loss can be NaN where its gradient is not.
+        if not math.isfinite(total.loss) or not math.isfinite(norm):
+            self._refuse(update, given)
         # Read before the schedule moves on: the rate of the step that is taken.
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()

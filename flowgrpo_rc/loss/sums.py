@@ -102,6 +102,11 @@ class LossMetrics:
         """How many elements rejection kept."""
         return float(self.sums[self.names.index("kept")])
 
+    @property
+    def loss(self) -> float:
+        """The sum of the loss's policy term."""
+        return float(self.sums[self.names.index("loss")])
+
     def compute(self) -> dict[str, float]:
         """``actor/...`` metrics as floats, with one device-to-host transfer.
 

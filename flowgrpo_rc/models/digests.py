@@ -35,7 +35,10 @@ def values_digest(samples: list[Tensor]) -> str:
 
 def spread(tensor: Tensor) -> Tensor:
     """``VALUES_A_TENSOR`` values evenly over ``tensor``, all of them where it has fewer."""
-    return tensor.flatten()[:: max(1, tensor.numel() // VALUES_A_TENSOR)][:VALUES_A_TENSOR]
+    count = min(VALUES_A_TENSOR, tensor.numel())
+    places = torch.arange(count, device=tensor.device) * tensor.numel() // max(count, 1)
+    # Picked by index these are a copy, so that whoever keeps them does not keep the whole tensor.
+    return tensor.flatten()[places]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -71,4 +74,4 @@ def _sampled(files: PipelineFiles, name: str) -> Iterator[tuple[str, Tensor]]:
     with safe_open(files.folder / name, "pt") as file:
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             # The file is mapped, so that only the pages that are sampled are read.
-            yield key, spread(file.get_tensor(key)).clone()
+            yield key, spread(file.get_tensor(key))

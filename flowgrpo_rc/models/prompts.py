@@ -49,11 +49,12 @@ class PromptEncoder:
             rows = {key: self._store.read(key) for key in dict.fromkeys(keys) if key in self._store}
         missing = [key for key in dict.fromkeys(keys) if key not in rows]
         if missing:
+            if self._store is not None:
+                self._store.check_writable()
             with self._model.text_encoders():
                 for part in encode_in_groups(self._model, missing):
                     rows |= part
             if self._store is not None:
-                self._store.check_writable()
                 self._store.add({key: rows[key] for key in missing})
         return pad([rows[key] for key in keys])
 

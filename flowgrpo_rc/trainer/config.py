@@ -180,8 +180,8 @@ class TrainerConfig:
                 raise ValueError(
                     f"trainer.{name}: got {value!r}, a relative path; give the whole one, e.g. {os.path.abspath(value)}"
                 )
-        rollouts = self.rollout_data_dir
-        if rollouts is not None and os.path.normpath(rollouts) == os.path.normpath(self.validation_data_dir or "."):
+        given = [folder for folder in (self.rollout_data_dir, self.validation_data_dir) if folder is not None]
+        if len({os.path.normpath(os.path.expanduser(folder)) for folder in given}) < len(given):
             raise ValueError(
                 f"trainer.validation_data_dir: got {self.validation_data_dir!r}, which is rollout_data_dir too; give "
                 "another folder, or one of them null"

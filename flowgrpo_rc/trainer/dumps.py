@@ -10,13 +10,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.messages import reason
+from flowgrpo_rc.messages import one_line, reason
 from flowgrpo_rc.run_folder import WRITING, sync_path, write_durably
 
 LINES = "images.jsonl"
@@ -46,7 +46,7 @@ class DumpedImage:
 
     def line(self, step: int) -> dict[str, Any]:
         """The image's line."""
-        told = {key: value for key, value in asdict(self).items() if key not in ("number", "image")}
+        told = {key: value for key, value in vars(self).items() if key not in ("number", "image")}
         return {"step": step, "file": self.file, **told}
 
 
@@ -63,15 +63,16 @@ class ImageDump:
     """
 
     def __init__(self, field: str, root: str, accelerator: Any) -> None:
-        self._root = Path(root).expanduser()
+        self.root = Path(root).expanduser()
+        """Where the folders of steps lie."""
         self._accelerator = accelerator
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
                 pass
         except OSError as error:
             raise ValueError(
-                f"{field}: {self._root} cannot be written ({reason(error)}); give a folder that can, or null"
+                f"{field}: {self.root} cannot be written ({reason(error)}); give a folder that can, or null"
             ) from error
 
     def write(self, step: int, images: Sequence[DumpedImage]) -> None:
@@ -83,7 +84,7 @@ class ImageDump:
         from accelerate.utils import gather_object
 
         main = self._accelerator.is_main_process
-        target = self._root / f"step_{step:05d}"
+        target = self.root / f"step_{step:05d}"
         temporary = target.with_name(target.name + WRITING)
         problem = _problem_of(lambda: _begin(temporary)) if main else None
         self._raise_any(gather_object([problem]))
@@ -105,6 +106,8 @@ def _problem_of(act: Any) -> str | None:
         act()
     except OSError as error:
         return f"{reason(error)}: {error.filename}" if error.filename else reason(error)
+    except Exception as error:  # libraries that write images raise others; all processes must hear of it, too
+        return one_line(error)
     return None
 
 

@@ -26,7 +26,9 @@ def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> dict[str, Any]
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
     frozen = _frozen(model.transformer)
-    transformer["weights"] = values_digest([whole(p).flatten()[:256] for p in frozen[:: max(1, len(frozen) // 16)]])
+    # Copies, for what a sharded transformer gathers must not be kept.
+    samples = [whole(p).flatten()[:256].clone() for p in frozen[:: max(1, len(frozen) // 16)]]
+    transformer["weights"] = values_digest(samples)
     targets = list(model.default_lora_targets) if lora.target_modules is None else lora.target_modules
     found = {
         "pipeline": type(model.pipe).__name__,

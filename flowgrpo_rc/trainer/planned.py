@@ -3,6 +3,7 @@
 import os
 import warnings
 
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.memory import MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
@@ -38,9 +39,12 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
         # Weights are shared within a node alone.
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
         plan = MemoryPlan(run.with_fsdp(fsdp_size=run.actor.fsdp_config.processes_to_a_copy(on_node)))
+        memory = plan.memory(plan.run, num_processes)
     except PlanError:
         return
-    memory = plan.memory(plan.run, num_processes)
+    except Exception as error:  # fake tensors know less than real ones; a plan must not keep a run from starting
+        warnings.warn(f"this run's memory could not be planned: {one_line(error)}", stacklevel=2)
+        return
     if memory.fits(device_bytes):
         return
     gpus = Gpus(num_processes, device_bytes / GIB)

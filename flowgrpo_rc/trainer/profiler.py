@@ -1,7 +1,7 @@
 """Profiles of chosen steps by torch's profiler: a trace for Perfetto or TensorBoard, and a table of the operators."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,23 @@ class StepProfiler:
         steps: numbers of training steps, the first is 1.
         folder: of the traces.
         rank: of this process.
+        device: kind of device that the run computes on, ``cpu`` or ``cuda``.
+        writing: what a profile is written in, told its folder; it may keep a full disk from ending the run.
     """
 
-    def __init__(self, steps: Collection[int], folder: Path, rank: int) -> None:
+    def __init__(
+        self,
+        steps: Collection[int],
+        folder: Path,
+        rank: int,
+        device: str = "cpu",
+        writing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._steps = frozenset(steps)
         self._folder = folder
         self._rank = rank
+        self._device = device
+        self._writing = writing
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
@@ -40,11 +51,11 @@ class StepProfiler:
             return
         with torch.profiler.profile() as profile:  # of the CPU and of the accelerator that there is
             yield
-        self._write(f"step_{step:05d}.rank_{self._rank}", profile)
+        with self._writing(f"{self._folder}/"):
+            self._write(f"step_{step:05d}.rank_{self._rank}", profile)
 
     def _write(self, name: str, profile: Any) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / f"{name}{TRACE}", lambda path: profile.export_chrome_trace(str(path)))
-        on_device = "self_cpu_time_total" if not torch.cuda.is_available() else "self_cuda_time_total"
-        table = profile.key_averages().table(sort_by=on_device, row_limit=OPERATORS)
+        table = profile.key_averages().table(sort_by=f"self_{self._device}_time_total", row_limit=OPERATORS)
         write_whole(self._folder / f"{name}.txt", lambda path: path.write_text(f"{table}\n", encoding="utf-8"))

@@ -68,16 +68,16 @@ class Run:
         if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
             device_bytes = torch.cuda.get_device_properties(self.accelerator.device).total_memory
             check_memory(config, self.accelerator.num_processes, device_bytes)
-        self.rollout_dump = self._dump("rollout_data_dir")
-        """Takes the images of every rollout; ``None`` where none are kept."""
-        self.validation_dump = self._dump("validation_data_dir")
-        """Takes the images of every validation; ``None`` where none are kept."""
         check_sharding(
             config.actor_rollout_ref.actor.fsdp_config, self.accelerator.num_processes, self.accelerator.device
         )
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
         _check_attention(config, pipeline_class, self.accelerator.device)
+        self.rollout_dump = self._dump("rollout_data_dir")
+        """Takes the images of every rollout; ``None`` where none are kept."""
+        self.validation_dump = self._dump("validation_data_dir")
+        """Takes the images of every validation; ``None`` where none are kept."""
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
         self.fingerprint = fingerprint(config, self.model)

@@ -90,7 +90,8 @@ class FlowGRPOTrainer:
         self.step = 0
         self.timer = StageTimer(self.accelerator.device)
         rank = self.accelerator.process_index
-        self.profiler = StepProfiler(trainer.profile_steps, self.folder.profile, rank)
+        device = self.accelerator.device.type
+        self.profiler = StepProfiler(trainer.profile_steps, self.folder.profile, rank, device, self._wanted_output)
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
         self._saved_step = -1
@@ -487,7 +488,7 @@ class FlowGRPOTrainer:
 
     def _write_images(self, dump: ImageDump | None, step: int, images: list[DumpedImage]) -> None:
         if dump is not None:
-            with self._wanted_output(f"images of step {step}"):
+            with self._wanted_output(f"images in {dump.root}/"):
                 dump.write(step, images)
 
     # ------------------------------------------------------------------ begin and end
@@ -572,7 +573,8 @@ class FlowGRPOTrainer:
         try:
             yield
         except Exception as error:  # drawing libraries raise errors of every kind
-            self._unwritten.append((what, error))
+            if all(what != named for named, _ in self._unwritten):  # an output of every step is named once
+                self._unwritten.append((what, error))
             self.logger.alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
 
     def _tell_stopping(self) -> None:
