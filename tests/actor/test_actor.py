@@ -326,6 +326,29 @@ def test_non_finite_gradient_names_the_samples(tiny_model):
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
+@pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard", "flow_dppo"])
+def test_non_finite_gradient_of_a_free_first_mini_batch_names_the_samples(tiny_model, loss_mode):
+    """Its old policy is the present one, of which nothing is kept for a second epoch that does not come."""
+    setup = Setup(
+        tiny_model,
+        rollout_correction={"bypass_mode": False, "rollout_is": None},
+        diffusion_loss=DiffusionLossConfig(loss_mode=loss_mode),
+    )
+    setup.batch["advantages"][2] = torch.nan
+    with pytest.raises(NonFiniteUpdateError, match=r"non-finite gradient for 1 samples of the batch \(rows \[2\]\)"):
+        setup.actor.update(setup.batch, setup.cond, [MiniBatch(torch.arange(8))])
+    assert not setup.actor.optimizer.state
+
+
+def test_a_loss_that_is_nan_is_refused_though_its_gradient_is_finite(tiny_model):
+    """Clip bands of no width that a number is: PPO then takes the unclipped gradient."""
+    setup = Setup(tiny_model, diffusion_loss=DiffusionLossConfig(clip_ratio="auto"))
+    setup.batch["clip_widths"] = torch.full((8, 2), torch.nan)
+    with pytest.raises(NonFiniteUpdateError):
+        setup.update()
+    assert not setup.actor.optimizer.state
+
+
 def test_gradient_checkpointing_gives_the_same_gradient(tiny_model):
     plain, _ = Setup(tiny_model).gradient()
     from flowgrpo_rc.models import load_model
