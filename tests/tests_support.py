@@ -51,3 +51,11 @@ def end(pid):
     """Kill one process, if it is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def resident_bytes(parameters):
+    """Bytes of these parameters, divided or whole, that this process holds between two calls."""
+    from torch.distributed.tensor import DTensor
+
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from flowgrpo_rc.cli.arguments import add_configuration
 from flowgrpo_rc.cli.errors import LOADING
 
 
@@ -15,9 +16,7 @@ def add_encode(commands: Any, default_config: str) -> None:
         description=f"{text[0].upper()}{text[1:]}. Training, validation and negative prompts; those in the store "
         "already are left alone. Exit code: 0 done, 1 failed, 2 refused.",
     )
-    command.add_argument("--config-name", default=default_config, help="YAML file, without its ending (%(default)s)")
-    command.add_argument("--config-dir", help="folder of your own YAML files; they may build on the shipped ones")
-    command.add_argument("overrides", nargs="*", help="Hydra overrides, as for train")
+    add_configuration(command, default_config)
     command.set_defaults(run=run_command)
 
 
@@ -27,17 +26,17 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
     arguments.phase = LOADING
-    from accelerate import Accelerator
-
     from flowgrpo_rc.models import check_pipeline
     from flowgrpo_rc.trainer.encoding import fill_store, open_checked
-    from flowgrpo_rc.trainer.setup import prompt_sets, read_prompts
+    from flowgrpo_rc.trainer.peers import failing_together
+    from flowgrpo_rc.trainer.setup import make_accelerator, prompt_sets, read_prompts
 
     check_pipeline(config.actor_rollout_ref.model.path)
     sets = prompt_sets(config, *read_prompts(config))
-    accelerator = Accelerator(cpu=config.trainer.device == "cpu")
-    loader, store = open_checked(config.actor_rollout_ref.model, sets, accelerator)
-    encoding = fill_store(loader.model, store, sets, accelerator)
+    accelerator = make_accelerator(config)
+    with failing_together(lambda: None):
+        loader, store = open_checked(config.actor_rollout_ref.model, sets, accelerator)
+        encoding = fill_store(loader.model, store, sets, accelerator)
     if accelerator.is_main_process:
         print(f"{encoding}\nStore: {store}")
     return 0

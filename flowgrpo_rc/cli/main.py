@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flowgrpo_rc import __version__
+from flowgrpo_rc.cli.arguments import add_configuration
 from flowgrpo_rc.cli.encode import add_encode
 from flowgrpo_rc.cli.errors import (
     COMMAND,
@@ -97,10 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         ),
     ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.add_argument("--config-name", default=default, help="YAML file, without its ending (%(default)s)")
-        command.add_argument("--config-dir", help="folder of your own YAML files; they may build on the shipped ones")
+        add_configuration(command, default)
         command.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-        command.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. actor_rollout_ref.rollout.n=8")
         command.set_defaults(run=_train)
 
     add_encode(commands, "flowgrpo_trainer")

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from flowgrpo_rc.cli.arguments import add_configuration
 from flowgrpo_rc.planner.machines import TRIED, Gpus, read_gpus
 
 DOES_NOT_FIT = 3
@@ -19,8 +20,7 @@ def add_plan(commands: Any, default_config: str) -> None:
         f"needed. Exit code: 0 it fits, {DOES_NOT_FIT} it does not (without a list: none of those that are tried), 2 "
         "refused.",
     )
-    command.add_argument("--config-name", default=default_config, help="YAML file, without its ending (%(default)s)")
-    command.add_argument("--config-dir", help="folder of your own YAML files; they may build on the shipped ones")
+    add_configuration(command, default_config)
     command.add_argument(
         "--gpus",
         nargs="?",
@@ -28,7 +28,6 @@ def add_plan(commands: Any, default_config: str) -> None:
         help="how many GPUs of how many GB, e.g. 4x80, or several: 4x80,8x24; without it 1, 2, 4 and 8 of 24, 48, 80 "
         "and 141 GB are tried",
     )
-    command.add_argument("overrides", nargs="*", help="Hydra overrides, as for train")
     command.set_defaults(run=run_command)
 
 
@@ -42,7 +41,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
     for gpus in asked:
-        config.check_processes(gpus.count)
+        _check_processes(config, gpus.count)
     from flowgrpo_rc.planner.memory import MemoryPlan
     from flowgrpo_rc.planner.text import describe, table
     from flowgrpo_rc.trainer.planned import planned_run
@@ -54,10 +53,18 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0 if fitting and (not asked or len(fitting) == len(asked)) else DOES_NOT_FIT
 
 
+def _check_processes(config: Any, count: int) -> None:
+    """Raise ``ValueError`` where ``train`` would refuse so many processes of one machine."""
+    from flowgrpo_rc.models.sharding import check_division
+
+    config.check_processes(count)
+    check_division(config.actor_rollout_ref.actor.fsdp_config, count, count)
+
+
 def _divides(config: Any, count: int) -> bool:
-    """Whether so many processes can share the run's mini-batches."""
+    """Whether so many processes can share the run's mini-batches and weights."""
     try:
-        config.check_processes(count)
+        _check_processes(config, count)
     except ValueError:
         return False
     return True

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.cli.arguments import add_configuration
 from flowgrpo_rc.cli.errors import LOADING, TRAINING
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
 
@@ -27,8 +28,7 @@ def add_probe(commands: Any, default_config: str) -> None:
         description=f"{text[0].upper()}{text[1:]}. Exit code: 0 safe, {NOT_SAFE} not safe, {NOT_SHOWN_SAFE} not shown "
         "safe, 2 refused, 1 failed.",
     )
-    command.add_argument("--config-name", default=default_config, help="YAML file, without its ending (%(default)s)")
-    command.add_argument("--config-dir", help="folder of your own YAML files; they may build on the shipped ones")
+    add_configuration(command, default_config)
     command.add_argument(
         "--images", default=16, help="images at every place of the SDE window, to start with (%(default)s)"
     )
@@ -38,7 +38,6 @@ def add_probe(commands: Any, default_config: str) -> None:
         f"({MAX_FACTOR} times --images); give --images again to stop there",
     )
     command.add_argument("--out", type=Path, default=Path("outputs/probe"), help="folder for probe.json and probe.png")
-    command.add_argument("overrides", nargs="*", help="Hydra overrides, as for train")
     command.set_defaults(run=run_command)
 
 

@@ -9,7 +9,7 @@ Gathering is collective: every process must call the transformer equally often, 
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,20 @@ def check_sharding(config: FSDPConfig, processes: int, device: torch.device) -> 
     Raises:
         ValueError: names the field, what is there and the remedy.
     """
+    if config.shard and config.param_offload and device.type == "cpu":
+        raise ValueError(
+            f"{FSDP_FIELD}.param_offload: got true on a CPU, where the weights are in the host's memory anyway; set it "
+            "to false"
+        )
+    check_division(config, processes, _processes_on_node(processes))
+
+
+def check_division(config: FSDPConfig, processes: int, on_node: int) -> None:
+    """So many processes, ``on_node`` of them on each node, can share the weights as ``config`` asks for.
+
+    Raises:
+        ValueError: names the field, what is there and the remedy.
+    """
     if not config.shard:
         return
     if processes == 1:
@@ -40,12 +54,6 @@ def check_sharding(config: FSDPConfig, processes: int, device: torch.device) -> 
             f"{FSDP_FIELD}.shard: got true with one process, which has nobody to share the weights with; "
             "start several, e.g. torchrun --nproc_per_node 4 -m flowgrpo_rc.cli.main train, or set it to false"
         )
-    if config.param_offload and device.type == "cpu":
-        raise ValueError(
-            f"{FSDP_FIELD}.param_offload: got true on a CPU, where the weights are in the host's memory anyway; set it "
-            "to false"
-        )
-    on_node = _processes_on_node(processes)
     size = config.processes_to_a_copy(on_node)
     if processes % size or on_node % size:
         raise ValueError(
@@ -75,11 +83,6 @@ def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> No
         fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, offload_policy=offload)
     # FSDP hangs the backward pass of its root on the output, which is a view: an operation in place would lose that.
     transformer.register_forward_hook(lambda _module, _inputs, output: (output[0].clone(), *output[1:]))
-
-
-def is_sharded(transformer: nn.Module) -> bool:
-    """Whether ``shard_base`` has divided it."""
-    return isinstance(transformer, FSDPModule)
 
 
 @contextmanager
@@ -112,12 +115,6 @@ def whole(tensor: Tensor) -> Tensor:
             moved, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
         )
     return tensor.full_tensor()
-
-
-def resident_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes of these parameters that this process holds between two calls."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def _processes_on_node(processes: int) -> int:

@@ -42,9 +42,6 @@ class Run:
     """
 
     def __init__(self, config: FlowGRPOConfig, project_dir: str) -> None:
-        from accelerate import Accelerator
-        from accelerate.utils import InitProcessGroupKwargs
-
         self.config = config
         trainer = config.trainer
         lora = config.actor_rollout_ref.model
@@ -55,15 +52,8 @@ class Run:
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
         self._read_prompts()
-        self.accelerator: Any = Accelerator(
-            cpu=trainer.device == "cpu",
-            mixed_precision=trainer.mixed_precision,
-            log_with=[name for name in trainer.logger if LOGGERS[name] is not None] or None,
-            project_dir=project_dir,
-            kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=timedelta(seconds=config.actor_rollout_ref.nccl_timeout)),
-            ],
-        )
+        trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
+        self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
         config.check_processes(self.accelerator.num_processes)
         if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
             device_bytes = torch.cuda.get_device_properties(self.accelerator.device).total_memory
@@ -137,6 +127,24 @@ class Run:
         )
         if parts.model.lora_adapter_path:
             self.actor.load_adapter(Path(parts.model.lora_adapter_path))
+
+
+def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
+    """The ``Accelerator`` of a configuration: its device, precision and time-out of the processes.
+
+    Args:
+        more: further arguments, as accelerate names them.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    timeout = timedelta(seconds=config.actor_rollout_ref.nccl_timeout)
+    return Accelerator(
+        cpu=config.trainer.device == "cpu",
+        mixed_precision=config.trainer.mixed_precision,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        **more,
+    )
 
 
 def _check_guidance(config: FlowGRPOConfig, name: str) -> None:

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from tests_support import resident_bytes
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from flowgrpo_rc.actor.actor import buckets
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.config import FSDPConfig
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, base_parameters
-from flowgrpo_rc.models.sharding import check_sharding, is_sharded, resident_bytes, shard_base
+from flowgrpo_rc.models.sharding import check_sharding, shard_base
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -32,7 +34,7 @@ def test_a_copy_is_divided_within_a_node_and_repeated_between(four_processes, ti
     config = FSDPConfig(shard=True, fsdp_size=size)
     check_sharding(config, 4, CPU)
     shard_base(transformer, config, CPU)
-    assert is_sharded(transformer)
+    assert isinstance(transformer, FSDPModule)
     attach_lora(transformer, tiny_model, ModelConfig(lora_rank=4), dtype=torch.float32)
     base = base_parameters(transformer)
     assert base.keys() == before.keys()

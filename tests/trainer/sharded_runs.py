@@ -10,12 +10,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tests_support import overrides_of
+from tests_support import overrides_of, resident_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models.lora import base_parameters
-from flowgrpo_rc.models.sharding import resident_bytes
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 SHARD = "actor_rollout_ref.actor.fsdp_config.shard=true"
