@@ -130,6 +130,8 @@ class DriftMeter:
         self._window = batch[Key.TIMESTEPS].shape[1]
         # Images of one prompt are alike, so that they belong to one group.
         numbers = batch[Key.PROMPT_INDEX] % GROUPS
+        if len(numbers.unique()) == 1:  # where there is one prompt alone, its images are what is independent
+            numbers = torch.arange(self.images, self.images + len(batch)) % GROUPS
         for number in numbers.unique().tolist():
             rows = (numbers == number).nonzero().flatten()
             part = batch[rows]

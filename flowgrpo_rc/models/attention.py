@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.messages import one_line
@@ -68,9 +69,10 @@ def check_attention_backend(
                 "torch's scaled_dot_product_attention; set it to null"
             )
         return
-    fault = _fault(name, _head(folder), family.masks_attention, dtype, device, trains)
+    masks = resolve_name(family.adapter).masks_prompts
+    fault = _fault(name, _head(folder), masks, dtype, device, trains)
     if fault:
-        how = " with a mask" * family.masks_attention + " and a gradient" * trains
+        how = " with a mask" * masks + " and a gradient" * trains
         raise ValueError(
             f"{field}: got {name}, which does not compute attention{how} on {device} in "
             f"{str(dtype).removeprefix('torch.')} ({fault}). Provide what it needs, or set it to {NATIVE}, which works "

@@ -283,6 +283,13 @@ class DiffusionModel(ABC):
     ) -> dict[str, Any]:
         """What a transformer of this family is called with, whoever built it."""
 
+    @staticmethod
+    def _embedded_guidance(timesteps: Float[Tensor, " B"], conditioning: Conditioning) -> Float[Tensor, " B"] | None:
+        """What a guidance-distilled transformer is told; ``None`` for one that is not."""
+        if conditioning.guidance_scale is None:
+            return None
+        return torch.full_like(timesteps, conditioning.guidance_scale)
+
     def _rescale(self, guided: Tensor, cond: Tensor) -> Tensor:
         """What the family's pipeline does with a guided velocity, ``cond`` being the conditional one."""
         return guided

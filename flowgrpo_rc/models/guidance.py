@@ -22,7 +22,8 @@ def refuse_guidance_scale(
     if embeds == (guidance_scale is not None):
         return
     here = f"actor_rollout_ref.rollout.{section}.guidance_scale: got {guidance_scale} for this model"
-    if FAMILIES[pipeline_class].guidance_scale_is_cfg:
+    family = FAMILIES.get(pipeline_class)  # None for one that can only be planned
+    if family is not None and family.guidance_scale_is_cfg:
         raise ValueError(
             f"{here}, which embeds none; what its pipeline calls guidance_scale is true_cfg_scale here, so set "
             f"guidance_scale=null and true_cfg_scale={guidance_scale}"

@@ -72,8 +72,8 @@ def check_length(model: DiffusionModel, max_sequence_length: int, section: str =
 def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[dict[PromptKey, EncodedPrompt]]:
     """Embeddings of distinct prompts, a few at a time; the text encoders must be loaded.
 
-    Prompts of as many tokens go through the text encoder together. So nothing is computed for padding, and the last
-    bits of an embedding do not depend on which other prompts a process was given.
+    Prompts of as many tokens go through the text encoder together, so that nothing is computed for padding. How many
+    they are may show in the last bits of an embedding.
 
     Raises:
         ValueError: an embedding is not finite; names the prompt.

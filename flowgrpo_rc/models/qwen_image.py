@@ -67,13 +67,10 @@ class QwenImage(DiffusionModel):
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         grid = (1, conditioning.height // self._multiple, conditioning.width // self._multiple)
-        guidance = None
-        if conditioning.guidance_scale is not None:
-            guidance = torch.full_like(timesteps, conditioning.guidance_scale)
         return {
             "hidden_states": latents.to(dtype),
             "timestep": timesteps.to(dtype) / 1000,
-            "guidance": guidance,
+            "guidance": self._embedded_guidance(timesteps, conditioning),
             "encoder_hidden_states": prompts.embeds.to(dtype),
             "encoder_hidden_states_mask": prompts.mask,
             "img_shapes": [[grid]] * len(latents),

@@ -24,16 +24,13 @@ class FamilyEntry:
     dispatches_attention: bool = True
     """Whether the transformer's attention goes through diffusers' dispatcher, so that ``attn_backend`` acts on it."""
 
-    masks_attention: bool = False
-    """Whether it hides the padding of shorter prompts by an attention mask, which not every backend takes."""
-
     optional_parts: tuple[str, ...] = ()
     """Parts that the pipeline draws without where its index gives them as ``[null, null]``. A tokenizer among them is
     left out only together with its text encoder."""
 
 
 FAMILIES = {
-    "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage", masks_attention=True),
+    "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage"),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,

@@ -88,7 +88,7 @@ def _sampling(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
 
 
 def _scoring(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
-    if not run.scored_share or run.scored_rows(gpus.count) <= run.steps_of_window:
+    if run.scored_rows(gpus.count) <= run.steps_of_window:
         return None
     changed = run.with_rollout(log_prob_micro_batch_size_per_gpu=1)
     return f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1", "the scoring pass in smaller pieces", changed

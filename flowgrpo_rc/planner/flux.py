@@ -23,20 +23,6 @@ class Flux(DiffusionModel):
     longest_prompt = 512
     masks_prompts = False  # its prompts are padded to one length with embeddings that count
 
-    def check_request(self, height: int, width: int, guidance_scale: float | None, section: str = "pipeline") -> None:
-        """Raise ``ValueError`` for a size that the model cannot draw, or without the guidance that it embeds; names the
-        ``section`` of ``actor_rollout_ref.rollout`` that asks for it."""
-        if height % self._multiple or width % self._multiple:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
-                f"{self._multiple} pixels"
-            )
-        if self.transformer.config.guidance_embeds and guidance_scale is None:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{section}.guidance_scale: got null for this model; it is "
-                "guidance-distilled and needs one, e.g. 3.5"
-            )
-
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         return (height // self._multiple) * (width // self._multiple), self._channels
 
@@ -53,13 +39,10 @@ class Flux(DiffusionModel):
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         assert prompts.pooled is not None
-        guidance = None
-        if conditioning.guidance_scale is not None:
-            guidance = torch.full_like(timesteps, conditioning.guidance_scale)
         return {
             "hidden_states": latents.to(dtype),
             "timestep": timesteps.to(dtype) / 1000,
-            "guidance": guidance,
+            "guidance": self._embedded_guidance(timesteps, conditioning),
             "pooled_projections": prompts.pooled.to(dtype),
             "encoder_hidden_states": prompts.embeds.to(dtype),
             "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, dtype=dtype),

@@ -126,8 +126,9 @@ class MemoryPlan:
             # once.
             "optimizer step": 2 * lora,
         }
-        if run.scored_share:
-            stages["scoring pass"] = self.actor.forward(run.scored_rows(gpus)).peak
+        scored = run.scored_rows(gpus)
+        if scored:
+            stages["scoring"] = self.actor.forward(scored).peak
         if run.rollout.name == "diffusers":
             stages["sampling"] = self.engine.forward(run.sampled_at_once(gpus)).peak
             stages["decoding"] = self.actor.decode(run.sampled_at_once(gpus)).peak

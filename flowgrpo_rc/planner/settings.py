@@ -64,12 +64,26 @@ class PlannedRun:
 
     def sampled_at_once(self, gpus: int) -> int:
         """Images of one forward of the engine."""
-        return min(self.rollout.micro_batch_size, max(1, self.prompts * self.rollout.n // gpus))
+        return min(self.rollout.micro_batch_size, self.images_of_batch(gpus))
+
+    def images_of_batch(self, gpus: int) -> int:
+        """Images of a step that one GPU draws."""
+        return max(1, self.prompts * self.rollout.n // gpus)
 
     def scored_rows(self, gpus: int) -> int:
-        """Rows of one forward of the scoring pass."""
-        images = self.rollout.log_prob_micro_batch_size_per_gpu
-        return self.micro_rows(gpus) if images is None else images * self.steps_of_window
+        """Rows of one forward that scores, be it for the update or for the probe of every step; 0: none does."""
+        window = self.steps_of_window
+        images = self.images_of_batch(gpus)
+        if not self.scored_share:
+            images = min(images, -(-self.rollout.probe.images // gpus))
+        at_once = self.rollout.log_prob_micro_batch_size_per_gpu
+        rows = self.micro_rows(gpus) if at_once is None else at_once * window
+        return min(rows, images * window)
+
+    @property
+    def actor_precision(self) -> str:
+        """What the actor multiplies in, by its name in ``DTYPES``."""
+        return "bfloat16" if self.autocast else self.model.dtype
 
     def with_actor(self, **changes: Any) -> "PlannedRun":
         """The same run with other fields of ``actor_rollout_ref.actor``."""

@@ -109,13 +109,16 @@ def _remaining(changes: Sequence[Change], gpus: Gpus) -> str:
 
 def _time(plan: MemoryPlan, gpus: Gpus) -> list[str]:
     flops = step_flops(plan)
-    time = step_time(flops, plan.run, gpus)
+    run = plan.run
+    time = step_time(flops, run, gpus)
     device = DEVICES[gpus.device]
-    peak = device.peak(plan.run.rollout.dtype) / 1e12
+    engine = device.peak(run.rollout.dtype) / 1e12
+    update = device.peak(run.actor_precision) / 1e12
     return [
         *_work(plan, flops),
-        f"Time of a step, {UTILISATION:.0%} of {gpus.device}'s {peak:.0f} TFLOP/s assumed: engine {time.engine:.0f} s, "
-        f"update {time.update:.0f} s, total {time.total:.0f} s; rewards and waiting come on top",
+        f"Time of a step, {UTILISATION:.0%} of {gpus.device}'s peak assumed: engine {time.engine:.0f} s ({engine:.0f} "
+        f"TFLOP/s in {run.rollout.dtype}), update {time.update:.0f} s ({update:.0f} in {run.actor_precision}), total "
+        f"{time.total:.0f} s; rewards and waiting come on top",
     ]
 
 

@@ -63,7 +63,6 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
 def step_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:
     """Of a step whose work all GPUs share evenly, each at ``UTILISATION`` of its peak; rewards are not counted."""
     device = DEVICES[gpus.device]
-    precision = "bfloat16" if run.autocast else run.model.dtype
     engine = device.peak(run.rollout.dtype) * UTILISATION * gpus.count
-    update = device.peak(precision) * UTILISATION * gpus.count
+    update = device.peak(run.actor_precision) * UTILISATION * gpus.count
     return StepTime(flops.rollout / engine, (flops.total - flops.rollout) / update)

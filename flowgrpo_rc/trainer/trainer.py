@@ -27,6 +27,7 @@ from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures, write_plots
+from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import check_rollout
@@ -130,7 +131,11 @@ class FlowGRPOTrainer:
         with self.timer("probe"), self._naming(batch, prompts):
             sync_metrics = self.rescoring(batch, cond, self.step)
         with self.timer("reward"):
-            rewards, metrics = self._reward(images, prompts, batch)
+            scored = self._reward(images, prompts, batch)
+            rewards, metrics = self._reward_statistics(scored)
+        if self.run.rollout_dump is not None:
+            with self.timer("dump"):
+                self._dump_rollout(self.run.rollout_dump, images, prompts, batch, scored)
         with self.timer("score"):
             old = self._score(batch, cond)
         with self.timer("correct"):
@@ -213,13 +218,13 @@ class FlowGRPOTrainer:
             groups = [0] * len(groups)
         return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
 
-    def _reward(
-        self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict
-    ) -> tuple[Tensor, dict[str, float]]:
-        """This process's rewards and, over all processes, their statistics."""
+    def _reward(self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict) -> RewardResult:
+        """What this process's images are worth."""
         records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
-        result = self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
-        self._dump_rollout(images, records, batch, result)
+        return self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
+
+    def _reward_statistics(self, result: RewardResult) -> tuple[Tensor, dict[str, float]]:
+        """This process's rewards and, over all processes, their statistics."""
         parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
         gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
         metrics = {f"reward/{name}": float(v) for name, v in zip(parts, gathered.mean(0), strict=True)}
@@ -466,17 +471,25 @@ class FlowGRPOTrainer:
         with self.timer("validate"), self.adapter.for_validation():
             kept: list[DumpedImage] = []
             metrics, samples = validate(self.run, self.conditioning, self.generate, kept.append)
-        self._write_images(self.run.validation_dump, self.step, kept)
+        if self.run.validation_dump is not None:
+            with self.timer("dump"):
+                self._write_images(self.run.validation_dump, self.step, kept)
         if self._main and samples:
             grid = self.folder.samples / f"step_{self.step:05d}.png"
             with self._wanted_output(str(grid)):
                 save_grid(grid, f"step {self.step}", samples)
         return metrics
 
-    def _dump_rollout(self, images: np.ndarray, records: list[PromptRecord], batch: TensorDict, reward: Any) -> None:
-        """Keep the images of this step's rollout, if that is asked for."""
-        if self.run.rollout_dump is None:
-            return
+    def _dump_rollout(
+        self,
+        dump: ImageDump,
+        images: np.ndarray,
+        prompts: list[PromptRecord],
+        batch: TensorDict,
+        reward: RewardResult,
+    ) -> None:
+        """Keep the images of this step's rollout."""
+        records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
         seed = self.config.rollout_seed
         kept = []
         for i, number in enumerate(self._image_numbers(batch[Key.GROUP]).tolist()):
@@ -484,12 +497,11 @@ class FlowGRPOTrainer:
             parts = {name: float(values[i]) for name, values in reward.parts.items()}
             kept.append(DumpedImage(number, images[i], records[i].prompt, image_seed, float(reward.total[i]), parts))
         # The number of the step that learns from them, as in ``metrics.jsonl``.
-        self._write_images(self.run.rollout_dump, self.step + 1, kept)
+        self._write_images(dump, self.step + 1, kept)
 
-    def _write_images(self, dump: ImageDump | None, step: int, images: list[DumpedImage]) -> None:
-        if dump is not None:
-            with self._wanted_output(f"images in {dump.root}/"):
-                dump.write(step, images)
+    def _write_images(self, dump: ImageDump, step: int, images: list[DumpedImage]) -> None:
+        with self._wanted_output(f"images in {dump.root}/"):
+            dump.write(step, images)
 
     # ------------------------------------------------------------------ begin and end
 

@@ -174,5 +174,5 @@ def test_what_the_model_cannot_draw_is_refused(folder, family):
 def test_a_guidance_scale_that_is_missing_is_refused(tmp_path):
     asked = RolloutConfig(pipeline=PipelineConfig(height=64, width=64))
     pipeline = FakePipeline(write(tmp_path / "flux", "flux", guidance_embeds=True), torch.float32)
-    with pytest.raises(ValueError, match="guidance_scale: got null for this model"):
+    with pytest.raises(ValueError, match="guidance_scale: got None for this model"):
         Passes(pipeline, ModelConfig(), "float32", asked, autocast=False)
