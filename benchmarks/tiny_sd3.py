@@ -13,7 +13,6 @@ import json
 import string
 import sys
 import time
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from flowgrpo_rc.rewards.config import OCRConfig
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "examples" / "tiny_qwen_image"))
 from number_images import IMAGE_SIZE, NUMBERS, make_dataset, prompt_for  # noqa: E402
-from training import Progress, round_to_half  # noqa: E402
+from training import Average, Descent, autoencoding_loss, on_the_line, round_to_half  # noqa: E402
 
 FOLDER = HERE.parent / "outputs" / "tiny_sd3"
 SCORES = "scores.json"
@@ -117,25 +116,16 @@ def build() -> StableDiffusion3Pipeline:
 
 
 def train_vae(vae: AutoencoderKL, images: Tensor, *, steps: int, batch_size: int, learning_rate: float) -> None:
-    """Squared and absolute error with a little KL, then the latents' mean and deviation into the configuration."""
+    """Learn to reconstruct the pictures, then put the latents' mean and deviation into the configuration."""
     generator = torch.Generator().manual_seed(SEED)
-    optimizer = torch.optim.Adam(vae.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
-    progress = Progress("vae", steps)
+    descent = Descent("vae", torch.optim.Adam(vae.parameters(), lr=learning_rate), learning_rate, steps)
     vae.train()
     for _ in range(steps):
         batch = images[torch.randint(len(images), (batch_size,), generator=generator)]
         posterior = vae.encode(batch).latent_dist
         latents = posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)
         decoded = vae.decode(latents).sample
-        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
-        loss = F.mse_loss(decoded, batch) + 0.1 * F.l1_loss(decoded, batch) + 1e-3 * kl
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        progress.update(loss.item())
+        descent.step(autoencoding_loss(decoded, batch, posterior))
     vae.eval().requires_grad_(False)
     round_to_half(vae)
     latents = encode_all(vae, images)
@@ -158,7 +148,7 @@ def train_flow(
     learning_rate: float,
     ema_decay: float = 0.99,
 ) -> None:
-    """Rectified flow: predict ``noise - data`` on the line between them. The averaged weights are kept."""
+    """Learn the rectified flow. The averaged weights are kept."""
     transformer = pipe.transformer
     with torch.no_grad():
         embeds, _, pooled, _ = pipe.encode_prompt(
@@ -169,38 +159,22 @@ def train_flow(
             max_sequence_length=NO_T5_TOKENS,
         )
     generator = torch.Generator().manual_seed(SEED)
-    optimizer = torch.optim.AdamW(transformer.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
-    average = deepcopy(transformer).requires_grad_(False)
-    progress = Progress("flow", steps)
+    descent = Descent("flow", torch.optim.AdamW(transformer.parameters(), lr=learning_rate), learning_rate, steps)
+    average = Average(transformer, ema_decay)
     transformer.train()
-    for step in range(steps):
+    for _ in range(steps):
         index = torch.randint(len(latents), (batch_size,), generator=generator)
-        data = latents[index]
-        noise = torch.randn(data.shape, generator=generator)
-        sigma = torch.sigmoid(1.2 * torch.randn(batch_size, generator=generator) + 0.2)
-        weight = sigma.view(-1, 1, 1, 1)
+        noisy, sigma, target = on_the_line(latents[index], generator)
         velocity = transformer(
-            hidden_states=(1 - weight) * data + weight * noise,
+            hidden_states=noisy,
             timestep=1000 * sigma,
             encoder_hidden_states=embeds[labels[index]],
             pooled_projections=pooled[labels[index]],
             return_dict=False,
         )[0]
-        loss = F.mse_loss(velocity, noise - data)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        decay = min(ema_decay, (step + 1) / (step + 10))
-        with torch.no_grad():
-            for kept, new in zip(average.parameters(), transformer.parameters(), strict=True):
-                kept.lerp_(new, 1 - decay)
-        progress.update(loss.item())
-    transformer.load_state_dict(average.state_dict())
-    transformer.eval().requires_grad_(False)
-    round_to_half(transformer)
+        descent.step(F.mse_loss(velocity, target))
+        average.update()
+    average.put_in()
 
 
 @torch.no_grad()

@@ -62,6 +62,65 @@ class Progress:
             )
 
 
+class Descent:
+    """Steps of an optimizer down a loss, with a one-cycle learning rate and clipped gradients."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, learning_rate: float, steps: int) -> None:
+        self._optimizer = optimizer
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
+        self._progress = Progress(name, steps)
+
+    def step(self, loss: Float[Tensor, ""]) -> None:
+        self._optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._optimizer.step()
+        self._schedule.step()
+        self._progress.update(loss.item())
+
+
+class Average:
+    """A moving average of a network's weights, which follows it closely at the beginning."""
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self._network = network
+        self._decay = decay
+        self._kept = deepcopy(network).requires_grad_(False)
+        self._seen = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._seen += 1
+        decay = min(self._decay, self._seen / (self._seen + 9))
+        for kept, new in zip(self._kept.parameters(), self._network.parameters(), strict=True):
+            kept.lerp_(new, 1 - decay)
+
+    def put_in(self) -> None:
+        """Give the network the average, rounded to float16, and end its training."""
+        self._network.load_state_dict(self._kept.state_dict())
+        self._network.eval().requires_grad_(False)
+        round_to_half(self._network)
+
+
+def autoencoding_loss(
+    decoded: Float[Tensor, "B 3 H W"], images: Float[Tensor, "B 3 H W"], posterior: DiagonalGaussianDistribution
+) -> Float[Tensor, ""]:
+    """Squared and absolute reconstruction error with a little KL."""
+    kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
+    return F.mse_loss(decoded, images) + 0.1 * F.l1_loss(decoded, images) + 1e-3 * kl
+
+
+def on_the_line(
+    data: Float[Tensor, " B *L"], generator: torch.Generator
+) -> tuple[Float[Tensor, " B *L"], Float[Tensor, " B"], Float[Tensor, " B *L"]]:
+    """Rectified flow: points between data and noise, where they lie, and the velocity `noise - data` to predict."""
+    noise = torch.randn(data.shape, generator=generator)
+    sigma = torch.sigmoid(1.2 * torch.randn(len(data), generator=generator) + 0.2)
+    weight = sigma.view(-1, *[1] * (data.dim() - 1))
+    return (1 - weight) * data + weight * noise, sigma, noise - data
+
+
 def encode(vae: AutoencoderKLQwenImage, images: Float[Tensor, "N 3 H W"]) -> DiagonalGaussianDistribution:
     """Posterior of single-frame pictures, without the cache that video needs."""
     return DiagonalGaussianDistribution(vae.quant_conv(vae.encoder(images.unsqueeze(2))))
@@ -76,12 +135,9 @@ def train_vae(
     learning_rate: float,
     seed: int,
 ) -> None:
-    """Squared and absolute reconstruction error with a little KL, then the latents' mean and std into the
-    config."""
+    """Learn to reconstruct the pictures, then put the latents' mean and std into the config."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(vae.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
-    progress = Progress("vae", steps)
+    descent = Descent("vae", torch.optim.Adam(vae.parameters(), lr=learning_rate), learning_rate, steps)
     use_2d_convolutions_for_one_frame(vae)
     vae.train()
     for _ in range(steps):
@@ -90,14 +146,7 @@ def train_vae(
         noise = torch.randn(posterior.mean.shape, generator=generator)
         latents = posterior.mean + posterior.std * noise
         decoded = vae.decoder(vae.post_quant_conv(latents))[:, :, 0]
-        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
-        loss = F.mse_loss(decoded, batch) + 0.1 * F.l1_loss(decoded, batch) + 1e-3 * kl
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        progress.update(loss.item())
+        descent.step(autoencoding_loss(decoded, batch, posterior))
     vae.eval().requires_grad_(False)
     round_to_half(vae)
     latents = encode_all(vae, images)
@@ -132,40 +181,24 @@ def train_flow(
     ema_decay: float,
     seed: int,
 ) -> None:
-    """Rectified flow: predict `noise - data` on the line between them. The averaged weights are kept."""
+    """Learn the rectified flow. The averaged weights are kept."""
     generator = torch.Generator().manual_seed(seed)
     side = math.isqrt(tokens.shape[1])
     shapes = [[(1, side, side)]] * batch_size
-    optimizer = torch.optim.AdamW(transformer.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
-    average = deepcopy(transformer).requires_grad_(False)
-    progress = Progress("flow", steps)
+    descent = Descent("flow", torch.optim.AdamW(transformer.parameters(), lr=learning_rate), learning_rate, steps)
+    average = Average(transformer, ema_decay)
     transformer.train()
-    for step in range(steps):
+    for _ in range(steps):
         index = torch.randint(len(tokens), (batch_size,), generator=generator)
-        data = tokens[index]
-        noise = torch.randn(data.shape, generator=generator)
-        sigma = torch.sigmoid(1.2 * torch.randn(batch_size, generator=generator) + 0.2)
-        weight = sigma.view(-1, 1, 1)
+        noisy, sigma, target = on_the_line(tokens[index], generator)
         velocity = transformer(
-            hidden_states=(1 - weight) * data + weight * noise,
+            hidden_states=noisy,
             timestep=sigma,
             encoder_hidden_states=embeddings[labels[index]],
             encoder_hidden_states_mask=None,
             img_shapes=shapes,
             return_dict=False,
         )[0]
-        loss = F.mse_loss(velocity, noise - data)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        decay = min(ema_decay, (step + 1) / (step + 10))
-        with torch.no_grad():
-            for kept, new in zip(average.parameters(), transformer.parameters(), strict=True):
-                kept.lerp_(new, 1 - decay)
-        progress.update(loss.item())
-    transformer.load_state_dict(average.state_dict())
-    transformer.eval().requires_grad_(False)
-    round_to_half(transformer)
+        descent.step(F.mse_loss(velocity, target))
+        average.update()
+    average.put_in()
