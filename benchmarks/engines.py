@@ -15,7 +15,9 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from machine import describe
-from training_runs import STAGES, train
+from training_runs import train
+
+from flowgrpo_rc.trainer.performance import TRAINING_STAGES
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "engines.json"
@@ -57,7 +59,7 @@ def run(engine: str, dtype: str, seed: int, steps: int) -> dict[str, Any]:
         seconds = train(PROGRAM, overrides, Path(scratch) / "run")
         lines = (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "reward/mean" in row]
-    times = [sum(row.get(f"timing_s/{stage}", 0.0) for stage in STAGES) for row in rows]
+    times = [sum(row.get(f"timing_s/{stage}", 0.0) for stage in TRAINING_STAGES) for row in rows]
     curves = {name: [row[metric] for row in rows] for name, metric in CURVES.items()}
     timing = {
         "step_seconds_median": median(times),

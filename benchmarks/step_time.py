@@ -41,8 +41,8 @@ from flowgrpo_rc.correction.plan import CorrectionPlan
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import trainer as trainer_module
+from flowgrpo_rc.trainer.performance import TRAINING_STAGES
 
-STAGES = ("rollout", "probe", "reward", "advantage", "score", "correct", "update", "sync")
 MODES = {
     "bypass": ("algorithm.rollout_correction.bypass_mode=true",),
     "decoupled": ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.score=auto"),
@@ -244,7 +244,7 @@ def report_shares(sizes: list[int], steps: int, overrides: list[str]) -> dict[st
 def summarise(samples: dict[str, list[dict[str, float]]]) -> dict:
     """Medians per stage, and the ratios."""
     stages = {
-        mode: {s: statistics.median(row[f"timing_s/{s}"] for row in rows) for s in (*STAGES, "step")}
+        mode: {s: statistics.median(row[f"timing_s/{s}"] for row in rows) for s in (*TRAINING_STAGES, "step")}
         for mode, rows in samples.items()
     }
     shares = {
@@ -274,7 +274,7 @@ def report_ratios(steps: int, overrides: list[str]) -> dict:
     """Prints and returns ``summarise``."""
     result = summarise(measure(steps, overrides))
     print(f"{'stage':10} " + " ".join(f"{mode:>21}" for mode in MODES) + f"   seconds, median of {steps} steps")
-    for stage in (*STAGES, "step"):
+    for stage in (*TRAINING_STAGES, "step"):
         values = (result["median_seconds"][mode][stage] for mode in MODES)
         print(f"{stage:10} " + " ".join(f"{v:21.4f}" for v in values))
     shares = result["model_compute_share"]

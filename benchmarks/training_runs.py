@@ -21,11 +21,11 @@ from typing import Any
 
 from machine import describe
 
+from flowgrpo_rc.trainer.performance import TRAINING_STAGES
+
 HERE = Path(__file__).resolve().parent
 CONFIG = "tiny_qwen_image_ocr"
 TIMEOUT = 3600
-STAGES = ("rollout", "probe", "reward", "advantage", "score", "correct", "update", "sync")
-"""What counts as a step's time: validation, logging and saving do not."""
 
 GAPS = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
 """Where a row has the gap; see ``summarise``."""
@@ -124,7 +124,7 @@ def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
     held_out = {int(r["step"]): r["val/reward/mean"] for r in rows if "val/reward/mean" in r}
     names = {name for r in steps for name in r if name.startswith(("actor/", "rollout_corr/"))}
     means = {name: fmean(r[name] for r in steps if name in r) for name in sorted(names)}
-    seconds = [sum(r.get(f"timing_s/{stage}", 0.0) for stage in STAGES) for r in steps]
+    seconds = [sum(r.get(f"timing_s/{stage}", 0.0) for stage in TRAINING_STAGES) for r in steps]
     gaps = [next((r[n] for n in GAPS if n in r), None) for r in steps]  # a guarded run changes its mode on the way
     gap = next(n for n in GAPS if n in means)
     rejected = 1 - means["actor/kept_fraction"]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flowgrpo_rc.planner.machines import DEVICES, UTILISATION, Gpus
+from flowgrpo_rc.planner.machines import DEVICES, UTILISATION, Gpus, peak_flops
 from flowgrpo_rc.planner.memory import MemoryPlan
 from flowgrpo_rc.planner.settings import PlannedRun
 
@@ -58,6 +58,22 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
         update=times * (update.forward_flops + update.backward_flops),
         recomputed=times * update.recomputed_flops,
     )
+
+
+def seconds_at_peak(flops: StepFlops, run: PlannedRun, device_name: str) -> float | None:
+    """How long one device would take for the step at its peak, recomputation left out: what MFU compares with.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name`` gives it.
+
+    Returns:
+        ``None`` where the device's peak is not known.
+    """
+    engine = peak_flops(device_name, run.rollout.dtype)
+    actor = peak_flops(device_name, run.actor_precision)
+    if engine is None or actor is None:
+        return None
+    return flops.rollout / engine + (flops.score + flops.update) / actor
 
 
 def step_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:

@@ -10,25 +10,32 @@ TRAINING_STAGES = ("rollout", "probe", "reward", "score", "correct", "advantage"
 _GB = 1024**3
 
 
-def speed(times: dict[str, float], images: int, processes: int) -> dict[str, float]:
+def speed(
+    times: dict[str, float], images: int, processes: int, seconds_at_peak: float | None = None
+) -> dict[str, float]:
     """Time for an image by stage, and images by time.
 
     Args:
         times: seconds as ``timing_s/<stage>``; empty metrics where no batch was trained on.
         images: of the batch, over all processes.
         processes: each has one GPU.
+        seconds_at_peak: how long one such GPU would take at its peak for the transformer's work and decoding; ``None``
+            where that is not known.
     """
     found = {stage: times[f"timing_s/{stage}"] for stage in TRAINING_STAGES if f"timing_s/{stage}" in times}
     if "update" not in found:
         return {}
     seconds = sum(found.values())
-    return {
+    metrics = {
         **{f"timing_per_image_ms/{stage}": 1000 * value / images for stage, value in found.items()},
         "perf/total_num_images": float(images),
         "perf/time_per_step": seconds,
         "perf/images_per_second": images / seconds,
         "perf/throughput": images / seconds / processes,
     }
+    if seconds_at_peak is not None:
+        metrics["perf/mfu"] = seconds_at_peak / (seconds * processes)
+    return metrics
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

@@ -24,11 +24,14 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
     )
 
 
-def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) -> None:
+def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) -> MemoryPlan | None:
     """Warn of a run that a plan says does not fit GPUs of ``device_bytes`` each.
 
     A model that cannot be planned passes: of one on the hub that has no shipped configuration files, nothing is known
     before it is downloaded.
+
+    Returns:
+        The plan; ``None`` where there is none.
 
     Raises:
         PlanError: the tensors of the update alone, without any reserve, are more than the device has, and a smaller
@@ -41,12 +44,12 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
         plan = MemoryPlan(run.with_fsdp(fsdp_size=run.actor.fsdp_config.processes_to_a_copy(on_node)))
         memory = plan.memory(plan.run, num_processes)
     except PlanError:
-        return
+        return None
     except Exception as error:  # fake tensors know less than real ones; a plan must not keep a run from starting
         warnings.warn(f"this run's memory could not be planned: {one_line(error)}", stacklevel=2)
-        return
+        return None
     if memory.fits(device_bytes):
-        return
+        return plan
     gpus = Gpus(num_processes, device_bytes / GIB)
     largest = plan.largest_micro_batch(plan.run, gpus)
     needs = f"a plan of this run needs {memory.total / GIB:.1f} GiB on each GPU, of {device_bytes / GIB:.1f}"
@@ -60,3 +63,4 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
         "with the same settings says what to change",
         stacklevel=2,
     )
+    return plan

@@ -22,6 +22,7 @@ from flowgrpo_rc.models.attention import check_attention_backend
 from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import build_reward
 from flowgrpo_rc.rollout import build_engine
 from flowgrpo_rc.rollout.engines import check_engine
@@ -55,9 +56,13 @@ class Run:
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
         config.check_processes(self.accelerator.num_processes)
+        self.seconds_at_peak: float | None = None
+        """How long a GPU of this kind would take for a step at its peak; ``None`` where that is not known."""
         if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
-            device_bytes = torch.cuda.get_device_properties(self.accelerator.device).total_memory
-            check_memory(config, self.accelerator.num_processes, device_bytes)
+            device = torch.cuda.get_device_properties(self.accelerator.device)
+            plan = check_memory(config, self.accelerator.num_processes, device.total_memory)
+            if plan is not None:
+                self.seconds_at_peak = seconds_at_peak(step_flops(plan), plan.run, device.name)
         check_sharding(
             config.actor_rollout_ref.actor.fsdp_config, self.accelerator.num_processes, self.accelerator.device
         )

@@ -358,7 +358,7 @@ class FlowGRPOTrainer:
         """Seconds of every stage since the last row, and what they come to for an image."""
         times = self.timer.take()
         images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        return times | speed(times, images, self.accelerator.num_processes)
+        return times | speed(times, images, self.accelerator.num_processes, self.run.seconds_at_peak)
 
     @property
     def _validates_first(self) -> bool:

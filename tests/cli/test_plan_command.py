@@ -79,6 +79,14 @@ def test_without_a_list_a_table_is_printed(plan):
         (("--gpus", "many"), "--gpus: got 'many'; give how many of how many GB, e.g. 4x80"),
         (("--gpus", "3x80"), "ppo_mini_batch_size: got 4 prompts for 3 processes"),
         (("--gpus", "1x80", "actor_rollout_ref.model.path=no/such"), "no/such is no folder of a pipeline here"),
+        (
+            ("--gpus", "1x80", "actor_rollout_ref.actor.fsdp_config.shard=true"),
+            "fsdp_config.shard: got true with one process",
+        ),
+        (
+            ("--gpus", "4x80", "actor_rollout_ref.actor.fsdp_config={shard:true,fsdp_size:3}"),
+            "fsdp_config.fsdp_size: got 3, which does not divide the 4 processes",
+        ),
         (("actor_rollout_ref.rollout.n=1",), "actor_rollout_ref.rollout.n: got 1"),
     ],
 )

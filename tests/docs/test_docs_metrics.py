@@ -10,7 +10,7 @@ from doc_page import DOCS
 from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.plan import RS_OPTIONS
-from flowgrpo_rc.trainer.performance import peak_memory
+from flowgrpo_rc.trainer.performance import peak_memory, speed
 
 STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
 PLACEHOLDERS = {
@@ -92,10 +92,11 @@ def _names_of_the_correction():
 
 
 def _names_on_a_gpu():
+    times = {"timing_s/rollout": 1.0, "timing_s/update": 1.0}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("max_memory_allocated", "max_memory_reserved"):
             patch.setattr(torch.cuda, name, lambda device: 0)
-        return set(peak_memory(torch.device("cuda")))
+        return set(peak_memory(torch.device("cuda"))) | set(speed(times, 1, 1, seconds_at_peak=1.0))
 
 
 def test_every_logged_metric_is_documented(documented, logged):

@@ -372,6 +372,22 @@ def test_images_of_one_prompt_are_one_group():
     assert len(meter.group_sums()) == 4
 
 
+def test_images_of_a_single_prompt_are_told_apart():
+    """Where training has one prompt, its images are the sample; one group would have no interval, and no drift."""
+    actor = LinearActor()
+    mode = mode_with(clip_ratio=0.5 * mean_gap(actor))
+    found = []
+    for prompts in (torch.arange(actor.images), torch.zeros(actor.images, dtype=torch.long)):
+        batch = actor.batch()
+        batch[Key.PROMPT_INDEX] = prompts
+        meter = DriftMeter(mode, "sde", 0)
+        add(meter, actor, batch)
+        found.append(meter.result(0.95))
+    several, single = found
+    assert single.value == pytest.approx(several.value, rel=0.2)
+    assert 0 < single.value < single.interval.high < math.inf
+
+
 def test_without_any_gradient_a_drift_is_no_number_that_passes():
     meter = DriftMeter(mode_with(clip_ratio=1e-4), "sde", 0)
     actor = LinearActor()

@@ -15,7 +15,7 @@ from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.settings import PlannedRun
-from flowgrpo_rc.planner.work import step_flops, step_time
+from flowgrpo_rc.planner.work import StepFlops, seconds_at_peak, step_flops, step_time
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutAlgoConfig, RolloutConfig
 from flowgrpo_rc.trainer import planned
 
@@ -79,6 +79,17 @@ def test_what_sharding_keeps_where(run, plan):
     assert gathered.stages["decoding"] - pairs.stages["decoding"] == whole - plan.sizes.gathered
     alone = plan.memory(run.with_fsdp(shard=True), 1)
     assert alone.resident == plan.memory(run, 1).resident
+
+
+def test_what_is_scored_at_once(run, plan):
+    """64 images on 2 GPUs, 2 rows each: all of them for the update, or the probe's alone; cut by the micro-batch."""
+    probing = run.with_rollout(probe=replace(run.rollout.probe, images=5))
+    assert probing.scored_rows(2) == 3 * 2
+    assert plan.memory(probing, 2).stages["scoring"] == plan.actor.forward(6).peak
+    scoring = replace(probing, scored_share=0.5)
+    assert scoring.scored_rows(2) == 4 * 2
+    assert scoring.with_rollout(log_prob_micro_batch_size_per_gpu=500).scored_rows(2) == 32 * 2
+    assert "scoring" not in plan.memory(run.with_rollout(probe=replace(run.rollout.probe, images=0)), 2).stages
 
 
 def test_sharding_is_proposed_where_it_is_possible(run, plan, monkeypatch):
@@ -176,6 +187,14 @@ def test_work_of_a_step_by_hand(run, plan):
     assert time.total == pytest.approx(flops.total / (2 * 0.4 * 989e12))
 
 
+def test_time_at_the_peak_of_two_precisions_without_what_is_repeated(run):
+    flops = StepFlops(rollout=989e12, score=67e12, update=134e12, recomputed=1e15)
+    two = replace(run, model=replace(run.model, dtype="float32"))
+    assert seconds_at_peak(flops, two, "NVIDIA H100 80GB HBM3") == pytest.approx(1 + 1 + 2)
+    assert seconds_at_peak(flops, replace(two, autocast=True), "NVIDIA H100 80GB HBM3") == pytest.approx(1 + 201 / 989)
+    assert seconds_at_peak(flops, two, "AMD Instinct MI300X") is None
+
+
 @pytest.fixture
 def train_check(run, plan, monkeypatch):
     """``check_memory`` of this run on a GPU of so many bytes."""
@@ -188,7 +207,7 @@ def test_training_warns_of_too_little_memory(train_check, run, plan):
     memory = plan.memory(run, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train_check(round(memory.total / (1 - MARGIN)) + 1)
+        assert train_check(round(memory.total / (1 - MARGIN)) + 1) is plan
     with pytest.warns(UserWarning, match="a plan of this run needs 3.0 GiB on each GPU, of 3.4, and may end for want"):
         train_check(round(memory.total / (1 - MARGIN)) - 1000)
     with pytest.warns(UserWarning, match="flowgrpo-rc plan --gpus=1x"):
@@ -206,7 +225,7 @@ def test_training_refuses_a_micro_batch_that_cannot_fit(train_check, run, plan, 
     ):
         train_check(available)
     monkeypatch.setattr(planned, "MemoryPlan", _unknown)
-    train_check(1)
+    assert train_check(1) is None
 
 
 def _unknown(_):

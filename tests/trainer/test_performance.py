@@ -24,6 +24,13 @@ def test_speed_of_a_step_by_hand():
     }
 
 
+def test_mfu_is_the_share_of_the_time_that_the_work_takes_at_the_peak():
+    """1.5 s of one GPU's peak, in 5 s of two."""
+    times = {"timing_s/rollout": 4.0, "timing_s/update": 1.0}
+    assert speed(times, images=8, processes=2, seconds_at_peak=1.5)["perf/mfu"] == pytest.approx(0.15)
+    assert "perf/mfu" not in speed(times, images=8, processes=2)
+
+
 def test_a_row_without_an_update_has_no_speed():
     """The first validation; and the probe before training draws images of its own."""
     assert speed({"timing_s/validate": 3.0, "timing_s/probe": 1.0, "timing_s/step": 4.0}, images=8, processes=1) == {}
