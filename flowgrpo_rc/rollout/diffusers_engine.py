@@ -166,9 +166,10 @@ def _all_in(transformer: nn.Module, dtype: torch.dtype) -> bool:
 
 def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A second base model in ``dtype``; storage is shared where nothing has to be converted."""
-    # What stands in the memo counts as copied already: modules are copied around the same parameters.
-    shared = {id(p): p for p in transformer.parameters()} if _all_in(transformer, dtype) else {}
-    copied: Any = copy.deepcopy(transformer, shared)
+    # What stands in the memo counts as copied already: modules are copied around parameters that have been converted
+    # one by one, so that no second set of them in the old precision is ever there.
+    memo = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in transformer.parameters()}
+    copied: Any = copy.deepcopy(transformer, memo)
     for adapter in list(getattr(copied, "peft_config", {})):
         copied.delete_adapters(adapter)
-    return nn.Module.to(copied, dtype)
+    return nn.Module.to(copied, dtype)  # buffers
