@@ -66,6 +66,9 @@ MODES: dict[str, Overrides] = {
         ("bfloat16", "2e-4"),
         ("fp8", "1e-3"),
         ("fp8", "5e-4"),
+        ("bfloat16", "3e-4"),
+        ("fp8", "3e-3"),
+        ("fp8", "1.5e-3"),
     )
 }
 DECOUPLED_GROUNDS = ("sde_w4_n0.7_lr0.001", "dance_sde_w2_n0.7_lr0.001", "cps_w2_n0.7_lr0.001")
@@ -80,6 +83,8 @@ SETTINGS: dict[str, Overrides] = {
 
 CHOSEN_ON = "fp8_bypass_2e-3"
 """The mode whose runs had ended when the limits were chosen."""
+NEW = ("bfloat16_bypass_3e-4", "fp8_bypass_3e-3", "fp8_bypass_1.5e-3")
+"""The modes of which no run had been started when it was settled that a known drift judges alone."""
 
 LOST = 0.08
 """A setting that loses more than this against its twin must not be called safe."""
