@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.gap.limits import CLIP, DRIFT_NOT_SAFE, LIMITS
+from flowgrpo_rc.gap.limits import DRIFT_NOT_SAFE, clip_not_safe
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 from flowgrpo_rc.run_folder import RunFolder
 
@@ -88,7 +88,7 @@ def draw(result: Any, path: Path) -> None:
 
     steps = result.steps
     verdict = result.advice.verdict
-    limit = LIMITS[CLIP].not_safe
+    limit = clip_not_safe(drift_known=result.drift is not None)
     names = [f"{step.timestep:.0f}" for step in steps]
     panels = 2 if result.drift is None else 3
     figure = Figure(figsize=(5 * panels, 4), layout="constrained")

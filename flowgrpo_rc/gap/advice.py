@@ -27,6 +27,7 @@ from flowgrpo_rc.gap.limits import (
     REJECTED,
     WIDEST_CLIP,
     ZEROED,
+    clip_not_safe,
 )
 from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy
 from flowgrpo_rc.gap.verdict import NOT_SAFE, NOT_SHOWN_SAFE, SAFE, JudgedFigure, decisive, interval_words, judge
@@ -179,8 +180,9 @@ def judge_all(
 ) -> dict[str, JudgedFigure]:
     """Every figure that this configuration is judged by, held against its limit; by its name in ``limits``.
 
-    The clip counts where it is centred at the engine's log-probs; rejection and weights of 0 where the configuration
-    can make them, since a share that is 0 by construction needs no samples to show it.
+    The clip counts where it is centred at the engine's log-probs, and less where a drift tells what the samples beyond
+    it teach; rejection and weights of 0 count where the configuration can make them, since a share that is 0 by
+    construction needs no samples to show it.
     """
     correction = mode.rollout_correction
     plan = correction.plan()
@@ -195,8 +197,10 @@ def judge_all(
     zeroes = correction.weights_act and plan.importance is not None and plan.importance.mode == "zero"
     if zeroes or overall.zeroed > 0:
         figures[ZEROED] = ("importance weights of 0", overall.zeroed, overall.zeroed_interval)
+    limits = {name: LIMITS[name].not_safe_for(correction) for name in figures}
+    limits[CLIP] = clip_not_safe(drift_known=drift is not None)
     judged = {
-        name: judge(what, value, interval, LIMITS[name].not_safe_for(correction), is_share=name != ENGINE_GAP)
+        name: judge(what, value, interval, limits[name], is_share=name != ENGINE_GAP)
         for name, (what, value, interval) in figures.items()
     }
     if drift is not None:

@@ -7,7 +7,7 @@ A figure has two limits: ``costs``, from where learning is slower, and ``not_saf
 of a batch is wasted. The probe calls a configuration not safe above the second; the report says to watch a run above
 the first, and calls it a problem above the second. One of the two can be set in ``algorithm.rollout_correction``: there
 the guard raises an alarm. Its default is read from that section, so that no number stands in two places.
-``docs/gap.md`` has the table in words.
+``docs/gap.md`` has the table in words. The drift, which the probe alone measures, has its limits at the end.
 
 Limits of figures that the report alone judges (the growth of the gap, say) stand with their checks in
 ``flowgrpo_rc.report.checks_gap``.
@@ -100,3 +100,13 @@ DRIFT_NOT_SAFE = 0.0075
 """From this drift on a run is not safe. Of the settings that it was chosen on, those that lost more than .08 of
 held-out reward have .0077 and more, and those that lost less than .03 have .0052 and less (``docs/gap_study.md``). The
 drift takes gradients of its own, so that the probe alone measures and judges it."""
+
+CLIP_BESIDE_DRIFT = 0.5
+"""Where a drift is known, the share beyond the clip is not safe from here on: more than a quarter of the samples teach
+nothing, whatever the others teach. Below it the drift tells more: of two settings with .41 and .45 outside one lost .41
+of held-out reward and the other .03, and the drift told which (``docs/gap_study.md``)."""
+
+
+def clip_not_safe(*, drift_known: bool) -> float:
+    """From this share beyond the clip on the probe calls a configuration not safe."""
+    return CLIP_BESIDE_DRIFT if drift_known else LIMITS[CLIP].not_safe

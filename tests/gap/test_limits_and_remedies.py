@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,14 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.gap.advice import StepGap, advise, judge_all
 from flowgrpo_rc.gap.clipping import what_is_left_out
+from flowgrpo_rc.gap.drift import Drift
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.gap.intervals import Interval
 from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED
 from flowgrpo_rc.gap.probe import step_gap
 from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
 from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.gap.verdict import decisive
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective, Threshold
 from flowgrpo_rc.report.health import CHECKS
 from flowgrpo_rc.report.history import History
@@ -78,6 +80,27 @@ def test_the_probe_judges_by_what_the_guard_is_set_to():
         ZEROED: 0.3,
         ENGINE_GAP: 0.2,
     }
+
+
+@pytest.mark.parametrize(
+    ("share", "drift", "verdict"),
+    [
+        (0.45, None, "not safe"),
+        (0.45, 0.0035, "safe"),
+        (0.45, 0.0110, "not safe"),
+        (0.50, 0.0035, "not shown safe"),
+        (0.60, 0.0035, "not safe"),
+        (0.10, 0.0078, "not shown safe"),
+        (0.10, None, "safe"),
+    ],
+)
+def test_a_known_drift_judges_in_place_of_the_share_up_to_a_half(share, drift, verdict):
+    found = replace(measured(0.0, Interval(0.0, 0.01, 400.0)), clipped=share)
+    found = replace(found, clipped_interval=Interval(share - 0.02, share + 0.02, 400.0))
+    known = None if drift is None else Drift(drift, Interval(drift - 5e-4, drift + 5e-4, 8.0), 0.9)
+    judged = judge_all(mode(), found, 1, known)
+    assert judged[CLIP].limit == (0.25 if drift is None else 0.5)
+    assert decisive(list(judged.values())).verdict == verdict
 
 
 @pytest.mark.parametrize("figure", [REJECTED, ENGINE_GAP])
