@@ -5,10 +5,10 @@
     python benchmarks/gap_ground.py --keep outputs/ends # trains likewise, and keeps the final adapters
     python benchmarks/gap_ground.py --verdicts --from end --keep outputs/ends       # the probe on those
     python benchmarks/gap_ground.py --report            # writes the tables of docs/gap_study.md; runs nothing
-    python benchmarks/gap_ground.py --compare           # the drift against the share, as signs of what a run lost
 
-The limits of the drift were chosen on the gap study and on the settings here whose name ends in ``CHOSEN_ON``. No other
-run of this file had ended then, so that the rest tells whether the probe is right on what it was not made on. Each
+The limits of the drift were chosen on the gap study and on the settings here whose name ends in ``CHOSEN_ON``; no other
+run of this file had ended then. Those of the modes ``NEW`` were used for nothing: they tell whether the probe is right
+on what it was not made on. How well drift, share and other figures tell what a run lost: ``gap_signs.py``. Each
 setting is held against its twin, the same ground with float32 rollouts at a clip of 1e-3: what a run lost is the twin's
 final held-out reward minus its own. Resumable, as ``training_runs.py`` says: a setting that has a result is trained
 again, to keep its adapter, with another ``--results``.
@@ -22,8 +22,6 @@ from statistics import correlation, fmean
 from typing import Any
 
 from gap_study import BYPASS, DECOUPLED, PRECISIONS, VERDICT_CELLS, probed, read_verdicts, verdicts_of
-from gap_study import RESULTS as STUDY_RESULTS
-from gap_study import SETTINGS as STUDY
 from learning import COMMON, LOSS, ROLLOUT
 from training_runs import HERE, Overrides, Study, load, run_missing, write_table
 
@@ -84,7 +82,7 @@ SETTINGS: dict[str, Overrides] = {
 CHOSEN_ON = "fp8_bypass_2e-3"
 """The mode whose runs had ended when the limits were chosen."""
 NEW = ("bfloat16_bypass_3e-4", "fp8_bypass_3e-3", "fp8_bypass_1.5e-3")
-"""The modes of which no run had been started when it was settled that a known drift judges alone."""
+"""The modes that were listed before any of their runs was started, and probed once the judge was settled."""
 
 LOST = 0.08
 """A setting that loses more than this against its twin must not be called safe."""
@@ -124,11 +122,17 @@ def judged_rows(
 
 
 def tables(found: list[dict[str, Any]]) -> str:
-    """Markdown: the settings that the limits were not chosen on, then those that they were."""
-    others = [row for row in found if not row["setting"].endswith(CHOSEN_ON)]
-    chosen_on = [row for row in found if row["setting"].endswith(CHOSEN_ON)]
-    heads = ("Not used to choose the limits", "Used to choose the limits")
-    return "\n\n".join(f"{head}:\n\n{table(part)}" for head, part in zip(heads, (others, chosen_on), strict=True))
+    """Markdown, a table each: settings used for nothing, those known when the judge was settled, those of the limits."""
+    parts: dict[str, list[dict[str, Any]]] = {
+        "Used for nothing": [],
+        "Known when it was settled that the drift judges in place of the share, not used to choose its limits": [],
+        "Used to choose the limits": [],
+    }
+    new, known, chosen_on = parts.values()
+    for row in found:
+        part = new if row["setting"].endswith(NEW) else chosen_on if row["setting"].endswith(CHOSEN_ON) else known
+        part.append(row)
+    return "\n\n".join(f"{head}:\n\n{table(part)}" for head, part in parts.items())
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -173,33 +177,6 @@ def _drift(verdict: dict[str, Any]) -> str:
     return f"{verdict['drift']:.4f} ({low:.4f} to {high:.4f})"
 
 
-def compare(found: list[dict[str, Any]]) -> str:
-    """How well drift and share order the settings by what they lost, here and in the gap study's bypass mode."""
-    known = [(row["drift"], row["clipped"], row["lost"]) for row in found if "drift" in row]
-    grid = load(STUDY, STUDY_RESULTS)
-    for setting, verdict in read_verdicts(STUDY_RESULTS).items():
-        precision, rest = setting.split("_", 1)
-        twin = grid.get(f"float32_{rest}")
-        if precision == "float32" or twin is None or setting not in grid or "drift" not in verdict:
-            continue
-        ended = fmean(run["final_held_out"] for run in grid[setting])
-        known.append(
-            (verdict["drift"], verdict["clipped"], fmean(run["final_held_out"] for run in twin) - ended),
-        )
-    lost = [row[2] for row in known]
-    lines = [f"{len(known)} settings with a twin"]
-    for number, name in enumerate(("drift", "share")):
-        values = [row[number] for row in known]
-        harmed = [value for value, loss in zip(values, lost, strict=True) if loss > LOST]
-        unhurt = [value for value, loss in zip(values, lost, strict=True) if loss < UNHURT]
-        lines.append(
-            f"{name}: rank correlation with the loss {rank_correlation(values, lost):.2f}; of those that lost more "
-            f"than {LOST:g} the least is {min(harmed):.4f}, of those that lost less than {UNHURT:g} the most "
-            f"{max(unhurt):.4f}"
-        )
-    return "\n".join(lines)
-
-
 def rank_correlation(x: list[float], y: list[float]) -> float:
     """Spearman's, with mean ranks where values are equal."""
 
@@ -219,7 +196,6 @@ def main() -> int:
     parser.add_argument("--from", dest="where", choices=("start", "end"), default="start", help="what is probed")
     parser.add_argument("--verdicts", action="store_true", help="run the probe on every setting with a result")
     parser.add_argument("--report", action="store_true", help=f"write the table of {PAGE.name}; runs nothing")
-    parser.add_argument("--compare", action="store_true", help="drift against share; runs nothing")
     arguments = parser.parse_args()
     settings = [name for name in SETTINGS if arguments.only in name]
     if not settings:
@@ -231,7 +207,7 @@ def main() -> int:
     failed = 0
     if arguments.verdicts:
         probed(study, [name for name in load(settings, arguments.results) if not name.endswith(TWIN)], end=end)
-    elif not (arguments.report or arguments.compare):
+    elif not arguments.report:
         failed = run_missing(study, settings, [int(seed) for seed in arguments.seeds.split(",")], arguments.jobs)
     found = rows(load(settings, arguments.results), read_verdicts(arguments.results))
     ends = read_verdicts(arguments.results, end=True)
@@ -241,7 +217,7 @@ def main() -> int:
     elif end:
         print(feedback(found, ends))
     else:
-        print(compare(found) if arguments.compare else tables(found))
+        print(tables(found))
     return 1 if failed else 0
 
 

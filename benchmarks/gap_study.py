@@ -228,6 +228,7 @@ def verdict_of(probe: dict[str, Any]) -> dict[str, Any]:
     if probe["drift"] is not None:
         interval = probe["drift"]["interval"]
         kept |= {"drift": probe["drift"]["value"], "drift_interval": [interval["low"], interval["high"]]}
+        kept["cosine"] = probe["drift"]["cosine"]
     return kept
 
 
