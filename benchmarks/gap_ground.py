@@ -122,7 +122,7 @@ def judged_rows(
 
 
 def tables(found: list[dict[str, Any]]) -> str:
-    """Markdown, a table each: settings used for nothing, those known when the judge was settled, those of the limits."""
+    """Markdown, a table each: settings used for nothing, known when the judge was settled, used for the limits."""
     parts: dict[str, list[dict[str, Any]]] = {
         "Used for nothing": [],
         "Known when it was settled that the drift judges in place of the share, not used to choose its limits": [],
