@@ -20,8 +20,8 @@ from flowgrpo_rc.gap.limits import (
     CLIP,
     CLIP_FACTOR,
     DRIFT,
-    DRIFT_COSTS,
     DRIFT_NOT_SAFE,
+    DRIFT_SAFE,
     ENGINE_GAP,
     LIMITS,
     REJECTED,
@@ -147,7 +147,7 @@ def advise(
     reasons = [failure] if failure else []
     reasons += _engine_reasons(mode, engine)
     reasons += _clip_reasons(mode, overall, clip, steps, drifts=DRIFT in unsettled)
-    if drift is not None and not judged[DRIFT].high < DRIFT_COSTS / 5:  # which is too little to speak of
+    if drift is not None and not judged[DRIFT].high < DRIFT_SAFE / 5:  # which is too little to speak of
         reasons.append(_drift_reason(judged[DRIFT]))
     if adapter_lag and mode.has_limit and (mode.bypasses or fits):
         reasons.append(_lag_reason(mode, adapter_lag))
@@ -204,7 +204,9 @@ def judge_all(
         for name, (what, value, interval) in figures.items()
     }
     if drift is not None:
-        judged[DRIFT] = judge("drift", drift.value, drift.interval, DRIFT_NOT_SAFE, is_share=False)
+        judged[DRIFT] = judge(
+            "drift", drift.value, drift.interval, DRIFT_NOT_SAFE, safe_below=DRIFT_SAFE, is_share=False
+        )
     return judged
 
 
@@ -275,13 +277,16 @@ def _timestep_reason(mode: ModeInForce, step: StepGap) -> str:
 
 def _drift_reason(drift: JudgedFigure) -> str:
     """What an update learns from the gap whatever is rewarded, and what that has done to runs."""
-    size = f"{drift.value:.2g} ({drift.low:.2g} to {drift.high:.2g}; limit {drift.limit:g}) of one step's gradient"
-    text = f"whatever is rewarded, an update moves toward the engine's error, by {size}"
+    size = f"{drift.value:.2g} ({drift.low:.2g} to {drift.high:.2g}) of one step's gradient"
+    limits = f"safe below {drift.safe_below:g}, not safe above {drift.limit:g}"
+    text = f"whatever is rewarded, an update moves toward the engine's error, by {size} ({limits})"
     if drift.verdict == NOT_SAFE:
         return f"{text}: runs like that lost what they had learned"
-    if drift.verdict == NOT_SHOWN_SAFE:
-        return f"{text}: the limit lies within that interval, and more images would show on which side it is"
-    return f"{text}: runs like that learned, but less" if drift.value > DRIFT_COSTS else text
+    if drift.verdict == SAFE:
+        return text
+    if drift.settled:
+        return f"{text}: runs like that learned less, and with a high learning rate they lost what they had learned"
+    return f"{text}: a limit lies within that interval, and more images would show on which side it is"
 
 
 def _lag_reason(mode: ModeInForce, adapter_lag: int) -> str:

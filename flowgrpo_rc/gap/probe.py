@@ -29,7 +29,7 @@ from flowgrpo_rc.gap.law import redrawn
 from flowgrpo_rc.gap.limits import GAP_QUANTILE
 from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_rescore, timed
 from flowgrpo_rc.gap.units import GapSample
-from flowgrpo_rc.gap.verdict import NOT_SHOWN_SAFE, decisive
+from flowgrpo_rc.gap.verdict import decisive
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 
@@ -210,8 +210,9 @@ def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: 
             unmeasured = []
         measured = _measure(run, sample, limits, drift, images, confidence)
         judged = judge_all(run.mode, measured.overall, sample.dimensions, drift)
+        worst = decisive(list(judged.values()))
         # Together, as a process that measured on would sample alone.
-        if on_any_process(decisive(list(judged.values())).verdict != NOT_SHOWN_SAFE):
+        if on_any_process(worst.settled):
             break
     assert measured is not None
     return measured

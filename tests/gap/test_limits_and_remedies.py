@@ -91,6 +91,7 @@ def test_the_probe_judges_by_what_the_guard_is_set_to():
         (0.50, 0.0035, "not shown safe"),
         (0.60, 0.0035, "not safe"),
         (0.10, 0.0078, "not shown safe"),
+        (0.10, 0.0066, "not shown safe"),
         (0.10, None, "safe"),
     ],
 )

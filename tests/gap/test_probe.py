@@ -644,8 +644,10 @@ def test_no_fixed_clip_is_offered_where_a_calibrated_one_is_recommended(small_co
     ("low", "high", "verdict", "says"),
     [
         (0.0082, 0.0091, "not safe", "runs like that lost what they had learned"),
-        (0.0061, 0.0086, "not shown safe", "the limit lies within that interval"),
-        (0.0062, 0.0070, "safe", "runs like that learned, but less"),
+        (0.0061, 0.0086, "not shown safe", "a limit lies within that interval"),
+        (0.0062, 0.0070, "not shown safe", "with a high learning rate they lost what they had learned"),
+        (0.0052, 0.0064, "not shown safe", "a limit lies within that interval"),
+        (0.0048, 0.0058, "safe", "(safe below 0.006, not safe above 0.0075)"),
         (0.0, 0.002, "safe", "whatever is rewarded, an update moves toward the engine's error"),
     ],
 )
@@ -659,7 +661,10 @@ def test_the_drift_is_judged_by_its_interval(small_config, low, high, verdict, s
     assert says in said
     assert ("decoupled mode does without" in said) is (verdict == "not shown safe")
     if verdict != "safe":
-        assert advice.because == f"drift: {drift.value:.2g} ({low:.2g} to {high:.2g}), limit 0.0075"
+        assert (
+            advice.because
+            == f"drift: {drift.value:.2g} ({low:.2g} to {high:.2g}), safe below 0.006, not safe above 0.0075"
+        )
 
 
 def test_the_probe_measures_the_drift_where_the_engine_anchors_the_clip(small_config):
@@ -728,7 +733,7 @@ def test_calibrated_limits_of_the_last_look_hold_for_all_images(small_config, mo
     )
     once = FlowGRPOTrainer(small_config(*overrides)).probed_run()
     batches = [sample_and_rescore(once, 2, before) for before in (0, 2)]
-    unsettled = JudgedFigure("drift", 1.0, 0.0, 2.0, 1.0, False, "not shown safe")
+    unsettled = JudgedFigure("drift", 1.0, 0.0, 2.0, 1.0, 1.0, False, "not shown safe")
     monkeypatch.setattr(probe, "decisive", lambda judged: unsettled)
     found = run_probe(FlowGRPOTrainer(small_config(*overrides, folder="two")).probed_run(), 2, 4)
     assert found.images == 4
