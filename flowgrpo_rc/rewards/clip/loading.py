@@ -1,0 +1,145 @@
+"""Networks, image processors and tokenizers of scorers, from a folder or the hub; what is wrong is told in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.quiet import quiet_loading
+from flowgrpo_rc.rewards.clip.config import ScorerConfig
+
+Pixels = Callable[[Sequence[np.ndarray]], Tensor]
+"""Images, each (H, W, 3) uint8 RGB, as a network takes them: (N, 3, height, width) float32."""
+
+HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+LISTED = 3
+"""How many tensors a message names."""
+
+
+def find_device(section: str, name: str) -> torch.device:
+    """The device that ``device`` names in the section: of several processes each has the GPU of its own number.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        # Rewards are made before the processes of a launch have chosen their GPUs.
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    device = torch.device(name)
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"{section}.device: got {name}, but torch sees {count} GPUs here; give cpu or auto")
+    return device
+
+
+def load_network(section: str, path: str, config: ScorerConfig, model_types: Sequence[str]) -> Any:
+    """The network in transformers' format at ``path``: frozen, in evaluation mode, in the section's dtype and place.
+
+    Raises:
+        ValueError: there is none, it is not one of ``model_types``, or some of its weights are missing.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    field = f"{section}.model_path"
+    with explained(field, path, "config.json and the weights"), quiet_loading("transformers"):
+        kind = AutoConfig.from_pretrained(resolve_asset(path)).model_type
+        if kind not in model_types:
+            raise ValueError(f"it holds a network of the kind {kind!r}, but this reward takes {', '.join(model_types)}")
+        network, found = AutoModel.from_pretrained(
+            resolve_asset(path), dtype=torch_dtype(config.dtype), output_loading_info=True
+        )
+        # transformers would leave these at random.
+        refuse_tensors("are missing", found["missing_keys"])
+    return network.requires_grad_(False).eval().to(find_device(section, config.device))
+
+
+def load_pixels(section: str, path: str) -> Pixels:
+    """The preprocessing of the image processor at ``path``.
+
+    Always by Pillow, whose resizing the published scorers were trained with. transformers' other processors resize with
+    torchvision where that is installed, which changes scores in the third digit.
+
+    Raises:
+        ValueError: there is none.
+    """
+    # Where torchvision is not installed, ``transformers.AutoImageProcessor`` itself is a stand-in that refuses.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    with (
+        explained(f"{section}.processor_path", path, "preprocessor_config.json"),
+        quiet_loading("transformers"),
+    ):
+        # One choice under its two names: ``use_fast`` up to transformers 5.3, ``backend`` from 5.4 on.
+        processor = AutoImageProcessor.from_pretrained(resolve_asset(path), use_fast=False, backend="pil")
+
+    def pixels(images: Sequence[np.ndarray]) -> Tensor:
+        return processor(images=[Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
+
+    return pixels
+
+
+def load_tokenizer(section: str, path: str, vocabulary: int) -> Any:
+    """The tokenizer at ``path``, for a network whose embeddings are ``vocabulary`` many.
+
+    Raises:
+        ValueError: there is none, or its vocabulary is missing or larger than the network's.
+    """
+    from transformers import AutoTokenizer
+
+    with (
+        explained(f"{section}.processor_path", path, "tokenizer.json, or vocab.json and merges.txt"),
+        quiet_loading("transformers"),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(resolve_asset(path))
+        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
+            raise ValueError("its vocabulary is missing")
+        if len(tokenizer) > vocabulary:
+            raise ValueError(f"it has {len(tokenizer)} tokens, but the network knows {vocabulary}")
+    return tokenizer
+
+
+def refuse_tensors(what: str, names: Sequence[str]) -> None:
+    """Raise ``ValueError`` where there are tensors that ``what`` is said of."""
+    if names:
+        listed = ", ".join(sorted(names)[:LISTED]) + (", ..." if len(names) > LISTED else "")
+        raise ValueError(f"{len(names)} tensors {what} ({listed})")
+
+
+@contextmanager
+def explained(field: str, path: str, wanted: str) -> Iterator[None]:
+    """Inside, whatever is wrong with ``path`` becomes a ``ValueError`` of one line with the field and the remedy.
+
+    Args:
+        wanted: what a folder has to hold.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = (
+            one_line(error, 300) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error, 300)}"
+        )
+        raise ValueError(f"{field}: {path} cannot be used: {said}. {_remedy(field, path, wanted)}") from error
+
+
+def _remedy(field: str, path: str, wanted: str) -> str:
+    if os.path.exists(resolve_asset(path)):
+        return f"Give a folder with {wanted}, as save_pretrained writes it"
+    if re.fullmatch(HUB_NAME, path):
+        return (
+            "It is no folder here and could not be had from the hub. On a machine with a network: hf download "
+            f"{path} --local-dir FOLDER; then {field}=FOLDER"
+        )
+    return "There is no such folder, and it is not the name of a repository on the hub (owner/name)"
