@@ -129,6 +129,11 @@ class RewardMix:
                 f"{' + '.join(terms)}. Lower the weights or scale the scores down"
             )
 
+    def networks(self) -> dict[str, list[Any]]:
+        """Name -> weights, as torch tensors, of every built-in reward that is a network on this machine."""
+        scorers = {name: f.function for name, f in self.functions.items() if name in REWARDS}
+        return {name: scorer.weights() for name, scorer in scorers.items() if hasattr(scorer, "weights")}
+
     def check_prompts(
         self,
         prompts: Sequence[str],

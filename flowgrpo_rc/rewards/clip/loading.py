@@ -22,7 +22,7 @@ from flowgrpo_rc.rewards.clip.config import ScorerConfig
 Pixels = Callable[[Sequence[np.ndarray]], Tensor]
 """Images, each (H, W, 3) uint8 RGB, as a network takes them: (N, 3, height, width) float32."""
 
-HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 LISTED = 3
 """How many tensors a message names."""
 

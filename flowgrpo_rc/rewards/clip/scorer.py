@@ -50,9 +50,9 @@ class Scorer:
             self._try()
         except Exception as error:
             raise ValueError(
-                f"{self.section}: the network of {self._model_path} does not work with the processor of "
-                f"{self._processor_path} ({type(error).__name__}: {one_line(error, 300)}); give the network's own in "
-                f"{self.section}.processor_path"
+                f"{self.section}.processor_path: what {self._processor_path} makes of images and prompts does not fit "
+                f"the network of {self._model_path} ({type(error).__name__}: {one_line(error, 300)}); give the "
+                "network's own processor"
             ) from error
 
     @property
