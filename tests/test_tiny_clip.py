@@ -1,5 +1,6 @@
 """The shipped tiny CLIP: how well it tells number pictures apart, through the rewards' own code; its script works."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests_support import TIMEOUT
+from tests_support import TIMEOUT, run_process
 
+from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.rewards import RewardConfig, ScorerConfig, build_reward
 from flowgrpo_rc.rewards.clip.text_image import CLIPCosine
 
@@ -53,6 +55,21 @@ def test_one_wrong_digit_costs(pictures):
     wrong = mix(images, [f'the text "{(int(number) + 1) % 100:02d}"' for number in numbers]).total
     assert np.mean(right > wrong) > 0.97
     assert len(np.unique(right)) == len(right)
+
+
+def test_the_example_script_asks_for_it(tmp_path):
+    """With a program in place of the command line's that writes its arguments down."""
+    (tmp_path / "flowgrpo-rc").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "flowgrpo-rc").chmod(0o755)
+    script = EXAMPLES / "flowgrpo_trainer" / "run_tiny_qwen_image_clip.sh"
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = run_process("bash", script, "trainer.total_training_steps=40", env=environment)
+    command, *overrides = done.stdout.splitlines()
+    config = compose("tiny_qwen_image_ocr", overrides)
+    assert command == "demo"
+    assert config.reward.weights() == {"clip_cosine": 1.0, "ocr": 1e-6}
+    assert config.reward.clip_cosine.model_path == "asset:tiny_clip"
+    assert config.trainer.total_training_steps == 40
 
 
 def test_files_are_small_and_name_no_absolute_path():

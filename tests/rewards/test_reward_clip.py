@@ -173,6 +173,14 @@ def test_bfloat16_is_near_float32_and_scores_come_in_float32(
     assert 0 < np.abs(found - scores).max() < 0.05  # bfloat16 rounds to 2**-8 at each of some dozen places
 
 
+@pytest.mark.gpu
+def test_a_gpu_scores_as_the_processor_does(folder: Path, images: np.ndarray, scores: np.ndarray) -> None:
+    """``auto`` takes it; in float32 only the order of sums differs."""
+    reward = CLIPCosine(ScorerConfig(model_path=str(folder)))
+    assert reward.network.device.type == "cuda"
+    np.testing.assert_allclose(reward(images, PROMPTS), scores, rtol=0, atol=4 * ROUNDING)
+
+
 def test_the_network_is_frozen(folder: Path) -> None:
     network = CLIPCosine(config(folder)).network
     assert not network.training
