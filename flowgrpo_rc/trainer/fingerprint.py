@@ -56,7 +56,7 @@ def _parts(model: DiffusionModel) -> dict[str, Any]:
 
 
 def _rewards(reward: RewardMix) -> dict[str, str]:
-    return {name: values_digest([spread(w) for w in weights]) for name, weights in reward.networks().items()}
+    return {name: values_digest([spread(w).cpu() for w in weights]) for name, weights in reward.networks().items()}
 
 
 def _settings(part: Any) -> dict[str, Any]:

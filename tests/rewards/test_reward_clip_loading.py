@@ -18,7 +18,7 @@ from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.rewards import ScorerConfig
 from flowgrpo_rc.rewards.clip.loading import find_device
 from flowgrpo_rc.rewards.clip.similarity import DINOSimilarity
-from flowgrpo_rc.rewards.clip.text_image import CLIPCosine, PickScore
+from flowgrpo_rc.rewards.clip.text_image import CLIPCosine, HPSv2, PickScore
 
 
 @pytest.fixture
@@ -57,6 +57,20 @@ def test_a_folder_that_is_not_there(path: str) -> None:
     told = refusal(model_path=path)
     assert told.startswith(f"reward.pickscore.model_path: {path} cannot be used: ")
     assert told.endswith("There is no such folder, and it is not the name of a repository on the hub (owner/name)")
+
+
+@pytest.mark.parametrize("reward", [PickScore, HPSv2])
+def test_an_asset_that_is_not_shipped(reward: Any) -> None:
+    section = reward.config_class(model_path="asset:gone", device="cpu")
+    with pytest.raises(
+        ValueError, match=rf"^reward.{reward.name}.model_path: asset:gone .* shipped: .*asset:tiny_clip"
+    ):
+        reward(section)
+
+
+def test_a_folder_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert CLIPCosine(ScorerConfig(model_path="~/clip", device="cpu")).network.config.projection_dim == 24
 
 
 def shorten(folder: Path) -> None:

@@ -48,7 +48,7 @@ class Aesthetic(Scorer):
         path = self.config.head_path
         if path is None:
             raise ValueError(f"{field}: is null; download {HEAD} from {REPOSITORY} and give its path")
-        with explained(field, path, f"the layers of {HEAD}"):
+        with explained(field, path, f"Give the file {HEAD} of {REPOSITORY}", on_hub=False):
             state = torch.load(os.path.expanduser(path), map_location="cpu", weights_only=True)
             self._weight, self._bias = affine(state)
         network = super()._load_network()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.quiet import quiet_loading
-from flowgrpo_rc.rewards.clip.loading import HUB_NAME, explained
+from flowgrpo_rc.rewards.clip.loading import HUB_NAME, explained, located
 from flowgrpo_rc.rewards.clip.openclip import renamed, sizes
 
 FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
@@ -30,13 +28,13 @@ def find_checkpoint(section: str, path: str, version: str) -> Path | None:
     Raises:
         ValueError: there is none.
     """
-    where = Path(resolve_asset(os.path.expanduser(path)))
-    if where.is_file():
-        return where
-    if (where / "config.json").is_file():
-        return None
     file = FILES[version]
-    with explained(f"{section}.model_path", path, file):
+    with explained(f"{section}.model_path", path, f"Give the file {file}, or a folder that holds it"):
+        where = Path(located(path))
+        if where.is_file():
+            return where
+        if (where / "config.json").is_file():
+            return None
         if where.is_dir() or not re.fullmatch(HUB_NAME, path):
             if not (where / file).is_file():
                 raise ValueError(f"there is no {where / file}")
@@ -55,7 +53,10 @@ def load_checkpoint(section: str, file: Path, dtype: str) -> Any:
     from accelerate import init_empty_weights
     from transformers import CLIPConfig, CLIPModel
 
-    with explained(f"{section}.model_path", str(file), "a checkpoint of OpenCLIP"), quiet_loading("transformers"):
+    with (
+        explained(f"{section}.model_path", str(file), "Give a checkpoint of OpenCLIP's ViT"),
+        quiet_loading("transformers"),
+    ):
         content = torch.load(file, map_location="cpu", weights_only=True)
         state = content.get("state_dict", content)
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.paths import ASSET_PREFIX, resolve_asset
 from flowgrpo_rc.quiet import quiet_loading
 from flowgrpo_rc.rewards.clip.config import ScorerConfig
 
@@ -25,6 +25,7 @@ Pixels = Callable[[Sequence[np.ndarray]], Tensor]
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 LISTED = 3
 """How many tensors a message names."""
+_FOLDER = "Give a folder with {}, as save_pretrained writes it"
 
 
 def find_device(section: str, name: str) -> torch.device:
@@ -54,12 +55,12 @@ def load_network(section: str, path: str, config: ScorerConfig, model_types: Seq
     from transformers import AutoConfig, AutoModel
 
     field = f"{section}.model_path"
-    with explained(field, path, "config.json and the weights"), quiet_loading("transformers"):
-        kind = AutoConfig.from_pretrained(resolve_asset(path)).model_type
+    with explained(field, path, _FOLDER.format("config.json and the weights")), quiet_loading("transformers"):
+        kind = AutoConfig.from_pretrained(located(path)).model_type
         if kind not in model_types:
             raise ValueError(f"it holds a network of the kind {kind!r}, but this reward takes {', '.join(model_types)}")
         network, found = AutoModel.from_pretrained(
-            resolve_asset(path), dtype=torch_dtype(config.dtype), output_loading_info=True
+            located(path), dtype=torch_dtype(config.dtype), output_loading_info=True
         )
         # transformers would leave these at random.
         refuse_tensors("are missing", found["missing_keys"])
@@ -79,11 +80,11 @@ def load_pixels(section: str, path: str) -> Pixels:
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with (
-        explained(f"{section}.processor_path", path, "preprocessor_config.json"),
+        explained(f"{section}.processor_path", path, _FOLDER.format("preprocessor_config.json")),
         quiet_loading("transformers"),
     ):
         # One choice under its two names: ``use_fast`` up to transformers 5.3, ``backend`` from 5.4 on.
-        processor = AutoImageProcessor.from_pretrained(resolve_asset(path), use_fast=False, backend="pil")
+        processor = AutoImageProcessor.from_pretrained(located(path), use_fast=False, backend="pil")
 
     def pixels(images: Sequence[np.ndarray]) -> Tensor:
         return processor(images=[Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
@@ -100,10 +101,10 @@ def load_tokenizer(section: str, path: str, vocabulary: int) -> Any:
     from transformers import AutoTokenizer
 
     with (
-        explained(f"{section}.processor_path", path, "tokenizer.json, or vocab.json and merges.txt"),
+        explained(f"{section}.processor_path", path, _FOLDER.format("tokenizer.json, or vocab.json and merges.txt")),
         quiet_loading("transformers"),
     ):
-        tokenizer = AutoTokenizer.from_pretrained(resolve_asset(path))
+        tokenizer = AutoTokenizer.from_pretrained(located(path))
         if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
             raise ValueError("its vocabulary is missing")
         if len(tokenizer) > vocabulary:
@@ -118,28 +119,39 @@ def refuse_tensors(what: str, names: Sequence[str]) -> None:
         raise ValueError(f"{len(names)} tensors {what} ({listed})")
 
 
+def located(path: str) -> str:
+    """The folder or file that ``path`` names, with ``asset:`` and ``~`` resolved; a hub name stays as it is.
+
+    Raises:
+        FileNotFoundError: there is no such asset.
+    """
+    return resolve_asset(os.path.expanduser(path))
+
+
 @contextmanager
-def explained(field: str, path: str, wanted: str) -> Iterator[None]:
-    """Inside, whatever is wrong with ``path`` becomes a ``ValueError`` of one line with the field and the remedy.
+def explained(field: str, path: str, remedy: str, *, on_hub: bool = True) -> Iterator[None]:
+    """Inside, whatever is wrong with ``path`` becomes a ``ValueError`` of one line with the field and what to do.
 
     Args:
-        wanted: what a folder has to hold.
+        remedy: what to give instead.
+        on_hub: whether the path may be a name on the hub.
     """
     try:
         yield
     except Exception as error:
-        said = (
-            one_line(error, 300) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error, 300)}"
-        )
-        raise ValueError(f"{field}: {path} cannot be used: {said}. {_remedy(field, path, wanted)}") from error
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        advice = _hub_advice(field, path) if on_hub and _is_absent(path) else remedy
+        raise ValueError(f"{field}: {path} cannot be used: {kind}{one_line(error, 300)}. {advice}") from error
 
 
-def _remedy(field: str, path: str, wanted: str) -> str:
-    if os.path.exists(resolve_asset(path)):
-        return f"Give a folder with {wanted}, as save_pretrained writes it"
-    if re.fullmatch(HUB_NAME, path):
-        return (
-            "It is no folder here and could not be had from the hub. On a machine with a network: hf download "
-            f"{path} --local-dir FOLDER; then {field}=FOLDER"
-        )
-    return "There is no such folder, and it is not the name of a repository on the hub (owner/name)"
+def _is_absent(path: str) -> bool:
+    return not path.startswith(ASSET_PREFIX) and not os.path.exists(located(path))
+
+
+def _hub_advice(field: str, path: str) -> str:
+    if not re.fullmatch(HUB_NAME, path):
+        return "There is no such folder, and it is not the name of a repository on the hub (owner/name)"
+    return (
+        "It is no folder here and could not be had from the hub. On a machine with a network: hf download "
+        f"{path} --local-dir FOLDER; then {field}=FOLDER"
+    )
