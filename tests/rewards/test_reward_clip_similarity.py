@@ -69,6 +69,22 @@ def test_the_score_is_the_cosine_of_the_embeddings(folders: dict[str, Path], pic
     np.testing.assert_allclose(scores, expected, rtol=0, atol=ROUNDING)
 
 
+@pytest.mark.portable
+@pytest.mark.parametrize(
+    ("name", "golden"),
+    [
+        ("clip_similarity", [0.560919, 0.331557, 0.89714]),
+        ("dino_similarity", [0.099052, 0.167855, 0.662709]),
+        ("siglip_similarity", [0.720436, 0.696115, 0.850604]),
+    ],
+)
+def test_golden_values(folders: dict[str, Path], pictures: np.ndarray, name: str, golden: list[float]) -> None:
+    """As in ``test_reward_clip.py``: one grey level more in every pixel moves these by 2e-3 to 2e-2, kernels that add
+    up in another order by less than 1e-6."""
+    metadata = [{"images": [reference]} for reference in pictures[3:]]
+    np.testing.assert_allclose(make(folders, name)(pictures[:3], PROMPTS, metadata), golden, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_an_image_is_like_itself(folders: dict[str, Path], pictures: np.ndarray, name: str) -> None:
     scores = make(folders, name)(pictures[:3], PROMPTS, [{"images": picture} for picture in pictures[:3]])
