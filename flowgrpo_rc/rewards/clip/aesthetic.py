@@ -38,9 +38,7 @@ class Aesthetic(Scorer):
         Returns:
             (N,) float32.
         """
-        return self._head(self._encode_images(list(images)))
-
-    def _head(self, embeddings: Tensor) -> np.ndarray:
+        embeddings = self._encode_images(list(images))
         return (embeddings.cpu().double() @ self._weight + self._bias).float().numpy()
 
     def _load_network(self) -> Any:

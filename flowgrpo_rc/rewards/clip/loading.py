@@ -47,7 +47,7 @@ def find_device(section: str, name: str) -> torch.device:
 
 
 def load_network(section: str, path: str, config: ScorerConfig, model_types: Sequence[str]) -> Any:
-    """The network in transformers' format at ``path``: frozen, in evaluation mode, in the section's dtype and place.
+    """The network in transformers' format at ``path``: frozen, in evaluation mode, in the section's dtype, on the CPU.
 
     Raises:
         ValueError: there is none, it is not one of ``model_types``, or some of its weights are missing.
@@ -63,15 +63,17 @@ def load_network(section: str, path: str, config: ScorerConfig, model_types: Seq
             located(path), dtype=torch_dtype(config.dtype), output_loading_info=True
         )
         # transformers would leave these at random.
-        refuse_tensors("are missing", found["missing_keys"])
-    return network.requires_grad_(False).eval().to(find_device(section, config.device))
+        if missing := sorted(found["missing_keys"]):
+            listed = ", ".join(missing[:LISTED]) + (", ..." if len(missing) > LISTED else "")
+            raise ValueError(f"{len(missing)} tensors are missing ({listed})")
+    return network.requires_grad_(False).eval()
 
 
 def load_pixels(section: str, path: str) -> Pixels:
     """The preprocessing of the image processor at ``path``.
 
-    Always by Pillow, whose resizing the published scorers were trained with. transformers' other processors resize with
-    torchvision where that is installed, which changes scores in the third digit.
+    Always by Pillow: transformers would by itself resize with torchvision where that is installed, which changes scores
+    in the third digit.
 
     Raises:
         ValueError: there is none.
@@ -110,13 +112,6 @@ def load_tokenizer(section: str, path: str, vocabulary: int) -> Any:
         if len(tokenizer) > vocabulary:
             raise ValueError(f"it has {len(tokenizer)} tokens, but the network knows {vocabulary}")
     return tokenizer
-
-
-def refuse_tensors(what: str, names: Sequence[str]) -> None:
-    """Raise ``ValueError`` where there are tensors that ``what`` is said of."""
-    if names:
-        listed = ", ".join(sorted(names)[:LISTED]) + (", ..." if len(names) > LISTED else "")
-        raise ValueError(f"{len(names)} tensors {what} ({listed})")
 
 
 def located(path: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rewards.clip.config import ScorerConfig
 from flowgrpo_rc.rewards.clip.encoders import ImageEncoder
-from flowgrpo_rc.rewards.clip.loading import Pixels, load_network, load_pixels
+from flowgrpo_rc.rewards.clip.loading import Pixels, find_device, load_network, load_pixels
 
 
 class Published(NamedTuple):
@@ -43,7 +43,8 @@ class Scorer:
         self.section = f"reward.{self.name}"
         self.config = self.config_class() if config is None else config
         self.config.check(self.section)
-        self.network = self._load_network()
+        device = find_device(self.section, self.config.device)
+        self.network = self._load_network().to(device)
         self._encode_images = ImageEncoder(self.network, self._load_pixels(), self.config.micro_batch_size)
         self._prepare()
         try:

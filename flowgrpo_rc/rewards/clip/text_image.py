@@ -10,7 +10,7 @@ import numpy as np
 from flowgrpo_rc.rewards.clip.config import HPSv2Config
 from flowgrpo_rc.rewards.clip.encoders import TextEncoder
 from flowgrpo_rc.rewards.clip.hpsv2 import PaddedPixels, find_checkpoint, load_checkpoint
-from flowgrpo_rc.rewards.clip.loading import Pixels, find_device, load_tokenizer
+from flowgrpo_rc.rewards.clip.loading import Pixels, load_tokenizer
 from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -88,8 +88,7 @@ class HPSv2(TextImageReward):
         self._checkpoint = find_checkpoint(self.section, self._model_path, self.config.version)
         if self._checkpoint is None:
             return super()._load_network()
-        network = load_checkpoint(self.section, self._checkpoint, self.config.dtype)
-        return network.to(find_device(self.section, self.config.device))
+        return load_checkpoint(self.section, self._checkpoint, self.config.dtype)
 
     def _load_pixels(self) -> Pixels:
         return PaddedPixels(self.network.config.vision_config.image_size)
