@@ -33,8 +33,11 @@ def field_texts(cls: type) -> dict[str, str]:
     """
     kinds = get_type_hints(cls)
     sections = {field.name: kinds[field.name] for field in fields(cls) if is_dataclass(kinds[field.name])}
-    summaries = {name: (inspect.getdoc(kind) or "").partition("\n\n")[0] for name, kind in sections.items()}
-    return summaries | _literals_below_fields(cls)
+    texts = {name: (inspect.getdoc(kind) or "").partition("\n\n")[0] for name, kind in sections.items()}
+    for base in reversed(cls.__mro__):
+        if is_dataclass(base):
+            texts |= _literals_below_fields(base)
+    return texts
 
 
 def _literals_below_fields(cls: type) -> dict[str, str]:

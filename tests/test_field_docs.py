@@ -14,7 +14,7 @@ import pytest
 from flowgrpo_rc.field_docs import documented_fields, field_texts
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-MODULES = ("actor", "trainer", "rollout", "models", "rewards", "data", "correction.options")
+MODULES = ("actor", "trainer", "rollout", "models", "rewards", "rewards.clip", "data", "correction.options")
 
 
 def config_classes():

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
-BASE = {"lazy", "paths", "checks", "dtypes", "field_docs", "messages", "threads", "run_folder", "run_lock", "transfers"}
+BASE = {
+    "lazy",
+    "paths",
+    "checks",
+    "dtypes",
+    "field_docs",
+    "messages",
+    "quiet",
+    "threads",
+    "run_folder",
+    "run_lock",
+    "transfers",
+}
 
 ALLOWED = {
     "correction": BASE,

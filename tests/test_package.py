@@ -32,6 +32,7 @@ def test_wheel_ships_configs_model_and_types(wheel):
         "flowgrpo_rc/assets/tiny_qwen_image/model_index.json",
         "flowgrpo_rc/assets/tiny_qwen_image/transformer/diffusion_pytorch_model.safetensors",
         "flowgrpo_rc/assets/tiny_ocr/train.txt",
+        "flowgrpo_rc/assets/tiny_clip/model.safetensors",
     ):
         assert name in names
     assert not [n for n in names if n.startswith(("tests/", "benchmarks/", "examples/"))]

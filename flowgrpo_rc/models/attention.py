@@ -86,7 +86,7 @@ def use_attention_backend(transformer: Any, name: str | None) -> None:
         return
     from diffusers.models.attention_dispatch import attention_backend
 
-    from flowgrpo_rc.models.quiet import only_errors
+    from flowgrpo_rc.quiet import only_errors
 
     # diffusers also makes the name the default of the whole process; leaving the context takes that back.
     with attention_backend(name), only_errors("diffusers.models.modeling_utils"):

@@ -18,9 +18,9 @@ from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImage
 from flowgrpo_rc.models.digests import stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, describe
 from flowgrpo_rc.models.prompts import pad
-from flowgrpo_rc.models.quiet import only_errors
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.quiet import quiet_loading
 
 SUPPORTED_PIPELINES = FAMILIES.keys()
 """Pipeline classes with an adapter in this package."""
@@ -82,7 +82,7 @@ class PipelineLoader:
         _check_complete(files, pipeline_class)
         self._dtype = dtype
         self._device = device
-        with _quiet():
+        with quiet_loading("diffusers", "transformers"):
             # What is none of ours, such as an image encoder, the pipeline reads by itself.
             ours = [
                 part for part in files.parts if part.has_weights or part.name.startswith(("tokenizer", "scheduler"))
@@ -164,7 +164,7 @@ class PipelineLoader:
 
     def _read(self, parts: list[Part], shard: Callable[[nn.Module], None] | None = None) -> None:
         for part in sorted(parts, key=self._files.size):
-            with _quiet():
+            with quiet_loading("diffusers", "transformers"):
                 network = _load_weights(self._files, part, self._classes[part.name], torch_dtype(self._dtype))
             network.requires_grad_(False).eval()
             if shard is not None and part.name == "transformer":
@@ -399,19 +399,3 @@ def _explaining(files: PipelineFiles, what: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise files.damaged(f"{what}: {type(error).__name__}: {one_line(error, 300)}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars (a run shows one, its own) and no tables of missing weights while parts are loaded."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    try:
-        with only_errors("transformers.modeling_utils", "diffusers.models.modeling_utils"):
-            yield
-    finally:
-        diffusers_logging.enable_progress_bar()
-        transformers_logging.enable_progress_bar()

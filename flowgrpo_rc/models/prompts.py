@@ -9,7 +9,7 @@ import torch
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt, Prompts
 from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore
-from flowgrpo_rc.models.quiet import only_errors
+from flowgrpo_rc.quiet import only_errors
 
 PROMPTS_AT_ONCE = 8
 """Prompts per call of the text encoder: a 7B encoder's activations for hundreds of them would fill a GPU."""

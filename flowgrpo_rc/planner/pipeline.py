@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.models.quiet import only_errors
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.flux import PIPELINE as FLUX_PIPELINE
+from flowgrpo_rc.quiet import only_errors
 
 FIELD = "actor_rollout_ref.model.path"
 SHIPPED = Path(__file__).with_name("pipelines")

@@ -1,11 +1,14 @@
 """Rewards: what an image is worth, given its prompt.
 
-``registry`` names the built-in rewards (``ocr``, ``jpeg``), ``custom`` loads a function of the user's own, and ``mix``
-makes their weighted sum. ``forms`` calls a function as it is written, ``answer`` checks what it returns, and
-``isolation`` keeps it from ending, hanging or changing the run. Importing this package loads no engine;
+``registry`` names the built-in rewards (``ocr``, ``jpeg``, those of ``clip``), ``custom`` loads a function of the
+user's own, and ``mix`` makes their weighted sum. ``forms`` calls a function as it is written, ``answer`` checks what it
+returns, and ``isolation`` keeps it from ending, hanging or changing the run. Importing this package loads no engine;
 ``build_reward`` does.
 """
 
+from flowgrpo_rc.rewards.clip.config import AestheticConfig as AestheticConfig
+from flowgrpo_rc.rewards.clip.config import HPSv2Config as HPSv2Config
+from flowgrpo_rc.rewards.clip.config import ScorerConfig as ScorerConfig
 from flowgrpo_rc.rewards.config import REWARD_NAMES as REWARD_NAMES
 from flowgrpo_rc.rewards.config import STATISTICS as STATISTICS
 from flowgrpo_rc.rewards.config import CustomRewardConfig as CustomRewardConfig

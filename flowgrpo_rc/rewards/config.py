@@ -6,11 +6,12 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rewards.clip.config import AestheticConfig, HPSv2Config, ScorerConfig
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 
 REWARD_NAMES = REWARDS.keys()
@@ -113,12 +114,39 @@ class RewardConfig:
     ocr: OCRConfig = field(default_factory=OCRConfig)
     """Options of the reward ``ocr``."""
 
+    pickscore: ScorerConfig = field(default_factory=ScorerConfig)
+    """Options of the reward ``pickscore``."""
+
+    clipscore: ScorerConfig = field(default_factory=ScorerConfig)
+    """Options of the reward ``clipscore``, flow_grpo's."""
+
+    clip_cosine: ScorerConfig = field(default_factory=ScorerConfig)
+    """Options of the reward ``clip_cosine``."""
+
+    hpsv2: HPSv2Config = field(default_factory=HPSv2Config)
+    """Options of the reward ``hpsv2``."""
+
+    aesthetic: AestheticConfig = field(default_factory=AestheticConfig)
+    """Options of the reward ``aesthetic``."""
+
+    clip_similarity: ScorerConfig = field(default_factory=ScorerConfig)
+    """Options of the reward ``clip_similarity``."""
+
+    dino_similarity: ScorerConfig = field(default_factory=ScorerConfig)
+    """Options of the reward ``dino_similarity``."""
+
+    siglip_similarity: ScorerConfig = field(default_factory=ScorerConfig)
+    """Options of the reward ``siglip_similarity``."""
+
     timeout_s: float | None = 3600.0
     """Longest time in seconds that one reward function may take for a batch, or for being imported; null for no limit.
     A function that takes longer ends the run with a message that says what it was doing."""
 
     def __post_init__(self) -> None:
         fit_fields("reward", self)
+        for scorer in fields(self):
+            if isinstance(section := getattr(self, scorer.name), ScorerConfig):
+                section.check(f"reward.{scorer.name}")
         if self.functions is None:
             self.functions = {}
         if not isinstance(self.functions, Mapping):

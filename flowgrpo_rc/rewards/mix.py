@@ -129,6 +129,11 @@ class RewardMix:
                 f"{' + '.join(terms)}. Lower the weights or scale the scores down"
             )
 
+    def networks(self) -> dict[str, list[Any]]:
+        """Name -> weights, as torch tensors, of every built-in reward that is a network on this machine."""
+        scorers = {name: f.function for name, f in self.functions.items() if name in REWARDS}
+        return {name: scorer.weights() for name, scorer in scorers.items() if hasattr(scorer, "weights")}
+
     def check_prompts(
         self,
         prompts: Sequence[str],
@@ -139,17 +144,20 @@ class RewardMix:
     ) -> None:
         """Let every function that can refuse prompts do so before training, as ``OCRReward.check_prompts`` does.
 
-        ``metadata`` are the prompts' other columns, for the functions that need some; by default not looked at.
+        ``metadata`` are the prompts' other columns, for the functions that need some, such as
+        ``SimilarityReward.check_metadata``; by default not looked at.
 
         Raises:
             ValueError: a function cannot score one of the prompts.
         """
         named = [f"prompt {index}" for index in range(len(prompts))] if sources is None else list(sources)
         for name, function in self.functions.items():
-            if metadata is not None and isinstance(function, PerImageReward):
-                function.check_metadata(metadata, named)
             # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
             code = replace(self._code[name], error=ValueError, exit_code=REFUSED)
+            checked = function if isinstance(function, PerImageReward) else function.function
+            check = code.run(getattr, checked, "check_metadata", None)
+            if metadata is not None and callable(check):
+                code.run(check, metadata, named, passing=ValueError)
             check = code.run(getattr, function.function, "check_prompts", None)
             if callable(check):
                 code.run(partial(check, image_size=image_size, sources=sources), list(prompts), passing=ValueError)

@@ -11,6 +11,14 @@ from typing import Any
 REWARDS = {
     "jpeg_compressibility": "flowgrpo_rc.rewards.jpeg:jpeg_compressibility",
     "ocr": "flowgrpo_rc.rewards.ocr:OCRReward",
+    "pickscore": "flowgrpo_rc.rewards.clip.text_image:PickScore",
+    "clipscore": "flowgrpo_rc.rewards.clip.text_image:CLIPScore",
+    "clip_cosine": "flowgrpo_rc.rewards.clip.text_image:CLIPCosine",
+    "hpsv2": "flowgrpo_rc.rewards.clip.text_image:HPSv2",
+    "aesthetic": "flowgrpo_rc.rewards.clip.aesthetic:Aesthetic",
+    "clip_similarity": "flowgrpo_rc.rewards.clip.similarity:CLIPSimilarity",
+    "dino_similarity": "flowgrpo_rc.rewards.clip.similarity:DINOSimilarity",
+    "siglip_similarity": "flowgrpo_rc.rewards.clip.similarity:SigLIPSimilarity",
 }
 """Name in ``reward.functions`` -> where the reward is, as ``module:attribute``.
 

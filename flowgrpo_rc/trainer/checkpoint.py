@@ -114,6 +114,9 @@ def check_fingerprint(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
                 stacklevel=3,
             )
             continue
+        if part == "rewards":
+            _check_rewards(here, file.entry(saved, part, dict, "fingerprint") if part in saved else {}, folder)
+            continue
         there = file.entry(saved, part, type(here), "fingerprint")
         if isinstance(here, str):
             if there != here:
@@ -125,6 +128,17 @@ def check_fingerprint(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
             raise CheckpointError(
                 f"{folder} is a checkpoint of another model: {part} {key} is {there.get(key)!r:.300} there "
                 f"and {here.get(key)!r:.300} here. Use trainer.resume_mode=disable to start afresh"
+            )
+
+
+def _check_rewards(here: Mapping[str, str], there: Mapping[str, str], folder: Path) -> None:
+    """Raise ``CheckpointError`` where a scorer of both runs has other weights. A run may go on with other rewards."""
+    for name in sorted(here.keys() & there.keys()):
+        if here[name] != there[name]:
+            raise CheckpointError(
+                f"{folder} was trained with other weights of the reward {name!r} ({there[name]!r:.300} there, "
+                f"{here[name]!r:.300} here). Give the same weights in reward.{name}.model_path, or use "
+                "trainer.resume_mode=disable to start afresh"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint must have in common with the run that continues it: every part that shapes what is sampled."""
+"""What a checkpoint must have in common with the run that goes on: what shapes its samples and what judges them."""
 
 import inspect
 import json
@@ -10,18 +10,20 @@ from flowgrpo_rc.models import DiffusionModel
 from flowgrpo_rc.models.digests import spread, values_digest
 from flowgrpo_rc.models.lora import base_parameters
 from flowgrpo_rc.models.sharding import whole
+from flowgrpo_rc.rewards import RewardMix
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 """How a VAE's configuration names what latents are multiplied by and shifted by."""
 
 
-def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> dict[str, Any]:
+def fingerprint(config: FlowGRPOConfig, model: DiffusionModel, reward: RewardMix | None = None) -> dict[str, Any]:
     """The fingerprint of a loaded model and of the adapter that the configuration gives it, as JSON gives it back.
 
     ``pipeline`` is the class of the pipeline; ``transformer`` has its settings and a digest of the first values of some
     of its frozen weights; ``lora`` rank, alpha and target modules of the adapter; ``parts`` what else shapes the
-    samples: text encoders, vocabularies, VAE and schedule. Of a sharded transformer every process must ask.
+    samples: text encoders, vocabularies, VAE and schedule; ``rewards`` a digest of each scorer's network. Of a sharded
+    transformer every process must ask.
     """
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
@@ -35,6 +37,7 @@ def fingerprint(config: FlowGRPOConfig, model: DiffusionModel) -> dict[str, Any]
         "transformer": transformer,
         "lora": {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets},
         "parts": _parts(model),
+        "rewards": {} if reward is None else _rewards(reward),
     }
     return json.loads(json.dumps(found, default=str))  # tuples become lists, as in a checkpoint
 
@@ -50,6 +53,10 @@ def _parts(model: DiffusionModel) -> dict[str, Any]:
             found |= {f"{name} {k}": v for k, v in _settings(part).items()}
     vae = dict(model.pipe.vae.config)
     return found | {f"vae {name}": vae[name] for name in _SCALES if name in vae}
+
+
+def _rewards(reward: RewardMix) -> dict[str, str]:
+    return {name: values_digest([spread(w).cpu() for w in weights]) for name, weights in reward.networks().items()}
 
 
 def _settings(part: Any) -> dict[str, Any]:

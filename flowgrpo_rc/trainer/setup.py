@@ -75,7 +75,7 @@ class Run:
         """Takes the images of every validation; ``None`` where none are kept."""
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
-        self.fingerprint = fingerprint(config, self.model)
+        self.fingerprint = fingerprint(config, self.model, self.reward)
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.guard = Guard(mode)
         self.clip_bands = ClipBands.configured(mode.diffusion_loss)

@@ -1,0 +1,82 @@
+"""What the rewards of this package have in common: a network that is found, loaded and tried before training."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.rewards.clip.config import ScorerConfig
+from flowgrpo_rc.rewards.clip.encoders import ImageEncoder
+from flowgrpo_rc.rewards.clip.loading import Pixels, find_device, load_network, load_pixels
+
+
+class Published(NamedTuple):
+    """Hub names of the weights that a reward is known by, and of their image processor and tokenizer."""
+
+    model: str
+    processor: str
+
+
+CLIP_L = Published("openai/clip-vit-large-patch14", "openai/clip-vit-large-patch14")
+"""The CLIP of flow_grpo's ``clipscore``, of the aesthetic score and of its image similarity."""
+
+
+class Scorer:
+    """A reward of a frozen network, made with its section of the configuration; one without stands for the defaults.
+
+    Raises:
+        ValueError: a field is wrong, or the network or its processor cannot be loaded or do not fit each other; names
+            the field.
+    """
+
+    name: ClassVar[str]
+    """Of the reward and of its section."""
+    published: ClassVar[Published]
+    model_types: ClassVar[tuple[str, ...]] = ("clip",)
+    """``model_type`` of the networks that will do, as their ``config.json`` has it."""
+    config_class: ClassVar[type[ScorerConfig]] = ScorerConfig
+
+    def __init__(self, config: ScorerConfig | None = None) -> None:
+        self.section = f"reward.{self.name}"
+        self.config = self.config_class() if config is None else config
+        self.config.check(self.section)
+        device = find_device(self.section, self.config.device)
+        self.network = self._load_network().to(device)
+        self._encode_images = ImageEncoder(self.network, self._load_pixels(), self.config.micro_batch_size)
+        self._prepare()
+        try:
+            self._try()
+        except Exception as error:
+            raise ValueError(
+                f"{self.section}.processor_path: what {self._processor_path} makes of images and prompts does not fit "
+                f"the network of {self._model_path} ({type(error).__name__}: {one_line(error, 300)}); give the "
+                "network's own processor"
+            ) from error
+
+    @property
+    def _model_path(self) -> str:
+        return self.config.model_path or self.published.model
+
+    @property
+    def _processor_path(self) -> str:
+        return self.config.processor_path or self.config.model_path or self.published.processor
+
+    def _load_network(self) -> Any:
+        return load_network(self.section, self._model_path, self.config, self.model_types)
+
+    def _load_pixels(self) -> Pixels:
+        return load_pixels(self.section, self._processor_path)
+
+    def _prepare(self) -> None:
+        """Load what the reward needs besides the network."""
+
+    def _try(self) -> None:
+        """A forward: what does not fit together should show before training."""
+        self._encode_images([np.zeros((8, 8, 3), np.uint8)])
+
+    def weights(self) -> list[Tensor]:
+        """The tensors that decide its scores, by which a checkpoint knows them again."""
+        return list(self.network.state_dict().values())

@@ -1,0 +1,144 @@
+"""How much an image looks like a reference, for edits: ``clip_similarity``, ``dino_similarity``, ``siglip_similarity``.
+
+The reference is in the prompt file's column ``images``; of several the first counts.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer
+from flowgrpo_rc.rewards.errors import brief_repr
+
+COLUMN = "images"
+"""The column of the prompt file, and key of ``metadata``, that holds the reference."""
+FORMS = "a path, an image file's bytes, a PIL image or a uint8 array (H, W, 3), or a list that begins with one"
+
+
+class SimilarityReward(Scorer):
+    """The cosine between an image and the reference of its row, in [-1, 1]; the prompt is not used."""
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Score images against ``metadata[i]["images"]``; equal references are embedded once.
+
+        Args:
+            images: (N, H, W, 3) uint8, RGB.
+            metadata: N dicts with a reference each.
+
+        Returns:
+            (N,) float32.
+
+        Raises:
+            ValueError: a row has no reference that can be read.
+        """
+        distinct: dict[Any, int] = {}
+        references: list[np.ndarray] = []
+        places = []
+        for index, row in enumerate(metadata):
+            value = self._reference(row, f"sample {index}")
+            key = _key(value)
+            if key not in distinct:
+                distinct[key] = len(references)
+                references.append(self._read(value, f"sample {index}"))
+            places.append(distinct[key])
+        with torch.inference_mode():
+            cosines = (self._encode_images(list(images)) * self._encode_images(references)[places]).sum(-1)
+        return cosines.cpu().numpy()
+
+    def check_metadata(self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
+        """Refuse rows without a reference, before training. Of files the header is read, not the pixels.
+
+        Args:
+            metadata: of any number of rows.
+            sources: where each row comes from, e.g. ``train.jsonl:3``.
+
+        Raises:
+            ValueError: names the row and what is wrong.
+        """
+        seen = set()
+        for row, source in zip(metadata, sources, strict=True):
+            value = self._reference(row, source)
+            key = _key(value)
+            if key not in seen:
+                self._open(value, source)
+                seen.add(key)
+
+    def _reference(self, row: Mapping[str, Any], where: str) -> Any:
+        """What stands for the reference in a row, of one of the forms."""
+        value = row.get(COLUMN)
+        if isinstance(value, list | tuple):
+            value = next(iter(value), None)
+        # Hugging Face's datasets write images so.
+        if isinstance(value, Mapping):
+            value = value.get("bytes") or value.get("path")
+        if value is None:
+            raise ValueError(
+                f"{where} has no {COLUMN!r}, with whose first image the reward {self.name!r} compares; add it as a "
+                f"column of a .parquet or .jsonl file: {FORMS}"
+            )
+        return value
+
+    def _open(self, value: Any, where: str) -> Image.Image:
+        """The image of a reference; a file's pixels are not read yet."""
+        try:
+            if isinstance(value, Image.Image):
+                return value
+            if isinstance(value, bytes):
+                return Image.open(io.BytesIO(value))
+            if isinstance(value, str | os.PathLike):
+                return Image.open(os.path.expanduser(value))
+            array = np.asarray(value)
+            if array.dtype != np.uint8:
+                raise TypeError(f"it is of the type {type(value).__name__}, with values of {array.dtype}")
+            return Image.fromarray(array)
+        except Exception as error:
+            raise ValueError(
+                f"{where}: {COLUMN!r} cannot be read as an image ({type(error).__name__}: {error}); it is "
+                f"{brief_repr(value)[:80]}; give {FORMS}"
+            ) from error
+
+    def _read(self, value: Any, where: str) -> np.ndarray:
+        """The reference as (H, W, 3) uint8 RGB."""
+        image = self._open(value, where)
+        try:
+            return np.asarray(image.convert("RGB"))
+        except OSError as error:
+            raise ValueError(f"{where}: {COLUMN!r} cannot be decoded: {error}") from error
+
+
+class CLIPSimilarity(SimilarityReward):
+    """flow_grpo's ``image_similarity``: the cosine of CLIP's projected image embeddings."""
+
+    name = "clip_similarity"
+    published = CLIP_L
+
+
+class DINOSimilarity(SimilarityReward):
+    """The cosine of DINOv2's class tokens, after its last norm."""
+
+    name = "dino_similarity"
+    published = Published("facebook/dinov2-base", "facebook/dinov2-base")
+    model_types = ("dinov2", "dinov2_with_registers")
+
+
+class SigLIPSimilarity(SimilarityReward):
+    """The cosine of SigLIP's pooled image embeddings."""
+
+    name = "siglip_similarity"
+    published = Published("google/siglip-base-patch16-224", "google/siglip-base-patch16-224")
+    model_types = ("siglip",)
+
+
+def _key(value: Any) -> Any:
+    """Equal for equal references."""
+    if isinstance(value, str | bytes | os.PathLike):
+        return value
+    array = np.asarray(value)
+    return array.shape, array.tobytes()

@@ -1,0 +1,100 @@
+"""How well an image fits its prompt: ``pickscore``, ``clipscore``, ``clip_cosine`` and ``hpsv2``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flowgrpo_rc.rewards.clip.config import HPSv2Config
+from flowgrpo_rc.rewards.clip.encoders import TextEncoder
+from flowgrpo_rc.rewards.clip.hpsv2 import PaddedPixels, find_checkpoint, load_checkpoint
+from flowgrpo_rc.rewards.clip.loading import Pixels, load_tokenizer
+from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer
+
+CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+"""The CLIP that PickScore and HPSv2 were fine-tuned from; they read prompts with its tokenizer."""
+
+
+class TextImageReward(Scorer):
+    """``cos(image, prompt)``, or the network's own logit ``exp(logit_scale) * cos`` divided by ``divisor``."""
+
+    divisor: ClassVar[float | None] = None
+    """None: the score is the cosine."""
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
+    ) -> np.ndarray:
+        """Score images against their prompts; metadata is not used.
+
+        Args:
+            images: (N, H, W, 3) uint8, RGB.
+            prompts: N prompts; what goes beyond the network's longest (77 tokens) is not read.
+
+        Returns:
+            (N,) float32.
+        """
+        cosines = (self._encode_images(list(images)) * self._encode_texts(prompts)).sum(-1)
+        if self.divisor is not None:
+            cosines = cosines * self.network.logit_scale.float().exp() / self.divisor
+        return cosines.cpu().numpy()
+
+    def _prepare(self) -> None:
+        vocabulary = self.network.config.text_config.vocab_size
+        tokenizer = load_tokenizer(self.section, self._processor_path, vocabulary)
+        self._encode_texts = TextEncoder(self.network, tokenizer, self.config.micro_batch_size)
+
+    def _try(self) -> None:
+        super()._try()
+        self._encode_texts(["a photo"])
+
+
+class PickScore(TextImageReward):
+    """Which image people would pick: ``exp(logit_scale) * cos / 26``, as flow_grpo scales PickScore's logit."""
+
+    name = "pickscore"
+    published = Published("yuvalkirstain/PickScore_v1", CLIP_H)
+    divisor = 26.0
+
+
+class CLIPScore(TextImageReward):
+    """flow_grpo's ``clipscore``: ``exp(logit_scale) * cos / 30``, with OpenAI's CLIP ``cos / 0.3``."""
+
+    name = "clipscore"
+    published = CLIP_L
+    divisor = 30.0
+
+
+class CLIPCosine(TextImageReward):
+    """The plain cosine between an image and its prompt, in [-1, 1]."""
+
+    name = "clip_cosine"
+    published = CLIP_L
+
+
+class HPSv2(TextImageReward):
+    """Human Preference Score v2 and v2.1: the cosine of a fine-tuned OpenCLIP ViT-H/14.
+
+    The image is not cropped: its longest side becomes the network's (224 pixels), and black bars fill the square.
+    """
+
+    name = "hpsv2"
+    published = Published("xswu/HPSv2", CLIP_H)
+    config_class = HPSv2Config
+    config: HPSv2Config
+
+    def _load_network(self) -> Any:
+        self._checkpoint = find_checkpoint(self.section, self._model_path, self.config.version)
+        if self._checkpoint is None:
+            return super()._load_network()
+        return load_checkpoint(self.section, self._checkpoint, self.config.dtype)
+
+    def _load_pixels(self) -> Pixels:
+        return PaddedPixels(self.network.config.vision_config.image_size)
+
+    @property
+    def _processor_path(self) -> str:
+        # A checkpoint of OpenCLIP brings no tokenizer.
+        own = self.config.model_path if self._checkpoint is None else None
+        return self.config.processor_path or own or self.published.processor

@@ -1,0 +1,261 @@
+"""Rewards that compare an image with its prompt by CLIP, and the aesthetic score: formulas, what must not matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_scorers
+import torch
+from PIL import Image
+
+from flowgrpo_rc.rewards import AestheticConfig, RewardConfig, ScorerConfig, build_reward
+from flowgrpo_rc.rewards.clip.aesthetic import Aesthetic
+from flowgrpo_rc.rewards.clip.text_image import CLIPCosine, CLIPScore, PickScore
+
+EPS = np.finfo(np.float32).eps
+ROUNDING = 64 * EPS
+"""A cosine is a sum of 24 products of values that two layers of 32 columns have rounded; other kernels add them up in
+another order."""
+PROMPTS = ["a red fox", "two boats", "a red fox", "snow", "two boats"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_scorers.clip(tmp_path_factory.mktemp("scorers") / "clip")
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    """Five smooth pictures, (5, 40, 56, 3) uint8."""
+    small = np.random.default_rng(0).integers(0, 256, (5, 5, 7, 3), dtype=np.uint8)
+    return np.stack([np.asarray(Image.fromarray(i).resize((56, 40), Image.Resampling.BICUBIC)) for i in small])
+
+
+def config(folder: Path, **more: Any) -> ScorerConfig:
+    return ScorerConfig(model_path=str(folder), device="cpu", **more)
+
+
+@pytest.fixture(scope="module")
+def forward(folder: Path, images: np.ndarray) -> Any:
+    """What the model's own forward makes of the pictures and prompts, in one batch."""
+    from transformers import AutoProcessor, CLIPModel
+
+    model = CLIPModel.from_pretrained(folder).eval()
+    inputs = AutoProcessor.from_pretrained(folder)(
+        text=PROMPTS, images=[Image.fromarray(i) for i in images], return_tensors="pt", padding=True
+    )
+    with torch.no_grad():
+        return model(**inputs), float(model.logit_scale.exp())
+
+
+# ---------------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize(("reward", "divisor"), [(PickScore, 26), (CLIPScore, 30)])
+def test_the_score_is_the_models_own_logit_over_a_constant(
+    folder: Path, images: np.ndarray, forward: Any, reward: Any, divisor: float
+) -> None:
+    logits = forward[0].logits_per_text.diagonal().numpy()
+    scores = reward(config(folder))(images, PROMPTS)
+    assert np.ptp(scores) > 1e-2
+    np.testing.assert_allclose(scores, logits / divisor, rtol=0, atol=forward[1] / divisor * ROUNDING)
+
+
+def test_the_formulas_on_the_embeddings(folder: Path, images: np.ndarray, forward: Any) -> None:
+    """Independent lines in float64, from the projected features of the model's forward."""
+    out, scale = forward
+    image, text = (e.double().numpy() for e in (out.image_embeds, out.text_embeds))
+    cosine = np.array([np.dot(i, t) / np.sqrt(np.dot(i, i) * np.dot(t, t)) for i, t in zip(image, text, strict=True)])
+    expected = {PickScore: scale * cosine / 26, CLIPScore: scale * cosine / 30, CLIPCosine: cosine}
+    for reward, scores in expected.items():
+        np.testing.assert_allclose(reward(config(folder))(images, PROMPTS), scores, rtol=0, atol=ROUNDING)
+
+
+def test_by_name_in_a_weighted_sum(folder: Path, images: np.ndarray) -> None:
+    section = {"model_path": str(folder), "device": "cpu"}
+    mix = build_reward(
+        RewardConfig(functions={"pickscore": 2.0, "clip_cosine": -1.0}, pickscore=section, clip_cosine=section)
+    )
+    result = mix(images, PROMPTS)
+    np.testing.assert_array_equal(result.parts["pickscore"], PickScore(config(folder))(images, PROMPTS))
+    np.testing.assert_allclose(
+        result.total, 2 * result.parts["pickscore"] - result.parts["clip_cosine"], rtol=4 * EPS, atol=4 * EPS
+    )
+
+
+# ---------------------------------------------------------------------- what must not matter
+
+
+@pytest.fixture(scope="module")
+def scores(folder: Path, images: np.ndarray) -> np.ndarray:
+    return CLIPCosine(config(folder))(images, PROMPTS)
+
+
+def test_order_does_not_matter(folder: Path, images: np.ndarray, scores: np.ndarray) -> None:
+    order = [3, 0, 4, 2, 1]
+    shuffled = CLIPCosine(config(folder))(images[order], [PROMPTS[i] for i in order])
+    np.testing.assert_allclose(shuffled, scores[order], rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_micro_batches_do_not_matter(folder: Path, images: np.ndarray, scores: np.ndarray, size: int) -> None:
+    found = CLIPCosine(config(folder, micro_batch_size=size))(images, PROMPTS)
+    np.testing.assert_allclose(found, scores, rtol=0, atol=ROUNDING)
+
+
+def test_a_batch_is_its_images_one_by_one(folder: Path, images: np.ndarray, scores: np.ndarray) -> None:
+    reward = CLIPCosine(config(folder))
+    alone = [float(reward(images[i : i + 1], PROMPTS[i : i + 1])[0]) for i in range(len(images))]
+    np.testing.assert_allclose(alone, scores, rtol=0, atol=ROUNDING)
+
+
+def test_each_distinct_prompt_is_encoded_once_and_images_in_micro_batches(
+    folder: Path, images: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = CLIPCosine(config(folder, micro_batch_size=2))
+    seen: dict[str, list[int]] = {"texts": [], "images": []}
+    for kind, method, argument in (
+        ("texts", "get_text_features", "input_ids"),
+        ("images", "get_image_features", "pixel_values"),
+    ):
+        own = getattr(reward.network, method)
+
+        def counted(own: Any = own, kind: str = kind, argument: str = argument, **inputs: Any) -> Any:
+            seen[kind].append(len(inputs[argument]))
+            return own(**inputs)
+
+        monkeypatch.setattr(reward.network, method, counted)
+    reward(images, PROMPTS)
+    assert seen == {"texts": [2, 1], "images": [2, 2, 1]}
+
+
+def test_a_prompt_beyond_the_longest_is_cut(folder: Path, images: np.ndarray) -> None:
+    """77 tokens, the first and the last of which begin and end it: 75 letters count."""
+    reward = CLIPCosine(config(folder))
+    whole, longer, other = "ab" * 37 + "a", "ab" * 60, "ab" * 37 + "b"
+    first = reward(images[[0, 0, 0]], [whole + " x", whole + " " + longer, other])
+    assert first[0] == first[1]
+    assert first[0] != first[2]
+
+
+def test_images_of_any_shape_and_without_colour(folder: Path) -> None:
+    """The shortest side becomes the network's, the middle is taken; equal channels are a grey image."""
+    from transformers import CLIPModel
+
+    reward = CLIPCosine(config(folder))
+    model = CLIPModel.from_pretrained(folder).eval()
+    mean, std = (np.array(v) for v in ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)))
+    for height, width in ((64, 96), (50, 33), (32, 32)):
+        row = np.linspace(0, 255, width).astype(np.uint8)
+        image = np.repeat(np.repeat(row[None, :, None], height, 0), 3, 2)
+        short = min(height, width)
+        size = (width * 32 // short, height * 32 // short)
+        small = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
+        top, left = (small.shape[0] - 32) // 2, (small.shape[1] - 32) // 2
+        pixels = (small[top : top + 32, left : left + 32] / 255 - mean) / std
+        tokens = tiny_scorers.tokenizer()(["a red fox"], return_tensors="pt")
+        with torch.no_grad():
+            out = model(pixel_values=torch.from_numpy(pixels).permute(2, 0, 1)[None].float(), **tokens)
+        expected = (out.image_embeds * out.text_embeds).sum().item()
+        np.testing.assert_allclose(reward(image[None], ["a red fox"]), [expected], rtol=0, atol=ROUNDING)
+
+
+def test_bfloat16_is_near_float32_and_scores_come_in_float32(
+    folder: Path, images: np.ndarray, scores: np.ndarray
+) -> None:
+    reward = CLIPCosine(config(folder, dtype="bfloat16"))
+    assert reward.network.dtype == torch.bfloat16
+    found = reward(images, PROMPTS)
+    assert found.dtype == np.float32
+    assert 0 < np.abs(found - scores).max() < 0.05  # bfloat16 rounds to 2**-8 at each of some dozen places
+
+
+@pytest.mark.gpu
+def test_a_gpu_scores_as_the_processor_does(folder: Path, images: np.ndarray, scores: np.ndarray) -> None:
+    """``auto`` takes it; in float32 only the order of sums differs."""
+    reward = CLIPCosine(ScorerConfig(model_path=str(folder)))
+    assert reward.network.device.type == "cuda"
+    np.testing.assert_allclose(reward(images, PROMPTS), scores, rtol=0, atol=4 * ROUNDING)
+
+
+def test_the_network_is_frozen(folder: Path) -> None:
+    network = CLIPCosine(config(folder)).network
+    assert not network.training
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+
+
+@pytest.mark.portable
+def test_golden_values(folder: Path, images: np.ndarray) -> None:
+    """Of seeded weights and pictures: a release of transformers or Pillow that prepares images or prompts otherwise is
+    seen here. One grey level more in every pixel moves these by 1e-3 to 1.4e-2, another filter by as much or more,
+    kernels that add up in another order by less than 1e-6."""
+    found = CLIPCosine(config(folder))(images, PROMPTS)
+    np.testing.assert_allclose(found, [-0.040755, -0.061445, 0.137569, 0.06526, 0.096716], rtol=0, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- aesthetic
+
+
+def head(path: Path, widths: tuple[int, ...] = (24, 16, 8, 4, 2, 1), *, seed: int = 0) -> Path:
+    """Linear layers as the published file names them: dropout takes a number between some of them."""
+    rng = torch.Generator().manual_seed(seed)
+    state = {}
+    for number, before, after in zip((0, 2, 4, 6, 7), widths, widths[1:], strict=False):
+        state[f"layers.{number}.weight"] = torch.randn(after, before, generator=rng)
+        state[f"layers.{number}.bias"] = torch.randn(after, generator=rng)
+    torch.save(state, path)
+    return path
+
+
+def test_aesthetic_is_the_layers_on_the_normalised_embedding(
+    folder: Path, images: np.ndarray, forward: Any, tmp_path: Path
+) -> None:
+    state = torch.load(head(tmp_path / "head.pth"), weights_only=True)
+    values = forward[0].image_embeds  # normalised by the model's forward
+    for number in (0, 2, 4, 6, 7):
+        values = torch.nn.functional.linear(values, state[f"layers.{number}.weight"], state[f"layers.{number}.bias"])
+    reward = Aesthetic(AestheticConfig(model_path=str(folder), head_path=str(tmp_path / "head.pth"), device="cpu"))
+    scale = float(values.abs().max()) + 100  # the layers' gain on an error in the embedding
+    np.testing.assert_allclose(reward(images), values[:, 0].numpy(), rtol=0, atol=scale * ROUNDING)
+    assert len(reward.weights()) == len(reward.network.state_dict()) + 2
+
+
+@pytest.mark.parametrize(
+    ("widths", "told"),
+    [
+        ((20, 16, 8, 4, 2, 1), r"aesthetic\.head_path: its layers take 20 values, but the embeddings of .* have 24"),
+        ((24, 16, 8, 4, 2, 3), r"its last layer gives 3 values; a score is one"),
+    ],
+)
+def test_a_head_of_another_width(folder: Path, tmp_path: Path, widths: tuple[int, ...], told: str) -> None:
+    path = str(head(tmp_path / "head.pth", widths))
+    with pytest.raises(ValueError, match=told):
+        Aesthetic(AestheticConfig(model_path=str(folder), head_path=path))
+
+
+def test_a_head_that_is_none(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"aesthetic\.head_path: is null; download sac\+logos"):
+        Aesthetic(AestheticConfig(model_path=str(folder)))
+    path = tmp_path / "head.pth"
+    torch.save({"layers.0.weight": torch.ones(1, 24), "bias": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match=r"head_path: .* its tensors are bias, layers.0.weight; expected"):
+        Aesthetic(AestheticConfig(model_path=str(folder), head_path=str(path)))
+
+
+class Boom:
+    """What a pickle may do on being read."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("boom"),))
+
+
+def test_a_head_runs_no_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"layers.0.weight": Boom()}, tmp_path / "head.pth")
+    told = r"head_path: .*head.pth cannot be used: UnpicklingError: .* Give the file sac\+logos"
+    with pytest.raises(ValueError, match=told):
+        Aesthetic(AestheticConfig(model_path=str(folder), head_path=str(tmp_path / "head.pth")))
+    assert not (tmp_path / "boom").exists()

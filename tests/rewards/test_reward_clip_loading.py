@@ -1,0 +1,196 @@
+"""Loading a scorer: what a message says of a folder or a name that will not do, and which device is taken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_scorers
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.rewards import ScorerConfig
+from flowgrpo_rc.rewards.clip.loading import find_device
+from flowgrpo_rc.rewards.clip.similarity import DINOSimilarity
+from flowgrpo_rc.rewards.clip.text_image import CLIPCosine, HPSv2, PickScore
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_scorers.clip(tmp_path / "clip")
+
+
+def refusal(reward: Any = PickScore, **section: Any) -> str:
+    """What making the reward says; always one line."""
+    with pytest.raises(ValueError, match=rf"^reward\.{reward.name}\.") as caught:
+        reward(ScorerConfig(**{"device": "cpu", **section}))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------- folders and names
+
+
+def test_weights_that_cannot_be_downloaded() -> None:
+    """The tests run without the hub (``HF_HUB_OFFLINE``)."""
+    told = refusal()
+    assert told.startswith("reward.pickscore.model_path: yuvalkirstain/PickScore_v1 cannot be used: OSError: ")
+    assert told.endswith(
+        "hf download yuvalkirstain/PickScore_v1 --local-dir FOLDER; then reward.pickscore.model_path=FOLDER"
+    )
+
+
+def test_a_processor_that_cannot_be_downloaded(folder: Path) -> None:
+    told = refusal(model_path=str(folder), processor_path="nobody/nothing")
+    assert told.startswith("reward.pickscore.processor_path: nobody/nothing cannot be used: ")
+    assert told.endswith("then reward.pickscore.processor_path=FOLDER")
+
+
+@pytest.mark.parametrize("path", ["/nowhere/clip", "a/b/c", "./gone"])
+def test_a_folder_that_is_not_there(path: str) -> None:
+    told = refusal(model_path=path)
+    assert told.startswith(f"reward.pickscore.model_path: {path} cannot be used: ")
+    assert told.endswith("There is no such folder, and it is not the name of a repository on the hub (owner/name)")
+
+
+@pytest.mark.parametrize("reward", [PickScore, HPSv2])
+def test_an_asset_that_is_not_shipped(reward: Any) -> None:
+    section = reward.config_class(model_path="asset:gone", device="cpu")
+    with pytest.raises(
+        ValueError, match=rf"^reward.{reward.name}.model_path: asset:gone .* shipped: .*asset:tiny_clip"
+    ):
+        reward(section)
+
+
+def test_a_folder_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert CLIPCosine(ScorerConfig(model_path="~/clip", device="cpu")).network.config.projection_dim == 24
+
+
+def shorten(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_a_tensor(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["visual_projection.weight"], tensors["logit_scale"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def widen(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["projection_dim"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def empty_the_vocabulary(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def more_tokens(folder: Path) -> None:
+    tokenizer = tiny_scorers.tokenizer()
+    tokenizer.add_tokens(["foxes", "boats"])
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "field", "told"),
+    [
+        (lambda f: (f / "config.json").unlink(), "model_path", "Give a folder with config.json and the weights"),
+        (lambda f: (f / "model.safetensors").unlink(), "model_path", "OSError: Error no file named model.safetensors"),
+        (lambda f: (f / "model.safetensors").write_text("<html>"), "model_path", "SafetensorError: Error while"),
+        (shorten, "model_path", "SafetensorError: Error while"),
+        (lose_a_tensor, "model_path", "2 tensors are missing (logit_scale, visual_projection.weight)"),
+        (widen, "model_path", "Error: "),
+        (lambda f: (f / "preprocessor_config.json").unlink(), "processor_path", "folder with preprocessor_config.json"),
+        (empty_the_vocabulary, "processor_path", "tokenizer.json, or vocab.json and merges.txt"),
+        (more_tokens, "processor_path", "it has 192 tokens, but the network knows 190"),
+    ],
+)
+def test_a_folder_with_something_missing_or_damaged(
+    folder: Path, damage: Callable[[Path], Any], field: str, told: str
+) -> None:
+    damage(folder)
+    found = refusal(model_path=str(folder))
+    assert found.startswith(f"reward.pickscore.{field}: {folder} cannot be used: ")
+    assert told in found
+
+
+def test_a_network_of_another_kind(folder: Path, tmp_path: Path) -> None:
+    dino = tiny_scorers.dino(tmp_path / "dino")
+    assert "it holds a network of the kind 'dinov2', but this reward takes clip" in refusal(model_path=str(dino))
+    told = refusal(DINOSimilarity, model_path=str(folder))
+    assert "it holds a network of the kind 'clip', but this reward takes dinov2, dinov2_with_registers" in told
+
+
+def test_a_processor_of_another_size(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny_scorers.tokenizer().save_pretrained(other)
+    side = {"height": 48, "width": 48}
+    tiny_scorers.image_processor("CLIPImageProcessor", crop_size=side).save_pretrained(other)
+    told = refusal(model_path=str(folder), processor_path=str(other))
+    assert told.startswith(f"reward.pickscore.processor_path: what {other} makes of images and prompts does not fit")
+    assert told.endswith("give the network's own processor")
+
+
+# ---------------------------------------------------------------------- device and configuration
+
+
+def test_the_device_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_device("reward.x", "auto") == torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert find_device("reward.x", "auto") == torch.device("cuda:3")
+    assert find_device("reward.x", "cuda") == torch.device("cuda:3")
+    assert find_device("reward.x", "cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match=r"reward\.x\.device: got cuda:4, but torch sees 4 GPUs here"):
+        find_device("reward.x", "cuda:4")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("reward.pickscore.device=gpu", r"reward\.pickscore\.device: got 'gpu'; give auto, cpu, cuda or cuda:N"),
+        ("reward.clipscore.dtype=int8", r"reward\.clipscore\.dtype: got 'int8'; choose one of float32"),
+        ("reward.aesthetic.micro_batch_size=0", r"reward\.aesthetic\.micro_batch_size: got 0; give a number above 0"),
+        ("reward.hpsv2.version=1", r"reward\.hpsv2\.version: got '1'; choose one of 2.0, 2.1"),
+        ("reward.dino_similarity.model_path=' '", r"reward\.dino_similarity\.model_path: got ' '; give a path"),
+    ],
+)
+def test_a_wrong_field_is_refused_when_the_configuration_is_read(override: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        compose("flowgrpo_trainer", [override])
+
+
+def test_overrides_reach_the_section() -> None:
+    section = compose("flowgrpo_trainer", ["reward.hpsv2={model_path: asset:tiny_clip, dtype: bfloat16}"]).reward.hpsv2
+    assert (section.model_path, section.dtype, section.version) == ("asset:tiny_clip", "bfloat16", "2.1")
+
+
+def test_images_are_prepared_by_pillow(folder: Path) -> None:
+    """Also where torchvision, which resizes otherwise, is installed."""
+    reward = CLIPCosine(ScorerConfig(model_path=str(folder), device="cpu"))
+    (processor,) = (
+        cell.cell_contents for cell in reward._load_pixels().__closure__ if hasattr(cell.cell_contents, "image_mean")
+    )
+    assert getattr(processor, "backend", "pil") == "pil"
+    assert not type(processor).__name__.endswith("Fast")
+
+
+def test_the_rewards_room_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, flowgrpo_rc.rewards, flowgrpo_rc.rewards.clip.config; flowgrpo_rc.rewards.RewardConfig()\n"
+        "found = {'torch', 'transformers', 'huggingface_hub', 'diffusers'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
