@@ -26,6 +26,9 @@ from training_runs import HERE, load, write_table
 
 OUTPUT = HERE / "results" / "gap_signs.json"
 
+FEWEST = 5
+"""No threshold is chosen on fewer settings."""
+
 PROBED = {"drift": "drift", "share outside the clip": "clipped", "cosine": "cosine"}
 """Figures of the probe by name -> their key in a verdict. A cosine is lower where more is lost."""
 LOGGED = {
@@ -99,9 +102,12 @@ def best_threshold(values: Sequence[float], settings: Sequence[Known]) -> float:
 
 
 def held_out_errors(values: Sequence[float], settings: Sequence[Known], kind: Callable[[Known], str]) -> str:
-    """``2 of 40``: errors on each kind of setting by the threshold of the others."""
+    """``2 of 40``: errors on each kind of setting by the threshold of the others; ``-`` where those are too few."""
+    kinds = sorted({kind(one) for one in settings})
+    if any(sum(kind(one) != left_out for one in settings) < FEWEST for left_out in kinds):
+        return "-"
     errors = 0
-    for left_out in sorted({kind(one) for one in settings}):
+    for left_out in kinds:
         inside = [place for place, one in enumerate(settings) if kind(one) != left_out]
         threshold = best_threshold([values[place] for place in inside], [settings[place] for place in inside])
         errors += sum(
