@@ -19,6 +19,7 @@ OPEN_SECTIONS = {
     "algorithm.rollout_correction": _CORRECTION_KEYS,
     "actor_rollout_ref.actor.rollout_correction": _CORRECTION_KEYS,
     "reward.functions": "weights by name, e.g. reward.functions.ocr=1",
+    "reward.judge.extra_body": "a mapping of keys to values, e.g. {top_p: 0.8}",
     "reward.custom_reward_function.reward_kwargs": "a mapping from parameter names to values, e.g. {scale: 2.0}",
 }
 """Keys whose value is a mapping of its reader's own, and what to give them; what reads them checks their content."""

@@ -11,7 +11,9 @@ from typing import Any
 
 from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rewards.judge.config import JudgeConfig
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
+from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 REWARD_NAMES = REWARDS.keys()
 """The names of the built-in rewards, as ``reward.functions`` takes them."""
@@ -113,6 +115,12 @@ class RewardConfig:
     ocr: OCRConfig = field(default_factory=OCRConfig)
     """Options of the reward ``ocr``."""
 
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """Options of the reward ``judge``."""
+
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """A model that the run serves itself, for the judge and for functions that ask one."""
+
     timeout_s: float | None = 3600.0
     """Longest time in seconds that one reward function may take for a batch, or for being imported; null for no limit.
     A function that takes longer ends the run with a message that says what it was doing."""
@@ -155,8 +163,10 @@ class RewardConfig:
     def in_words(self) -> str:
         """The rewards that are on: ``0.5 x ocr + 2 x compute_score (my_reward.py)``."""
         custom = self.custom_reward_function
-        files = {} if custom.path is None else {custom.name: f" ({custom.path})"}
-        return " + ".join(f"{weight:g} x {name}{files.get(name, '')}" for name, weight in self.weights().items())
+        more = {} if custom.path is None else {custom.name: f" ({custom.path})"}
+        if self.judge.model is not None:
+            more["judge"] = f" ({self.judge.model})"
+        return " + ".join(f"{weight:g} x {name}{more.get(name, '')}" for name, weight in self.weights().items())
 
     def validate(self) -> None:
         """Repeat the checks of construction, for fields that were changed since.
@@ -165,6 +175,8 @@ class RewardConfig:
             ValueError: names the field, its value and what to do.
         """
         self.ocr.__post_init__()
+        self.judge.__post_init__()
+        self.reward_model.__post_init__()
         self.custom_reward_function.__post_init__()
         self.__post_init__()
 
