@@ -17,7 +17,7 @@ from flowgrpo_rc.rewards.custom import REFUSED, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
 from flowgrpo_rc.rewards.forms import PerImageReward, adapt
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
-from flowgrpo_rc.rewards.registry import REWARDS, load_builtin
+from flowgrpo_rc.rewards.registry import load_builtin
 
 RewardFunction = Callable[..., Any]
 """``fn(images, prompts, metadata)`` -> N scores, or ``(N scores, info dict)``; images (N, H, W, 3) uint8 RGB. Or
@@ -165,11 +165,26 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     config = RewardConfig() if config is None else config
     config.validate()
     weights = config.weights()
-    custom = config.custom_reward_function
-    # First: what is wrong with the user's function is then known before an engine takes its time.
-    own: Any = None if custom.path is None else load_reward(custom, config.timeout_s)
-    functions = {name: load_builtin(name, getattr(config, name, None)) if name in REWARDS else own for name in weights}
+    # First: what is wrong with the user's own functions is then known before an engine takes its time.
+    own = {name: load_reward(f, config.timeout_s) for name, f in config.own_functions().items() if name in weights}
+    functions = {name: own[name] if name in own else _builtin(name, config) for name in weights}
     return RewardMix(functions, weights, config.timeout_s)
+
+
+def build_observers(config: RewardConfig) -> RewardMix | None:
+    """The scorers of ``reward.val_functions``, which only look; their total is 0. None where there are none.
+
+    Raises:
+        ValueError, ImportError: see ``build_reward``.
+    """
+    named = config.observers()
+    own = {name: load_reward(f, config.timeout_s) for name, f in named.items() if f is not None}
+    functions = {name: own[name] if name in own else _builtin(name, config) for name in named}
+    return RewardMix(functions, dict.fromkeys(named, 0.0), config.timeout_s) if functions else None
+
+
+def _builtin(name: str, config: RewardConfig) -> Any:
+    return load_builtin(name, getattr(config, name, None))
 
 
 def _file_of(function: RewardFunction) -> str | None:

@@ -13,7 +13,7 @@ from flowgrpo_rc.cli.compose import ConfigError, compose
 from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, TABLE, Ignored, Moved, Refused, Renamed, find
 from flowgrpo_rc.cli.schema import schema, sections
 from flowgrpo_rc.cli.spellings import ALGORITHMS, OTHER_DEFAULTS, SPELLINGS
-from flowgrpo_rc.cli.translate import override
+from flowgrpo_rc.cli.translate import CORRECTIONS, override
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 TINY = "tiny_qwen_image_ocr"
@@ -76,6 +76,24 @@ ROLLOUT_CORRECTION_SCRIPT = (
 )
 """The overrides of verl-omni's rollout-correction script for Qwen-Image, less those of its reward model."""
 
+SCORES = "/root/verl-omni/verl_omni/utils/reward_score"
+"""Where verl-omni's scripts look for its scorers; not there."""
+
+MULTI_REWARD = (
+    "reward.custom_reward_function.path=pkg://verl_omni.reward_loop.reward_manager.multi",
+    "reward.custom_reward_function.name=_multi_reward_placeholder",
+    "reward.reward_manager.name=MultiVisualRewardManager",
+    "reward.reward_manager.module.path=pkg://verl_omni.reward_loop.reward_manager",
+    f"+reward.reward_functions.ocr.path={SCORES}/genrm_ocr.py",
+    "+reward.reward_functions.ocr.name=compute_score_ocr",
+    "+reward.reward_functions.ocr.weight=0.5",
+    f"+reward.reward_functions.jpeg.path={SCORES}/jpeg_compressibility.py",
+    "+reward.reward_functions.jpeg.name=compute_score",
+    "+reward.reward_functions.jpeg.weight=0.5",
+    "reward.aggregation=weighted_sum",
+)
+"""How verl-omni's script for several rewards names them."""
+
 REWARD_MODEL = (
     "reward.reward_model.enable=True",
     "reward.reward_model.model_path=Qwen/Qwen3-VL-8B-Instruct",
@@ -119,7 +137,7 @@ def test_no_key_of_another_trainer_is_unknown():
         if key not in schema()
         and key not in sections()
         and key not in LAUNCHER_KEYS
-        and not key.startswith(("algorithm.rollout_correction.", f"{A}.rollout_correction."))
+        and not key.startswith((*(f"{section}." for section in CORRECTIONS), "reward.reward_functions."))
         and find(key) is None
     ]
     assert len(KEYS) > 400
@@ -216,6 +234,27 @@ def test_the_reward_model_is_refused_with_what_to_use_instead():
     quietly(*ROLLOUT_CORRECTION_SCRIPT, *off)
 
 
+def test_the_script_with_several_rewards_names_them_here(tmp_path):
+    """Its scorer of text asks a model, so that a path of one's own, or ``ocr``, takes its place."""
+    message = refused(*MULTI_REWARD)
+    assert re.search("reward_functions.ocr=.*cannot work here: verl-omni's file is not there.*functions.ocr=1", message)
+    assert "\n" not in message
+    own = tmp_path / "mine.py"
+    own.write_text("def compute_score_ocr(solution_image, ground_truth):\n    return 1.0\n")
+    config = quietly(*MULTI_REWARD, f"reward.reward_functions.ocr.path={own}")
+    assert config.reward.weights() == {"jpeg_compressibility": 0.5, "ocr": 0.5}
+    assert config.reward.own_functions()["ocr"].name == "compute_score_ocr"
+    assert config.reward.custom_reward_function.path is None
+
+
+def test_a_scorer_of_verl_omni_s_that_is_there_is_loaded_as_it_is(tmp_path):
+    path = tmp_path / "verl_omni" / "utils" / "reward_score" / "jpeg_compressibility.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def compute_score(solution_image):\n    return 1.0\n")
+    config = quietly(f"+reward.reward_functions.jpeg.path={path}")
+    assert config.reward.weights() == {"jpeg": 1.0}
+
+
 # ---------------------------------------------------------------- what acts
 
 
@@ -263,6 +302,15 @@ def test_the_reward_model_is_refused_with_what_to_use_instead():
         (["trainer.resume_mode=enable"], ["trainer.resume_mode=auto"]),
         (["trainer.logger=console"], ["trainer.logger=[console]"]),
         (["data.seed=null"], []),
+        (["+reward.reward_functions.ocr.weight=0.5"], ["reward.functions.ocr=0.5"]),
+        ([f"+reward.reward_functions.jpeg.path={SCORES}/jpeg_compressibility.py",
+          "+reward.reward_functions.jpeg.name=compute_score", "+reward.reward_functions.jpeg.weight=0.5"],
+         ["reward.functions.jpeg_compressibility=0.5"]),
+        (["+reward.reward_functions.jpeg={path: pkg://verl_omni.utils.reward_score.jpeg_compressibility, required: 1}"],
+         ["reward.functions.jpeg_compressibility=1.0"]),
+        (["reward_fn={ocr: 0.5, jpeg_compressibility: 1}"],
+         ["reward.functions.ocr=0.5", "reward.functions.jpeg_compressibility=1"]),
+        (["config.reward_fn.ocr=0.5"], ["reward.functions.ocr=0.5"]),
     ],
 )  # fmt: skip
 def test_a_setting_in_their_form_configures_what_ours_does(there, here):
@@ -306,6 +354,12 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
         ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=32"], ["model.pipeline.height: got 64"]),
         ([f"{M}.algorithm=flow_dppo", f"{A}.diffusion_loss.loss_mode=grpo_guard"], ["got flow_dppo", "'grpo_guard'"]),
         ([f"{M}.algorithm=dance_grpo", f"{R}.algo.sde_type=sde"], ["got dance_grpo", "sde_type is 'sde'"]),
+        (["+reward.reward_functions.ocr.weight=0.5", "reward.functions.ocr=1"],
+         ["reward_functions.ocr: got the weight 0.5, but reward.functions is {ocr: 1}", "leave one out"]),
+        (["reward_fn={ocr: 1}", "reward.functions.ocr=2"],
+         ["reward_fn: got {ocr: 1}, but reward.functions is {ocr: 2}"]),
+        (["+reward.reward_functions.ocr.device=cuda"], ["the built-in reward ocr takes none of device"]),
+        (["reward_fn={deqa: 1.0}"], ["reward.functions: 'deqa' is not a known reward"]),
         ([f"{A}.fsdp_config.model_dtype=int4"], ["fsdp_config.model_dtype: got 'int4'; choose one of fp32"]),
         ([f"{A}.fsdp_config.dtype=float16"], ["fsdp_config.dtype: got 'float16'; choose one of bf16"]),
     ],
