@@ -1,9 +1,9 @@
 """Rewards: what an image is worth, given its prompt.
 
-``registry`` names the built-in rewards (``ocr``, ``jpeg``), ``custom`` loads a function of the user's own, and ``mix``
-makes their weighted sum. ``forms`` calls a function as it is written, ``answer`` checks what it returns, and
-``isolation`` keeps it from ending, hanging or changing the run. Importing this package loads no engine;
-``build_reward`` does.
+``registry`` names the built-in rewards (``ocr``, ``jpeg``), ``custom`` loads a function of the user's own, ``mix``
+makes their weighted sum, and ``streaming`` makes it from parts of a batch. ``forms`` calls a function as it is written,
+``answer`` checks what it returns, and ``isolation`` keeps it from ending, hanging or changing the run. Importing this
+package loads no engine; ``build_reward`` does.
 """
 
 from flowgrpo_rc.rewards.config import REWARD_NAMES as REWARD_NAMES
@@ -23,3 +23,5 @@ from flowgrpo_rc.rewards.mix import build_reward as build_reward
 from flowgrpo_rc.rewards.ocr import OCRReward as OCRReward
 from flowgrpo_rc.rewards.ocr import quoted_target as quoted_target
 from flowgrpo_rc.rewards.ocr import text_similarity as text_similarity
+from flowgrpo_rc.rewards.streaming import PartialScoring as PartialScoring
+from flowgrpo_rc.rewards.streaming import ScoringThread as ScoringThread

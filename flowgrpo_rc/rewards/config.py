@@ -147,8 +147,14 @@ class RewardConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A model that the run serves itself, for the judge and for functions that ask one."""
 
+    overlap: bool = True
+    """Whether functions with ``streams = True`` (``judge``, ``ocr``, ...) score the images of a rollout's
+    micro-batch in another thread while the next ones are drawn. The scores are the same either way: such functions are
+    called for one micro-batch of ``rollout.micro_batch_size`` at a time in both. All others are called in the main
+    thread when all images are drawn."""
+
     timeout_s: float | None = 3600.0
-    """Longest time in seconds that one reward function may take for a batch, or for being imported; null for no limit.
+    """Longest time in seconds that one call of a reward function, or its import, may take; null for no limit.
     A function that takes longer ends the run with a message that says what it was doing."""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -64,7 +64,8 @@ class RewardMix:
     Args:
         functions: name -> function, of either form that ``forms.py`` knows; at least one.
         weights: name -> weight, for the same names.
-        timeout_s: longest time that one function may take for a batch; None for no limit.
+        timeout_s: longest time that one call of a function may take; None for no limit.
+        builtin: names of functions that are this package's own.
         server: what serves the model that the functions ask; None where nothing has been started.
 
     Raises:
@@ -76,6 +77,7 @@ class RewardMix:
         functions: Mapping[str, RewardFunction],
         weights: Mapping[str, float],
         timeout_s: float | None = None,
+        builtin: Collection[str] = (),
         server: RewardModelServer | None = None,
     ) -> None:
         if not functions or functions.keys() != weights.keys():
@@ -87,8 +89,11 @@ class RewardMix:
             check_name("functions", name)
         self.functions = {name: adapt(function, name) for name, function in functions.items()}
         self.weights = dict(weights)
+        self.builtin = frozenset(builtin)
         self.server = server
         """What serves the model that the functions ask; None where nothing has been started."""
+        self.streaming = tuple(name for name, function in self.functions.items() if _streams(function.function))
+        """The functions that may be called for a part of a batch, in a thread of its own: those with ``streams``."""
         self._code = {
             name: UserCode(f"reward function {name!r}", _file_of(function.function), timeout_s)
             for name, function in self.functions.items()
@@ -112,15 +117,22 @@ class RewardMix:
         prompts = list(prompts)
         metadata = [{} for _ in prompts] if metadata is None else list(metadata)
         _check_batch(images, prompts, metadata)
+        return self.combine({name: self.score(name, images, prompts, metadata) for name in self.functions}, prompts)
+
+    def combine(self, scored: Mapping[str, tuple[np.ndarray, dict[str, Any]]], prompts: Sequence[str]) -> RewardResult:
+        """The weighted sum of what ``score`` returned for every function.
+
+        Raises:
+            RewardError: it is too large for float32.
+        """
         total = np.zeros(len(prompts), dtype=np.float64)
-        parts: dict[str, np.ndarray] = {}
-        info: dict[str, dict[str, Any]] = {}
-        for name in self.functions:
-            parts[name], info[name] = self._score(name, images, prompts, metadata)
+        for name, (scores, _) in scored.items():
             # In float64, so that large terms may cancel; a sum that stays too large is named below.
             with np.errstate(all="ignore"):
-                total += self.weights[name] * parts[name].astype(np.float64)
+                total += self.weights[name] * scores.astype(np.float64)
+        parts = {name: scores for name, (scores, _) in scored.items()}
         self._check_sum(total, parts, prompts)
+        info = {name: info for name, (_, info) in scored.items()}
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
 
     def close(self) -> None:
@@ -128,13 +140,30 @@ class RewardMix:
         if self.server is not None:
             self.server.close()
 
-    def _score(
-        self, name: str, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]
+    def score(
+        self,
+        name: str,
+        images: np.ndarray,
+        prompts: Sequence[str],
+        metadata: Sequence[dict[str, Any]],
+        *,
+        sets_back: bool = True,
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """One function's checked scores, (N,) float32, and its info."""
+        """One function's checked scores, (N,) float32, and its info.
+
+        Args:
+            name: of the function.
+            images, prompts, metadata: as for a call of the mix.
+            sets_back: set back what the function changes in the process; False where another thread works meanwhile,
+                whose changes would be taken for the function's.
+
+        Raises:
+            RewardError: the function failed, took too long, or its answer is unfit.
+        """
         own = images.copy()
         own.flags.writeable = False
-        code = self._code[name]
+        code = replace(self._code[name], sets_back=sets_back)
+        prompts = list(prompts)
         # Row by row: images of one prompt share theirs, and one deep copy of the list would keep that so.
         rows = [copy.deepcopy(row) for row in metadata]
         answer = code.run(self.functions[name], own, list(prompts), rows, passing=AnswerError)
@@ -198,7 +227,7 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
         if server is not None:
             server.wait()
         functions = {name: own[name] if name in own else _builtin(name, config) for name in weights}
-        return RewardMix(functions, weights, config.timeout_s, server)
+        return RewardMix(functions, weights, config.timeout_s, builtin=functions.keys() - own.keys(), server=server)
 
 
 def build_observers(config: RewardConfig, server: RewardModelServer | None = None) -> RewardMix | None:
@@ -226,6 +255,11 @@ def _load_own(
 
 def _builtin(name: str, config: RewardConfig) -> Any:
     return load_builtin(name, getattr(config, name, None))
+
+
+def _streams(function: RewardFunction) -> bool:
+    """Whether a function, or the class of an object, has ``streams = True``; read without running any of its code."""
+    return inspect.getattr_static(function, "streams", False) is True
 
 
 def _file_of(function: RewardFunction) -> str | None:

@@ -82,6 +82,9 @@ class OCRReward:
         ImportError: RapidOCR, onnxruntime or rapidfuzz is missing.
     """
 
+    streams = True
+    """Each image is read by itself, so that a batch may come in parts."""
+
     def __init__(self, config: OCRConfig | None = None) -> None:
         self.config = OCRConfig() if config is None else config
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

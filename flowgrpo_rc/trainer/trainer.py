@@ -47,6 +47,7 @@ from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
+from flowgrpo_rc.trainer.scoring import RolloutScoring
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import save_grid, validate
@@ -127,13 +128,15 @@ class FlowGRPOTrainer:
     def train_step(self) -> dict[str, float]:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
         prompts, rows = self._next_prompts()
-        with self.timer("rollout"):
-            batch, images, cond = self._rollout(prompts, rows)
-        with self.timer("probe"), self._naming(batch, prompts):
-            sync_metrics = self.rescoring(batch, cond, self.step)
-        with self.timer("reward"):
-            scored = self._reward(images, prompts, batch)
-            metrics = self._reward_statistics(scored)
+        with self._scoring(prompts) as scoring:
+            with self.timer("rollout"):
+                batch, images, cond = self._rollout(prompts, rows, scoring)
+            with self.timer("probe"), self._naming(batch, prompts):
+                sync_metrics = self.rescoring(batch, cond, self.step)
+            with self.timer("reward"):
+                scored = scoring.result(images)
+                self.timer.beside("reward_work", scoring.seconds)
+                metrics = self._reward_statistics(scored)
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
                 self._dump_rollout(self.run.rollout_dump, images, prompts, batch, scored)
@@ -173,7 +176,15 @@ class FlowGRPOTrainer:
         chosen = next(self.run.sampler)
         return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
 
-    def _rollout(self, prompts: list[PromptRecord], rows: Tensor) -> tuple[TensorDict, np.ndarray, Conditioning]:
+    def _scoring(self, prompts: list[PromptRecord]) -> RolloutScoring:
+        """What takes the images of a rollout of these prompts, and gives their rewards."""
+        rollout = self.config.actor_rollout_ref.rollout
+        records = [record for record in prompts for _ in range(rollout.n)]
+        return RolloutScoring(self.run.reward, records, rollout.micro_batch_size, self.config.reward.overlap)
+
+    def _rollout(
+        self, prompts: list[PromptRecord], rows: Tensor, scoring: RolloutScoring
+    ) -> tuple[TensorDict, np.ndarray, Conditioning]:
         rollout = self.config.actor_rollout_ref.rollout
         seed = self.config.rollout_seed
         cond = self.conditioning(prompts, rollout.pipeline)
@@ -190,6 +201,7 @@ class FlowGRPOTrainer:
                 sde_type=rollout.algo.sde_type,
                 # In bypass mode the engine is the old policy, so objectives that compare means need its.
                 record_means=self.mode.objective.needs_old_means and self.mode.bypasses,
+                on_images=scoring.take,
             )
         )
         assert trajectories.batch is not None
@@ -218,11 +230,6 @@ class FlowGRPOTrainer:
             seed = algo.sde_window_seed
             groups = [0] * len(groups)
         return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
-
-    def _reward(self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict) -> RewardResult:
-        """What this process's images are worth."""
-        records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
-        return self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
 
     def _reward_statistics(self, result: RewardResult) -> dict[str, float]:
         """Statistics of the rewards over all processes: of the total, and mean and deviation of every part."""

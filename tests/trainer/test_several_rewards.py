@@ -61,8 +61,8 @@ def several(path, *more):
 
 def test_every_reward_has_its_mean_and_its_deviation(small_config, scorers):
     trainer = FlowGRPOTrainer(small_config(*several(scorers)))
-    results, reward = [], trainer.run.reward
-    trainer.run.reward = lambda *args: (results.append(reward(*args)), results[-1])[1]
+    results, combine = [], trainer.run.reward.combine
+    trainer.run.reward.combine = lambda *args: (results.append(combine(*args)), results[-1])[1]
     row = trainer.train_step()
     (result,) = results
     assert list(result.parts) == ["dark", "red", "compute_score"]
@@ -102,8 +102,8 @@ def test_normalisation_within_the_group_reaches_the_advantages(small_config, sco
     )
     trainer = FlowGRPOTrainer(config)
     updates, results = [], []
-    reward, update = trainer.run.reward, trainer.run.actor.update
-    trainer.run.reward = lambda *args: (results.append(reward(*args)), results[-1])[1]
+    combine, update = trainer.run.reward.combine, trainer.run.actor.update
+    trainer.run.reward.combine = lambda *args: (results.append(combine(*args)), results[-1])[1]
     trainer.run.actor.update = lambda batch, *args, **kw: (updates.append(batch.clone()), update(batch, *args, **kw))[1]
     row = trainer.train_step()
     trainer.folder.close()

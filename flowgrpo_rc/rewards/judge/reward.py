@@ -61,6 +61,9 @@ class JudgeReward:
         ImportError: httpx is not installed, or rapidfuzz for the parser ``ocr``.
     """
 
+    streams = True
+    """An image's score has nothing to do with the others', so the judge may work while the next ones are drawn."""
+
     def __init__(self, config: JudgeConfig | None = None) -> None:
         self.config = JudgeConfig() if config is None else config
         if self.config.base_url is None:
