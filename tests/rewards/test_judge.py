@@ -161,6 +161,17 @@ def test_what_the_cache_saves(cache, calls):
     np.testing.assert_array_equal(first, np.float32([0, 0.1, 0.2, 0.3, 0, 0.1]))
 
 
+def test_columns_of_the_prompt_file_in_a_question():
+    """The blank image before training has none of them."""
+    with FakeJudge(by_number) as server:
+        reward = server.reward([{"question": "Are there {count} {thing}s?", "parser": "score", "scale": 10}])
+        assert server.asked[-1].words == "Are there count things?"
+        reward(numbered(1), ["a"], [{"count": 3, "thing": "cat"}])
+        assert server.asked[-1].words == "Are there 3 cats?"
+        with pytest.raises(ValueError, match=r"^p:1 has no count, which the judge's question 'score' asks about"):
+            reward.check_prompts(["a"], sources=["p:1"], metadata=[{"thing": "cat"}])
+
+
 def test_no_images():
     with FakeJudge(by_number) as server:
         assert server.reward()(numbered(0), []).total.shape == (0,)

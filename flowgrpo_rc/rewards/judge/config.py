@@ -109,7 +109,7 @@ class JudgeConfig:
     """How images are sent: ``png``, which loses nothing, or ``jpeg``, which is smaller."""
 
     max_concurrent: int = 32
-    """Requests that are under way at once."""
+    """Requests that are under way at once, of each process of the run."""
 
     tries: int = 4
     """How often one request is sent at most, where the server is busy or the connection fails."""

@@ -20,7 +20,7 @@ from flowgrpo_rc.rewards.http_options import HTTPOptions
 from flowgrpo_rc.rewards.judge import chat
 from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, Wanted
-from flowgrpo_rc.rewards.judge.wording import fill
+from flowgrpo_rc.rewards.judge.wording import fill, placeholders
 
 _CHECK_TRIES = 2
 """Tries of the questions before training: a server that is not there should show within seconds."""
@@ -83,7 +83,8 @@ class JudgeReward:
         try:
             self.config.model = self._served_model(check)
             blank = np.full((1, 256, 256, 3), 255, np.uint8)
-            self._judge(self._questions(blank, ['a blank sheet "blank"'], None, sample="blank image"), check)
+            row = {name: name for question in self.config.questions for name in placeholders(question)}
+            self._judge(self._questions(blank, ['a blank sheet "blank"'], [row], sample="blank image"), check)
         except ServerError as error:
             raise ValueError(f"{SECTION}: {error}") from None
 

@@ -12,6 +12,11 @@ from flowgrpo_rc.rewards.ocr import quoted_target
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
+def placeholders(question: JudgeQuestion) -> set[str]:
+    """The names in braces in a question."""
+    return set(_PLACEHOLDER.findall(question.words))
+
+
 def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
     """The words of a question about the image of one prompt, and the text that the image should show (empty where the
     question needs none).
@@ -19,7 +24,7 @@ def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: st
     Raises:
         ValueError: the prompt or its row of the prompt file lacks what the question needs.
     """
-    names = set(_PLACEHOLDER.findall(question.words))
+    names = placeholders(question)
     target = target_text(prompt, row) if question.parser == "ocr" or "target" in names else ""
     if target is None:
         raise ValueError(
