@@ -216,7 +216,7 @@ def build_observers(config: RewardConfig) -> RewardMix | None:
 
 
 def _builtin(name: str, config: RewardConfig) -> Any:
-    return load_builtin(name, getattr(config, name, None))
+    return load_builtin(name, getattr(config, name, None), config.num_workers)
 
 
 def _streams(function: RewardFunction) -> bool:

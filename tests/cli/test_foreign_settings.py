@@ -204,6 +204,7 @@ def test_the_rollout_correction_script_starts():
     assert (actor.optim.lr, actor.ppo_mini_batch_size, rollout.n) == (3e-4, 16, 16)
     assert (rollout.algo.noise_level, rollout.algo.sde_window_range) == (1.2, [0, 5])
     assert config.rollout_correction.rollout_rs_threshold == "0.5_2.0"
+    assert config.reward.num_workers == 1
     assert (config.trainer.total_training_steps, config.trainer.logger) == (300, ["console", "wandb"])
 
 
@@ -211,7 +212,7 @@ def test_one_warning_lists_what_is_ignored_and_one_what_is_translated():
     ignored, moved, defaults = said(*ROLLOUT_CORRECTION_SCRIPT)
     for name in ("optimizer_offload", "agent.num_workers", "load_format", "layered_summon"):
         assert name in ignored
-    for name in ("tensor_model_parallel_size", "ref.log_prob_micro_batch_size_per_gpu", "reward.num_workers"):
+    for name in ("tensor_model_parallel_size", "ref.log_prob_micro_batch_size_per_gpu"):
         assert name in ignored
     assert "torchrun --nproc_per_node 4" in ignored
     assert f"{A}.fsdp_config.model_dtype=bfloat16 -> {M}.dtype=bfloat16" in moved
