@@ -58,6 +58,8 @@ def run(folder: Path, overlap: bool, seconds: float, steps: int) -> list[dict[st
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             f"actor_rollout_ref.rollout.n={IMAGES // 4}",
             f"actor_rollout_ref.rollout.micro_batch_size={IMAGES // PARTS}",
+            "actor_rollout_ref.rollout.pipeline.num_inference_steps=3",
+            "actor_rollout_ref.rollout.algo.sde_window_range=[0,2]",
             "actor_rollout_ref.rollout.probe.images=0",
             f"reward.reward_functions.sleeps={{path: {scorer}, name: sleeps, seconds: {seconds}}}",
             f"reward.overlap={str(overlap).lower()}",
