@@ -34,6 +34,7 @@ WRITTEN_THERE = 3
 _ALGORITHM = "actor_rollout_ref.model.algorithm"
 _FUNCTIONS = "reward.functions"
 _OWN_FUNCTIONS = "reward.reward_functions"
+_CUSTOM = "reward.custom_reward_function"
 _SCORER = re.compile(r"(?:.*/)?verl_omni/utils/reward_score/(\w+)\.py|pkg://verl_omni\.utils\.reward_score\.(\w+)")
 """The path of a scorer of verl-omni's, in both forms that it takes."""
 _PLAIN = re.compile(r"[\w/\-+.$%*@?|]+(:[\w/\-+.$%*@?|]+)*", re.ASCII)
@@ -199,6 +200,7 @@ class Translation:
     def _reward_functions(self) -> None:
         """verl-omni's entries that stand for a built-in reward: those without a path, and those of its own scorers,
         where their files are not there."""
+        self._custom_function()
         given = self.leaves.get(_OWN_FUNCTIONS)
         if not isinstance(given, Mapping):
             return
@@ -211,6 +213,17 @@ class Translation:
                 del kept[name]
                 self._to_builtin(f"{_OWN_FUNCTIONS}.{name}", builtin, entry)
         self.leaves[_OWN_FUNCTIONS] = kept
+
+    def _custom_function(self) -> None:
+        """The same of the one function that most scripts name."""
+        path = self.leaves.get(f"{_CUSTOM}.path")
+        builtin = None if path is None else _builtin_reward("", {"path": path})
+        if builtin is None:
+            return
+        entry = {name: self.leaves.pop(f"{_CUSTOM}.{name}", None) for name in ("path", "name", "weight")}
+        arguments = self.leaves.get(f"{_CUSTOM}.reward_kwargs")
+        given = {key: value for key, value in entry.items() if value is not None}
+        self._to_builtin(_CUSTOM, builtin, {**given, **(arguments if isinstance(arguments, Mapping) else {})})
 
     def _to_builtin(self, key: str, builtin: str, entry: Mapping[str, Any]) -> None:
         setting = override(key, entry)
