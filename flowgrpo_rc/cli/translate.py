@@ -224,7 +224,7 @@ class Translation:
         names = {name: f"{_OWN_FUNCTION}.{name}" for name in ("path", "name", "weight", "reward_kwargs")}
         entry = {name: self.leaves.pop(key) for name, key in names.items() if key in self.leaves}
         entry |= entry.pop("reward_kwargs", None) or {}
-        self._to_builtin(f"{_OWN_FUNCTION}.path={entry['path']}", builtin, entry)
+        self._to_builtin(_OWN_FUNCTION, builtin, entry)
 
     def _to_builtin(self, key: str, builtin: str, entry: Mapping[str, Any]) -> None:
         setting = override(key, entry)

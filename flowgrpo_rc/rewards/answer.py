@@ -14,6 +14,9 @@ from flowgrpo_rc.rewards.errors import AnswerError, brief_repr, exception_text
 
 WANTED = "return one float per image, or (floats, info dict)"
 
+Scores = tuple[np.ndarray, dict[str, list[Any]]]
+"""Of some images: their scores, and what the function reports beside them, a list with an entry for each."""
+
 CAPTIONS = "text"
 """The key of ``info`` whose strings caption the samples."""
 
@@ -38,6 +41,16 @@ def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndar
     _check_range(returned, values, prompts)
     entries = {key: _checked_entries(returned, key, value, len(prompts)) for key, value in info.items()}
     return values.astype(np.float32), entries
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """Scores and info of several parts of a batch, in their order.
+
+    An image whose part reports nothing under a key that another part has is None there.
+    """
+    keys = dict.fromkeys(key for _, info in parts for key in info)
+    info = {key: [entry for s, i in parts for entry in i.get(key, [None] * len(s))] for key in keys}
+    return np.concatenate([scores for scores, _ in parts]), info
 
 
 def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:

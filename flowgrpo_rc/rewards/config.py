@@ -44,7 +44,8 @@ class OCRConfig:
     widens it."""
 
     num_threads: int = 0
-    """Number of threads that read images side by side. 0 stands for one per core this process may use, at most 8."""
+    """Number of threads that read images side by side. 0 stands for one per core this process may use, at most 8; in
+    each of ``reward.num_workers`` processes for one."""
 
     contained_is_match: bool = False
     """Whether a reading that contains the whole target scores 1, whatever is around it, as in flow_grpo's image
@@ -147,6 +148,10 @@ class RewardConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A model that the run serves itself, for the judge and for functions that ask one."""
 
+    num_workers: int = 0
+    """Worker processes of each training process for the built-in rewards that read images on the processor (``ocr``),
+    which share a batch. 0 stands for none: then they are called in the training process itself."""
+
     overlap: bool = True
     """Whether functions with ``streams = True`` (``judge``, ``ocr``, ...) score the images of a rollout's
     micro-batch in another thread while the next ones are drawn. The scores are the same either way: such functions are
@@ -174,6 +179,7 @@ class RewardConfig:
                     "reward.custom_reward_function"
                 )
         self.functions = {name: _weight(f"reward.functions.{name}", w) for name, w in self.functions.items()}
+        non_negative("reward.num_workers", self.num_workers)
         choice("reward.normalization", self.normalization, (None, *NORMALIZATIONS))
         self.reward_functions = self._checked_reward_functions()
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:

@@ -254,7 +254,7 @@ def _load_own(
 
 
 def _builtin(name: str, config: RewardConfig) -> Any:
-    return load_builtin(name, getattr(config, name, None))
+    return load_builtin(name, getattr(config, name, None), config.num_workers)
 
 
 def _streams(function: RewardFunction) -> bool:

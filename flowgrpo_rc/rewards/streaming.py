@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo_rc.rewards.answer import Scores, joined
 from flowgrpo_rc.rewards.errors import RewardError
 from flowgrpo_rc.rewards.isolation.process_state import ProcessState
 from flowgrpo_rc.rewards.mix import RewardMix, RewardResult
-
-Scores = tuple[np.ndarray, dict[str, list[Any]]]
-"""Of some images: the scores, and what the function reports beside them."""
 
 
 class PartialScoring:
@@ -71,7 +69,7 @@ class PartialScoring:
         while self.scored < len(images):
             self.add(images[self.scored : self.scored + self._part], drawing=False)
         begin = time.perf_counter()
-        found = {name: _joined(parts) for name, parts in self._found.items()}
+        found = {name: joined(parts) for name, parts in self._found.items()}
         for name in self._mix.functions:
             if name not in found:
                 found[name] = self._mix.score(name, images, self._prompts, self._metadata)
@@ -141,10 +139,3 @@ class ScoringThread:
                 self._scoring.add(images, drawing=True)
         except BaseException as error:  # raised where it is waited for
             self._error = error
-
-
-def _joined(parts: Sequence[Scores]) -> Scores:
-    """Scores and info of all parts. An image whose part reports nothing under a key has None there."""
-    keys = dict.fromkeys(key for _, info in parts for key in info)
-    info = {key: [entry for s, i in parts for entry in i.get(key, [None] * len(s))] for key in keys}
-    return np.concatenate([scores for scores, _ in parts]), info

@@ -207,6 +207,7 @@ def test_the_rollout_correction_script_starts():
     assert (actor.optim.lr, actor.ppo_mini_batch_size, rollout.n) == (3e-4, 16, 16)
     assert (rollout.algo.noise_level, rollout.algo.sde_window_range) == (1.2, [0, 5])
     assert config.rollout_correction.rollout_rs_threshold == "0.5_2.0"
+    assert config.reward.num_workers == 1
     assert (config.trainer.total_training_steps, config.trainer.logger) == (300, ["console", "wandb"])
 
 
@@ -214,7 +215,7 @@ def test_one_warning_lists_what_is_ignored_and_one_what_is_translated():
     ignored, moved, defaults = said(*ROLLOUT_CORRECTION_SCRIPT)
     for name in ("optimizer_offload", "agent.num_workers", "load_format", "layered_summon"):
         assert name in ignored
-    for name in ("tensor_model_parallel_size", "ref.log_prob_micro_batch_size_per_gpu", "reward.num_workers"):
+    for name in ("tensor_model_parallel_size", "ref.log_prob_micro_batch_size_per_gpu"):
         assert name in ignored
     assert "torchrun --nproc_per_node 4" in ignored
     assert f"{A}.fsdp_config.model_dtype=bfloat16 -> {M}.dtype=bfloat16" in moved
@@ -237,7 +238,7 @@ def test_the_reward_model_acts():
     assert [question.parser for question in reward.judge.questions] == ["ocr"]
     assert reward.custom_reward_function.path is None
     moved = said(*ROLLOUT_CORRECTION_SCRIPT, *REWARD_MODEL)[1]
-    assert "genrm_ocr.py -> reward.functions.judge=1.0 'reward.judge.questions=[ocr]'" in moved
+    assert "reward.custom_reward_function -> reward.functions.judge=1.0 'reward.judge.questions=[ocr]'" in moved
 
 
 def test_settings_of_a_reward_model_that_are_others_here():
@@ -309,6 +310,8 @@ def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
          ["reward.functions.jpeg_compressibility=0.5"]),
         (["+reward.reward_functions.jpeg={path: pkg://verl_omni.utils.reward_score.jpeg_compressibility, required: 1}"],
          ["reward.functions.jpeg_compressibility=1.0"]),
+        (["reward.custom_reward_function.path=verl_omni/utils/reward_score/jpeg_compressibility.py",
+          "reward.custom_reward_function.name=compute_score"], ["reward.functions.jpeg_compressibility=1.0"]),
         (["reward_fn={ocr: 0.5, jpeg_compressibility: 1}"],
          ["reward.functions.ocr=0.5", "reward.functions.jpeg_compressibility=1"]),
         (["config.reward_fn.ocr=0.5"], ["reward.functions.ocr=0.5"]),
@@ -360,6 +363,8 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
         (["reward_fn={ocr: 1}", "reward.functions.ocr=2"],
          ["reward_fn: got {ocr: 1}, but reward.functions is {ocr: 2}"]),
         (["+reward.reward_functions.ocr.device=cuda"], ["the built-in reward ocr takes none of device"]),
+        (["reward.custom_reward_function.path=verl_omni/utils/reward_score/hpsv3_reward.py"],
+         ["reward.custom_reward_function={path:verl_omni/", "verl-omni's file is not there", "reward.functions.ocr=1"]),
         (["reward_fn={deqa: 1.0}"], ["reward.functions: 'deqa' is not a known reward"]),
         ([f"{A}.fsdp_config.model_dtype=int4"], ["fsdp_config.model_dtype: got 'int4'; choose one of fp32"]),
         ([f"{A}.fsdp_config.dtype=float16"], ["fsdp_config.dtype: got 'float16'; choose one of bf16"]),

@@ -320,7 +320,7 @@ def test_a_run_with_verl_omnis_settings(notes, tmp_path, monkeypatch, capsys):
     """The judge of a whole run is served with it, transcribes its images, is recorded, and ends with it."""
     monkeypatch.setenv("VLLM_STUB_SAYS", "7")
     folder = f"trainer.default_local_dir={tmp_path / 'run'}"
-    with pytest.warns(UserWarning, match="genrm_ocr.py -> reward.functions.judge=1.0"):
+    with pytest.warns(UserWarning, match="custom_reward_function -> reward.functions.judge=1.0"):
         assert main(["demo", *TINY, folder, "reward.functions.ocr=0", *VERL_OMNIS]) == 0
     (row,) = rows(tmp_path)
     assert 0 <= row["reward/judge"] == row["reward/mean"] <= 1
@@ -336,7 +336,7 @@ def test_a_run_whose_server_does_not_start(notes, tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("VLLM_STUB_FAILS", "1")
     monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
     folder = f"trainer.default_local_dir={tmp_path / 'run'}"
-    with pytest.warns(UserWarning, match="genrm_ocr"):
+    with pytest.warns(UserWarning, match="reward.functions.judge"):
         assert main(["demo", *TINY, folder, "reward.functions.ocr=0", *VERL_OMNIS]) == 2
     (line,) = error_lines(capsys)
     assert "ended with exit code 3 before it answered" in line
