@@ -1,9 +1,9 @@
 """Rewards: what an image is worth, given its prompt.
 
-``registry`` names the built-in rewards (``ocr``, ``jpeg``, those of ``clip``), ``custom`` loads a function of the
-user's own, and ``mix`` makes their weighted sum. ``forms`` calls a function as it is written, ``answer`` checks what it
-returns, and ``isolation`` keeps it from ending, hanging or changing the run. Importing this package loads no engine;
-``build_reward`` does.
+``registry`` names the built-in rewards (``ocr``, ``jpeg``, ``judge``, those of ``clip``), ``custom`` loads a function of
+the user's own, ``mix`` makes their weighted sum, and ``streaming`` makes it from parts of a batch. ``forms`` calls a
+function as it is written, ``answer`` checks what it returns, and ``isolation`` keeps it from ending, hanging or
+changing the run. Importing this package loads no engine; ``build_reward`` does.
 """
 
 from flowgrpo_rc.rewards.clip.config import AestheticConfig as AestheticConfig
@@ -17,11 +17,19 @@ from flowgrpo_rc.rewards.config import RewardConfig as RewardConfig
 from flowgrpo_rc.rewards.custom import load_function as load_function
 from flowgrpo_rc.rewards.custom import load_reward as load_reward
 from flowgrpo_rc.rewards.errors import RewardError as RewardError
+from flowgrpo_rc.rewards.http_client import ServerError as ServerError
 from flowgrpo_rc.rewards.jpeg import jpeg_compressibility as jpeg_compressibility
+from flowgrpo_rc.rewards.judge.config import JudgeConfig as JudgeConfig
+from flowgrpo_rc.rewards.judge.config import JudgeQuestion as JudgeQuestion
+from flowgrpo_rc.rewards.judge.reward import JudgeReward as JudgeReward
 from flowgrpo_rc.rewards.mix import RewardFunction as RewardFunction
 from flowgrpo_rc.rewards.mix import RewardMix as RewardMix
 from flowgrpo_rc.rewards.mix import RewardResult as RewardResult
+from flowgrpo_rc.rewards.mix import build_observers as build_observers
 from flowgrpo_rc.rewards.mix import build_reward as build_reward
 from flowgrpo_rc.rewards.ocr import OCRReward as OCRReward
 from flowgrpo_rc.rewards.ocr import quoted_target as quoted_target
 from flowgrpo_rc.rewards.ocr import text_similarity as text_similarity
+from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig as RewardModelConfig
+from flowgrpo_rc.rewards.streaming import PartialScoring as PartialScoring
+from flowgrpo_rc.rewards.streaming import ScoringThread as ScoringThread

@@ -14,8 +14,14 @@ from flowgrpo_rc.rewards.errors import AnswerError, brief_repr, exception_text
 
 WANTED = "return one float per image, or (floats, info dict)"
 
+Scores = tuple[np.ndarray, dict[str, list[Any]]]
+"""Of some images: their scores, and what the function reports beside them, a list with an entry for each."""
+
 CAPTIONS = "text"
 """The key of ``info`` whose strings caption the samples."""
+
+PARTS = "part/"
+"""Begins the keys of ``info`` that hold numbers which a function's score is made of. A run logs their means."""
 
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
@@ -35,6 +41,16 @@ def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndar
     _check_range(returned, values, prompts)
     entries = {key: _checked_entries(returned, key, value, len(prompts)) for key, value in info.items()}
     return values.astype(np.float32), entries
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """Scores and info of several parts of a batch, in their order.
+
+    An image whose part reports nothing under a key that another part has is None there.
+    """
+    keys = dict.fromkeys(key for _, info in parts for key in info)
+    info = {key: [entry for s, i in parts for entry in i.get(key, [None] * len(s))] for key in keys}
+    return np.concatenate([scores for scores, _ in parts]), info
 
 
 def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
@@ -143,5 +159,9 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
         if key == CAPTIONS and not isinstance(entry, str):
             raise AnswerError(
                 f"{where}[{index}] = {brief_repr(entry)}; it captions the samples, so every entry must be a string"
+            )
+        if key.startswith(PARTS) and not (isinstance(entry, int | float) and np.isfinite(entry)):
+            raise AnswerError(
+                f"{where}[{index}] = {brief_repr(entry)}; its mean is logged, so every entry must be a finite number"
             )
     return entries

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import read_answer
+from flowgrpo_rc.rewards.answer import PARTS, read_answer
 from flowgrpo_rc.rewards.config import RewardConfig, check_name
 from flowgrpo_rc.rewards.custom import REFUSED, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
 from flowgrpo_rc.rewards.forms import PerImageReward, adapt
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
-from flowgrpo_rc.rewards.registry import REWARDS, load_builtin
+from flowgrpo_rc.rewards.own_function import OwnFunction
+from flowgrpo_rc.rewards.registry import load_builtin
+from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, asking, serving
 
 RewardFunction = Callable[..., Any]
 """``fn(images, prompts, metadata)`` -> N scores, or ``(N scores, info dict)``; images (N, H, W, 3) uint8 RGB. Or
@@ -38,6 +40,16 @@ class RewardResult:
     """Function name -> what that function reports besides its scores: lists of N entries by name."""
 
     @property
+    def inner_parts(self) -> dict[str, np.ndarray]:
+        """``<function>/<part>`` -> (N,) float64: what the functions' scores are made of, where they report it."""
+        return {
+            f"{name}/{key.removeprefix(PARTS)}": np.asarray(values, np.float64)
+            for name, info in self.info.items()
+            for key, values in info.items()
+            if key.startswith(PARTS)
+        }
+
+    @property
     def texts(self) -> list[str] | None:
         """The captions that the first function with ``info["text"]`` gave, None when none did."""
         return next((info["text"] for info in self.info.values() if "text" in info), None)
@@ -52,14 +64,21 @@ class RewardMix:
     Args:
         functions: name -> function, of either form that ``forms.py`` knows; at least one.
         weights: name -> weight, for the same names.
-        timeout_s: longest time that one function may take for a batch; None for no limit.
+        timeout_s: longest time that one call of a function may take; None for no limit.
+        builtin: names of functions that are this package's own.
+        server: what serves the model that the functions ask; None where nothing has been started.
 
     Raises:
         ValueError: the two do not fit together, a name is one that the log uses, or a signature is of neither form.
     """
 
     def __init__(
-        self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float], timeout_s: float | None = None
+        self,
+        functions: Mapping[str, RewardFunction],
+        weights: Mapping[str, float],
+        timeout_s: float | None = None,
+        builtin: Collection[str] = (),
+        server: RewardModelServer | None = None,
     ) -> None:
         if not functions or functions.keys() != weights.keys():
             raise ValueError(
@@ -70,6 +89,11 @@ class RewardMix:
             check_name("functions", name)
         self.functions = {name: adapt(function, name) for name, function in functions.items()}
         self.weights = dict(weights)
+        self.builtin = frozenset(builtin)
+        self.server = server
+        """What serves the model that the functions ask; None where nothing has been started."""
+        self.streaming = tuple(name for name, function in self.functions.items() if _streams(function.function))
+        """The functions that may be called for a part of a batch, in a thread of its own: those with ``streams``."""
         self._code = {
             name: UserCode(f"reward function {name!r}", _file_of(function.function), timeout_s)
             for name, function in self.functions.items()
@@ -93,24 +117,53 @@ class RewardMix:
         prompts = list(prompts)
         metadata = [{} for _ in prompts] if metadata is None else list(metadata)
         _check_batch(images, prompts, metadata)
+        return self.combine({name: self.score(name, images, prompts, metadata) for name in self.functions}, prompts)
+
+    def combine(self, scored: Mapping[str, tuple[np.ndarray, dict[str, Any]]], prompts: Sequence[str]) -> RewardResult:
+        """The weighted sum of what ``score`` returned for every function.
+
+        Raises:
+            RewardError: it is too large for float32.
+        """
         total = np.zeros(len(prompts), dtype=np.float64)
-        parts: dict[str, np.ndarray] = {}
-        info: dict[str, dict[str, Any]] = {}
-        for name in self.functions:
-            parts[name], info[name] = self._score(name, images, prompts, metadata)
+        for name, (scores, _) in scored.items():
             # In float64, so that large terms may cancel; a sum that stays too large is named below.
             with np.errstate(all="ignore"):
-                total += self.weights[name] * parts[name].astype(np.float64)
+                total += self.weights[name] * scores.astype(np.float64)
+        parts = {name: scores for name, (scores, _) in scored.items()}
         self._check_sum(total, parts, prompts)
+        info = {name: info for name, (_, info) in scored.items()}
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
 
-    def _score(
-        self, name: str, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]
+    def close(self) -> None:
+        """End what was started to score; the functions that need it cannot be called any more."""
+        if self.server is not None:
+            self.server.close()
+
+    def score(
+        self,
+        name: str,
+        images: np.ndarray,
+        prompts: Sequence[str],
+        metadata: Sequence[dict[str, Any]],
+        *,
+        sets_back: bool = True,
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """One function's checked scores, (N,) float32, and its info."""
+        """One function's checked scores, (N,) float32, and its info.
+
+        Args:
+            name: of the function.
+            images, prompts, metadata: as for a call of the mix.
+            sets_back: set back what the function changes in the process; False where another thread works meanwhile,
+                whose changes would be taken for the function's.
+
+        Raises:
+            RewardError: the function failed, took too long, or its answer is unfit.
+        """
         own = images.copy()
         own.flags.writeable = False
-        code = self._code[name]
+        code = replace(self._code[name], sets_back=sets_back)
+        prompts = list(prompts)
         # Row by row: images of one prompt share theirs, and one deep copy of the list would keep that so.
         rows = [copy.deepcopy(row) for row in metadata]
         answer = code.run(self.functions[name], own, list(prompts), rows, passing=AnswerError)
@@ -160,7 +213,10 @@ class RewardMix:
                 code.run(check, metadata, named, passing=ValueError)
             check = code.run(getattr, function.function, "check_prompts", None)
             if callable(check):
-                code.run(partial(check, image_size=image_size, sources=sources), list(prompts), passing=ValueError)
+                told: dict[str, Any] = {"image_size": image_size, "sources": sources}
+                if "metadata" in inspect.signature(check).parameters:
+                    told["metadata"] = metadata
+                code.run(partial(check, **told), list(prompts), passing=ValueError)
 
 
 def build_reward(config: RewardConfig | None = None) -> RewardMix:
@@ -173,11 +229,45 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     config = RewardConfig() if config is None else config
     config.validate()
     weights = config.weights()
-    custom = config.custom_reward_function
-    # First: what is wrong with the user's function is then known before an engine takes its time.
-    own: Any = None if custom.path is None else load_reward(custom, config.timeout_s)
-    functions = {name: load_builtin(name, getattr(config, name, None)) if name in REWARDS else own for name in weights}
-    return RewardMix(functions, weights, config.timeout_s)
+    with serving(config) as server:
+        # First: what is wrong with the user's own functions is then known before an engine takes its time.
+        own = _load_own({name: f for name, f in config.own_functions().items() if name in weights}, config, server)
+        if server is not None:
+            server.wait()
+        functions = {name: own[name] if name in own else _builtin(name, config) for name in weights}
+        return RewardMix(functions, weights, config.timeout_s, builtin=functions.keys() - own.keys(), server=server)
+
+
+def build_observers(config: RewardConfig, server: RewardModelServer | None = None) -> RewardMix | None:
+    """The scorers of ``reward.val_functions``, which only look; their total is 0. None where there are none.
+
+    Args:
+        server: the reward model's, where the rewards of the training have started one.
+
+    Raises:
+        ValueError, ImportError: see ``build_reward``.
+    """
+    named = config.observers()
+    with asking(config.judge, server):
+        own = _load_own({name: f for name, f in named.items() if f is not None}, config, server)
+        functions = {name: own[name] if name in own else _builtin(name, config) for name in named}
+    return RewardMix(functions, dict.fromkeys(named, 0.0), config.timeout_s) if functions else None
+
+
+def _load_own(
+    named: Mapping[str, OwnFunction], config: RewardConfig, server: RewardModelServer | None
+) -> dict[str, Any]:
+    offered = {} if server is None else server.offered
+    return {name: load_reward(function, config.timeout_s, offered) for name, function in named.items()}
+
+
+def _builtin(name: str, config: RewardConfig) -> Any:
+    return load_builtin(name, getattr(config, name, None), config.num_workers)
+
+
+def _streams(function: RewardFunction) -> bool:
+    """Whether a function, or the class of an object, has ``streams = True``; read without running any of its code."""
+    return inspect.getattr_static(function, "streams", False) is True
 
 
 def _file_of(function: RewardFunction) -> str | None:

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,9 @@ class OCRReward:
         ImportError: RapidOCR, onnxruntime or rapidfuzz is missing.
     """
 
+    streams = True
+    """Each image is read by itself, so that a batch may come in parts."""
+
     def __init__(self, config: OCRConfig | None = None) -> None:
         self.config = OCRConfig() if config is None else config
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -92,6 +96,12 @@ class OCRReward:
         self._engine.recognize_txt([blank])
         if self.config.mode == "full":
             self._engine(blank, use_cls=False)
+
+    @staticmethod
+    def worker_options(config: OCRConfig | None) -> OCRConfig:
+        """The options of one of several worker processes: a thread in each, unless their number is given."""
+        config = OCRConfig() if config is None else config
+        return replace(config, num_threads=config.num_threads or 1)
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None

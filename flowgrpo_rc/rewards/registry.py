@@ -10,6 +10,7 @@ from typing import Any
 
 REWARDS = {
     "jpeg_compressibility": "flowgrpo_rc.rewards.jpeg:jpeg_compressibility",
+    "judge": "flowgrpo_rc.rewards.judge.reward:JudgeReward",
     "ocr": "flowgrpo_rc.rewards.ocr:OCRReward",
     "pickscore": "flowgrpo_rc.rewards.clip.text_image:PickScore",
     "clipscore": "flowgrpo_rc.rewards.clip.text_image:CLIPScore",
@@ -29,8 +30,11 @@ DEFAULT_REWARD = "ocr"
 """The reward of a run that names none, with weight 1."""
 
 
-def load_builtin(name: str, options: Any = None) -> Any:
+def load_builtin(name: str, options: Any = None, workers: int = 0) -> Any:
     """The built-in reward of this name, made with its section of the configuration; None where it has none.
+
+    With ``workers`` a class that has ``worker_options`` is made in so many processes of their own, with what that makes
+    of the section.
 
     Raises:
         ImportError: a package that the reward needs is not installed.
@@ -38,4 +42,9 @@ def load_builtin(name: str, options: Any = None) -> Any:
     reward = resolve_name(REWARDS[name])
     if not isinstance(reward, type):
         return reward
+    for_worker = getattr(reward, "worker_options", None)
+    if workers and for_worker is not None:
+        from flowgrpo_rc.rewards.workers import WorkerReward
+
+        return WorkerReward(name, for_worker(options), workers, getattr(reward, "streams", False))
     return reward() if options is None else reward(options)

@@ -1,6 +1,6 @@
 """The rollout protocol: what a trainer asks of an engine and what it gets back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 from uuid import uuid4
@@ -44,6 +44,9 @@ class RolloutRequest:
     """Kind of the stochastic steps, a key of ``SDE_TYPES``."""
     record_means: bool = False
     """Whether ``rollout_means``, the mean of each recorded step, is wanted too."""
+    on_images: Callable[[Int[Tensor, " b"], UInt8[Tensor, "b H W 3"]], object] | None = None
+    """Called by engines that have images before the last is drawn: the rows, in order, and the finished images, on the
+    host, as they will be in the answer. An engine that has them all at once need not call it."""
     request_id: str = field(default_factory=lambda: uuid4().hex)
     """Names this request; results find it again by this name."""
 

@@ -138,8 +138,13 @@ class DiffusersEngine:
         check_has_adapter(self.adapter_version)
         sampler = RequestSampler(self._model, self.transformer, request, self._device)
         micro_batches = torch.arange(len(request.prompt_index)).split(self._micro_batch_size)
+        sampled: list[tuple[Tensor, dict[str, Tensor]]] = []
         with self._sampling():
-            sampled = [sampler.sample(rows) for rows in micro_batches]
+            for rows in micro_batches:
+                images, steps = sampler.sample(rows)
+                sampled.append((images, steps))
+                if request.on_images is not None:
+                    request.on_images(rows, images)
         record = {name: torch.cat([part[name] for _, part in sampled]) for name in sampled[0][1]}
         # Read from the weights after they have drawn, so that a change meanwhile is noticed.
         echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())

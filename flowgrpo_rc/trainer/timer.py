@@ -19,6 +19,7 @@ class StageTimer:
         self._device = device
         self._stages: list[tuple[str, Any, Any]] = []
         """Name, begin and end of every stage that has ended: CUDA events, or seconds of the host's clock."""
+        self._beside: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -29,8 +30,13 @@ class StageTimer:
         finally:
             self._stages.append((stage, begin, self._now()))
 
+    def beside(self, name: str, seconds: float) -> None:
+        """Note work that went on beside the stages, in a thread of its own: it adds nothing to the step."""
+        self._beside[name] = self._beside.get(name, 0.0) + seconds
+
     def take(self) -> dict[str, float]:
-        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``.
+        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``; and what
+        went on beside them, which is not in the sum.
 
         Waits once for the device, until the last stage has ended there.
         """
@@ -42,7 +48,9 @@ class StageTimer:
         for name, begin, end in stages:
             seconds = begin.elapsed_time(end) / 1000 if self._uses_events else end - begin
             times[name] = times.get(name, 0.0) + seconds
-        return {**{f"timing_s/{k}": v for k, v in times.items()}, "timing_s/step": sum(times.values())}
+        beside, self._beside = self._beside, {}
+        named = {f"timing_s/{name}": seconds for name, seconds in {**times, **beside}.items()}
+        return {**named, "timing_s/step": sum(times.values())}
 
     @property
     def _uses_events(self) -> bool:

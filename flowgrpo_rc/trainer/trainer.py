@@ -21,7 +21,7 @@ from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.probe_images import ProbedRun
 from flowgrpo_rc.gap.rescoring import Rescoring
-from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.loss import group_advantages, normalised_sum
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
@@ -47,6 +47,7 @@ from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
+from flowgrpo_rc.trainer.scoring import RolloutScoring
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import save_grid, validate
@@ -79,6 +80,7 @@ class FlowGRPOTrainer:
             refused.callback(self.folder.abandon)
             self.run = Run(config, str(self.folder.root))
             refused.callback(self.run.engine.close)
+            refused.callback(self.run.end_rewards)
             self._set_up()
             refused.pop_all()
 
@@ -126,13 +128,15 @@ class FlowGRPOTrainer:
     def train_step(self) -> dict[str, float]:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
         prompts, rows = self._next_prompts()
-        with self.timer("rollout"):
-            batch, images, cond = self._rollout(prompts, rows)
-        with self.timer("probe"), self._naming(batch, prompts):
-            sync_metrics = self.rescoring(batch, cond, self.step)
-        with self.timer("reward"):
-            scored = self._reward(images, prompts, batch)
-            rewards, metrics = self._reward_statistics(scored)
+        with self._scoring(prompts) as scoring:
+            with self.timer("rollout"):
+                batch, images, cond = self._rollout(prompts, rows, scoring)
+            with self.timer("probe"), self._naming(batch, prompts):
+                sync_metrics = self.rescoring(batch, cond, self.step)
+            with self.timer("reward"):
+                scored = scoring.result(images)
+                self.timer.beside("reward_work", scoring.seconds)
+                metrics = self._reward_statistics(scored)
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
                 self._dump_rollout(self.run.rollout_dump, images, prompts, batch, scored)
@@ -141,7 +145,7 @@ class FlowGRPOTrainer:
         with self.timer("correct"):
             old, gap = self._correct(batch, old)
         with self.timer("advantage"):
-            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
+            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(scored, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
             update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), self.mode, gap=gap)
         self.step += 1
@@ -172,7 +176,15 @@ class FlowGRPOTrainer:
         chosen = next(self.run.sampler)
         return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
 
-    def _rollout(self, prompts: list[PromptRecord], rows: Tensor) -> tuple[TensorDict, np.ndarray, Conditioning]:
+    def _scoring(self, prompts: list[PromptRecord]) -> RolloutScoring:
+        """What takes the images of a rollout of these prompts, and gives their rewards."""
+        rollout = self.config.actor_rollout_ref.rollout
+        records = [record for record in prompts for _ in range(rollout.n)]
+        return RolloutScoring(self.run.reward, records, rollout.micro_batch_size, self.config.reward.overlap)
+
+    def _rollout(
+        self, prompts: list[PromptRecord], rows: Tensor, scoring: RolloutScoring
+    ) -> tuple[TensorDict, np.ndarray, Conditioning]:
         rollout = self.config.actor_rollout_ref.rollout
         seed = self.config.rollout_seed
         cond = self.conditioning(prompts, rollout.pipeline)
@@ -189,6 +201,7 @@ class FlowGRPOTrainer:
                 sde_type=rollout.algo.sde_type,
                 # In bypass mode the engine is the old policy, so objectives that compare means need its.
                 record_means=self.mode.objective.needs_old_means and self.mode.bypasses,
+                on_images=scoring.take,
             )
         )
         assert trajectories.batch is not None
@@ -218,21 +231,21 @@ class FlowGRPOTrainer:
             groups = [0] * len(groups)
         return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
 
-    def _reward(self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict) -> RewardResult:
-        """What this process's images are worth."""
-        records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
-        return self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
-
-    def _reward_statistics(self, result: RewardResult) -> tuple[Tensor, dict[str, float]]:
-        """This process's rewards and, over all processes, their statistics."""
-        parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
-        gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
-        metrics = {f"reward/{name}": float(v) for name, v in zip(parts, gathered.mean(0), strict=True)}
-        total = gathered[:, 0]
+    def _reward_statistics(self, result: RewardResult) -> dict[str, float]:
+        """Statistics of the rewards over all processes: of the total, and mean and deviation of every part."""
+        columns = {"mean": result.total} | result.parts | result.inner_parts
+        gathered = self._gather(torch.from_numpy(np.stack(list(columns.values()), axis=1)).double())
+        metrics = {f"reward/{name}": float(v) for name, v in zip(columns, gathered.mean(0), strict=True)}
+        scores = dict(zip(columns, gathered.unbind(1), strict=True))
+        for name in result.parts:
+            metrics[f"reward/std/{name}"] = float(scores[name].std(correction=0))
+        total = scores["mean"]
         metrics |= {"reward/std": float(total.std(correction=0)), "reward/max": float(total.max())}
-        return torch.from_numpy(result.total), metrics | {"reward/min": float(total.min())}
+        return metrics | {"reward/min": float(total.min())}
 
-    def _advantages(self, rewards: Tensor, batch: TensorDict, old: OldPolicy | None) -> tuple[Tensor, dict[str, float]]:
+    def _advantages(
+        self, scored: RewardResult, batch: TensorDict, old: OldPolicy | None
+    ) -> tuple[Tensor, dict[str, float]]:
         """This process's advantages, from the rewards of all; a rejected image is one without a kept step."""
         algorithm = self.config.algorithm
         keep = None
@@ -240,14 +253,21 @@ class FlowGRPOTrainer:
             assert old is not None
             assert old.keep is not None
             keep = self._gather(old.keep.any(1))
+        group = self._gather(batch[Key.GROUP])
+        rewards = self._gather(torch.from_numpy(scored.total))
+        if self.config.reward.normalization is not None:
+            weights = self.config.reward.weights()
+            parts = self._gather(torch.from_numpy(np.stack([scored.parts[name] for name in weights], axis=1)))
+            rewards = normalised_sum(parts, torch.tensor(list(weights.values())), group, keep=keep)
         result = group_advantages(
-            self._gather(rewards),
-            self._gather(batch[Key.GROUP]),
+            rewards,
+            group,
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             global_std=algorithm.global_std,
             keep=keep,
         )
-        own = slice(self.accelerator.process_index * len(rewards), (self.accelerator.process_index + 1) * len(rewards))
+        count = len(scored.total)
+        own = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
         return result.advantages[own].float(), {
             "reward/group_std_mean": result.group_std_mean,
             "reward/zero_std_fraction": result.zero_std_fraction,
@@ -324,6 +344,7 @@ class FlowGRPOTrainer:
                         self._loop(stop)
                         self._finish()
             finally:
+                self.run.end_rewards()
                 self.logger.close()
                 self.folder.close()
         return self.folder

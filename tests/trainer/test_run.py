@@ -450,11 +450,11 @@ def test_a_rejected_image_does_not_move_its_group(small_config):
         NO_PROBE,
     )
     trainer, updates, images, rewards = FlowGRPOTrainer(config), [], [], []
-    actor, reward = trainer.run.actor, trainer.run.reward
+    actor, combine = trainer.run.actor, trainer.run.reward.combine
     score, update = actor.score, actor.update
     actor.score = lambda batch, cond: (images.append(len(batch)), score(batch, cond))[1]
     actor.update = lambda batch, *args, **kw: (updates.append((batch.clone(), args)), update(batch, *args, **kw))[1]
-    trainer.run.reward = lambda *args: (rewards.append(reward(*args)), rewards[-1])[1]
+    trainer.run.reward.combine = lambda *args: (rewards.append(combine(*args)), rewards[-1])[1]
     trainer.train_step()
     (batch, (_, mini_batches, *_)), totals = updates[0], torch.from_numpy(rewards[0].total)
     assert torch.equal(torch.cat([mini.rows for mini in mini_batches]), torch.arange(16))
@@ -723,8 +723,8 @@ def test_a_console_that_fails_costs_nothing(small_config, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(sys, "stderr", Gone())
     trainer = FlowGRPOTrainer(small_config())
-    reward = trainer.run.reward
-    trainer.run.reward = lambda *args: (print("a reward's own line"), reward(*args))[1]
+    combine = trainer.run.reward.combine
+    trainer.run.reward.combine = lambda *args: (print("a reward's own line"), combine(*args))[1]
     assert [r["step"] for r in rows_of(trainer.fit().root)] == [0, 1, 2]
 
 

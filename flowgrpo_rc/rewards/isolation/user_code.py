@@ -42,6 +42,10 @@ class UserCode:
     exit_code: int = 1
     """The exit code of the process where a call that never returns cannot be interrupted."""
 
+    sets_back: bool = True
+    """Whether what a call changes in the process is set back. Not where another thread of the process works meanwhile:
+    what that one changes and sets back itself would be taken for the call's."""
+
     _warned: set[str] = field(default_factory=set)
 
     def run(self, function: Callable[..., Any], *args: Any, passing: type[Exception] | tuple[()] = ()) -> Any:
@@ -55,12 +59,12 @@ class UserCode:
         result = None
         raised = None
         with Watch(self.timeout_s, self._describe_overrun, self.exit_code) as watch:
-            before = ProcessState()
+            before = ProcessState() if self.sets_back else None
             try:
                 result = watch.call(function, *args)
             except BaseException as error:
                 raised = error
-            changed, stuck = before.restore()
+            changed, stuck = ([], []) if before is None else before.restore()
         if watch.stopped is not None:
             raise watch.stopped
         if watch.expired is not None:

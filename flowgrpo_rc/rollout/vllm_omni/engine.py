@@ -173,7 +173,7 @@ class VllmOmniEngine:
 
 
 def _on_host(request: RolloutRequest) -> RolloutRequest:
-    """The request with tensors of their own on the host, ready to be pickled."""
+    """The request with tensors of their own on the host, ready to be pickled; the images come back all at once."""
     every_prompt = torch.arange(len(request.conditioning.prompts.embeds))
     starts = request.window_starts
     return replace(
@@ -181,4 +181,5 @@ def _on_host(request: RolloutRequest) -> RolloutRequest:
         conditioning=request.conditioning.rows(every_prompt, torch.device("cpu")),
         prompt_index=request.prompt_index.to("cpu", copy=True),
         window_starts=None if starts is None else starts.to("cpu", copy=True),
+        on_images=None,
     )

@@ -1,0 +1,82 @@
+"""The rewards of one rollout, scored while its images are drawn where the reward functions allow it."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.rewards import PartialScoring, RewardMix, RewardResult, ScoringThread
+from flowgrpo_rc.rollout import RolloutSyncError
+
+
+class RolloutScoring:
+    """Takes the images of a rollout as they come, and gives their rewards when all are there and proven; a context,
+    which a failure inside leaves without waiting for a score.
+
+    Args:
+        mix: the run's reward.
+        records: the prompt of every image.
+        part: images of a micro-batch of the rollout.
+        overlaps: whether a thread of its own scores what comes before the rollout is done.
+    """
+
+    def __init__(self, mix: RewardMix, records: Sequence[PromptRecord], part: int, overlaps: bool) -> None:
+        prompts = [record.prompt for record in records]
+        self._scoring = PartialScoring(mix, prompts, [record.metadata for record in records], part)
+        # As many threads as the main one has, so that a reward computes what it would there.
+        prepare = partial(torch.set_num_threads, torch.get_num_threads())
+        self._thread = ScoringThread(self._scoring, prepare) if overlaps and mix.streaming else None
+        self._drawn: list[np.ndarray] = []
+
+    def take(self, rows: Tensor, images: Tensor) -> None:
+        """``RolloutRequest.on_images``.
+
+        Raises:
+            RewardError: a reward failed on images that came before.
+            RolloutSyncError: the images do not come in the order of the request.
+        """
+        if self._thread is None:
+            return
+        count = sum(map(len, self._drawn))
+        if rows.tolist() != list(range(count, count + len(images))):
+            raise RolloutSyncError(
+                f"the rollout engine delivered rows {rows.tolist()[:8]} after {count} images; it must deliver them in "
+                "the order of the request"
+            )
+        self._drawn.append(images.numpy())
+        self._thread.take(self._drawn[-1])
+
+    def result(self, images: np.ndarray) -> RewardResult:
+        """The rewards of all images; waits for what is still being scored.
+
+        Raises:
+            RewardError: see ``RewardMix``.
+            RolloutSyncError: the engine has answered with other images than it delivered.
+        """
+        if self._thread is not None:
+            self._thread.wait()
+        first = 0
+        for drawn in self._drawn:
+            if not np.array_equal(drawn, images[first : first + len(drawn)]):
+                raise RolloutSyncError(
+                    f"the rollout engine answered with other images than it delivered while it drew, in rows {first} "
+                    f"to {first + len(drawn) - 1}; their rewards would be those of other images"
+                )
+            first += len(drawn)
+        return self._scoring.result(images)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in reward functions, in whichever thread."""
+        return self._scoring.seconds
+
+    def __enter__(self) -> "RolloutScoring":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Where the rollout has failed, nothing more is scored."""
+        if self._thread is not None:
+            self._thread.abandon()

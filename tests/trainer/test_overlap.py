@@ -1,0 +1,185 @@
+"""Rewards that are scored while the next images are drawn: at the same time, and to the digit as in a serial run."""
+
+import json
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flowgrpo_rc.rewards import RewardError
+from flowgrpo_rc.rollout import RolloutSyncError, diffusers_engine
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+WAIT_S = 60
+"""So long a scorer waits for the engine before the test fails."""
+PARTS = "actor_rollout_ref.rollout.micro_batch_size=5"
+"""16 images are drawn as 5, 5, 5 and 1."""
+
+SCORERS = """
+import hashlib, json, pathlib, threading
+
+CALLS = pathlib.Path(__file__).with_name("calls.jsonl")
+
+
+def _note(who, images, prompts):
+    digest = hashlib.sha256(images.tobytes()).hexdigest()
+    with CALLS.open("a") as file:
+        file.write(json.dumps([who, len(images), digest, prompts, threading.current_thread().name]) + "\\n")
+
+
+def part(images, prompts, metadata):
+    _note("part", images, prompts)
+    return images.reshape(len(images), -1).mean(1) / 255, {"text": [f"{i.mean():.3f}" for i in images]}
+
+
+part.streams = True
+
+
+def whole(images, prompts, metadata):
+    _note("whole", images, prompts)
+    return images[..., 0].reshape(len(images), -1).std(1)
+"""
+
+
+@pytest.fixture
+def scorers(tmp_path):
+    path = tmp_path / "scorers.py"
+    path.write_text(SCORERS)
+    own = "reward.reward_functions"
+    return (
+        "reward.custom_reward_function.path=null",
+        "reward.functions.jpeg_compressibility=0.5",
+        f"{own}.whole={{path: {path}, name: whole, weight: 0.1}}",
+        f"{own}.part={{path: {path}, name: part}}",
+        PARTS,
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",  # the same for a run that ends early
+    )
+
+
+def untimed(rows):
+    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in rows]
+
+
+def test_overlapped_runs_are_serial_ones_to_the_digit(small_config, scorers, tmp_path):
+    """Metrics, calls, their images and their order; from a checkpoint too."""
+    found = {}
+    for name, settings in (
+        ("serial", ["reward.overlap=false"]),
+        ("overlapped", []),
+        ("resumed", ["trainer.total_training_steps=1"]),
+        ("resumed", ["trainer.resume_mode=auto"]),
+    ):
+        config = small_config(*scorers, "trainer.resume_mode=disable", "trainer.save_freq=1", *settings, folder=name)
+        folder = FlowGRPOTrainer(config).fit()
+        calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+        (tmp_path / "calls.jsonl").unlink()
+        found[name] = (untimed(folder.rows()), calls)
+        assert all("timing_s/reward_work" in row for row in folder.rows() if "reward/mean" in row)
+    (serial, serial_calls), (overlapped, calls) = found["serial"], found["overlapped"]
+    assert serial == overlapped
+    assert {row["step"]: row for row in found["resumed"][0]}[2] == overlapped[-1]
+    assert [call[:4] for call in calls] == [call[:4] for call in serial_calls]
+    sizes = [(who, size) for who, size, *_ in calls]
+    step = [("part", 5), ("part", 5), ("part", 5), ("part", 1), ("whole", 16)]
+    validation = [("whole", 4), ("part", 4)]
+    assert sizes == [*validation, *step, *step, *validation]
+    threads = {(who, thread) for who, size, _, _, thread in calls if size != 4}
+    assert threads == {("part", "reward scoring"), ("whole", "MainThread")}
+    assert {thread for *_, thread in serial_calls} == {"MainThread"}
+
+
+def test_a_part_is_scored_while_the_next_is_drawn(small_config, scorers, monkeypatch):
+    """The scorer of the first micro-batch returns only when the second one has begun."""
+    trainer = FlowGRPOTrainer(small_config(*scorers))
+    second_has_begun, waited = threading.Event(), []
+    score, sample = trainer.run.reward.score, diffusers_engine.RequestSampler.sample
+
+    def scored(name, *args, **kwargs):
+        if name == "part":
+            waited.append(second_has_begun.wait(WAIT_S))
+        return score(name, *args, **kwargs)
+
+    def sampled(self, rows):
+        if rows[0] > 0:
+            second_has_begun.set()
+        return sample(self, rows)
+
+    trainer.run.reward.score = scored
+    monkeypatch.setattr(diffusers_engine.RequestSampler, "sample", sampled)
+    trainer.train_step()
+    trainer.folder.close()
+    assert waited == [True] * 4
+
+
+def test_an_engine_that_has_all_images_at_once_changes_nothing(small_config, scorers, monkeypatch):
+    rows = {}
+    generate = diffusers_engine.DiffusersEngine.generate
+    for name in ("early", "late"):
+        if name == "late":
+            keep_back = lambda self, request: generate(self, replace(request, on_images=None))  # noqa: E731
+            monkeypatch.setattr(diffusers_engine.DiffusersEngine, "generate", keep_back)
+        trainer = FlowGRPOTrainer(small_config(*scorers, folder=name))
+        rows[name] = untimed([trainer.train_step()])
+        trainer.folder.close()
+    assert rows["early"] == rows["late"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda rows, images: (rows, images // 2), "answered with other images than it delivered.*in rows 0 to 4"),
+        (lambda rows, images: (rows + 1, images), r"delivered rows \[1, 2, 3, 4, 5\] after 0 images"),
+    ],
+)
+def test_an_engine_must_deliver_what_it_answers(small_config, scorers, monkeypatch, spoil, says):
+    generate = diffusers_engine.DiffusersEngine.generate
+
+    def spoilt(self, request):
+        return generate(self, replace(request, on_images=lambda *part: request.on_images(*spoil(*part))))
+
+    trainer = FlowGRPOTrainer(small_config(*scorers))
+    monkeypatch.setattr(diffusers_engine.DiffusersEngine, "generate", spoilt)
+    with pytest.raises(RolloutSyncError, match=says):
+        trainer.train_step()
+    assert trainer.step == 0
+    trainer.folder.close()
+
+
+def test_a_reward_that_fails_meanwhile_ends_the_step(small_config, scorers):
+    trainer = FlowGRPOTrainer(small_config(*scorers))
+    score = trainer.run.reward.score
+
+    def failing(name, images, *args, **kwargs):
+        return score(name, images, *args, **kwargs) if name != "part" else (_ for _ in ()).throw(RewardError("broken"))
+
+    trainer.run.reward.score = failing
+    with pytest.raises(RewardError, match="broken"):
+        trainer.train_step()
+    assert trainer.step == 0
+    assert not any(thread.name == "reward scoring" and thread.is_alive() for thread in _ended(threading.enumerate()))
+    trainer.folder.close()
+
+
+def _ended(threads):
+    """The threads, after those that score have had time to end."""
+    for thread in threads:
+        if thread.name == "reward scoring":
+            thread.join(WAIT_S)
+    return threads
+
+
+def test_work_is_counted_beside_the_stages(small_config, scorers):
+    """The wait is a stage of the step; the work goes on in another thread and is none."""
+    (row,) = [row for row in FlowGRPOTrainer(
+        small_config(*scorers, "trainer.total_training_steps=1", "trainer.val_before_train=false",
+                     "data.val_files=null")
+    ).fit().rows() if "reward/mean" in row]  # fmt: skip
+    stages = {k: v for k, v in row.items() if k.startswith("timing_s/") and k not in ("timing_s/step", WORK)}
+    assert row["timing_s/step"] == pytest.approx(sum(stages.values()))
+    assert row[WORK] > 0
+    assert np.isfinite(row[WORK])
+
+
+WORK = "timing_s/reward_work"
