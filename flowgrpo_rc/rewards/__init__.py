@@ -1,7 +1,7 @@
 """Rewards: what an image is worth, given its prompt.
 
-``registry`` names the built-in rewards (``ocr``, ``jpeg``, ``judge``, those of ``clip``), ``custom`` loads a function of
-the user's own, ``mix`` makes their weighted sum, and ``streaming`` makes it from parts of a batch. ``forms`` calls a
+``registry`` names the built-in rewards (``ocr``, ``judge``, those of ``clip``, ...), ``custom`` loads a function of the
+user's own, ``mix`` makes their weighted sum, and ``streaming`` makes it from parts of a batch. ``forms`` calls a
 function as it is written, ``answer`` checks what it returns, and ``isolation`` keeps it from ending, hanging or
 changing the run. Importing this package loads no engine; ``build_reward`` does.
 """

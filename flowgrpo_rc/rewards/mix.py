@@ -184,7 +184,7 @@ class RewardMix:
 
     def networks(self) -> dict[str, list[Any]]:
         """Name -> weights, as torch tensors, of every built-in reward that is a network on this machine."""
-        scorers = {name: f.function for name, f in self.functions.items() if name in REWARDS}
+        scorers = {name: f.function for name, f in self.functions.items() if name in self.builtin}
         return {name: scorer.weights() for name, scorer in scorers.items() if hasattr(scorer, "weights")}
 
     def check_prompts(
