@@ -1,4 +1,4 @@
-"""``flowgrpo-rc``: train, demo, encode-prompts, probe, plan, report, prepare-data, explain-config."""
+"""``flowgrpo-rc``: its commands, and their exit codes."""
 
 import argparse
 import os
@@ -22,6 +22,7 @@ from flowgrpo_rc.cli.errors import (
 )
 from flowgrpo_rc.cli.plan import add_plan
 from flowgrpo_rc.cli.probe import add_probe
+from flowgrpo_rc.cli.serve import add_serve
 from flowgrpo_rc.threads import limit_spinning
 from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED, ending_on_signals
@@ -116,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run folder: outputs/PROJECT/EXPERIMENT")
     report.add_argument("--out", type=Path, help="the HTML file (RUN_DIR/report.html)")
     report.set_defaults(run=_report)
+
+    add_serve(commands)
 
     prepare = commands.add_parser("prepare-data", help="turn a known data set into parquet files")
     prepare.add_argument("dataset", choices=["ocr"], help="ocr: train.txt and test.txt, a prompt a line")
