@@ -6,12 +6,13 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
+from flowgrpo_rc.rewards.remote.config import RemoteConfig, remote_scorers
 
 REWARD_NAMES = REWARDS.keys()
 """The names of the built-in rewards, as ``reward.functions`` takes them."""
@@ -104,14 +105,20 @@ class RewardConfig:
     """The rewards of a run: a weighted sum of built-in functions and at most one of the user's own."""
 
     functions: Any = field(default_factory=dict)
-    """Weights of the built-in rewards, by name. Weight 0 turns a reward off: it is neither loaded nor computed. Where
-    no reward is named here and there is no function of the user's own, ``ocr`` counts alone, with weight 1."""
+    """Weights of the built-in rewards and of the servers in ``remote``, by name. Weight 0 turns a reward off: it is
+    neither loaded nor computed. Where no reward is named here and there is no function of the user's own, ``ocr``
+    counts alone, with weight 1."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     """The user's own function. It counts alone, unless ``functions`` names others beside it."""
 
     ocr: OCRConfig = field(default_factory=OCRConfig)
     """Options of the reward ``ocr``."""
+
+    remote: Any = field(default_factory=dict)
+    """Reward servers, by names of your choice that ``functions`` gives weights: name -> the keys of ``RemoteConfig``,
+    of which ``url`` must be given. Example: ``reward.remote.deqa.url=http://127.0.0.1:18080 reward.functions.deqa=1``.
+    A server without a weight is not asked."""
 
     timeout_s: float | None = 3600.0
     """Longest time in seconds that one reward function may take for a batch, or for being imported; null for no limit.
@@ -125,13 +132,14 @@ class RewardConfig:
             raise ValueError(
                 f"reward.functions: got {self.functions!r}; give weights by name, e.g. reward.functions.ocr=1"
             )
+        self._check_remote()
         # Names before weights: an unknown reward is told as such, whatever its weight.
         for name in self.functions:
-            if name not in REWARD_NAMES:
+            if name not in REWARD_NAMES and name not in self.remote:
                 raise ValueError(
                     f"reward.functions: {name!r} is not a known reward; known are "
-                    f"{', '.join(REWARD_NAMES)}, and a function of your own goes into "
-                    "reward.custom_reward_function"
+                    f"{', '.join([*REWARD_NAMES, *self.remote])}, and a function of your own goes into "
+                    f"reward.custom_reward_function, a server into reward.remote.{name}"
                 )
         self.functions = {name: _weight(f"reward.functions.{name}", w) for name, w in self.functions.items()}
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
@@ -141,6 +149,21 @@ class RewardConfig:
                 f"reward.functions: got {dict(self.functions)} and no custom function, so every weight "
                 "is 0 and there is nothing to train on; give one reward a weight, e.g. reward.functions.ocr=1"
             )
+
+    def _check_remote(self) -> None:
+        scorers = remote_scorers(self.remote)
+        for name in scorers:
+            check_name(f"reward.remote.{name}", name)
+            if name in REWARD_NAMES or (self.custom_reward_function.path and name == self.custom_reward_function.name):
+                raise ValueError(
+                    f"reward.remote.{name}: another reward is called {name!r} too; rename this one, so that their "
+                    "metrics can be told apart"
+                )
+        self.remote = {name: asdict(scorer) for name, scorer in scorers.items()}
+
+    def remote_scorer(self, name: str) -> RemoteConfig | None:
+        """The server of that name; None where it is not the name of one."""
+        return remote_scorers(self.remote).get(name)
 
     def weights(self) -> dict[str, float]:
         """Name -> weight of every reward that is on, the user's own function last."""
@@ -156,6 +179,7 @@ class RewardConfig:
         """The rewards that are on: ``0.5 x ocr + 2 x compute_score (my_reward.py)``."""
         custom = self.custom_reward_function
         files = {} if custom.path is None else {custom.name: f" ({custom.path})"}
+        files |= {name: f" ({entry['url']})" for name, entry in self.remote.items()}
         return " + ".join(f"{weight:g} x {name}{files.get(name, '')}" for name, weight in self.weights().items())
 
     def validate(self) -> None:

@@ -17,7 +17,8 @@ from flowgrpo_rc.rewards.custom import REFUSED, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
 from flowgrpo_rc.rewards.forms import PerImageReward, adapt
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
-from flowgrpo_rc.rewards.registry import REWARDS, load_builtin
+from flowgrpo_rc.rewards.registry import load_builtin
+from flowgrpo_rc.rewards.remote.client import RemoteReward
 
 RewardFunction = Callable[..., Any]
 """``fn(images, prompts, metadata)`` -> N scores, or ``(N scores, info dict)``; images (N, H, W, 3) uint8 RGB. Or
@@ -139,17 +140,20 @@ class RewardMix:
     ) -> None:
         """Let every function that can refuse prompts do so before training, as ``OCRReward.check_prompts`` does.
 
-        ``metadata`` are the prompts' other columns, for the functions that need some; by default not looked at.
+        ``metadata`` are the prompts' other columns, for the functions that need some, such as
+        ``SimilarityReward.check_metadata``; by default not looked at.
 
         Raises:
             ValueError: a function cannot score one of the prompts.
         """
         named = [f"prompt {index}" for index in range(len(prompts))] if sources is None else list(sources)
         for name, function in self.functions.items():
-            if metadata is not None and isinstance(function, PerImageReward):
-                function.check_metadata(metadata, named)
             # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
             code = replace(self._code[name], error=ValueError, exit_code=REFUSED)
+            checked = function if isinstance(function, PerImageReward) else function.function
+            check = code.run(getattr, checked, "check_metadata", None)
+            if metadata is not None and callable(check):
+                code.run(check, metadata, named, passing=ValueError)
             check = code.run(getattr, function.function, "check_prompts", None)
             if callable(check):
                 code.run(partial(check, image_size=image_size, sources=sources), list(prompts), passing=ValueError)
@@ -168,8 +172,14 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     custom = config.custom_reward_function
     # First: what is wrong with the user's function is then known before an engine takes its time.
     own: Any = None if custom.path is None else load_reward(custom, config.timeout_s)
-    functions = {name: load_builtin(name, getattr(config, name, None)) if name in REWARDS else own for name in weights}
+    functions = {name: own if own and name == custom.name else _builtin(name, config) for name in weights}
     return RewardMix(functions, weights, config.timeout_s)
+
+
+def _builtin(name: str, config: RewardConfig) -> Any:
+    """A reward of this package: one that is computed here, or a server's."""
+    server = config.remote_scorer(name)
+    return load_builtin(name, getattr(config, name, None)) if server is None else RemoteReward(name, server)
 
 
 def _file_of(function: RewardFunction) -> str | None:
