@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.arguments import add_configuration
+from flowgrpo_rc.cli.check_reward import add_check_reward
 from flowgrpo_rc.cli.encode import add_encode
 from flowgrpo_rc.cli.errors import (
     COMMAND,
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add_encode(commands, "flowgrpo_trainer")
     add_probe(commands, "flowgrpo_trainer")
     add_plan(commands, "flowgrpo_trainer")
+    add_check_reward(commands, "flowgrpo_trainer")
 
     text = "say whether a run is healthy, and write one HTML page about it"
     report = commands.add_parser(
