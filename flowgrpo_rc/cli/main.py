@@ -35,8 +35,8 @@ UNHEALTHY = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed while running, 2 refused before training, 3 a probe
-    found the configuration not safe, a plan that it does not fit or a report a problem, 4 a probe could not show it
-    safe, 130 ended by a signal.
+    found the configuration not safe, a plan that it does not fit, a report a problem or a reward does not score as
+    expected, 4 a probe could not show it safe, 130 ended by a signal.
 
     Whatever a command raises becomes a line on standard error and one of these codes; ``FLOWGRPO_RC_DEBUG=1`` shows
     the traceback too. Only argparse exits by itself, after ``--help`` and for arguments that it cannot read.
