@@ -12,6 +12,7 @@ from typing import Any
 
 from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardMix, build_reward
 from flowgrpo_rc.rewards.forms import PerImageReward
+from flowgrpo_rc.rewards.http_options import check_key_name
 from flowgrpo_rc.rewards.registry import REWARDS
 from flowgrpo_rc.rewards.remote.protocols import SERVED
 from flowgrpo_rc.rewards.remote.server import RewardServer
@@ -100,12 +101,12 @@ def _check_form(name: str, reward: RewardMix) -> None:
 
 
 def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "")
-    if not key:
-        raise ValueError(f"--api-key-env: the environment variable {variable} is not set or empty; put the key there")
-    return key
+    check_key_name("--api-key-env", variable)
+    key = "" if variable is None else os.environ.get(variable, "").strip()
+    if variable is not None and not key:
+        # Without the name, which might be the key itself put into the wrong place.
+        raise ValueError("--api-key-env: the environment variable that it names is not set or empty; put the key there")
+    return key or None
 
 
 def _is_loopback(host: str) -> bool:

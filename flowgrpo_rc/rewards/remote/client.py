@@ -37,6 +37,7 @@ class RemoteReward:
         self._format = config.image_format or self._protocol.image_format
         self._options = config.http_options(name)
         self._first_row: Mapping[str, Any] = {}
+        """The columns that ``check_prompts`` sends with the first prompt; ``check_metadata`` comes before it."""
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]] | None = None

@@ -150,10 +150,12 @@ class FlowGrpoProtocol:
         return Answer(scores=_list(content, "scores"), info=info)
 
 
-SERVED = {"json": JsonProtocol(), "verl_omni": VerlOmniProtocol()}
+Served = JsonProtocol | VerlOmniProtocol
+
+SERVED: dict[str, Served] = {"json": JsonProtocol(), "verl_omni": VerlOmniProtocol()}
 """Protocols in which ``flowgrpo-rc serve-reward`` answers."""
 
-PROTOCOLS = {**SERVED, "flow_grpo": FlowGrpoProtocol()}
+PROTOCOLS: dict[str, Served | FlowGrpoProtocol] = {**SERVED, "flow_grpo": FlowGrpoProtocol()}
 """Protocols in which a run can ask, by their name in ``reward.remote.<name>.protocol``."""
 
 

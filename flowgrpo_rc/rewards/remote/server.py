@@ -27,7 +27,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rewards.mix import RewardMix
 from flowgrpo_rc.rewards.remote.images import decode
-from flowgrpo_rc.rewards.remote.protocols import Answer, Request
+from flowgrpo_rc.rewards.remote.protocols import Answer, Request, Served
 
 LARGEST_REQUEST = 256 * 2**20
 """Bytes of a request."""
@@ -84,7 +84,7 @@ class RewardServer:
         OSError: the address cannot be had.
     """
 
-    def __init__(self, reward: RewardMix, protocol: Any, host: str, port: int, key: str | None = None) -> None:
+    def __init__(self, reward: RewardMix, protocol: Served, host: str, port: int, key: str | None = None) -> None:
         (self.name,) = reward.functions
         self.protocol = protocol
         self.key = key
