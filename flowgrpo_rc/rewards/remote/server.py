@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -42,7 +43,7 @@ POLL_S = 0.1
 """Seconds after which the threads look whether the server ends."""
 
 FAREWELL_S = 2.0
-"""Seconds that a request which the server's end cuts short has for taking its answer."""
+"""Seconds that a client has for taking an answer that cuts its request short, or that the server's end does."""
 
 
 class _Stopping(Exception):
@@ -186,6 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One connection. Neither paths, headers nor prompts are logged, so that no secret is."""
 
     protocol_version = "HTTP/1.1"  # connections stay open between requests
+    _unread = False
     server_version = f"flowgrpo_rc/{__version__}"
     sys_version = ""
     timeout = IDLE_S
@@ -213,6 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
             outcome = str(refused)
         try:
             self._send(status, protocol.content_type, body)
+            if self._unread:
+                self._take_in_the_rest()
         finally:
             if job is not None:
                 job.told.set()
@@ -222,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The request's body, once it is known to be wanted."""
         length = self.headers.get("Content-Length", "")
         # What is not read stands before the next request: the connection cannot go on.
-        self.close_connection = True
+        self._unread = self.close_connection = True
         key = self.reward_server.key
         given = self.headers.get("Authorization", "")
         if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
@@ -234,8 +238,18 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             raise _Refused(400, f"the request ended after {len(body)} of {length} bytes")
+        self._unread = False
         self.close_connection = self.headers.get("Connection", "").lower() == "close"
         return body
+
+    def _take_in_the_rest(self) -> None:
+        """Read what is still being sent, for a while: closing before would take the answer from the client."""
+        ends_at = time.monotonic() + FAREWELL_S
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(FAREWELL_S)
+            while time.monotonic() < ends_at and self.connection.recv(2**16):
+                pass
 
     def _job(self, body: bytes) -> _Job:
         try:
