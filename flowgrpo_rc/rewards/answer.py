@@ -17,6 +17,9 @@ WANTED = "return one float per image, or (floats, info dict)"
 CAPTIONS = "text"
 """The key of ``info`` whose strings caption the samples."""
 
+PARTS = "part/"
+"""Begins the keys of ``info`` that hold numbers which a function's score is made of. A run logs their means."""
+
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
     """The scores, (N,) float32, and the info of what the reward function ``name`` returned for N prompts.
@@ -143,5 +146,9 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
         if key == CAPTIONS and not isinstance(entry, str):
             raise AnswerError(
                 f"{where}[{index}] = {brief_repr(entry)}; it captions the samples, so every entry must be a string"
+            )
+        if key.startswith(PARTS) and not (isinstance(entry, Real) and np.isfinite(entry)):
+            raise AnswerError(
+                f"{where}[{index}] = {brief_repr(entry)}; its mean is logged, so every entry must be a finite number"
             )
     return entries

@@ -11,8 +11,10 @@ from typing import Any
 
 from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rewards.judge.config import JudgeConfig
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 from flowgrpo_rc.rewards.remote.config import RemoteConfig, remote_scorers
+from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 REWARD_NAMES = REWARDS.keys()
 """The names of the built-in rewards, as ``reward.functions`` takes them."""
@@ -115,6 +117,12 @@ class RewardConfig:
     ocr: OCRConfig = field(default_factory=OCRConfig)
     """Options of the reward ``ocr``."""
 
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """Options of the reward ``judge``."""
+
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """A model that the run serves itself, for the judge and for functions that ask one."""
+
     remote: Any = field(default_factory=dict)
     """Reward servers, by names of your choice that ``functions`` gives weights: name -> the keys of ``RemoteConfig``,
     of which ``url`` must be given. Example: ``reward.remote.deqa.url=http://127.0.0.1:18080 reward.functions.deqa=1``.
@@ -178,9 +186,11 @@ class RewardConfig:
     def in_words(self) -> str:
         """The rewards that are on: ``0.5 x ocr + 2 x compute_score (my_reward.py)``."""
         custom = self.custom_reward_function
-        files = {} if custom.path is None else {custom.name: f" ({custom.path})"}
-        files |= {name: f" ({entry['url']})" for name, entry in self.remote.items()}
-        return " + ".join(f"{weight:g} x {name}{files.get(name, '')}" for name, weight in self.weights().items())
+        more = {} if custom.path is None else {custom.name: f" ({custom.path})"}
+        more |= {name: f" ({entry['url']})" for name, entry in self.remote.items()}
+        if self.judge.model is not None:
+            more["judge"] = f" ({self.judge.model})"
+        return " + ".join(f"{weight:g} x {name}{more.get(name, '')}" for name, weight in self.weights().items())
 
     def validate(self) -> None:
         """Repeat the checks of construction, for fields that were changed since.
@@ -189,6 +199,8 @@ class RewardConfig:
             ValueError: names the field, its value and what to do.
         """
         self.ocr.__post_init__()
+        self.judge.__post_init__()
+        self.reward_model.__post_init__()
         self.custom_reward_function.__post_init__()
         self.__post_init__()
 

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +22,13 @@ REFUSED = 2
 """Exit code of a command whose reward file cannot even be stopped while it loads."""
 
 
-def load_reward(config: CustomRewardConfig, timeout_s: float | None = None) -> Any:
+def load_reward(
+    config: CustomRewardConfig, timeout_s: float | None = None, offered: Mapping[str, Any] | None = None
+) -> Any:
     """The user's function as a reward that takes a batch, whichever of the two known forms it has.
 
     A class is made into an object once, without arguments. Importing the file may take ``timeout_s``, and making the
-    object too.
+    object too. It gets what is ``offered`` of the parameters that it declares.
 
     Raises:
         ValueError: the file or the function cannot be used; names the field, the place and what to do.
@@ -36,7 +38,7 @@ def load_reward(config: CustomRewardConfig, timeout_s: float | None = None) -> A
     if isinstance(function, type):
         code.run(_check_class, function, config.name, passing=ValueError)
         function = code.run(_object_of, function)
-    return code.run(adapt, function, config.name, config.reward_kwargs, passing=ValueError)
+    return code.run(adapt, function, config.name, config.reward_kwargs, offered, passing=ValueError)
 
 
 def load_function(path: str | Path, name: str, timeout_s: float | None = None) -> Callable[..., Any]:

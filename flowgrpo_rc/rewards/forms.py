@@ -193,8 +193,14 @@ class PerImageReward:
         return info.pop("score"), info
 
 
-def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """``function``, which is anything callable, as a reward that is called with a batch and always with ``kwargs``.
+def adapt(
+    function: Callable[..., Any],
+    name: str,
+    kwargs: Mapping[str, Any] | None = None,
+    offered: Mapping[str, Any] | None = None,
+) -> Any:
+    """``function``, which is anything callable, as a reward that is called with a batch and always with ``kwargs``, and
+    with what is ``offered`` of the parameters that it declares.
 
     Raises:
         ValueError: the signature is of neither form, cannot be read, or does not take ``kwargs``; names the
@@ -205,6 +211,7 @@ def adapt(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any] | N
     kwargs = dict(kwargs or {})
     signature = Signature(function, name)
     declared = signature.parameters
+    kwargs = {key: value for key, value in (offered or {}).items() if key in declared} | kwargs
     for key in kwargs:
         if key in (*BATCH, *COLUMNS, IMAGE):
             raise ValueError(f"{KWARGS_FIELD}.{key}: this argument is given by the trainer; remove it")

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import random
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -84,7 +86,11 @@ class Request:
 
 
 def send_all(
-    requests: Sequence[Request], options: HTTPOptions, read: Callable[[bytes], Any] = lambda body: body
+    requests: Sequence[Request],
+    options: HTTPOptions,
+    read: Callable[[bytes], Any] = lambda body: body,
+    *,
+    began_at: float | None = None,
 ) -> list[Any]:
     """Send all requests, at most ``max_concurrent`` at once, and return what ``read`` makes of their answers, in order.
 
@@ -92,6 +98,7 @@ def send_all(
         requests: any number of them; one client with its connections serves them all.
         read: from an answer's body to what is wanted. A ``ValueError`` that it raises means that the body is not what
             the server should send, and its text says why; the request is then tried again.
+        began_at: the ``time.monotonic()`` that ``deadline_s`` is counted from; by default now.
 
     Raises:
         ServerError: a request failed for good, or not all were answered within ``deadline_s``. The others are dropped.
@@ -106,7 +113,7 @@ def send_all(
         return []
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_is_of_others)  # once, however often it is added
-    return _wait_in_thread(_Batch(requests, options, read))
+    return _wait_in_thread(_Batch(requests, options, read, began_at))
 
 
 class _Failed(Exception):
@@ -121,12 +128,14 @@ class _Failed(Exception):
 class _Batch:
     """The requests of one call of ``send_all``; its methods run in the event loop's thread."""
 
-    def __init__(self, requests: Sequence[Request], options: HTTPOptions, read: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self, requests: Sequence[Request], options: HTTPOptions, read: Callable[[bytes], Any], began_at: float | None
+    ) -> None:
         self.requests = requests
         self.options = options
         self.read = read
         self.key = options.api_key()
-        self.ends_at = time.monotonic() + options.deadline_s
+        self.ends_at = (time.monotonic() if began_at is None else began_at) + options.deadline_s
         self.answered = 0
         self.last_failure = ""
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
@@ -156,11 +165,15 @@ class _Batch:
         headers = {"accept-encoding": "identity", "user-agent": "flowgrpo_rc"}
         if self.key is not None:
             headers["authorization"] = f"Bearer {self.key}"
-        async with httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=proxied) as client:
+        client = httpx.AsyncClient(
+            headers=headers, limits=limits, timeout=timeout, trust_env=proxied, verify=_certificates()
+        )
+        async with client:
             free = asyncio.Semaphore(options.max_concurrent)
             tasks = [asyncio.ensure_future(self._ask(client, free, index)) for index in range(len(self.requests))]
             try:
-                done, late = await asyncio.wait(tasks, timeout=options.deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+                left = max(self.ends_at - time.monotonic(), 0.0)
+                done, late = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -294,6 +307,14 @@ class _Batch:
         if isinstance(text, bytes):
             return text.replace(self.key.encode(), b"(the key)")
         return text.replace(self.key, "(the key)")
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """The authorities that are trusted, read once and not for every batch."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:

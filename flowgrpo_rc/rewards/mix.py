@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import read_answer
+from flowgrpo_rc.rewards.answer import PARTS, read_answer
 from flowgrpo_rc.rewards.config import RewardConfig, check_name
 from flowgrpo_rc.rewards.custom import REFUSED, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
@@ -19,6 +19,7 @@ from flowgrpo_rc.rewards.forms import PerImageReward, adapt
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
 from flowgrpo_rc.rewards.registry import load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
+from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, serving
 
 RewardFunction = Callable[..., Any]
 """``fn(images, prompts, metadata)`` -> N scores, or ``(N scores, info dict)``; images (N, H, W, 3) uint8 RGB. Or
@@ -39,6 +40,16 @@ class RewardResult:
     """Function name -> what that function reports besides its scores: lists of N entries by name."""
 
     @property
+    def inner_parts(self) -> dict[str, np.ndarray]:
+        """``<function>/<part>`` -> (N,) float64: what the functions' scores are made of, where they report it."""
+        return {
+            f"{name}/{key.removeprefix(PARTS)}": np.asarray(values, np.float64)
+            for name, info in self.info.items()
+            for key, values in info.items()
+            if key.startswith(PARTS)
+        }
+
+    @property
     def texts(self) -> list[str] | None:
         """The captions that the first function with ``info["text"]`` gave, None when none did."""
         return next((info["text"] for info in self.info.values() if "text" in info), None)
@@ -54,13 +65,18 @@ class RewardMix:
         functions: name -> function, of either form that ``forms.py`` knows; at least one.
         weights: name -> weight, for the same names.
         timeout_s: longest time that one function may take for a batch; None for no limit.
+        server: what serves the model that the functions ask; None where nothing has been started.
 
     Raises:
         ValueError: the two do not fit together, a name is one that the log uses, or a signature is of neither form.
     """
 
     def __init__(
-        self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float], timeout_s: float | None = None
+        self,
+        functions: Mapping[str, RewardFunction],
+        weights: Mapping[str, float],
+        timeout_s: float | None = None,
+        server: RewardModelServer | None = None,
     ) -> None:
         if not functions or functions.keys() != weights.keys():
             raise ValueError(
@@ -71,6 +87,7 @@ class RewardMix:
             check_name("functions", name)
         self.functions = {name: adapt(function, name) for name, function in functions.items()}
         self.weights = dict(weights)
+        self._server = server
         self._code = {
             name: UserCode(f"reward function {name!r}", _file_of(function.function), timeout_s)
             for name, function in self.functions.items()
@@ -104,6 +121,11 @@ class RewardMix:
                 total += self.weights[name] * parts[name].astype(np.float64)
         self._check_sum(total, parts, prompts)
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
+
+    def close(self) -> None:
+        """End what was started to score; the functions that need it cannot be called any more."""
+        if self._server is not None:
+            self._server.close()
 
     def _score(
         self, name: str, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]
@@ -156,7 +178,10 @@ class RewardMix:
                 code.run(check, metadata, named, passing=ValueError)
             check = code.run(getattr, function.function, "check_prompts", None)
             if callable(check):
-                code.run(partial(check, image_size=image_size, sources=sources), list(prompts), passing=ValueError)
+                told: dict[str, Any] = {"image_size": image_size, "sources": sources}
+                if "metadata" in inspect.signature(check).parameters:
+                    told["metadata"] = metadata
+                code.run(partial(check, **told), list(prompts), passing=ValueError)
 
 
 def build_reward(config: RewardConfig | None = None) -> RewardMix:
@@ -170,10 +195,14 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     config.validate()
     weights = config.weights()
     custom = config.custom_reward_function
-    # First: what is wrong with the user's function is then known before an engine takes its time.
-    own: Any = None if custom.path is None else load_reward(custom, config.timeout_s)
-    functions = {name: own if own and name == custom.name else _builtin(name, config) for name in weights}
-    return RewardMix(functions, weights, config.timeout_s)
+    with serving(config) as server:
+        # First: what is wrong with the user's function is then known before an engine takes its time.
+        offered = {} if server is None else server.offered
+        own: Any = None if custom.path is None else load_reward(custom, config.timeout_s, offered)
+        if server is not None:
+            server.wait()
+        functions = {name: own if own and name == custom.name else _builtin(name, config) for name in weights}
+        return RewardMix(functions, weights, config.timeout_s, server)
 
 
 def _builtin(name: str, config: RewardConfig) -> Any:

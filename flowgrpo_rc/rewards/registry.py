@@ -10,6 +10,7 @@ from typing import Any
 
 REWARDS = {
     "jpeg_compressibility": "flowgrpo_rc.rewards.jpeg:jpeg_compressibility",
+    "judge": "flowgrpo_rc.rewards.judge.reward:JudgeReward",
     "ocr": "flowgrpo_rc.rewards.ocr:OCRReward",
 }
 """Name in ``reward.functions`` -> where the reward is, as ``module:attribute``.

@@ -94,6 +94,8 @@ class Run:
         self.prompt_sets = prompt_sets(self.config, self.train_prompts, self.val_prompts)
         self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
         self.reward = build_reward(self.config.reward)
+        self.end_rewards = self.reward.close
+        """Ends what rewards have started beside the run, such as the server of a reward model."""
         for one in self.prompt_sets:
             self.reward.check_prompts(
                 one.positive,

@@ -79,6 +79,7 @@ class FlowGRPOTrainer:
             refused.callback(self.folder.abandon)
             self.run = Run(config, str(self.folder.root))
             refused.callback(self.run.engine.close)
+            refused.callback(self.run.end_rewards)
             self._set_up()
             refused.pop_all()
 
@@ -225,7 +226,8 @@ class FlowGRPOTrainer:
 
     def _reward_statistics(self, result: RewardResult) -> tuple[Tensor, dict[str, float]]:
         """This process's rewards and, over all processes, their statistics."""
-        parts = {"mean": torch.from_numpy(result.total)} | {n: torch.from_numpy(v) for n, v in result.parts.items()}
+        scores = {"mean": result.total} | result.parts | result.inner_parts
+        parts = {name: torch.from_numpy(values) for name, values in scores.items()}
         gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
         metrics = {f"reward/{name}": float(v) for name, v in zip(parts, gathered.mean(0), strict=True)}
         total = gathered[:, 0]
@@ -324,6 +326,7 @@ class FlowGRPOTrainer:
                         self._loop(stop)
                         self._finish()
             finally:
+                self.run.end_rewards()
                 self.logger.close()
                 self.folder.close()
         return self.folder

@@ -87,9 +87,10 @@ def _score(
     records = _records(run, drawn[:kept])
     reward = run.reward(images, [record.prompt for record in records], [record.metadata for record in records])
     texts = reward.texts or [None] * kept
+    logged = {"mean": reward.total} | reward.parts | reward.inner_parts
     scored = []
     for i, index in enumerate(drawn[:kept]):
-        rewards = {"mean": float(reward.total[i])} | {name: float(values[i]) for name, values in reward.parts.items()}
+        rewards = {name: float(values[i]) for name, values in logged.items()}
         sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
         parts = {name: value for name, value in rewards.items() if name in reward.parts}
         keep(DumpedImage(index, images[i], records[i].prompt, _seed(run, index), rewards["mean"], parts))

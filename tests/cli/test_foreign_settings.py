@@ -205,15 +205,14 @@ def test_our_own_settings_warn_of_nothing():
     assert said("trainer.seed=3", f"{M}.dtype=bfloat16", name=TINY) == []
 
 
-def test_the_reward_model_is_refused_with_what_to_use_instead():
-    message = refused(*ROLLOUT_CORRECTION_SCRIPT, *REWARD_MODEL)
-    assert message.count("\n") == 2
-    for setting in ("reward.reward_model.enable=true", "reward.reward_model.rollout.tensor_model_parallel_size=4"):
-        assert setting in message
-    assert "cannot work here" in message
-    assert "reward.custom_reward_function.path=my_reward.py" in message
-    off = [setting.replace("enable=True", "enable=False") for setting in REWARD_MODEL]
-    quietly(*ROLLOUT_CORRECTION_SCRIPT, *off)
+def test_the_reward_model_acts():
+    model = quietly(*ROLLOUT_CORRECTION_SCRIPT, *REWARD_MODEL).reward.reward_model
+    assert (model.enable, model.model_path) == (True, "Qwen/Qwen3-VL-8B-Instruct")
+    assert (model.rollout.name, model.rollout.tensor_model_parallel_size) == ("vllm", 4)
+    older = quietly("reward_model.enable=true", "reward_model.model.path=x", "reward_model.n_gpus_per_node=8")
+    assert (older.reward.reward_model.enable, older.reward.reward_model.model_path) == (True, "x")
+    assert "extra_args" in refused("reward.reward_model.rollout.quantization=fp8")
+    assert "choose one of vllm" in refused("reward.reward_model.rollout.name=sglang")
 
 
 # ---------------------------------------------------------------- what acts

@@ -16,6 +16,7 @@ STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save
 PLACEHOLDERS = {
     "t": r"[\d.e+-]+",
     "reward": r"(?!mean$|std$|max$|min$|group_std_mean$|zero_std_fraction$)\w+",
+    "part": r"\w+",
     "option": "|".join(RS_OPTIONS),
     "stage": STAGES,
     "figure": "clip|rejected|zeroed|engine_gap",
@@ -46,9 +47,15 @@ def logged(finished_run, tmp_path_factory):
 
 
 def _names_of_a_run_with_other_options(folder):
-    """Calibrated bands, and an engine with an old adapter."""
+    """Calibrated bands, an engine with an old adapter, and a reward that says what it is made of."""
     from flowgrpo_rc import FlowGRPOTrainer, compose
 
+    reward = folder / "reward.py"
+    reward.write_text(
+        "def compute_score(images, prompts, metadata):\n"
+        "    red = images[..., 0].mean((1, 2)) / 255\n"
+        "    return red, {'part/red': red}\n"
+    )
     overrides = (
         "actor_rollout_ref.actor.diffusion_loss.clip_ratio=auto",
         "algorithm.rollout_correction.rollout_rs_threshold=auto",
@@ -57,9 +64,11 @@ def _names_of_a_run_with_other_options(folder):
         "trainer.val_before_train=false",
         f"trainer.default_local_dir={folder / 'run'}",
     )
-    trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", [*SMALL_RUN, *overrides]))
+    own = f"reward.custom_reward_function.path={reward}"
+    settings = [own if "reward_function.path" in setting else setting for setting in SMALL_RUN]
+    trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", [*settings, *overrides]))
     try:
-        return set(trainer.train_step())
+        return {*trainer.train_step(), *trainer._validate()}
     finally:
         trainer.run.engine.close()
         trainer.folder.close()

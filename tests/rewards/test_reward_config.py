@@ -40,7 +40,7 @@ def test_custom_function_joins_the_weights(tmp_path: Path) -> None:
 
 
 def test_unknown_reward_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"'oxr' is not a known reward; known are jpeg_compressibility, ocr"):
+    with pytest.raises(ValueError, match=r"'oxr' is not a known reward; known are .*jpeg_compressibility, .*ocr"):
         RewardConfig(functions={"oxr": 1.0})
 
 
@@ -171,7 +171,7 @@ def test_in_words_names_weights_and_file(mine: str) -> None:
     [
         (
             "reward.functions.x=big",
-            r"reward\.functions: 'x' is not a known reward; known are jpeg_compressibility, ocr",
+            r"reward\.functions: 'x' is not a known reward; known are .*jpeg_compressibility, .*ocr",
         ),
         ("reward.functions.x=1", r"'x' is not a known reward"),
         ("reward.functions={x: 1}", r"'x' is not a known reward"),

@@ -36,8 +36,6 @@ class RemoteReward:
         self._protocol = protocols.PROTOCOLS[config.protocol]
         self._format = config.image_format or self._protocol.image_format
         self._options = config.http_options(name)
-        self._first_row: Mapping[str, Any] = {}
-        """The columns that ``check_prompts`` sends with the first prompt; ``check_metadata`` comes before it."""
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]] | None = None
@@ -73,7 +71,6 @@ class RemoteReward:
                 self._protocol.write_request(protocols.Request(files=[], prompts=[""], metadata=[dict(row)]))
             except protocols.ProtocolError as error:
                 raise ValueError(f"{source}: its columns go to {SECTION}.{self.name}, and {error}") from error
-        self._first_row = metadata[0] if metadata else {}
 
     def check_prompts(
         self,
@@ -81,6 +78,7 @@ class RemoteReward:
         *,
         image_size: tuple[int, int] | None = None,
         sources: Sequence[str] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Have a grey image scored for the first prompt, so that a server that is not there shows before training.
 
@@ -90,7 +88,7 @@ class RemoteReward:
         height, width = image_size or (64, 64)
         image = np.full((1, height, width, 3), 128, np.uint8)
         try:
-            self(image, prompts[:1], [self._first_row])
+            self(image, prompts[:1], metadata[:1] if metadata else None)
         except AnswerError as error:
             raise ValueError(
                 f"{SECTION}.{self.name}.url: the server does not score a grey image for the first prompt: {error}"

@@ -1,0 +1,173 @@
+"""The section ``reward.judge`` of a configuration. Importing this loads no client."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive, section, show
+from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url
+from flowgrpo_rc.rewards.judge.questions import FORMS
+
+SECTION = "reward.judge"
+MEANS = ("arithmetic", "geometric")
+IMAGE_FORMATS = ("png", "jpeg")
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class JudgeQuestion:
+    """One question that the judge answers about every image."""
+
+    parser: str = "yes_no"
+    """How the answer becomes a score between 0 and 1: ``score``, ``unified_reward_1_5``, ``unified_reward_2``,
+    ``yes_no`` or ``ocr``."""
+
+    question: str | None = None
+    """The words of the question; null for the parser's own. ``{prompt}`` stands for the image's prompt, ``{target}``
+    for the text that the image should show, and the name of any other column of the prompt file for its value."""
+
+    name: str | None = None
+    """Name in the metric ``reward/judge/<name>``; null for the parser's."""
+
+    weight: float = 1.0
+    """Weight in the mean over the questions."""
+
+    scale: float = 5.0
+    """The best score that the question of the parser ``score`` allows; the worst is 0."""
+
+    max_tokens: int | None = None
+    """Longest answer in tokens; null for ``reward.judge.max_tokens``, and for 1 where the parser is ``yes_no``."""
+
+    def __post_init__(self) -> None:
+        where = f"{SECTION}.questions"
+        fit_fields(where, self)
+        choice(f"{where}.parser", self.parser, tuple(FORMS))
+        if self.question is not None and not self.question.strip():
+            raise ValueError(f"{where}.question: it is blank; give the words, or null for the parser's own")
+        if self.name is None:
+            self.name = self.parser
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
+            raise ValueError(
+                f"{where}.name: got {self.name!r}, which becomes the metric reward/judge/{self.name}; give a name of "
+                "the letters a to z, digits and underscores"
+            )
+        positive(f"{where}.weight", self.weight)
+        positive(f"{where}.scale", self.scale)
+        positive(f"{where}.max_tokens", self.max_tokens, optional=True)
+
+    @property
+    def words(self) -> str:
+        """The question as it is asked, before its placeholders are filled."""
+        return self.question or FORMS[self.parser].question
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class JudgeConfig:
+    """How the reward ``judge`` asks a vision language model about an image."""
+
+    base_url: str | None = None
+    """Address of a server that speaks OpenAI's protocol, with its version: ``http://127.0.0.1:8000/v1``. null where
+    ``reward.reward_model`` starts one."""
+
+    model: str | None = None
+    """Name of the model that judges; null for the only one that the server has. The name that is used stands in the
+    run's ``config.yaml``."""
+
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the server's key; null for a server that wants none. The key itself
+    is never written anywhere."""
+
+    questions: Any = field(default_factory=list)
+    """What the judge is asked about each image: a list of mappings with the keys of ``JudgeQuestion``. The name of a
+    parser stands for that parser with its own question, as in ``[ocr]``."""
+
+    mean: str = "arithmetic"
+    """How several questions become one score: the weighted ``arithmetic`` or ``geometric`` mean. The latter is 0 where
+    one of them is."""
+
+    temperature: float = 0.0
+    """Temperature of the judge's answers. Even at 0 they depend a little on what else the server computes just then."""
+
+    seed: int | None = 0
+    """Seed that the server draws answers from; null sends none."""
+
+    max_tokens: int = 512
+    """Longest answer in tokens."""
+
+    extra_body: Any = field(default_factory=dict)
+    """Further keys of every request, e.g. ``{chat_template_kwargs: {enable_thinking: false}}``."""
+
+    image_size: int | None = None
+    """Longest side in pixels to which images are brought before they are sent; null sends them as they are."""
+
+    image_format: str = "png"
+    """How images are sent: ``png``, which loses nothing, or ``jpeg``, which is smaller."""
+
+    max_concurrent: int = 32
+    """Requests that are under way at once."""
+
+    tries: int = 4
+    """How often one request is sent at most, where the server is busy or the connection fails."""
+
+    timeout_s: float = 60.0
+    """Longest time in seconds that one try may take."""
+
+    deadline_s: float = 600.0
+    """Longest time in seconds that all questions about a batch may take together."""
+
+    cache: bool = False
+    """Whether scores are kept in memory and an image that was judged before is not sent again. The images of training
+    never repeat; those of validation may."""
+
+    def __post_init__(self) -> None:
+        fit_fields(SECTION, self)
+        if self.base_url is not None:
+            check_url(f"{SECTION}.base_url", self.base_url)
+        self.http()
+        self.questions = _checked_questions(self.questions)
+        choice(f"{SECTION}.mean", self.mean, MEANS)
+        choice(f"{SECTION}.image_format", self.image_format, IMAGE_FORMATS)
+        non_negative(f"{SECTION}.temperature", self.temperature)
+        positive(f"{SECTION}.max_tokens", self.max_tokens)
+        positive(f"{SECTION}.image_size", self.image_size, optional=True)
+        if self.extra_body is None:
+            self.extra_body = {}
+        if not isinstance(self.extra_body, Mapping):
+            raise ValueError(f"{SECTION}.extra_body: got {show(self.extra_body)}; give a mapping of keys to values")
+
+    def http(self) -> HTTPOptions:
+        """How the server is asked."""
+        return HTTPOptions(
+            section=SECTION,
+            max_concurrent=self.max_concurrent,
+            tries=self.tries,
+            timeout_s=self.timeout_s,
+            deadline_s=self.deadline_s,
+            api_key_env=self.api_key_env,
+        )
+
+
+def _checked_questions(questions: Any) -> list[JudgeQuestion]:
+    where = f"{SECTION}.questions"
+    if isinstance(questions, str | Mapping):
+        questions = [questions]
+    if not isinstance(questions, Sequence):
+        raise ValueError(
+            f"{where}: got {show(questions)}; give a list, e.g. [ocr] or [{{parser: yes_no, question: ...}}]"
+        )
+    asked = [
+        JudgeQuestion(parser=one) if isinstance(one, str) else section(where, JudgeQuestion, one) for one in questions
+    ]
+    names = [one.name for one in asked]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{where}: {', '.join(twice)} names two questions; give each a name of its own, since they are logged as "
+            "reward/judge/<name>"
+        )
+    return asked

@@ -1,0 +1,250 @@
+"""Reward ``judge``: questions to a vision language model about every image, as many at once as its server takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flowgrpo_rc.rewards.answer import CAPTIONS, PARTS
+from flowgrpo_rc.rewards.errors import brief_repr
+from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
+from flowgrpo_rc.rewards.http_options import HTTPOptions
+from flowgrpo_rc.rewards.judge import chat
+from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
+from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, Wanted
+from flowgrpo_rc.rewards.judge.wording import fill
+
+_CHECK_TRIES = 2
+"""Tries of the questions before training: a server that is not there should show within seconds."""
+_ENCODERS = 4
+"""Threads that turn images into files."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One question about one image of a batch."""
+
+    index: int
+    """Of the image."""
+    question: JudgeQuestion
+    words: str
+    target: str
+    file: bytes
+    where: str
+    """Sample, prompt and question, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What became of a question."""
+
+    score: float
+    text: str
+    """The judge's words."""
+
+
+class JudgeReward:
+    """The weighted mean of the judge's scores over ``config.questions``, in [0, 1].
+
+    When it is made, the server must answer, name its model (which becomes ``config.model``) and score a blank image.
+
+    Raises:
+        ValueError: the configuration lacks something, or the server does not do what it must; one line.
+        ImportError: httpx is not installed, or rapidfuzz for the parser ``ocr``.
+    """
+
+    def __init__(self, config: JudgeConfig | None = None) -> None:
+        self.config = JudgeConfig() if config is None else config
+        if self.config.base_url is None:
+            raise ValueError(
+                f"{SECTION}.base_url: null, so there is no server to ask; give its address, as "
+                "http://127.0.0.1:8000/v1, or have one started with reward.reward_model.enable=true"
+            )
+        if not self.config.questions:
+            raise ValueError(
+                f"{SECTION}.questions: none, so there is nothing to ask the judge; give a list, e.g. "
+                f"{SECTION}.questions=[yes_no]"
+            )
+        self._url = self.config.base_url.rstrip("/")
+        self._options = self.config.http()
+        self._cache: dict[bytes, _Judged] = {}
+        check = replace(self._options, tries=min(_CHECK_TRIES, self._options.tries))
+        try:
+            self.config.model = self._served_model(check)
+            blank = np.full((1, 256, 256, 3), 255, np.uint8)
+            self._judge(self._questions(blank, ['a blank sheet "blank"'], None, sample="blank image"), check)
+        except ServerError as error:
+            raise ValueError(f"{SECTION}: {error}") from None
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[np.ndarray, dict[str, list[Any]]]:
+        """Score images (N, H, W, 3) uint8 RGB.
+
+        Returns:
+            (N,) float32 in [0, 1]; and in the info the transcripts as captions, where the parser ``ocr`` makes some,
+            and each question's own scores, where there are several.
+
+        Raises:
+            ServerError: the server failed for good, or an answer could not be read, twice; names sample and prompt.
+            ValueError: a question's placeholder has no value in a row of ``metadata``.
+        """
+        asked = self._questions(images, prompts, metadata)
+        judged = self._judge(asked, self._options)
+        questions: list[JudgeQuestion] = self.config.questions
+        table = np.asarray([one.score for one in judged], np.float64).reshape(len(images), len(questions))
+        info: dict[str, list[Any]] = {}
+        for column, question in enumerate(questions):
+            if len(questions) > 1:
+                info[f"{PARTS}{question.name}"] = table[:, column].tolist()
+            if question.parser == "ocr":
+                info.setdefault(CAPTIONS, [one.text for one in judged[column :: len(questions)]])
+        return weighted_mean(table, [question.weight for question in questions], self.config.mean), info
+
+    def check_prompts(
+        self,
+        prompts: Sequence[str],
+        *,
+        image_size: tuple[int, int] | None = None,
+        sources: Sequence[str] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Refuse prompts that lack what a question needs, before training.
+
+        Raises:
+            ValueError: names the prompt, where it stands, and what it lacks.
+        """
+        rows = [{} for _ in prompts] if metadata is None else metadata
+        for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            where = f"prompt {index}" if sources is None else sources[index]
+            for question in self.config.questions:
+                fill(question, prompt, row, where)
+
+    def _served_model(self, options: HTTPOptions) -> str:
+        """The name of the model that judges.
+
+        Raises:
+            ValueError: the server has not the one that is asked for, or several and none is asked for.
+        """
+        (served,) = send_all([Request(f"{self._url}/models", name="its models")], options, chat.read_models)
+        names = ", ".join(served[:9]) or "none"
+        wanted = self.config.model
+        if wanted is None and len(served) == 1:
+            return served[0]
+        if wanted is None:
+            raise ValueError(f"{SECTION}.model: the server {self._url} has {len(served)} models ({names}); name one")
+        if wanted not in served:
+            raise ValueError(f"{SECTION}.model: the server {self._url} has no model {wanted!r}; it has {names}")
+        return wanted
+
+    def _questions(
+        self,
+        images: np.ndarray,
+        prompts: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]] | None,
+        sample: str = "sample",
+    ) -> list[_Asked]:
+        """Every question about every image, those about one image side by side."""
+        rows = [{} for _ in prompts] if metadata is None else metadata
+        with ThreadPoolExecutor(_ENCODERS) as pool:
+            files = list(pool.map(partial(chat.encode, config=self.config), images))
+        asked = []
+        for index, (prompt, row, file) in enumerate(zip(prompts, rows, files, strict=True)):
+            for question in self.config.questions:
+                where = f"{sample} {index}, prompt {brief_repr(prompt)}"
+                words, target = fill(question, prompt, row, where)
+                asked.append(_Asked(index, question, words, target, file, f"{where}, question {question.name!r}"))
+        return asked
+
+    def _judge(self, asked: Sequence[_Asked], options: HTTPOptions) -> list[_Judged]:
+        """The scores, in order. What was not asked before is asked; what cannot be read is asked once more."""
+        began_at = time.monotonic()
+        keys = [self._key(one) for one in asked]
+        known = dict(self._cache)
+        new = {key: one for key, one in zip(keys, asked, strict=True) if key not in known}
+        answers = dict(zip(new, self._ask(list(new.values()), options, began_at), strict=True))
+        unreadable = {}
+        for key, one in new.items():
+            try:
+                known[key] = _read(one, answers[key])
+            except UnreadableAnswer:
+                unreadable[key] = one
+        texts = [answers[key].text for key in unreadable]
+        again = self._ask(list(unreadable.values()), options, began_at, texts)
+        for (key, one), answer in zip(unreadable.items(), again, strict=True):
+            try:
+                known[key] = _read(one, answer)
+            except UnreadableAnswer as error:
+                raise ServerError(
+                    f"{self.config.model} at {self._url} gave no answer that the parser {one.question.parser!r} can "
+                    f"read, asked twice, for {one.where}: {error}; it said {brief_repr(answer.text)}"
+                ) from None
+        if self.config.cache:
+            self._cache = known
+        return [known[key] for key in keys]
+
+    def _ask(
+        self, asked: Sequence[_Asked], options: HTTPOptions, began_at: float, unreadable: Sequence[str] | None = None
+    ) -> list[Answer]:
+        """The judge's answers, in order; ``unreadable`` are those that it gave before."""
+        before = [None] * len(asked) if unreadable is None else list(unreadable)
+        requests = [
+            Request(
+                f"{self._url}/chat/completions",
+                partial(
+                    chat.body,
+                    one.words,
+                    one.file,
+                    self.config.image_format,
+                    chat.parameters(one.question, self.config),
+                    one.question.parser,
+                    text,
+                ),
+                name=one.where,
+            )
+            for one, text in zip(asked, before, strict=True)
+        ]
+        return send_all(requests, options, chat.read_answer, began_at=began_at)
+
+    def _key(self, one: _Asked) -> bytes:
+        """Digest of everything that a score rests on. Without the cache the image's place in the batch is part of it,
+        so that each is judged by itself."""
+        place = None if self.config.cache else one.index
+        said = [
+            one.words,
+            one.target,
+            one.question.parser,
+            one.question.scale,
+            chat.parameters(one.question, self.config),
+        ]
+        digest = hashlib.blake2b(json.dumps([place, one.question.name, *said], default=str).encode(), digest_size=32)
+        digest.update(one.file)
+        return digest.digest()
+
+
+def weighted_mean(table: np.ndarray, weights: Sequence[float], mean: str) -> np.ndarray:
+    """(N,) float32: the weighted ``arithmetic`` or ``geometric`` mean of each row of ``table``, (N, questions) in
+    [0, 1]."""
+    share = np.asarray(weights, np.float64) / np.sum(weights)
+    if mean == "geometric":
+        with np.errstate(divide="ignore"):  # the logarithm of 0 is minus infinity, whose exponential is 0 again
+            return np.exp(np.log(table) @ share).astype(np.float32)
+    return (table @ share).astype(np.float32)
+
+
+def _read(asked: _Asked, answer: Answer) -> _Judged:
+    if asked.question.parser == "yes_no" and answer.first_tokens is None:
+        raise ServerError(
+            f"{asked.where}: the server answers without the log-probabilities of the first token, which the parser "
+            "'yes_no' reads; use a server that gives them, or another parser"
+        )
+    wanted = Wanted(scale=asked.question.scale, target=asked.target)
+    return _Judged(PARSERS[asked.question.parser](answer, wanted), answer.text)

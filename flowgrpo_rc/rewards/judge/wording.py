@@ -1,0 +1,45 @@
+"""A question about one image in words: its placeholders filled from the image's prompt and row of the prompt file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flowgrpo_rc.rewards.judge.config import JudgeQuestion
+from flowgrpo_rc.rewards.ocr import quoted_target
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """The words of a question about the image of one prompt, and the text that the image should show (empty where the
+    question needs none).
+
+    Raises:
+        ValueError: the prompt or its row of the prompt file lacks what the question needs.
+    """
+    names = set(_PLACEHOLDER.findall(question.words))
+    target = target_text(prompt, row) if question.parser == "ocr" or "target" in names else ""
+    if target is None:
+        raise ValueError(
+            f"{where}: {prompt!r} has no text in double quotes and no column ground_truth, which the judge's question "
+            f'{question.name!r} needs; write the wanted text in quotes, as in: a sign that says "42"'
+        )
+    values: dict[str, Any] = {**row, "prompt": prompt, "target": target}
+    lacking = sorted(name for name in names if not isinstance(values.get(name), str | int | float))
+    if lacking:
+        raise ValueError(
+            f"{where} has no {', '.join(lacking)}, which the judge's question {question.name!r} asks about; add it as "
+            "a column of a .parquet or .jsonl file, of text or numbers"
+        )
+    # In one pass: braces in what is put in stay as they are.
+    return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), question.words), target
+
+
+def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
+    """The text that an image should show: the row's ground truth, as verl-omni's data preparation lays it out, or what
+    stands in double quotes in the prompt. None where there is neither."""
+    nested = row.get("reward_model")
+    truth = nested.get("ground_truth") if isinstance(nested, Mapping) else row.get("ground_truth")
+    return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)

@@ -1,0 +1,119 @@
+"""The section ``reward.reward_model`` of a configuration. Importing this starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowgrpo_rc.checks import choice, fit_fields, positive
+from flowgrpo_rc.field_docs import documented_fields
+
+SECTION = "reward.reward_model"
+ENGINES = ("vllm",)
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class RewardModelRolloutConfig:
+    """How ``vllm serve`` runs the reward model; the names are verl-omni's."""
+
+    name: str = "vllm"
+    """The program that serves; ``vllm`` is the one there is. It must be on the ``PATH``, or beside the Python that
+    trains."""
+
+    tensor_model_parallel_size: int = 1
+    """GPUs over which each layer is divided."""
+
+    data_parallel_size: int = 1
+    """Copies of the model that answer side by side, each on as many GPUs as the other sizes say."""
+
+    dtype: str = "auto"
+    """Precision of the weights: ``auto`` as the model's files say, ``bfloat16``, ``float16`` or ``float32``."""
+
+    gpu_memory_utilization: float = 0.5
+    """Share of each GPU's memory that the server takes, and keeps while the run trains."""
+
+    max_model_len: int | None = None
+    """Longest question with its image and answer, in tokens; null for the model's own limit."""
+
+    max_num_seqs: int | None = None
+    """Answers that are worked on at once; null for vllm's default."""
+
+    enforce_eager: bool = True
+    """Whether the server starts at once, without compiling the model. Compiled, it answers faster."""
+
+    def __post_init__(self) -> None:
+        where = f"{SECTION}.rollout"
+        fit_fields(where, self)
+        choice(f"{where}.name", self.name, ENGINES)
+        choice(f"{where}.dtype", self.dtype, DTYPES)
+        positive(f"{where}.tensor_model_parallel_size", self.tensor_model_parallel_size)
+        positive(f"{where}.data_parallel_size", self.data_parallel_size)
+        positive(f"{where}.max_model_len", self.max_model_len, optional=True)
+        positive(f"{where}.max_num_seqs", self.max_num_seqs, optional=True)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"{where}.gpu_memory_utilization: got {self.gpu_memory_utilization!r}; give a share of the GPU's "
+                "memory above 0 and at most 1"
+            )
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class RewardModelConfig:
+    """A reward model that the run serves itself, for the reward ``judge`` and for functions that ask a model."""
+
+    enable: bool = False
+    """Whether the run starts a server with ``vllm serve`` and ends it again. The reward ``judge`` asks it, and a
+    function of the user's own gets its address as ``reward_router_address`` (``host:port``) and the model's name as
+    ``model_name``, where it has such parameters."""
+
+    model_path: str | None = None
+    """The model: a name on the hub or a local folder, as ``vllm serve`` takes it."""
+
+    devices: list[int] | None = None
+    """GPUs of the server, as indices into those that the run sees; null for all of them. Name such as the run does not
+    train on, or leave room beside the training with ``rollout.gpu_memory_utilization``."""
+
+    extra_args: list[str] = field(default_factory=list)
+    """Further arguments of ``vllm serve``, e.g. ``[--trust-remote-code]``."""
+
+    start_timeout_s: float = 1800.0
+    """Longest time in seconds that the server may take to start, with the download of the model."""
+
+    rollout: RewardModelRolloutConfig = field(default_factory=RewardModelRolloutConfig)
+    """How ``vllm serve`` runs it."""
+
+    def __post_init__(self) -> None:
+        fit_fields(SECTION, self)
+        positive(f"{SECTION}.start_timeout_s", self.start_timeout_s)
+        if self.enable and not (self.model_path and self.model_path.strip()):
+            raise ValueError(
+                f"{SECTION}.model_path: null, but {SECTION}.enable=true; name the model, e.g. "
+                f"{SECTION}.model_path=Qwen/Qwen3-VL-8B-Instruct"
+            )
+        if self.devices is not None and (not self.devices or min(self.devices) < 0):
+            raise ValueError(f"{SECTION}.devices: got {self.devices}; give numbers of GPUs from 0, e.g. [3], or null")
+        if any(argument.startswith("--api-key") for argument in self.extra_args):
+            raise ValueError(
+                f"{SECTION}.extra_args: leave --api-key out, which would stand in config.yaml; the server listens on "
+                "this machine alone"
+            )
+
+    def arguments(self, port: int) -> list[str]:
+        """The arguments of ``vllm``."""
+        rollout = self.rollout
+        given = {
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--served-model-name": self.model_path,
+            "--tensor-parallel-size": rollout.tensor_model_parallel_size,
+            "--data-parallel-size": rollout.data_parallel_size,
+            "--dtype": rollout.dtype,
+            "--gpu-memory-utilization": rollout.gpu_memory_utilization,
+            "--max-model-len": rollout.max_model_len,
+            "--max-num-seqs": rollout.max_num_seqs,
+        }
+        flags = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+        eager = ["--enforce-eager"] if rollout.enforce_eager else []
+        return ["serve", str(self.model_path), *flags, *eager, *self.extra_args]

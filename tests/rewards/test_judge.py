@@ -1,0 +1,362 @@
+"""The reward ``judge`` against a judge on loopback that answers rightly, wrongly, or as no server should."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+from fake_judge import MODEL, FakeJudge, number_of, numbered, said
+from stub_server import Reply, StubServer
+
+from flowgrpo_rc.rewards import RewardConfig, RewardError, build_reward
+
+SECRET = "sk-verySecret0123456789"
+BLANK = 255
+"""What the pixels of the image before training are."""
+
+WANTED = np.float32([(n % 11) / 10 for n in range(64)])
+"""What ``by_number`` makes of ``numbered(64)``."""
+
+
+def by_number(asked):
+    """Reasons, and the last digits of the image's number as a score of 10."""
+    return f"Well. <Score>{number_of(asked.image) % 11 if asked.image[0, 0, 2] != BLANK else 5}</Score>"
+
+
+TEN = ({"parser": "score", "scale": 10},)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr("flowgrpo_rc.rewards.http_client.LONGEST_BACKOFF_S", 0.01)
+
+
+def prompts(count=64):
+    return [f'a sign that says "{n}"' for n in range(count)]
+
+
+def after_start(count, do):
+    """A judge that does as ``by_number``, and from its call ``count`` after those before training ``do(asked)``."""
+
+    def judge(asked):
+        number = asked.call.number - 2  # its models, and the blank image
+        return do(asked) if number >= count else by_number(asked)
+
+    return judge
+
+
+# ---------------------------------------------------------------- right answers
+
+
+def test_scores_in_order_through_busy_signs():
+    """Calls 7, 14, ... get 503, calls 11, 22, ... 429; so many calls more, none twice at once, none scored 0."""
+
+    def judge(asked):
+        if asked.call.number % 11 == 0:
+            return Reply("slow down", status=429, headers={"retry-after": "0.02"}, after_s=0.001)
+        return Reply("busy", status=503, after_s=0.001) if asked.call.number % 7 == 0 else by_number(asked)
+
+    with FakeJudge(judge) as server:
+        result = server.reward(TEN, max_concurrent=8, tries=20)(numbered(64), prompts())
+    np.testing.assert_array_equal(result.total, WANTED)
+    calls = len(server.calls)
+    assert calls - 2 == 64 + calls // 7 + calls // 11 - calls // 77
+    assert 1 < server.most_at_once <= 8
+
+
+def test_what_is_sent():
+    images = np.random.default_rng(0).integers(0, 256, (1, 12, 20, 3), np.uint8)
+    settings = {"temperature": 0.5, "seed": 7, "max_tokens": 99, "extra_body": {"top_p": 0.8}}
+    with FakeJudge(by_number) as server:
+        server.reward(TEN, **settings)(images, ['a "{prompt}"'])
+    request = server.asked[-1].request
+    np.testing.assert_array_equal(server.asked[-1].image, images[0])
+    assert 'Caption: a "{prompt}"' in server.asked[-1].words
+    assert {key: value for key, value in request.items() if key != "messages"} == {
+        "model": MODEL,
+        "temperature": 0.5,
+        "seed": 7,
+        "max_tokens": 99,
+        "top_p": 0.8,
+    }
+
+
+@pytest.mark.parametrize(("size", "shape"), [(None, (12, 20, 3)), (10, (6, 10, 3)), (40, (24, 40, 3))])
+def test_images_are_resized_by_their_longest_side(size, shape):
+    grey = np.full((1, 12, 20, 3), 77, np.uint8)
+    with FakeJudge(by_number) as server:
+        server.reward(image_size=size, image_format="jpeg")(grey, ["a"])
+    assert server.asked[-1].image.shape == shape
+    assert np.abs(server.asked[-1].image.astype(int) - 77).max() <= 2
+
+
+def test_the_probability_of_yes():
+    def judge(asked):
+        yes = 0.1 * (1 + number_of(asked.image) % 8)
+        return said("Yes", {"Yes": math.log(yes / 2), " yes": math.log(yes / 2), "No": math.log(0.9 - yes / 2)})
+
+    with FakeJudge(judge) as server:
+        total = server.reward(["yes_no"])(numbered(8), prompts(8)).total
+    yes = 0.1 * np.arange(1, 9)
+    np.testing.assert_allclose(total, yes / (yes + 0.9 - yes / 2), rtol=1e-6)
+    request = server.asked[-1].request
+    assert (request["logprobs"], request["top_logprobs"], request["max_tokens"]) == (True, 20, 1)
+
+
+def test_transcripts_against_the_targets_of_the_prompt_file():
+    """The row's ground truth before the quoted text; the transcripts caption the samples."""
+    texts = {0: "says 0!", 1: "one", 2: "3"}
+    with FakeJudge(lambda asked: texts.get(number_of(asked.image), "x")) as server:
+        reward = server.reward(["ocr"])
+        rows = [{}, {"reward_model": {"ground_truth": "one two"}}, {}]
+        result = reward(numbered(3), prompts(3), rows)
+        # "one" against "onetwo": three letters are missing of six.
+        np.testing.assert_array_equal(result.total, np.float32([1.0, 0.5, 0.0]))
+        assert result.texts == ["says 0!", "one", "3"]
+        reward.check_prompts(["no quotes"], sources=["p:1"], metadata=[{"ground_truth": "x"}])
+        with pytest.raises(ValueError, match="^p:1: 'no quotes' has no text in double quotes and no column"):
+            reward.check_prompts(["no quotes"], sources=["p:1"], metadata=[{}])
+
+
+@pytest.mark.parametrize(("mean", "wanted"), [("arithmetic", [0.25, 0.4]), ("geometric", [0.0, 0.4])])
+def test_several_questions(mean, wanted):
+    """Weights 3 and 1: (3 x 0 + 1) / 4 and (3 x 0.4 + 0.4) / 4; each question's own scores are logged."""
+
+    def judge(asked):
+        first = [0, 2][number_of(asked.image) % 2]
+        second = [5, 2][number_of(asked.image) % 2]
+        return f"<Score>{first if asked.words == 'Is it a?' else second}</Score>"
+
+    questions = [
+        {"parser": "score", "question": "Is it {prompt}?", "name": "what", "weight": 3.0},
+        {"parser": "score", "question": "Is it fine?", "name": "looks"},
+    ]
+    with FakeJudge(judge) as server:
+        result = server.reward(questions, mean=mean)(numbered(2), ["a", "a"])
+    np.testing.assert_allclose(result.total, wanted, rtol=1e-6)
+    assert result.inner_parts.keys() == {"judge/what", "judge/looks"}
+    np.testing.assert_allclose(result.inner_parts["judge/what"], [0.0, 0.4])
+    np.testing.assert_allclose(result.inner_parts["judge/looks"], [1.0, 0.4])
+
+
+@pytest.mark.parametrize(("cache", "calls"), [(False, 12), (True, 4)])
+def test_what_the_cache_saves(cache, calls):
+    """Four different images, two of them twice, in two batches."""
+    images = numbered(4)[[0, 1, 2, 3, 0, 1]]
+    with FakeJudge(by_number) as server:
+        reward = server.reward(TEN, cache=cache)
+        before = len(server.asked)
+        first = reward(images, prompts(1) * 6).total
+        np.testing.assert_array_equal(reward(images, prompts(1) * 6).total, first)
+        assert len(server.asked) - before == calls
+        reward(images, prompts(2)[1:] * 6)  # another prompt is another question
+        assert len(server.asked) - before == (18 if not cache else 8)
+    np.testing.assert_array_equal(first, np.float32([0, 0.1, 0.2, 0.3, 0, 0.1]))
+
+
+def test_no_images():
+    with FakeJudge(by_number) as server:
+        assert server.reward()(numbered(0), []).total.shape == (0,)
+
+
+# ---------------------------------------------------------------- answers that cannot be read
+
+
+def test_an_answer_that_cannot_be_read_is_asked_again():
+    def judge(asked):
+        if number_of(asked.image) % 3 == 0 and not asked.again:
+            return "I would say four of five."
+        return by_number(asked)
+
+    with FakeJudge(judge) as server:
+        total = server.reward(TEN)(numbered(9), prompts(9)).total
+    np.testing.assert_array_equal(total, WANTED[:9])
+    again = [asked for asked in server.asked if asked.again and asked.image.shape == (8, 8, 3)]
+    assert sorted(number_of(asked.image) for asked in again) == [0, 3, 6]
+    roles = [message["role"] for message in again[0].request["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert again[0].request["messages"][1]["content"] == "I would say four of five."
+    assert "<Score>X</Score>" in again[0].words
+
+
+def test_and_then_it_is_an_error_that_names_prompt_and_answer():
+    with FakeJudge(after_start(1, lambda asked: "I cannot\nsay.")) as server:
+        reward = server.reward(TEN)
+        with pytest.raises(
+            RewardError,
+            match=rf"^{MODEL} at {server.url}/v1 gave no answer that the parser 'score' can read, asked twice, for "
+            r"sample 0, prompt 'a sign that says \"0\"', question 'score': it holds no <Score>x</Score>; it said "
+            r"'I cannot\\nsay.'$",
+        ):
+            reward(numbered(2), prompts(2))
+    assert len(server.calls) == 2 + 4
+
+
+def test_a_server_without_log_probabilities():
+    with FakeJudge(lambda asked: "Yes") as server, pytest.raises(ValueError, match="'yes_no' reads; use a server that"):
+        server.reward(["yes_no"])
+
+
+# ---------------------------------------------------------------- before training
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"base_url": None}, r"base_url: null, so there is no server to ask; give"),
+        ({"questions": []}, r"questions: none, so there is nothing to ask"),
+        ({"model": "gpt"}, rf"model: the server http.* has no model 'gpt'; it has {MODEL}"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "api_key_env: the environment variable that it names is not set"),
+    ],
+)
+def test_what_is_wrong_is_told_before_training(settings, told):
+    with FakeJudge(by_number) as server, pytest.raises(ValueError, match=rf"^reward\.judge\.{told}"):
+        server.reward(**settings)
+
+
+@pytest.mark.parametrize(("models", "told"), [((), "has 0 models"), (("a", "b"), r"has 2 models \(a, b\); name one")])
+def test_a_model_that_is_not_plain(models, told):
+    with FakeJudge(by_number, models) as server, pytest.raises(ValueError, match=rf"^reward\.judge\.model: .*{told}"):
+        server.reward()
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        (Reply(status=404), "its models: answers 404"),
+        (Reply("key!", status=401), 'its models: answers 401: "key!"'),
+        (Reply(status=503), r"its models: answers 503 \(tried 2 times\)"),
+        (Reply(b"<html>"), "its models: answers with what is not JSON"),
+        (Reply(status=301, headers={"location": "/v2"}), "its models: answers 301, a redirect to"),
+        (Reply(said("<Score>1</Score>")), "its models: answers with no list of models"),
+    ],
+)
+def test_a_server_of_another_kind(reply, told):
+    with (
+        StubServer(lambda call: reply) as server,
+        pytest.raises(ValueError, match=rf"^reward\.judge: http.*{told}") as e,
+    ):
+        FakeJudge.reward(server)
+    assert "\n" not in str(e.value)
+
+
+def test_a_server_that_fails_at_the_first_image():
+    with (
+        FakeJudge(lambda asked: Reply("out of memory", status=500)) as server,
+        pytest.raises(ValueError, match=r"^reward\.judge: .*/chat/completions: blank image 0, .*answers 500: \"out of"),
+    ):
+        server.reward()
+    assert len(server.calls) == 3
+
+
+def test_the_configuration_records_who_judges():
+    with FakeJudge(by_number) as server:
+        config = RewardConfig(functions={"judge": 1.0}, judge={"base_url": f"{server.url}/v1", "questions": ["score"]})
+        build_reward(config)
+    assert config.judge.model == MODEL
+    assert config.in_words() == f"1 x judge ({MODEL})"
+
+
+# ---------------------------------------------------------------- a hostile server
+
+ONCE = {
+    "429": Reply(status=429),
+    "503": Reply(status=503),
+    "slow": Reply(said("<Score>0</Score>"), after_s=60),
+    "cut off": Reply(said("<Score>0</Score>"), cut_at=30),
+    "garbage": Reply(b"\x00\xff garbage"),
+    "no http": Reply(raw=b"garbage\r\n\r\n"),
+    "closed": Reply(raw=b""),
+    "wrong type": Reply([1, 2]),
+    "wrong length": Reply({"choices": []}),
+    "nan": Reply(b'{"choices": [{"message": {"content": NaN}}]}'),
+    "no text": Reply(said(5)),
+}
+"""Answers that another try mends."""
+
+FOR_GOOD = {
+    "redirect": Reply(status=302, headers={"location": "http://elsewhere.example/"}),
+    "100 MB": Reply(bytes(2**20), repeat=100),
+    "packed": Reply(b"x", headers={"content-encoding": "gzip"}),
+    "400": Reply("too long a prompt", status=400),
+    "401": Reply(f"wrong key {SECRET}", status=401),
+    "echo": Reply(said(f"your key is {SECRET}")),
+}
+"""Answers that none does."""
+
+
+@pytest.mark.parametrize("kind", ONCE)
+def test_what_a_hostile_server_sends_once_is_asked_again(kind):
+    def judge(asked):
+        return ONCE[kind] if asked.call.number == 5 else by_number(asked)
+
+    with FakeJudge(judge) as server:
+        total = server.reward(TEN, timeout_s=0.5)(numbered(8), prompts(8)).total
+    np.testing.assert_array_equal(total, WANTED[:8])
+    assert len(server.calls) == 2 + 8 + 1
+
+
+@pytest.mark.parametrize("kind", [*ONCE, *FOR_GOOD])
+def test_what_it_keeps_sending_ends_in_one_error_without_the_key(kind, monkeypatch, caplog):
+    """No hang, no 0, and the key in no message, log or representation."""
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    caplog.set_level(logging.DEBUG)
+    reply = (ONCE | FOR_GOOD)[kind]
+    with FakeJudge(after_start(4, lambda asked: reply)) as server:
+        reward = server.reward(TEN, timeout_s=0.3, tries=2, api_key_env="JUDGE_KEY")
+        assert server.calls[-1].headers["authorization"] == f"Bearer {SECRET}"
+        with pytest.raises(RewardError) as caught:
+            reward(numbered(8), prompts(8))
+    assert f"{server.url}/v1" in str(caught.value)
+    assert "sample " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    function = reward.functions["judge"].function
+    told = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + repr(vars(function)) + caplog.text
+    assert SECRET[:8] not in told
+
+
+def test_a_server_that_dies_in_the_middle():
+    def die(asked):
+        threading.Thread(target=server.stop).start()
+        server.ended.wait(5)
+        return by_number(asked)
+
+    with FakeJudge(after_start(10, die)) as server:
+        reward = server.reward(TEN, max_concurrent=4, tries=2)
+        with pytest.raises(RewardError, match=r"sample \d+, prompt .*Error"):
+            reward(numbered(64), prompts())
+
+
+def test_the_deadline_of_a_batch_covers_what_is_asked_again():
+    def judge(asked):
+        return Reply(said("<Score>1</Score>"), after_s=60) if asked.again else "no score"
+
+    with FakeJudge(after_start(1, judge)) as server:
+        reward = server.reward(TEN, deadline_s=0.6)
+        start = time.monotonic()
+        with pytest.raises(RewardError, match=r"0 of 2 requests were answered within reward\.judge\.deadline_s=0.6 s"):
+            reward(numbered(2), prompts(2))
+        assert time.monotonic() - start < 10
+
+
+def test_an_interrupt_ends_the_wait():
+    with FakeJudge(after_start(1, lambda asked: Reply(after_s=60))) as server:
+        reward = server.reward()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            reward(numbered(2), prompts(2))
+
+
+def test_the_time_limit_of_rewards_ends_it_too():
+    with FakeJudge(after_start(1, lambda asked: Reply(after_s=60))) as server:
+        judge = {"base_url": f"{server.url}/v1", "questions": ["score"]}
+        reward = build_reward(RewardConfig(functions={"judge": 1.0}, judge=judge, timeout_s=0.3))
+        with pytest.raises(RewardError, match=r"'judge' did not return within reward\.timeout_s=0.3 s"):
+            reward(numbered(2), prompts(2))

@@ -1,0 +1,303 @@
+"""A reward model that the run serves itself, with a stub in the place of vllm."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reward_files import METADATA, function, write
+
+from flowgrpo_rc.rewards import RewardConfig, build_reward
+from flowgrpo_rc.rewards.reward_model import server as server_module
+from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
+
+STUB = Path(__file__).with_name("stub_vllm.py")
+MODEL = "Qwen/Qwen3-VL-8B-Instruct"
+IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
+PROMPTS = ["a", "b", "c"]
+
+
+@pytest.fixture(autouse=True)
+def notes(tmp_path, monkeypatch):
+    """A program ``vllm`` on the path, and the file in which it says what it was asked."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "vllm"
+    program.write_text(f"#!{sys.executable}\n{STUB.read_text()}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("VLLM_STUB_NOTES", str(tmp_path / "notes.jsonl"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(server_module, "POLL_S", 0.05)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    yield tmp_path / "notes.jsonl"
+    for note in read(tmp_path / "notes.jsonl"):
+        for pid in (note["pid"], note["worker"]):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def read(notes):
+    return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+
+
+def config(**reward_model):
+    return RewardConfig(
+        functions={"judge": 1.0},
+        judge={"questions": ["score"]},
+        reward_model={"enable": True, "model_path": MODEL, **reward_model},
+    )
+
+
+def is_alive(pid):
+    """Whether the process runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_ends(*pids):
+    end = time.monotonic() + 20
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < end, f"{[pid for pid in pids if is_alive(pid)]} still run"
+        time.sleep(0.02)
+
+
+def test_the_judge_asks_the_server_that_the_run_has_started(notes, tmp_path, capsys):
+    settings = config(
+        rollout={"tensor_model_parallel_size": 4, "gpu_memory_utilization": 0.4, "max_model_len": 4096},
+        extra_args=["--trust-remote-code"],
+    )
+    reward = build_reward(settings)
+    np.testing.assert_array_equal(reward(IMAGES, PROMPTS).total, np.float32([0.6] * 3))
+    (note,) = read(notes)
+    port = note["arguments"][note["arguments"].index("--port") + 1]
+    assert " ".join(note["arguments"]) == (
+        f"serve {MODEL} --host 127.0.0.1 --port {port} --served-model-name {MODEL} --tensor-parallel-size 4 "
+        "--data-parallel-size 1 --dtype auto --gpu-memory-utilization 0.4 --max-model-len 4096 --enforce-eager "
+        "--trust-remote-code"
+    )
+    # What config.yaml records: who judged, and not where, which is another place the next time.
+    assert (settings.judge.model, settings.judge.base_url) == (MODEL, None)
+    assert settings.in_words() == f"1 x judge ({MODEL})"
+    said = capsys.readouterr().err
+    assert f"starting vllm serve {MODEL} on port {port}; its log: {tmp_path}" in said
+    log = Path(said.rpartition(" ")[2].strip())
+    assert log.read_text() == "loading the model\n"
+    reward.close()
+    reward.close()
+    assert_ends(note["pid"], note["worker"])
+    assert not log.exists()
+
+
+def test_the_server_goes_with_the_reward(notes):
+    reward = build_reward(config())
+    (note,) = read(notes)
+    assert is_alive(note["worker"])
+    del reward
+    gc.collect()
+    assert_ends(note["pid"], note["worker"])
+
+
+def test_it_goes_when_the_rest_cannot_be_built(notes, monkeypatch):
+    monkeypatch.setenv("VLLM_STUB_SAYS", "I cannot say")
+    with pytest.raises(ValueError, match=r"^reward\.judge: .*gave no answer that the parser 'score' can read"):
+        build_reward(config())
+    (note,) = read(notes)
+    assert_ends(note["pid"], note["worker"])
+
+
+def test_one_that_ignores_the_request_to_end_is_made_to(notes, monkeypatch):
+    monkeypatch.setenv("VLLM_STUB_STUBBORN", "1")
+    shortened = server_module.KEEPER.read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.2")
+    keeper = notes.with_name("keeper.py")
+    keeper.write_text(shortened)
+    monkeypatch.setattr(server_module, "KEEPER", keeper)
+    reward = build_reward(config())
+    (note,) = read(notes)
+    reward.close()
+    assert_ends(note["pid"], note["worker"])
+
+
+def test_a_server_that_ends_before_it_answers(notes, monkeypatch):
+    monkeypatch.setenv("VLLM_STUB_FAILS", "1")
+    with pytest.raises(
+        ValueError,
+        match=rf"^reward\.reward_model: vllm serve {MODEL} ended with exit code 3 before it answered; the end of its "
+        r"log: loading the model \| torch\.OutOfMemoryError: CUDA out of memory$",
+    ):
+        build_reward(config())
+    (note,) = read(notes)
+    assert_ends(note["pid"], note["worker"])
+
+
+def test_a_server_that_does_not_answer_in_time(notes):
+    with pytest.raises(
+        ValueError, match=r"did not answer within reward\.reward_model\.start_timeout_s=0.01 s; the end"
+    ):
+        build_reward(config(start_timeout_s=0.01))
+    assert_ends(*(pid for note in read(notes) for pid in (note["pid"], note["worker"])))
+
+
+def test_no_vllm(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        ValueError, match=r"^reward\.reward_model\.enable: true, but there is no program vllm on the PATH"
+    ):
+        build_reward(config())
+
+
+RUN = """
+    import json, os, signal, sys, time
+    from flowgrpo_rc.rewards import RewardConfig, build_reward
+    {before}
+    reward = build_reward(RewardConfig(**json.loads(sys.argv[1])))
+    print("built", flush=True)
+    {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "number", "code"),
+    [
+        ("", "raise RuntimeError", None, 1),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))", "time.sleep(60)", signal.SIGTERM, 5),
+        ("", "time.sleep(60)", signal.SIGTERM, -signal.SIGTERM),
+        ("", "time.sleep(60)", signal.SIGKILL, -signal.SIGKILL),
+    ],
+    ids=["exception", "SIGTERM handled", "SIGTERM", "SIGKILL"],
+)
+def test_however_the_process_ends_the_server_does_too(notes, before, after, number, code):
+    settings = {"functions": {"judge": 1.0}, "judge": {"questions": ["score"]}}
+    settings["reward_model"] = {"enable": True, "model_path": MODEL}
+    source = textwrap.dedent(RUN).format(before=before, after=after)
+    with subprocess.Popen(
+        [sys.executable, "-c", source, json.dumps(settings)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as run:
+        assert run.stdout.readline() == b"built\n"
+        (note,) = read(notes)
+        if number is not None:
+            assert is_alive(note["worker"])
+            run.send_signal(number)
+        assert run.wait(30) == code
+    assert_ends(note["pid"], note["worker"])
+
+
+def test_the_server_survives_its_keeper_no_longer_than_a_moment(notes):
+    """The keeper killed: the system ends the server (Linux)."""
+    if sys.platform != "linux":
+        pytest.skip("needs prctl")
+    reward = build_reward(config())
+    (note,) = read(notes)
+    keeper = reward._server._process
+    keeper.kill()
+    keeper.wait()
+    assert_ends(note["pid"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "seen"),
+    [(None, None, None), ("4,5,6", None, "4,5,6"), (None, [2, 3], "2,3"), ("4,5,6", [2], "6")],
+)
+def test_the_gpus_of_the_server(notes, monkeypatch, visible, devices, seen):
+    """Indices into what the run sees; the launcher's variables are the run's alone."""
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    build_reward(config(devices=devices)).close()
+    assert read(notes)[0]["environment"] == {"CUDA_VISIBLE_DEVICES": seen, "RANK": None, "LOCAL_RANK": None}
+
+
+def test_gpus_that_are_not_there(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ValueError, match=r"devices: got \[2\], but the run sees 2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\)"):
+        build_reward(config(devices=[2]))
+
+
+def test_processes_of_one_launcher_share_a_server(notes, monkeypatch):
+    """The second finds the first's, and does not end it."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    first = build_reward(config())
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    second = build_reward(config())
+    second.close()
+    np.testing.assert_array_equal(first(IMAGES, PROMPTS).total, np.float32([0.6] * 3))
+    first.close()
+    assert len(read(notes)) == 1
+    with pytest.raises(ValueError, match=r"the first process of the run did not start its server within 0.3 s"):
+        build_reward(config(start_timeout_s=0.3))
+
+
+FUNCTION = """
+def f(data_source, solution_image, ground_truth, extra_info, reward_router_address, model_name=None):
+    import urllib.request
+    served = urllib.request.urlopen(f"http://{reward_router_address}/v1/models", timeout=10).read().decode()
+    return {"score": float(model_name in served), "address": reward_router_address}
+"""
+
+
+def test_a_function_of_verl_omnis_form_gets_its_address(notes, tmp_path):
+    custom = {"path": str(write(tmp_path, FUNCTION)), "name": "f"}
+    reward_model = {"enable": True, "model_path": MODEL}
+    reward = build_reward(RewardConfig(custom_reward_function=custom, reward_model=reward_model))
+    result = reward(IMAGES, PROMPTS, METADATA)
+    np.testing.assert_array_equal(result.total, np.ones(3, np.float32))
+    (note,) = read(notes)
+    assert result.info["f"]["address"] == [f"127.0.0.1:{note['arguments'][5]}"] * 3
+    reward.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"functions": {"ocr": 1.0}}, "reward_model.enable: true, but no reward asks a model"),
+        ({"judge": {"base_url": "http://x/v1"}}, "judge.base_url: got http://x/v1, but reward.reward_model.enable"),
+        ({"reward_model": {"enable": True}}, "reward_model.model_path: null, but reward.reward_model.enable=true"),
+    ],
+)
+def test_what_does_not_go_together(notes, settings, told):
+    given = {"functions": {"judge": 1.0}, "reward_model": {"enable": True, "model_path": MODEL}} | settings
+    with pytest.raises(ValueError, match=rf"^reward\.{told}"):
+        build_reward(RewardConfig(**given))
+    assert read(notes) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"rollout": {"name": "sglang"}}, "rollout.name: got 'sglang'; choose one of vllm"),
+        ({"rollout": {"tensor_model_parallel_size": 0}}, "rollout.tensor_model_parallel_size: got 0"),
+        ({"rollout": {"gpu_memory_utilization": 1.5}}, "rollout.gpu_memory_utilization: got 1.5"),
+        ({"rollout": {"gpu_memory_utilization": float("nan")}}, "rollout.gpu_memory_utilization: got nan"),
+        ({"rollout": {"dtype": "fp4"}}, "rollout.dtype: got 'fp4'"),
+        ({"devices": []}, r"devices: got \[\]"),
+        ({"devices": [-1]}, r"devices: got \[-1\]"),
+        ({"extra_args": ["--api-key=sk-secret"]}, "extra_args: leave --api-key out"),
+        ({"start_timeout_s": 0}, "start_timeout_s: got 0"),
+    ],
+)
+def test_settings_that_cannot_be_used(settings, told):
+    with pytest.raises(ValueError, match=rf"^reward\.reward_model\.{told}") as caught:
+        RewardModelConfig(**settings)
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_a_reward_that_asks_nobody_starts_nothing(notes, tmp_path):
+    custom = {"path": str(write(tmp_path, function("return [1.0, 2.0, 3.0]"))), "name": "f"}
+    build_reward(RewardConfig(custom_reward_function=custom, reward_model={"model_path": MODEL})).close()
+    assert read(notes) == []
