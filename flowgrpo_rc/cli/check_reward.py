@@ -43,7 +43,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     reward = build_reward(config)
     loaded_s = time.perf_counter() - start
-    report = Check(reward, EXPECTATIONS.get(arguments.name), arguments.pictures).run()
+    try:
+        report = Check(reward, EXPECTATIONS.get(arguments.name), arguments.pictures).run()
+    finally:
+        reward.close()
     print(config.in_words())
     for finding in report.findings:
         verdict = {True: "as expected", False: "NOT AS EXPECTED", None: "not judged"}[finding.as_expected]
@@ -62,6 +65,12 @@ def _alone(name: str, config: RewardConfig) -> RewardConfig:
         ValueError: there is no such reward.
     """
     custom = config.custom_reward_function
-    if custom.path is not None and name == custom.name:
-        return replace(config, functions={}, custom_reward_function=replace(custom, weight=1.0))
-    return replace(config, functions={name: 1.0}, custom_reward_function=CustomRewardConfig())
+    own = config.reward_functions
+    return replace(
+        config,
+        functions={} if name in config.own_functions() else {name: 1.0},
+        custom_reward_function=replace(custom, weight=1.0) if name == custom.name else CustomRewardConfig(),
+        reward_functions={name: {**own[name], "weight": 1.0}} if name in own else {},
+        val_functions={},
+        normalization=None,
+    )

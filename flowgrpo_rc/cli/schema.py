@@ -21,6 +21,8 @@ OPEN_SECTIONS = {
     "reward.functions": "weights by name, e.g. reward.functions.ocr=1",
     "reward.remote": "servers by name, e.g. reward.remote.geneval.url=http://127.0.0.1:18085",
     "reward.judge.extra_body": "a mapping of keys to values, e.g. {top_p: 0.8}",
+    "reward.reward_functions": "functions by name, e.g. {mine: {path: my_reward.py, weight: 0.5}}",
+    "reward.val_functions": "scorers by name, e.g. reward.val_functions.jpeg_compressibility=true",
     "reward.custom_reward_function.reward_kwargs": "a mapping from parameter names to values, e.g. {scale: 2.0}",
 }
 """Keys whose value is a mapping of its reader's own, and what to give them; what reads them checks their content."""

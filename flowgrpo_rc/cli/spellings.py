@@ -43,6 +43,9 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 MAY_DIFFER = (f"{R}.algo.sample_strategy",)
 """Keys of those that verl-omni lets stand beside any algorithm, so that a value of its own wins."""
 
+MULTI_PLACEHOLDER = ("pkg://verl_omni.reward_loop.reward_manager.multi", "_multi_reward_placeholder")
+"""Path and name of the function that verl-omni's scripts with several rewards give, which is never called."""
+
 SPELLINGS: Mapping[str, tuple[Mapping[Any, Any], str]] = {
     f"{M}.dtype": (DTYPES, ""),
     f"{M}.lora_dtype": ({**DTYPES, None: "float32"}, ""),
@@ -55,6 +58,8 @@ SPELLINGS: Mapping[str, tuple[Mapping[Any, Any], str]] = {
     "trainer.total_training_steps": ({-1: None}, "total_epochs decides"),
     "trainer.max_actor_ckpt_to_keep": ({-1: None, 0: None}, "all"),
     f"{A}.optim.lr_warmup_steps": ({-1: 0, None: 0}, "lr_warmup_steps_ratio decides"),
+    "reward.custom_reward_function.path": ({MULTI_PLACEHOLDER[0]: DROP}, "reward.reward_functions are the rewards"),
+    "reward.custom_reward_function.name": ({MULTI_PLACEHOLDER[1]: DROP}, "reward.reward_functions are the rewards"),
     "trainer.device": ({"cuda": "auto"}, "an accelerator if there is one"),
     "trainer.resume_mode": ({"enable": "auto"}, "from the latest checkpoint if there is one"),
     "trainer.logger": ({name: [name] for name in LOGGERS}, ""),
@@ -64,6 +69,21 @@ SPELLINGS: Mapping[str, tuple[Mapping[Any, Any], str]] = {
     ),
 }
 """Values of keys that exist here too, as other trainers spell them, with what they mean."""
+
+VERL_OMNI_SCORERS: Mapping[str, str] = {
+    "jpeg_compressibility": "jpeg_compressibility",
+    "pickscore_reward": "pickscore",
+    "genrm_ocr": "judge",
+    "unified_reward": "judge",
+}
+"""Files of verl-omni's ``verl_omni/utils/reward_score``, and the built-in rewards that score alike."""
+JUDGE_QUESTIONS: Mapping[str, str] = {"genrm_ocr": "ocr", "unified_reward": "unified_reward_2"}
+"""Those of them that ask a model, and the judge's question that does the same."""
+NO_SCORER = (
+    "verl-omni's file is not there, and no built-in reward scores as it does; give the path of a copy, a function of "
+    "your own, or where text is read reward.functions.ocr=1, which compares in the same way what an OCR engine reads"
+)
+"""Why a file of verl-omni's that is none of these is refused."""
 
 OTHER_DEFAULTS: Mapping[str, Any] = {
     f"{M}.lora_rank": "0: all weights are trained",

@@ -14,8 +14,18 @@ from flowgrpo_rc.checks import fit, positive, show
 from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, Deleted, Ignored, Moved, Refused, Renamed, find
 from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
-from flowgrpo_rc.cli.spellings import ALGORITHMS, DROP, MAY_DIFFER, OTHER_DEFAULTS, SPELLINGS
+from flowgrpo_rc.cli.spellings import (
+    ALGORITHMS,
+    DROP,
+    JUDGE_QUESTIONS,
+    MAY_DIFFER,
+    NO_SCORER,
+    OTHER_DEFAULTS,
+    SPELLINGS,
+    VERL_OMNI_SCORERS,
+)
 from flowgrpo_rc.loss.objectives import DEFAULT
+from flowgrpo_rc.rewards.config import REWARD_NAMES, VERL_OMNIS
 
 _OPTIM = "actor_rollout_ref.actor.optim"
 CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_correction")
@@ -23,6 +33,12 @@ CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_
 WRITTEN_THERE = 3
 """So many foreign keys show that settings were written for another trainer, whose defaults are then worth a word."""
 _ALGORITHM = "actor_rollout_ref.model.algorithm"
+_FUNCTIONS = "reward.functions"
+_OWN_FUNCTIONS = "reward.reward_functions"
+_OWN_FUNCTION = "reward.custom_reward_function"
+_QUESTIONS = "reward.judge.questions"
+_SCORER = re.compile(r"(?:.*/)?verl_omni/utils/reward_score/(\w+)\.py|pkg://verl_omni\.utils\.reward_score\.(\w+)")
+"""The path of a scorer of verl-omni's, in both forms that it takes."""
 _PLAIN = re.compile(r"[\w/\-+.$%*@?|]+(:[\w/\-+.$%*@?|]+)*", re.ASCII)
 """Text that Hydra reads without quotes; a colon inside needs none: http://host:8000."""
 
@@ -73,6 +89,7 @@ class Translation:
             self._foreign_key(key, given)
         self._shared_correction()
         self._algorithm()
+        self._reward_functions()
         for key, (spellings, meaning) in SPELLINGS.items():
             if key in self.leaves:
                 self._spelling(key, spellings, meaning)
@@ -182,6 +199,61 @@ class Translation:
         made_of = " ".join(f"{key}={show(self.leaves[key]).strip(chr(39))}" for key in ALGORITHMS[name])
         self.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
 
+    def _reward_functions(self) -> None:
+        """verl-omni's entries that stand for a built-in reward: those without a path, and those of its own scorers,
+        where their files are not there."""
+        self._custom_reward_function()
+        given = self.leaves.get(_OWN_FUNCTIONS)
+        if not isinstance(given, Mapping):
+            return
+        kept = dict(given)
+        for name, entry in given.items():
+            if not isinstance(entry, Mapping):
+                continue
+            builtin = _builtin_reward(name, entry)
+            if builtin is not None:
+                del kept[name]
+                self._to_builtin(f"{_OWN_FUNCTIONS}.{name}", builtin, entry)
+        self.leaves[_OWN_FUNCTIONS] = kept
+
+    def _custom_reward_function(self) -> None:
+        """The same for the one function of ``custom_reward_function``."""
+        builtin = _builtin_of_file(self.leaves.get(f"{_OWN_FUNCTION}.path"))
+        if builtin is None:
+            return
+        names = {name: f"{_OWN_FUNCTION}.{name}" for name in ("path", "name", "weight", "reward_kwargs")}
+        entry = {name: self.leaves.pop(key) for name, key in names.items() if key in self.leaves}
+        entry |= entry.pop("reward_kwargs", None) or {}
+        self._to_builtin(f"{_OWN_FUNCTION}.path={entry['path']}", builtin, entry)
+
+    def _to_builtin(self, key: str, builtin: str, entry: Mapping[str, Any]) -> None:
+        setting = override(key, entry)
+        weights = self.leaves.get(_FUNCTIONS) or {}
+        arguments = entry.keys() - {"path", "name", *VERL_OMNIS}
+        if builtin not in REWARD_NAMES:
+            self.gone.append(key)
+            return self.refusals.cannot(setting, NO_SCORER)
+        if arguments:
+            return self.refusals.cannot(setting, f"the built-in reward {builtin} takes none of {', '.join(arguments)}")
+        weight = entry.get("weight", 1.0)
+        if not isinstance(weights, Mapping) or weights.get(builtin, weight) != weight:
+            return self.refusals.wrong(
+                f"{key}: got the weight {show(weight)}, but {_FUNCTIONS} is {show(weights)}, and the two are one "
+                "setting here; leave one out"
+            )
+        self.leaves[_FUNCTIONS] = {**weights, builtin: weight}
+        here = override(f"{_FUNCTIONS}.{builtin}", weight)
+        question = JUDGE_QUESTIONS.get(_scorer_name(entry.get("path")) or "")
+        if question is not None:
+            asked = self.leaves.setdefault(_QUESTIONS, [question])
+            here += f" {override(_QUESTIONS, asked)}"
+            if asked != [question]:
+                return self.refusals.wrong(
+                    f"{key}: it is the judge's question {question} here, but {_QUESTIONS} is {show(asked)}; write all "
+                    f"questions there, with their weights, and leave {key} out"
+                )
+        return self.moved.append(f"{key} -> {here}")
+
     def _shared_correction(self) -> None:
         """verl-omni's actor has a copy of the correction, key by key the algorithm's; here there is one."""
         place, copy = CORRECTIONS
@@ -245,6 +317,31 @@ class Translation:
         if warms_up and self.leaves.get(kind, self.defaults[kind]) == "constant":
             self.leaves[kind] = "constant_with_warmup"
             self.moved.append(f"{kind}=constant with a warm-up -> {kind}=constant_with_warmup")
+
+
+def _builtin_reward(name: str, entry: Mapping[str, Any]) -> str | None:
+    """The built-in reward that an entry of ``reward.reward_functions`` stands for, empty where there is none; None for
+    a function of the user's own."""
+    path = entry.get("path")
+    if path is None:
+        return name if name in REWARD_NAMES else None
+    return _builtin_of_file(path)
+
+
+def _builtin_of_file(path: Any) -> str | None:
+    """The built-in reward for a scorer of verl-omni's that is not there, empty where there is none; None for any other
+    file."""
+    name = _scorer_name(path)
+    if name is None or os.path.isfile(os.path.expanduser(str(path))):
+        return None
+    return VERL_OMNI_SCORERS.get(name, "")
+
+
+def _scorer_name(path: Any) -> str | None:
+    """``genrm_ocr`` of ``verl_omni/utils/reward_score/genrm_ocr.py``; None for a path that is no scorer of
+    verl-omni's."""
+    scorer = _SCORER.fullmatch(str(path))
+    return None if scorer is None else scorer[1] or scorer[2]
 
 
 def _started() -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from flowgrpo_rc.lazy import lazy_names
 if TYPE_CHECKING:
     from flowgrpo_rc.loss.advantages import GroupAdvantages as GroupAdvantages
     from flowgrpo_rc.loss.advantages import group_advantages as group_advantages
+    from flowgrpo_rc.loss.advantages import normalised_sum as normalised_sum
     from flowgrpo_rc.loss.diffusion import diffusion_loss as diffusion_loss
     from flowgrpo_rc.loss.diffusion import diffusion_loss_sums as diffusion_loss_sums
     from flowgrpo_rc.loss.objectives import OBJECTIVES as OBJECTIVES

@@ -6,6 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+EPS = 1e-4
+"""Added to every standard deviation that something is divided by."""
+
 
 class GroupAdvantages(NamedTuple):
     """Advantages and what the groups looked like."""
@@ -23,7 +26,7 @@ def group_advantages(
     *,
     norm_by_std: bool = True,
     global_std: bool = False,
-    eps: float = 1e-4,
+    eps: float = EPS,
     keep: Bool[Tensor, " B"] | None = None,
 ) -> GroupAdvantages:
     """``(reward - mean of its group) / (std + eps)``.
@@ -52,32 +55,93 @@ def group_advantages(
     bad = (~torch.isfinite(rewards)).nonzero()
     if len(bad):
         raise ValueError(f"rewards holds {len(bad)} non-finite values, first at index {int(bad[0])}")
-    keep = torch.ones_like(group, dtype=torch.bool) if keep is None else keep
-    _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
+    _, sizes = torch.unique(group, return_counts=True)
     if (sizes == 1).any():
         raise ValueError(
             f"{int((sizes == 1).sum())} of {len(sizes)} groups hold a single image; GRPO compares images of one "
             "prompt, so actor_rollout_ref.rollout.n must be at least 2"
         )
-    # In float64: rewards of a group may differ in their last digits alone.
-    values = rewards.double()[keep]
-    member = member[keep]
-    counts = torch.bincount(member, minlength=len(sizes)).clamp(min=1)
-    mean = torch.zeros(len(counts), dtype=torch.float64, device=rewards.device).index_add_(0, member, values)
-    centred = values - (mean / counts)[member]
-    variance = torch.zeros_like(mean).index_add_(0, member, centred**2) / counts
-    low = torch.full_like(mean, torch.inf).scatter_reduce_(0, member, values, "amin")
-    high = torch.full_like(mean, -torch.inf).scatter_reduce_(0, member, values, "amax")
-    # Equal rewards need not have a rounded mean equal to them, so that their spread tells, not their deviation.
-    flat = low >= high  # also where nothing was kept: low is still inf and high -inf
-    advantages = centred
+    keep = torch.ones_like(group, dtype=torch.bool) if keep is None else keep
+    within = _WithinGroups.of(rewards, group, keep)
+    divisor = torch.ones((), dtype=torch.float64, device=rewards.device)
     if norm_by_std:
-        std = values.std(correction=0) if global_std and len(values) else variance.sqrt()[member]
-        advantages = centred / (std + eps)
-    advantages = advantages.masked_fill(flat[member], 0.0)
+        kept = rewards.double()[keep]
+        std = kept.std(correction=0) if global_std and len(kept) else within.std[within.member]
+        divisor = std + eps
+    advantages = within.centred_over(divisor)
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     return GroupAdvantages(
         torch.zeros_like(rewards, dtype=dtype).masked_scatter_(keep, advantages.to(dtype)),
-        group_std_mean=float(variance.sqrt().mean()),
-        zero_std_fraction=float(flat.double().mean()),
+        group_std_mean=float(within.std.mean()),
+        zero_std_fraction=float(within.flat.double().mean()),
     )
+
+
+def normalised_sum(
+    parts: Shaped[Tensor, "B K"],
+    weights: Shaped[Tensor, " K"],
+    group: Int[Tensor, " B"],
+    *,
+    eps: float = EPS,
+    keep: Bool[Tensor, " B"] | None = None,
+) -> Float[Tensor, " B"]:
+    """``K`` rewards as one, each normalised within its prompt's group before it is weighted.
+
+        z_k(i) = (r_k(i) - mean of r_k over the group of i) / (std of r_k over the group of i + eps)
+        sum(i) = w_1 z_1(i) + ... + w_K z_K(i)
+
+    So a weight says how much a reward counts, whatever its scale and however far its scores lie apart. In a group whose
+    images all have the same ``r_k`` that reward adds exactly 0. This is the first half of GDPO (arXiv 2601.05242); its
+    second, division by the standard deviation over the batch, is what ``group_advantages`` does to the sum with
+    ``global_std=True``: the sum's mean is 0 in every group.
+
+    Args:
+        parts: the unweighted scores, finite; a column for each reward.
+        weights: one for each column.
+        group: images of one prompt share a number.
+        eps: added to each standard deviation, which is a population one (``correction=0``).
+        keep: images that rejection kept; ``None``: all. The others enter no mean and no standard deviation, and their
+            sum is 0.
+
+    Returns:
+        ``(B,)`` float64.
+    """
+    keep = torch.ones_like(group, dtype=torch.bool) if keep is None else keep
+    total = torch.zeros(len(group), dtype=torch.float64, device=parts.device)
+    for scores, weight in zip(parts.unbind(1), weights.double(), strict=True):
+        within = _WithinGroups.of(scores, group, keep)
+        total[keep] += weight * within.centred_over(within.std[within.member] + eps)
+    return total
+
+
+class _WithinGroups(NamedTuple):
+    """How the kept values lie within their groups; float64, since values of a group may differ in their last digits
+    alone."""
+
+    member: Int[Tensor, " kept"]
+    """The group of each kept value, groups counted from 0."""
+    centred: Float[Tensor, " kept"]
+    """Each kept value less the mean of its group."""
+    std: Float[Tensor, " groups"]
+    """Population standard deviation of each group."""
+    flat: Bool[Tensor, " groups"]
+    """Whether a group's kept values are all the same, or fewer than two."""
+
+    @classmethod
+    def of(cls, values: Tensor, group: Tensor, keep: Tensor) -> "_WithinGroups":
+        names, member = torch.unique(group, return_inverse=True)
+        member = member[keep]
+        kept = values.double()[keep]
+        counts = torch.bincount(member, minlength=len(names)).clamp(min=1)
+        mean = torch.zeros(len(names), dtype=torch.float64, device=kept.device).index_add_(0, member, kept)
+        centred = kept - (mean / counts)[member]
+        variance = torch.zeros_like(mean).index_add_(0, member, centred**2) / counts
+        low = torch.full_like(mean, torch.inf).scatter_reduce_(0, member, kept, "amin")
+        high = torch.full_like(mean, -torch.inf).scatter_reduce_(0, member, kept, "amax")
+        # Equal values need not have a rounded mean equal to them, so that their spread tells, not their deviation.
+        flat = low >= high  # also where nothing was kept: low is still inf and high -inf
+        return cls(member, centred, variance.sqrt(), flat)
+
+    def centred_over(self, divisor: Tensor) -> Float[Tensor, " kept"]:
+        """``centred / divisor``, and exactly 0 in flat groups whatever the divisor."""
+        return (self.centred / divisor).masked_fill(self.flat[self.member], 0.0)

@@ -33,6 +33,12 @@ def panels_of(history: History) -> list[Panel]:
             caption="Both should climb; only held out falling: the reward is being gamed.",
         ),
         Panel(
+            title="Scorers that only look",
+            unit="held-out score",
+            lines=_observer_lines(history),
+            caption="Falling while the held-out reward climbs: the reward is being gamed.",
+        ),
+        Panel(
             title="Clipped samples",
             unit="share of samples",
             file="clip_fraction",
@@ -120,7 +126,7 @@ CLIP_LINES = (
 
 def _reward_lines(history: History) -> list[Line]:
     """Training reward with its running mean, what it is made of if of several rewards, and the held-out reward."""
-    parts = [n for n in history.names if n.startswith("reward/") and n.removeprefix("reward/") not in STATISTICS]
+    parts = _functions(history, "reward/")
     lines = [
         Line(REWARD, "training", name="training reward", key=True, style=FAINT),
         Line(REWARD, "running mean", name="", smooth=True),
@@ -131,6 +137,24 @@ def _reward_lines(history: History) -> list[Line]:
             lines.append(Line((part,), part.removeprefix("reward/"), GREEN, style=style, smooth=True))
     held_out = Line(("val/reward/mean",), "held out", ORANGE, name="held-out reward", key=True, style=POINTS)
     return [*lines, held_out]
+
+
+def _observer_lines(history: History) -> list[Line]:
+    """Held-out scores of what the run was not trained on."""
+    trained = {name.removeprefix("reward/") for name in _functions(history, "reward/")}
+    if not trained:  # a validation before the first step alone: nothing says which of them is learned
+        return []
+    names = [name for name in _functions(history, "val/reward/") if name.removeprefix("val/reward/") not in trained]
+    return [
+        Line((name,), name.removeprefix("val/reward/"), ORANGE, key=True, style={**POINTS, "linestyle": dashes})
+        for name, dashes in zip(names, PART_STYLES, strict=False)
+    ]
+
+
+def _functions(history: History, prefix: str) -> list[str]:
+    """The metrics under a prefix that are the mean of one reward function."""
+    names = {name: name.removeprefix(prefix) for name in history.names if name.startswith(prefix)}
+    return [name for name, function in names.items() if function not in STATISTICS and "/" not in function]
 
 
 def _gap_lines(history: History) -> list[Line]:

@@ -18,6 +18,7 @@ from flowgrpo_rc.rewards.jpeg import jpeg_compressibility as jpeg_compressibilit
 from flowgrpo_rc.rewards.mix import RewardFunction as RewardFunction
 from flowgrpo_rc.rewards.mix import RewardMix as RewardMix
 from flowgrpo_rc.rewards.mix import RewardResult as RewardResult
+from flowgrpo_rc.rewards.mix import build_observers as build_observers
 from flowgrpo_rc.rewards.mix import build_reward as build_reward
 from flowgrpo_rc.rewards.ocr import OCRReward as OCRReward
 from flowgrpo_rc.rewards.ocr import quoted_target as quoted_target

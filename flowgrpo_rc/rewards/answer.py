@@ -147,7 +147,7 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
             raise AnswerError(
                 f"{where}[{index}] = {brief_repr(entry)}; it captions the samples, so every entry must be a string"
             )
-        if key.startswith(PARTS) and not (isinstance(entry, Real) and np.isfinite(entry)):
+        if key.startswith(PARTS) and not (isinstance(entry, int | float) and np.isfinite(entry)):
             raise AnswerError(
                 f"{where}[{index}] = {brief_repr(entry)}; its mean is logged, so every entry must be a finite number"
             )

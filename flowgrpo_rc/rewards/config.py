@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain
+from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain, show
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.judge.config import JudgeConfig
+from flowgrpo_rc.rewards.own_function import DEFAULT_NAME, OwnFunction, of_entry
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 from flowgrpo_rc.rewards.remote.config import RemoteConfig, remote_scorers
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
@@ -20,8 +20,14 @@ REWARD_NAMES = REWARDS.keys()
 """The names of the built-in rewards, as ``reward.functions`` takes them."""
 
 STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
-"""What a run logs as ``reward/...`` about the total, beside ``reward/<name>`` of every function: no function may have
-one of these names."""
+"""What a run logs as ``reward/...`` about the total, beside ``reward/<name>`` and ``reward/std/<name>`` of every
+function: no function may have one of these names."""
+
+NORMALIZATIONS = ("group",)
+"""How several rewards may be normalised before they are weighted."""
+
+VERL_OMNIS = ("weight", "required")
+"""Keys of an entry of ``reward_functions`` beside ``path``, ``name`` and the function's arguments."""
 
 
 @documented_fields
@@ -64,7 +70,7 @@ class CustomRewardConfig:
     path: str | None = None
     """Path of the Python file that defines the function; null where there is no such function."""
 
-    name: str = "compute_score"
+    name: str = DEFAULT_NAME
     """Name of the function in that file, and of its metric ``reward/<name>``. It is called as
     ``fn(images, prompts, metadata)`` for a batch, or where it has a parameter ``solution_image`` as verl-omni's
     ``fn(data_source, solution_image, ground_truth, extra_info)`` for one image; it may be ``async``, an object with
@@ -82,29 +88,33 @@ class CustomRewardConfig:
         self.weight = _weight(f"{section}.weight", self.weight)
         if self.path is None:
             return
-        if not os.path.isfile(os.path.expanduser(self.path)):
-            raise ValueError(
-                f"{section}.path: {self.path!r} is not a file; give the path of the "
-                f"Python file that defines {self.name!r}, or null for none"
-            )
+        if self.reward_kwargs is None:
+            self.reward_kwargs = {}
+        self.function.check()
         check_name(f"{section}.name", self.name)
         if self.name in REWARD_NAMES:
             raise ValueError(
                 f"{section}.name: {self.name!r} is the name of a built-in reward; "
                 "rename your function, so that their metrics can be told apart"
             )
-        if self.reward_kwargs is None:
-            self.reward_kwargs = {}
-        if not isinstance(self.reward_kwargs, Mapping) or not all(isinstance(k, str) for k in self.reward_kwargs):
-            raise ValueError(
-                f"{section}.reward_kwargs: got {self.reward_kwargs!r}; give a mapping from parameter names to values"
-            )
+
+    @property
+    def function(self) -> OwnFunction:
+        """The function that the section names; only where ``path`` is given."""
+        section = "reward.custom_reward_function"
+        return OwnFunction(
+            section=section,
+            path=str(self.path),
+            name=self.name,
+            kwargs=self.reward_kwargs,
+            kwargs_field=f"{section}.reward_kwargs",
+        )
 
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class RewardConfig:
-    """The rewards of a run: a weighted sum of built-in functions and at most one of the user's own."""
+    """The rewards of a run: a weighted sum of built-in functions and of the user's own."""
 
     functions: Any = field(default_factory=dict)
     """Weights of the built-in rewards and of the servers in ``remote``, by name. Weight 0 turns a reward off: it is
@@ -112,7 +122,23 @@ class RewardConfig:
     counts alone, with weight 1."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
-    """The user's own function. It counts alone, unless ``functions`` names others beside it."""
+    """The user's own function. It counts alone, unless ``functions`` or ``reward_functions`` name others beside it."""
+
+    reward_functions: Any = field(default_factory=dict)
+    """Several functions of the user's own, as verl-omni names them: name -> ``{path, name, weight, ...}``. The metrics
+    have the name on the left; ``path`` is the Python file, ``name`` the function in it (``compute_score`` where it is
+    not given), ``weight`` its weight in the sum (1), and every further key an argument of each call. ``required`` is
+    taken and changes nothing: a function that fails ends the run."""
+
+    val_functions: Any = field(default_factory=dict)
+    """Scorers that only look: they score the images of every validation, as ``val/reward/<name>``, and count nowhere.
+    Name -> true for a built-in reward, or ``{path, name, ...}`` for a function of the user's own; false turns one off.
+    A reward that climbs while a scorer that it is not trained on falls is being gamed."""
+
+    normalization: str | None = None
+    """How several rewards become one advantage. null: the weighted sum of the scores. ``group``: every reward is
+    normalised within its prompt's group, less its mean and divided by its standard deviation there, before it is
+    weighted; see ``normalised_sum``. The logged rewards are the scores in either case."""
 
     ocr: OCRConfig = field(default_factory=OCRConfig)
     """Options of the reward ``ocr``."""
@@ -150,6 +176,8 @@ class RewardConfig:
                     f"reward.custom_reward_function, a server into reward.remote.{name}"
                 )
         self.functions = {name: _weight(f"reward.functions.{name}", w) for name, w in self.functions.items()}
+        choice("reward.normalization", self.normalization, (None, *NORMALIZATIONS))
+        self.reward_functions = self._checked_reward_functions()
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise ValueError(f"reward.timeout_s: got {self.timeout_s!r}; give seconds above 0, or null for no limit")
         if not self.weights():
@@ -157,6 +185,49 @@ class RewardConfig:
                 f"reward.functions: got {dict(self.functions)} and no custom function, so every weight "
                 "is 0 and there is nothing to train on; give one reward a weight, e.g. reward.functions.ocr=1"
             )
+        self._check_val_functions()
+
+    def _checked_reward_functions(self) -> dict[str, dict[str, Any]]:
+        """``reward_functions`` with weights that are numbers."""
+        section = "reward.reward_functions"
+        checked: dict[str, dict[str, Any]] = {}
+        for name, entry in _entries(section, self.reward_functions).items():
+            check_name(f"{section}.{name}", name)
+            if not isinstance(entry, Mapping):
+                raise ValueError(f"{section}.{name}: got {show(entry)}; give its keys, {{path, name, weight}}")
+            custom = self.custom_reward_function
+            taken = self.functions.get(name) or name in self.remote
+            if taken or (custom.path is not None and custom.name == name):
+                raise ValueError(
+                    f"{section}.{name}: another reward is called {name!r} too; rename this one, so that their metrics "
+                    "can be told apart"
+                )
+            checked[name] = {**entry, "weight": _weight(f"{section}.{name}.weight", entry.get("weight", 1.0))}
+            of_entry(f"{section}.{name}", _without(entry, VERL_OMNIS))
+        return checked
+
+    def _check_val_functions(self) -> None:
+        section = "reward.val_functions"
+        self.val_functions = dict(_entries(section, self.val_functions))
+        for name, entry in self.val_functions.items():
+            check_name(f"{section}.{name}", name)
+            if name in self.weights():
+                raise ValueError(
+                    f"{section}.{name}: {name!r} is a reward of the training, whose validation is val/reward/{name} "
+                    "already; leave it out here"
+                )
+            if isinstance(entry, Mapping) and "path" in entry:
+                of_entry(f"{section}.{name}", entry)
+            elif entry not in (True, False, None, {}):
+                raise ValueError(
+                    f"{section}.{name}: got {show(entry)}; give true, or {{path, name}} of a function of your own"
+                )
+            elif name not in REWARD_NAMES and name not in self.remote:
+                known = ", ".join([*REWARD_NAMES, *self.remote])
+                raise ValueError(
+                    f"{section}: {name!r} is not a known reward; known are {known}, and a function of your own is "
+                    f"{section}.{name}={{path: my_reward.py, name: {DEFAULT_NAME}}}"
+                )
 
     def _check_remote(self) -> None:
         scorers = remote_scorers(self.remote)
@@ -176,6 +247,7 @@ class RewardConfig:
     def weights(self) -> dict[str, float]:
         """Name -> weight of every reward that is on, the user's own function last."""
         weights = {name: float(weight) for name, weight in self.functions.items() if weight != 0}
+        weights |= {name: entry["weight"] for name, entry in self.reward_functions.items() if entry["weight"] != 0}
         custom = self.custom_reward_function
         if custom.path is not None and custom.weight != 0:
             weights[custom.name] = float(custom.weight)
@@ -183,14 +255,37 @@ class RewardConfig:
             return {DEFAULT_REWARD: 1.0}
         return weights
 
+    def own_functions(self) -> dict[str, OwnFunction]:
+        """The user's own functions by the names of their metrics, those with weight 0 too."""
+        section = "reward.reward_functions"
+        own = {
+            name: of_entry(f"{section}.{name}", _without(entry, VERL_OMNIS))
+            for name, entry in self.reward_functions.items()
+        }
+        custom = self.custom_reward_function
+        return own if custom.path is None else {**own, custom.name: custom.function}
+
+    def observers(self) -> dict[str, OwnFunction | None]:
+        """The scorers that only look, by name: a function of the user's own, or None for a built-in reward."""
+        section = "reward.val_functions"
+        return {
+            name: of_entry(f"{section}.{name}", entry) if isinstance(entry, Mapping) and entry else None
+            for name, entry in self.val_functions.items()
+            if entry not in (False, None)
+        }
+
     def in_words(self) -> str:
         """The rewards that are on: ``0.5 x ocr + 2 x compute_score (my_reward.py)``."""
-        custom = self.custom_reward_function
-        more = {} if custom.path is None else {custom.name: f" ({custom.path})"}
+        own = self.own_functions()
+        more = {name: f" ({function.path})" for name, function in own.items()}
         more |= {name: f" ({entry['url']})" for name, entry in self.remote.items()}
         if self.judge.model is not None:
             more["judge"] = f" ({self.judge.model})"
-        return " + ".join(f"{weight:g} x {name}{more.get(name, '')}" for name, weight in self.weights().items())
+        total = " + ".join(f"{weight:g} x {name}{more.get(name, '')}" for name, weight in self.weights().items())
+        if self.normalization is not None:
+            total += f", each normalised within its {self.normalization}"
+        looking = ", ".join(self.observers())
+        return f"{total}; in validation {looking} only look" if looking else total
 
     def validate(self) -> None:
         """Repeat the checks of construction, for fields that were changed since.
@@ -217,6 +312,19 @@ def check_name(field_name: str, name: str) -> None:
             f"{field_name}: got {name!r}, which becomes the metric reward/{name}; give your function a name of "
             "the letters a to z, digits and underscores"
         )
+
+
+def _entries(section: str, entries: Any) -> Mapping[str, Any]:
+    """The functions by name that a section holds; null for none."""
+    if entries is None:
+        return {}
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"{section}: got {show(entries)}; give functions by name, e.g. {{mine: {{path: mine.py}}}}")
+    return {str(name): entry for name, entry in entries.items()}
+
+
+def _without(entry: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in keys}
 
 
 def _weight(field_name: str, weight: Any) -> float:

@@ -12,19 +12,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flowgrpo_rc.rewards.config import CustomRewardConfig
 from flowgrpo_rc.rewards.forms import FORMS, adapt
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
+from flowgrpo_rc.rewards.own_function import OwnFunction
 
 FIELD = "reward.custom_reward_function"
+"""The section that messages name where none is given."""
 
 REFUSED = 2
 """Exit code of a command whose reward file cannot even be stopped while it loads."""
 
 
-def load_reward(
-    config: CustomRewardConfig, timeout_s: float | None = None, offered: Mapping[str, Any] | None = None
-) -> Any:
+def load_reward(own: OwnFunction, timeout_s: float | None = None, offered: Mapping[str, Any] | None = None) -> Any:
     """The user's function as a reward that takes a batch, whichever of the two known forms it has.
 
     A class is made into an object once, without arguments. Importing the file may take ``timeout_s``, and making the
@@ -33,33 +32,36 @@ def load_reward(
     Raises:
         ValueError: the file or the function cannot be used; names the field, the place and what to do.
     """
-    function = load_function(str(config.path), config.name, timeout_s)
-    code = _user_code(f"{FIELD}.name: {config.name!r}", _file(str(config.path)), timeout_s)
+    function = load_function(own.path, own.name, timeout_s, own.section)
+    code = _user_code(f"{own.section}.name: {own.name!r}", _file(own.path), timeout_s)
     if isinstance(function, type):
-        code.run(_check_class, function, config.name, passing=ValueError)
+        code.run(_check_class, function, own, passing=ValueError)
         function = code.run(_object_of, function)
-    return code.run(adapt, function, config.name, config.reward_kwargs, offered, passing=ValueError)
+    return code.run(adapt, function, own.name, own.kwargs, own.kwargs_field, offered, passing=ValueError)
 
 
-def load_function(path: str | Path, name: str, timeout_s: float | None = None) -> Callable[..., Any]:
+def load_function(
+    path: str | Path, name: str, timeout_s: float | None = None, field: str = FIELD
+) -> Callable[..., Any]:
     """The function ``name`` of the Python file ``path``, as it stands there.
 
-    The file is executed once; loading it again returns the same module.
+    The file is executed once; loading it again returns the same module. ``field`` is the section of the configuration
+    that messages name.
 
     Raises:
         ValueError: the file is missing, raises or exits when imported, or has no callable of that name.
     """
     file = _file(path)
     if not file.is_file():
-        raise ValueError(f"{FIELD}.path: {str(path)!r} is not a file; give the path of a Python file")
-    module = _load_module(file, timeout_s)
-    code = _user_code(f"{FIELD}.name: looking up {name!r} in {file}", file, timeout_s)
+        raise ValueError(f"{field}.path: {str(path)!r} is not a file; give the path of a Python file")
+    module = _load_module(file, timeout_s, field)
+    code = _user_code(f"{field}.name: looking up {name!r} in {file}", file, timeout_s)
     function = code.run(getattr, module, name, None)
     if function is None:
-        raise ValueError(f"{FIELD}.name: {file} defines no {name!r}; it defines {code.run(_functions_of, module)}")
+        raise ValueError(f"{field}.name: {file} defines no {name!r}; it defines {code.run(_functions_of, module)}")
     if not callable(function):
         raise ValueError(
-            f"{FIELD}.name: {name!r} in {file} is a {type(function).__name__}, which cannot be called; name {FORMS}"
+            f"{field}.name: {name!r} in {file} is a {type(function).__name__}, which cannot be called; name {FORMS}"
         )
     return function
 
@@ -69,15 +71,15 @@ def _functions_of(module: ModuleType) -> str:
     return ", ".join(sorted(own)) or "no function"
 
 
-def _check_class(cls: type, name: str) -> None:
+def _check_class(cls: type, own: OwnFunction) -> None:
     if not any("__call__" in vars(base) for base in cls.__mro__):
-        raise ValueError(f"{FIELD}.name: {name!r} is a class whose objects cannot be called; name {FORMS}")
+        raise ValueError(f"{own.section}.name: {own.name!r} is a class whose objects cannot be called; name {FORMS}")
     try:
         inspect.signature(cls).bind()
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{FIELD}.name: {name!r} is a class that cannot be made without arguments ({error}); make the object in "
-            f"the file (reward = {name}(...)) and name that"
+            f"{own.section}.name: {own.name!r} is a class that cannot be made without arguments ({error}); make the "
+            f"object in the file (reward = {own.name}(...)) and name that"
         ) from error
 
 
@@ -94,19 +96,19 @@ def _user_code(what: str, file: Path, timeout_s: float | None) -> UserCode:
     return UserCode(what, str(file), timeout_s, error=ValueError, exit_code=REFUSED)
 
 
-def _load_module(file: Path, timeout_s: float | None) -> ModuleType:
+def _load_module(file: Path, timeout_s: float | None, field: str) -> ModuleType:
     # The path is part of the name, so that files of one name in two folders do not share a module.
     module_name = f"flowgrpo_rc_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{FIELD}.path: {file} is not a Python file; its name must end in .py")
+        raise ValueError(f"{field}.path: {file} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     # Before it is executed, as an import does: dataclasses in the file look their module up there.
     sys.modules[module_name] = module
     try:
-        _user_code(f"{FIELD}.path: importing {file}", file, timeout_s).run(spec.loader.exec_module, module)
+        _user_code(f"{field}.path: importing {file}", file, timeout_s).run(spec.loader.exec_module, module)
     except BaseException:
         sys.modules.pop(module_name, None)
         raise

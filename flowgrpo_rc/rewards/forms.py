@@ -100,12 +100,19 @@ class PerImageReward:
 
     Args:
         kwargs: further keyword arguments of every call.
+        kwargs_field: the section of the configuration that they are keys of, for messages.
 
     Raises:
         ValueError: the function needs a parameter that nobody gives it.
     """
 
-    def __init__(self, function: Callable[..., Any], signature: Signature, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        signature: Signature,
+        kwargs: Mapping[str, Any],
+        kwargs_field: str = KWARGS_FIELD,
+    ) -> None:
         self.function = function
         self._signature = signature
         self._kwargs = dict(kwargs)
@@ -116,7 +123,7 @@ class PerImageReward:
         if lacking:
             raise ValueError(
                 f"reward function {signature} needs {', '.join(lacking)}, which nothing here supplies; give it with "
-                f"{KWARGS_FIELD}.{lacking[0]}=..."
+                f"{kwargs_field}.{lacking[0]}=..."
             )
         refusal = signature.refusal((), {**dict.fromkeys([IMAGE, *self._takes]), **self._kwargs})
         if refusal is not None:
@@ -197,10 +204,11 @@ def adapt(
     function: Callable[..., Any],
     name: str,
     kwargs: Mapping[str, Any] | None = None,
+    kwargs_field: str = KWARGS_FIELD,
     offered: Mapping[str, Any] | None = None,
 ) -> Any:
-    """``function``, which is anything callable, as a reward that is called with a batch and always with ``kwargs``, and
-    with what is ``offered`` of the parameters that it declares.
+    """``function``, which is anything callable, as a reward that is called with a batch and always with ``kwargs``,
+    keys of the section ``kwargs_field``, and with what is ``offered`` of the parameters that it declares.
 
     Raises:
         ValueError: the signature is of neither form, cannot be read, or does not take ``kwargs``; names the
@@ -214,11 +222,11 @@ def adapt(
     kwargs = {key: value for key, value in (offered or {}).items() if key in declared} | kwargs
     for key in kwargs:
         if key in (*BATCH, *COLUMNS, IMAGE):
-            raise ValueError(f"{KWARGS_FIELD}.{key}: this argument is given by the trainer; remove it")
+            raise ValueError(f"{kwargs_field}.{key}: this argument is given by the trainer; remove it")
         if key not in declared and not signature.takes_any_keyword:
-            raise ValueError(f"{KWARGS_FIELD}.{key}: reward function {signature} has no parameter of this name")
+            raise ValueError(f"{kwargs_field}.{key}: reward function {signature} has no parameter of this name")
     if IMAGE in declared:
-        return PerImageReward(function, signature, kwargs)
+        return PerImageReward(function, signature, kwargs, kwargs_field)
     foreign = [parameter for parameter in declared if parameter in (*COLUMNS, "solution_str")]
     if foreign:
         raise ValueError(
@@ -237,6 +245,6 @@ def adapt(
     if lacking and all(name in declared for name in BATCH):
         raise ValueError(
             f"reward function {signature} needs {', '.join(lacking)} too; give it with "
-            f"{KWARGS_FIELD}.{lacking[0]}=..., or give the parameter a default"
+            f"{kwargs_field}.{lacking[0]}=..., or give the parameter a default"
         )
     raise ValueError(f"reward function {signature} cannot be called as a reward; write {FORMS}")

@@ -17,9 +17,10 @@ from flowgrpo_rc.rewards.custom import REFUSED, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
 from flowgrpo_rc.rewards.forms import PerImageReward, adapt
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
+from flowgrpo_rc.rewards.own_function import OwnFunction
 from flowgrpo_rc.rewards.registry import load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
-from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, serving
+from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, asking, serving
 
 RewardFunction = Callable[..., Any]
 """``fn(images, prompts, metadata)`` -> N scores, or ``(N scores, info dict)``; images (N, H, W, 3) uint8 RGB. Or
@@ -87,7 +88,8 @@ class RewardMix:
             check_name("functions", name)
         self.functions = {name: adapt(function, name) for name, function in functions.items()}
         self.weights = dict(weights)
-        self._server = server
+        self.server = server
+        """What serves the model that the functions ask; None where nothing has been started."""
         self._code = {
             name: UserCode(f"reward function {name!r}", _file_of(function.function), timeout_s)
             for name, function in self.functions.items()
@@ -124,8 +126,8 @@ class RewardMix:
 
     def close(self) -> None:
         """End what was started to score; the functions that need it cannot be called any more."""
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.close()
 
     def _score(
         self, name: str, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]
@@ -194,15 +196,36 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     config = RewardConfig() if config is None else config
     config.validate()
     weights = config.weights()
-    custom = config.custom_reward_function
     with serving(config) as server:
-        # First: what is wrong with the user's function is then known before an engine takes its time.
-        offered = {} if server is None else server.offered
-        own: Any = None if custom.path is None else load_reward(custom, config.timeout_s, offered)
+        # First: what is wrong with the user's own functions is then known before an engine takes its time.
+        own = _load_own({name: f for name, f in config.own_functions().items() if name in weights}, config, server)
         if server is not None:
             server.wait()
-        functions = {name: own if own and name == custom.name else _builtin(name, config) for name in weights}
+        functions = {name: own[name] if name in own else _builtin(name, config) for name in weights}
         return RewardMix(functions, weights, config.timeout_s, server)
+
+
+def build_observers(config: RewardConfig, server: RewardModelServer | None = None) -> RewardMix | None:
+    """The scorers of ``reward.val_functions``, which only look; their total is 0. None where there are none.
+
+    Args:
+        server: the reward model's, where the rewards of the training have started one.
+
+    Raises:
+        ValueError, ImportError: see ``build_reward``.
+    """
+    named = config.observers()
+    with asking(config.judge, server):
+        own = _load_own({name: f for name, f in named.items() if f is not None}, config, server)
+        functions = {name: own[name] if name in own else _builtin(name, config) for name in named}
+    return RewardMix(functions, dict.fromkeys(named, 0.0), config.timeout_s) if functions else None
+
+
+def _load_own(
+    named: Mapping[str, OwnFunction], config: RewardConfig, server: RewardModelServer | None
+) -> dict[str, Any]:
+    offered = {} if server is None else server.offered
+    return {name: load_reward(function, config.timeout_s, offered) for name, function in named.items()}
 
 
 def _builtin(name: str, config: RewardConfig) -> Any:

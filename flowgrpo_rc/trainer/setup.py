@@ -23,7 +23,7 @@ from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
-from flowgrpo_rc.rewards import build_reward
+from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rollout import build_engine
 from flowgrpo_rc.rollout.engines import check_engine
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
@@ -96,13 +96,12 @@ class Run:
         self.reward = build_reward(self.config.reward)
         self.end_rewards = self.reward.close
         """Ends what rewards have started beside the run, such as the server of a reward model."""
+        self.observers = build_observers(self.config.reward, self.reward.server)
+        """The scorers that only look, in validation; ``None`` where there are none."""
         for one in self.prompt_sets:
-            self.reward.check_prompts(
-                one.positive,
-                image_size=(one.pipeline.height, one.pipeline.width),
-                sources=[r.source or str(i) for i, r in enumerate(one.records)],
-                metadata=[r.metadata for r in one.records],
-            )
+            _check_prompts(self.reward, one)
+        if self.observers is not None and self.val_prompts:
+            _check_prompts(self.observers, self.prompt_sets[-1])
 
     def _load_model(self) -> None:
         """The model, which must take what is asked of it, and what works with it: encoder, engine and actor.
@@ -162,6 +161,16 @@ def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
         return
     refuse_guidance_scale(name, embeds, rollout.pipeline.guidance_scale)
     refuse_guidance_scale(name, embeds, rollout.validation_pipeline.guidance_scale, "val_kwargs.pipeline")
+
+
+def _check_prompts(reward: RewardMix, asked: PromptSet) -> None:
+    """Refuse prompts that a reward cannot score."""
+    reward.check_prompts(
+        asked.positive,
+        image_size=(asked.pipeline.height, asked.pipeline.width),
+        sources=[r.source or str(i) for i, r in enumerate(asked.records)],
+        metadata=[r.metadata for r in asked.records],
+    )
 
 
 def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[PromptRecord]]:

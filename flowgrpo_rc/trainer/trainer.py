@@ -21,7 +21,7 @@ from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.probe_images import ProbedRun
 from flowgrpo_rc.gap.rescoring import Rescoring
-from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.loss import group_advantages, normalised_sum
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
@@ -133,7 +133,7 @@ class FlowGRPOTrainer:
             sync_metrics = self.rescoring(batch, cond, self.step)
         with self.timer("reward"):
             scored = self._reward(images, prompts, batch)
-            rewards, metrics = self._reward_statistics(scored)
+            metrics = self._reward_statistics(scored)
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
                 self._dump_rollout(self.run.rollout_dump, images, prompts, batch, scored)
@@ -142,7 +142,7 @@ class FlowGRPOTrainer:
         with self.timer("correct"):
             old, gap = self._correct(batch, old)
         with self.timer("advantage"):
-            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(rewards, batch, old)
+            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(scored, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
             update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), self.mode, gap=gap)
         self.step += 1
@@ -224,17 +224,21 @@ class FlowGRPOTrainer:
         records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
         return self.run.reward(images, [r.prompt for r in records], [r.metadata for r in records])
 
-    def _reward_statistics(self, result: RewardResult) -> tuple[Tensor, dict[str, float]]:
-        """This process's rewards and, over all processes, their statistics."""
-        scores = {"mean": result.total} | result.parts | result.inner_parts
-        parts = {name: torch.from_numpy(values) for name, values in scores.items()}
-        gathered = self._gather(torch.stack(list(parts.values()), dim=1).double())
-        metrics = {f"reward/{name}": float(v) for name, v in zip(parts, gathered.mean(0), strict=True)}
-        total = gathered[:, 0]
+    def _reward_statistics(self, result: RewardResult) -> dict[str, float]:
+        """Statistics of the rewards over all processes: of the total, and mean and deviation of every part."""
+        columns = {"mean": result.total} | result.parts | result.inner_parts
+        gathered = self._gather(torch.from_numpy(np.stack(list(columns.values()), axis=1)).double())
+        metrics = {f"reward/{name}": float(v) for name, v in zip(columns, gathered.mean(0), strict=True)}
+        scores = dict(zip(columns, gathered.unbind(1), strict=True))
+        for name in result.parts:
+            metrics[f"reward/std/{name}"] = float(scores[name].std(correction=0))
+        total = scores["mean"]
         metrics |= {"reward/std": float(total.std(correction=0)), "reward/max": float(total.max())}
-        return torch.from_numpy(result.total), metrics | {"reward/min": float(total.min())}
+        return metrics | {"reward/min": float(total.min())}
 
-    def _advantages(self, rewards: Tensor, batch: TensorDict, old: OldPolicy | None) -> tuple[Tensor, dict[str, float]]:
+    def _advantages(
+        self, scored: RewardResult, batch: TensorDict, old: OldPolicy | None
+    ) -> tuple[Tensor, dict[str, float]]:
         """This process's advantages, from the rewards of all; a rejected image is one without a kept step."""
         algorithm = self.config.algorithm
         keep = None
@@ -242,14 +246,21 @@ class FlowGRPOTrainer:
             assert old is not None
             assert old.keep is not None
             keep = self._gather(old.keep.any(1))
+        group = self._gather(batch[Key.GROUP])
+        rewards = self._gather(torch.from_numpy(scored.total))
+        if self.config.reward.normalization is not None:
+            weights = self.config.reward.weights()
+            parts = self._gather(torch.from_numpy(np.stack([scored.parts[name] for name in weights], axis=1)))
+            rewards = normalised_sum(parts, torch.tensor(list(weights.values())), group, keep=keep)
         result = group_advantages(
-            self._gather(rewards),
-            self._gather(batch[Key.GROUP]),
+            rewards,
+            group,
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             global_std=algorithm.global_std,
             keep=keep,
         )
-        own = slice(self.accelerator.process_index * len(rewards), (self.accelerator.process_index + 1) * len(rewards))
+        count = len(scored.total)
+        own = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
         return result.advantages[own].float(), {
             "reward/group_std_mean": result.group_std_mean,
             "reward/zero_std_fraction": result.zero_std_fraction,

@@ -77,24 +77,26 @@ def _score(
 
     ``k * prompts + i`` is image ``k`` of prompt ``i``.
 
-    Returns, for each one kept, its number, its rewards by name (``mean`` is the total) and what a grid shows of it, if
-    one does.
+    Returns, for each one kept, its number, its rewards by name (``mean`` is the total; the scorers that only look are
+    among them) and what a grid shows of it, if one does.
     """
     images = _sample(run, conditioning, generate, drawn)[:kept]
     if not kept:
         return []
     shown = run.config.trainer.log_val_generations
     records = _records(run, drawn[:kept])
-    reward = run.reward(images, [record.prompt for record in records], [record.metadata for record in records])
+    asked = [record.prompt for record in records], [record.metadata for record in records]
+    reward = run.reward(images, *asked)
+    results = [reward] if run.observers is None else [reward, run.observers(images, *asked)]
+    scores = {name: values for one in results for name, values in (one.parts | one.inner_parts).items()}
     texts = reward.texts or [None] * kept
-    logged = {"mean": reward.total} | reward.parts | reward.inner_parts
     scored = []
     for i, index in enumerate(drawn[:kept]):
-        rewards = {name: float(values[i]) for name, values in logged.items()}
-        sample = Sample(images[i], records[i].prompt, rewards["mean"], texts[i]) if index < shown else None
-        parts = {name: value for name, value in rewards.items() if name in reward.parts}
-        keep(DumpedImage(index, images[i], records[i].prompt, _seed(run, index), rewards["mean"], parts))
-        scored.append((index, rewards, sample))
+        parts = {name: float(values[i]) for name, values in scores.items()}
+        total = float(reward.total[i])
+        sample = Sample(images[i], records[i].prompt, total, texts[i]) if index < shown else None
+        keep(DumpedImage(index, images[i], records[i].prompt, _seed(run, index), total, parts))
+        scored.append((index, {"mean": total} | parts, sample))
     return scored
 
 

@@ -13,7 +13,7 @@ from flowgrpo_rc.cli.compose import ConfigError, compose
 from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, TABLE, Ignored, Moved, Refused, Renamed, find
 from flowgrpo_rc.cli.schema import schema, sections
 from flowgrpo_rc.cli.spellings import ALGORITHMS, OTHER_DEFAULTS, SPELLINGS
-from flowgrpo_rc.cli.translate import override
+from flowgrpo_rc.cli.translate import CORRECTIONS, override
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 TINY = "tiny_qwen_image_ocr"
@@ -74,14 +74,35 @@ ROLLOUT_CORRECTION_SCRIPT = (
     "trainer.total_epochs=15",
     "trainer.total_training_steps=300",
 )
-"""The overrides of verl-omni's rollout-correction script for Qwen-Image, less those of its reward model."""
+"""The overrides of verl-omni's rollout-correction script for Qwen-Image, less those of its reward."""
+
+SCORES = "/root/verl-omni/verl_omni/utils/reward_score"
+"""Where verl-omni's scripts look for its scorers; not there."""
+
+MULTI_REWARD = (
+    "reward.custom_reward_function.path=pkg://verl_omni.reward_loop.reward_manager.multi",
+    "reward.custom_reward_function.name=_multi_reward_placeholder",
+    "reward.reward_manager.name=MultiVisualRewardManager",
+    "reward.reward_manager.module.path=pkg://verl_omni.reward_loop.reward_manager",
+    f"+reward.reward_functions.ocr.path={SCORES}/genrm_ocr.py",
+    "+reward.reward_functions.ocr.name=compute_score_ocr",
+    "+reward.reward_functions.ocr.weight=0.5",
+    f"+reward.reward_functions.jpeg.path={SCORES}/jpeg_compressibility.py",
+    "+reward.reward_functions.jpeg.name=compute_score",
+    "+reward.reward_functions.jpeg.weight=0.5",
+    "reward.aggregation=weighted_sum",
+)
+"""How verl-omni's script for several rewards names them."""
 
 REWARD_MODEL = (
     "reward.reward_model.enable=True",
     "reward.reward_model.model_path=Qwen/Qwen3-VL-8B-Instruct",
     "reward.reward_model.rollout.name=vllm",
     "reward.reward_model.rollout.tensor_model_parallel_size=4",
+    "reward.custom_reward_function.path=verl_omni/utils/reward_score/genrm_ocr.py",
+    "reward.custom_reward_function.name=compute_score_ocr",
 )
+"""The others: a model that is served beside training transcribes the images."""
 
 
 def quietly(*overrides, name=BASE):
@@ -119,7 +140,7 @@ def test_no_key_of_another_trainer_is_unknown():
         if key not in schema()
         and key not in sections()
         and key not in LAUNCHER_KEYS
-        and not key.startswith(("algorithm.rollout_correction.", f"{A}.rollout_correction."))
+        and not key.startswith((*(f"{section}." for section in CORRECTIONS), "reward.reward_functions."))
         and find(key) is None
     ]
     assert len(KEYS) > 400
@@ -206,13 +227,33 @@ def test_our_own_settings_warn_of_nothing():
 
 
 def test_the_reward_model_acts():
-    model = quietly(*ROLLOUT_CORRECTION_SCRIPT, *REWARD_MODEL).reward.reward_model
+    """With it all 56 overrides of the script act: its OCR by a model is the judge's question of that name."""
+    assert len(ROLLOUT_CORRECTION_SCRIPT) + len(REWARD_MODEL) == 56
+    reward = quietly(*ROLLOUT_CORRECTION_SCRIPT, *REWARD_MODEL).reward
+    model = reward.reward_model
     assert (model.enable, model.model_path) == (True, "Qwen/Qwen3-VL-8B-Instruct")
     assert (model.rollout.name, model.rollout.tensor_model_parallel_size) == ("vllm", 4)
+    assert reward.weights() == {"judge": 1.0}
+    assert [question.parser for question in reward.judge.questions] == ["ocr"]
+    assert reward.custom_reward_function.path is None
+    moved = said(*ROLLOUT_CORRECTION_SCRIPT, *REWARD_MODEL)[1]
+    assert "genrm_ocr.py -> reward.functions.judge=1.0 'reward.judge.questions=[ocr]'" in moved
+
+
+def test_settings_of_a_reward_model_that_are_others_here():
     older = quietly("reward_model.enable=true", "reward_model.model.path=x", "reward_model.n_gpus_per_node=8")
     assert (older.reward.reward_model.enable, older.reward.reward_model.model_path) == (True, "x")
     assert "extra_args" in refused("reward.reward_model.rollout.quantization=fp8")
     assert "choose one of vllm" in refused("reward.reward_model.rollout.name=sglang")
+    assert "reward.judge.questions is ['yes_no']" in refused(*REWARD_MODEL, "reward.judge.questions=[yes_no]")
+
+
+def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
+    file = tmp_path / "verl_omni/utils/reward_score/genrm_ocr.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def compute_score_ocr(solution_image, reward_router_address, model_name): ...\n")
+    reward = quietly(*REWARD_MODEL, f"reward.custom_reward_function.path={file}").reward
+    assert reward.weights() == {"compute_score_ocr": 1.0}
 
 
 # ---------------------------------------------------------------- what acts
@@ -262,6 +303,15 @@ def test_the_reward_model_acts():
         (["trainer.resume_mode=enable"], ["trainer.resume_mode=auto"]),
         (["trainer.logger=console"], ["trainer.logger=[console]"]),
         (["data.seed=null"], []),
+        (["+reward.reward_functions.ocr.weight=0.5"], ["reward.functions.ocr=0.5"]),
+        ([f"+reward.reward_functions.jpeg.path={SCORES}/jpeg_compressibility.py",
+          "+reward.reward_functions.jpeg.name=compute_score", "+reward.reward_functions.jpeg.weight=0.5"],
+         ["reward.functions.jpeg_compressibility=0.5"]),
+        (["+reward.reward_functions.jpeg={path: pkg://verl_omni.utils.reward_score.jpeg_compressibility, required: 1}"],
+         ["reward.functions.jpeg_compressibility=1.0"]),
+        (["reward_fn={ocr: 0.5, jpeg_compressibility: 1}"],
+         ["reward.functions.ocr=0.5", "reward.functions.jpeg_compressibility=1"]),
+        (["config.reward_fn.ocr=0.5"], ["reward.functions.ocr=0.5"]),
     ],
 )  # fmt: skip
 def test_a_setting_in_their_form_configures_what_ours_does(there, here):
@@ -305,6 +355,12 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
         ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=32"], ["model.pipeline.height: got 64"]),
         ([f"{M}.algorithm=flow_dppo", f"{A}.diffusion_loss.loss_mode=grpo_guard"], ["got flow_dppo", "'grpo_guard'"]),
         ([f"{M}.algorithm=dance_grpo", f"{R}.algo.sde_type=sde"], ["got dance_grpo", "sde_type is 'sde'"]),
+        (["+reward.reward_functions.ocr.weight=0.5", "reward.functions.ocr=1"],
+         ["reward_functions.ocr: got the weight 0.5, but reward.functions is {ocr: 1}", "leave one out"]),
+        (["reward_fn={ocr: 1}", "reward.functions.ocr=2"],
+         ["reward_fn: got {ocr: 1}, but reward.functions is {ocr: 2}"]),
+        (["+reward.reward_functions.ocr.device=cuda"], ["the built-in reward ocr takes none of device"]),
+        (["reward_fn={deqa: 1.0}"], ["reward.functions: 'deqa' is not a known reward"]),
         ([f"{A}.fsdp_config.model_dtype=int4"], ["fsdp_config.model_dtype: got 'int4'; choose one of fp32"]),
         ([f"{A}.fsdp_config.dtype=float16"], ["fsdp_config.dtype: got 'float16'; choose one of bf16"]),
     ],

@@ -15,7 +15,7 @@ from flowgrpo_rc.trainer.performance import peak_memory, speed
 STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
 PLACEHOLDERS = {
     "t": r"[\d.e+-]+",
-    "reward": r"(?!mean$|std$|max$|min$|group_std_mean$|zero_std_fraction$)\w+",
+    "reward": r"(?!(?:mean|std|max|min|group_std_mean|zero_std_fraction)(?:$|/))\w+",
     "part": r"\w+",
     "option": "|".join(RS_OPTIONS),
     "stage": STAGES,

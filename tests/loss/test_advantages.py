@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.loss import group_advantages, normalised_sum
 
 # Two prompts, interleaved. Group 7: 0, 1, 2 (mean 1, population variance 2/3); group 3: 4, 4, 10 (mean 6, variance 8).
 REWARDS = torch.tensor([0.0, 4.0, 1.0, 4.0, 2.0, 10.0], dtype=torch.float64)
@@ -106,3 +106,61 @@ def test_errors():
         group_advantages(torch.tensor([0.0, torch.nan, torch.inf]), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"must both be \(B,\) with B >= 1"):
         group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------------- several rewards, each normalised in its group
+
+# A second reward beside REWARDS, of another scale. Group 7: 300, 100, 200 (mean 200, variance 20000/3); group 3: all 5.
+SECOND = torch.tensor([300.0, 5.0, 100.0, 5.0, 200.0, 5.0], dtype=torch.float64)
+PARTS = torch.stack([REWARDS, SECOND], dim=1)
+WEIGHTS = torch.tensor([0.75, -0.25])
+
+
+def test_each_reward_is_normalised_in_its_group_before_it_is_weighted():
+    # Group 7 of the second: 100, -100 and 0 over its deviation; group 3 of it is flat and adds exactly 0.
+    first = CENTRED / (torch.tensor([(2 / 3) ** 0.5, 8**0.5] * 3, dtype=torch.float64) + 0.5)
+    second = torch.tensor([100.0, 0, -100, 0, 0, 0], dtype=torch.float64) / ((20000 / 3) ** 0.5 + 0.5)
+    found = normalised_sum(PARTS, WEIGHTS, GROUP, eps=0.5)
+    assert found.dtype == torch.float64
+    assert_close(found, 0.75 * first - 0.25 * second)
+    # A weight of the other sign, or weights that have changed places, are another sum.
+    for wrong in (-WEIGHTS, WEIGHTS.flip(0)):
+        assert (normalised_sum(PARTS, wrong, GROUP, eps=0.5) - found).abs().max() > 0.5
+
+
+def test_a_scale_of_a_reward_does_not_count():
+    """Where it is much larger than eps; in a plain sum it counts."""
+    scaled = PARTS * torch.tensor([1.0, 1e3])
+    assert_close(normalised_sum(scaled, WEIGHTS, GROUP, eps=0.0), normalised_sum(PARTS, WEIGHTS, GROUP, eps=0.0))
+    assert_close(normalised_sum(PARTS + 7.0, WEIGHTS, GROUP), normalised_sum(PARTS, WEIGHTS, GROUP), atol=1e-9, rtol=0)
+
+
+def test_ties_in_every_reward_teach_nothing_whatever_eps():
+    parts = torch.full((4, 2), 0.1)
+    total = normalised_sum(parts, WEIGHTS, torch.tensor([0, 0, 1, 1]), eps=0.0)
+    assert total.tolist() == [0.0] * 4
+
+
+def test_rejected_images_enter_no_reward_s_mean():
+    # Kept: of group 7 the first reward's 0 and 2 and the second's 300 and 200; of group 3 ties alone.
+    found = normalised_sum(PARTS, WEIGHTS, GROUP, eps=0.25, keep=KEEP)
+    expected = 0.75 * -1 / 1.25 - 0.25 * 50 / 50.25
+    assert_close(found, torch.tensor([expected, 0, 0, 0, -expected, 0], dtype=torch.float64))
+
+
+def test_the_sum_over_the_batch_s_deviation_is_gdpo():
+    """Group normalisation of each reward, a weighted sum, and division by the batch's deviation (its mean is 0)."""
+    generator = torch.Generator().manual_seed(1)
+    parts = torch.rand(24, 3, generator=generator, dtype=torch.float64)
+    group = torch.arange(24) % 4
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    columns = []
+    for k in range(3):
+        rows = [parts[group == g, k] for g in range(4)]
+        z = torch.zeros(24, dtype=torch.float64)
+        for g, row in enumerate(rows):
+            z[group == g] = (row - row.mean()) / (row.std(correction=0) + 1e-4)
+        columns.append(weights[k].double() * z)
+    total = torch.stack(columns).sum(0)
+    gdpo = (total - total.mean()) / (total.std(correction=0) + 1e-4)
+    assert_close(group_advantages(normalised_sum(parts, weights, group), group, global_std=True).advantages, gdpo)

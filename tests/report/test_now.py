@@ -303,3 +303,13 @@ def test_a_reward_s_parts_are_drawn_and_named():
         assert [name for name in ("ocr from 0.25", "jpeg_compressibility from -3") if name in says] == [
             f"{name} from {text}" for name, text in zip(names, ("0.25", "-3"), strict=False)
         ]
+
+
+def test_scorers_that_only_look_have_a_panel():
+    made = rows(20, **{"reward/ocr": 0.25, "val__reward/ocr": lambda step: 0.5, "val__reward/jpeg": lambda step: -3.0})
+    title = "Scorers that only look"
+    says, lines = drawn(title, made)
+    assert list(lines) == ["jpeg"]
+    assert "jpeg from -3" in says
+    assert panel(title, History(rows(20, **{"reward/ocr": 0.25, "val__reward/ocr": lambda step: 0.5}))) is None
+    assert panel(title, History([{"step": 0, "val/reward/ocr": 0.5}])) is None

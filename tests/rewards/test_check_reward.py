@@ -181,3 +181,12 @@ def test_the_pictures_are_what_their_prompts_say():
 
 def test_memory_is_measured():
     assert findings.memory()["the process"] > 20 * 2**20
+
+
+def test_one_of_several_functions_is_checked_alone(tmp_path, capsys):
+    """The others, scorers that only look and a normalisation are left out."""
+    path = write(tmp_path, ORACLE.replace("{returned}", "closeness(images, prompts)"))
+    entry = f"{{path: {path}, name: f, weight: 0.25}}"
+    others = ["reward.functions.ocr=1", "reward.val_functions.jpeg_compressibility=true", "reward.normalization=group"]
+    assert main(["check-reward", "mine", f"reward.reward_functions.mine={entry}", *others]) == 0
+    assert capsys.readouterr().out.startswith(f"1 x mine ({path})\n")

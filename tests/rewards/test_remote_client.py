@@ -21,6 +21,7 @@ from stub_server import Reply, StubServer
 
 from flowgrpo_rc.cli.compose import compose, to_yaml
 from flowgrpo_rc.rewards import RewardConfig, RewardError, build_reward
+from flowgrpo_rc.rewards.mix import build_observers
 from flowgrpo_rc.rewards.registry import REWARDS
 
 REDNESS = function("""
@@ -423,3 +424,15 @@ def test_the_configuration_needs_no_client(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not re.search("Traceback", done.stderr)
+
+
+def test_a_server_may_only_look_and_shares_no_name(tmp_path):
+    with answers({"scores": [1, 2, 3]}) as server:
+        config = RewardConfig(
+            functions={"jpeg_compressibility": 1.0}, remote={"far": {"url": server.url}}, val_functions={"far": True}
+        )
+        looked = build_observers(config)(IMAGES, PROMPTS)
+    np.testing.assert_array_equal(looked.parts["far"], [1, 2, 3])
+    entry = {"path": str(write(tmp_path, REDNESS)), "name": "f"}
+    with pytest.raises(ValueError, match=r"^reward.reward_functions.far: another reward is called 'far' too"):
+        RewardConfig(remote={"far": {"url": "http://127.0.0.1:9"}}, reward_functions={"far": entry})

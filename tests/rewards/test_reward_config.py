@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from flowgrpo_rc.cli.compose import compose as compose_run
 from flowgrpo_rc.cli.compose import to_yaml
-from flowgrpo_rc.rewards import STATISTICS, CustomRewardConfig, OCRConfig, RewardConfig, RewardMix, build_reward
+from flowgrpo_rc.rewards import (
+    STATISTICS,
+    CustomRewardConfig,
+    OCRConfig,
+    RewardConfig,
+    RewardMix,
+    build_observers,
+    build_reward,
+)
 
 
 def compose(*overrides: str) -> RewardConfig:
@@ -234,3 +244,94 @@ def test_a_path_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "mine.py").write_text("def compute_score(images, prompts, metadata): ...\n")
     config = RewardConfig(custom_reward_function=CustomRewardConfig(path="~/mine.py"))
     build_reward(config)
+
+
+# ---------------------------------------------------------------------- several functions, and scorers that look
+
+
+def scorer(folder: Path) -> Path:
+    path = folder / "mine.py"
+    path.write_text(
+        "def length(images, prompts, metadata, scale=1):\n    return [scale * len(p) for p in prompts]\n"
+        "def compute_score(images, prompts, metadata):\n    return [0.5] * len(prompts)\n"
+    )
+    return path
+
+
+def test_several_functions_of_one_s_own_with_weights_and_arguments(tmp_path: Path) -> None:
+    path = scorer(tmp_path)
+    config = compose(
+        f"+reward.reward_functions.long.path={path}",
+        "+reward.reward_functions.long.name=length",
+        "+reward.reward_functions.long.weight=0.5",
+        "+reward.reward_functions.long.scale=3",
+        "+reward.reward_functions.long.required=true",
+        f"+reward.reward_functions.half.path={path}",
+        "reward.reward_functions.off={path: " + str(path) + ", weight: 0}",
+        "reward.functions.jpeg_compressibility=2",
+    )
+    assert config.weights() == {"jpeg_compressibility": 2.0, "long": 0.5, "half": 1.0}
+    assert config.in_words() == f"2 x jpeg_compressibility + 0.5 x long ({path}) + 1 x half ({path})"
+    mix = build_reward(config)
+    result = mix(np.zeros((2, 8, 8, 3), np.uint8), ["a", "bbb"])
+    assert result.parts["long"].tolist() == [3, 9]
+    assert result.parts["half"].tolist() == [0.5, 0.5]
+    np.testing.assert_allclose(result.total, 2 * result.parts["jpeg_compressibility"] + [2.0, 5.0], rtol=1e-6)
+
+
+def test_scorers_that_look_are_made_apart(tmp_path: Path) -> None:
+    path = scorer(tmp_path)
+    looking = {"jpeg_compressibility": True, "mine": {"path": str(path), "name": "length", "scale": 2}, "ocr": False}
+    config = RewardConfig(reward_functions={"half": {"path": str(path)}}, val_functions=looking)
+    assert list(config.weights()) == ["half"]
+    assert config.in_words() == f"1 x half ({path}); in validation jpeg_compressibility, mine only look"
+    observers = build_observers(config)
+    assert observers is not None
+    result = observers(np.zeros((2, 8, 8, 3), np.uint8), ["a", "bbb"])
+    assert list(result.parts) == ["jpeg_compressibility", "mine"]
+    assert result.parts["mine"].tolist() == [2, 6]
+    assert result.total.tolist() == [0, 0]
+    assert build_observers(RewardConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "entries", "says"),
+    [
+        ("reward_functions", 5, r"reward\.reward_functions: got 5; give functions by name"),
+        ("reward_functions", {"a": "mine.py"}, r"reward_functions\.a: got 'mine\.py'; give its keys"),
+        ("reward_functions", {"a": {}}, r"reward_functions\.a\.path: '' is not a file; .*'compute_score'"),
+        ("reward_functions", {"a": {"path": "/no.py"}}, r"reward_functions\.a\.path: '/no\.py' is not a file"),
+        ("reward_functions", {"a": {"path": "HERE", "weight": "big"}}, r"reward_functions\.a\.weight: got 'big'"),
+        ("reward_functions", {"a": {"path": "HERE", "name": 3}}, r"reward_functions\.a\.name: got 3"),
+        ("reward_functions", {"mean": {"path": "HERE"}}, r"reward_functions\.mean: got 'mean', but the run logs"),
+        ("reward_functions", {"a b": {"path": "HERE"}}, r"reward_functions\.a b: got 'a b', which becomes the metric"),
+        ("reward_functions", {"ocr": {"path": "HERE"}}, r"reward_functions\.ocr: another reward is called 'ocr' too"),
+        ("val_functions", {"ocr": True}, r"val_functions\.ocr: 'ocr' is a reward of the training"),
+        ("val_functions", {"beauty": True}, r"val_functions: 'beauty' is not a known reward; known are jpeg_"),
+        ("val_functions", {"a": 0.5}, r"val_functions\.a: got 0\.5; give true, or \{path, name\}"),
+        ("val_functions", {"a": {"name": "f"}}, r"val_functions\.a: got .*; give true, or \{path, name\}"),
+        ("val_functions", {"a": {"path": "/no.py"}}, r"val_functions\.a\.path: '/no\.py' is not a file"),
+        ("normalization", "batch", r"reward\.normalization: got 'batch'; choose one of null, group"),
+    ],
+)
+def test_what_several_functions_refuse(tmp_path: Path, section: str, entries: object, says: str) -> None:
+    here = str(scorer(tmp_path))
+    if isinstance(entries, dict):
+        entries = {
+            name: {k: here if v == "HERE" else v for k, v in entry.items()} if isinstance(entry, dict) else entry
+            for name, entry in entries.items()
+        }
+    with pytest.raises(ValueError, match=says):
+        RewardConfig(functions={"ocr": 1.0}, **{section: entries})
+
+
+@pytest.mark.parametrize(("section", "load"), [("reward_functions", build_reward), ("val_functions", build_observers)])
+def test_what_is_wrong_with_a_function_names_its_field(tmp_path: Path, section: str, load: Any) -> None:
+    for wrong, says in (
+        ({"name": "length", "temperature": 1}, r"mine\.temperature: reward function 'length'.* has no"),
+        ({"name": "absent"}, r"mine\.name: .* defines no 'absent'"),
+    ):
+        entry = {"path": str(scorer(tmp_path)), **wrong}
+        config = RewardConfig(functions={"jpeg_compressibility": 1.0}, **{section: {"mine": entry}})
+        with pytest.raises(ValueError, match=rf"reward\.{section}\.{says}"):
+            load(config)

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from reward_files import METADATA, function, write
+from test_reward_run import TINY, error_lines, rows
 
+from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import RewardConfig, build_reward
 from flowgrpo_rc.rewards.reward_model import server as server_module
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
@@ -43,8 +46,8 @@ def notes(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     yield tmp_path / "notes.jsonl"
     for note in read(tmp_path / "notes.jsonl"):
-        for pid in (note["pid"], note["worker"]):
-            if is_alive(pid):
+        for pid, words in ((note["pid"], str(folder)), (note["worker"], "time.sleep(600)")):
+            if is_alive(pid) and words in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -201,7 +204,7 @@ def test_the_server_survives_its_keeper_no_longer_than_a_moment(notes):
         pytest.skip("needs prctl")
     reward = build_reward(config())
     (note,) = read(notes)
-    keeper = reward._server._process
+    keeper = reward.server._process
     keeper.kill()
     keeper.wait()
     assert_ends(note["pid"])
@@ -301,3 +304,41 @@ def test_a_reward_that_asks_nobody_starts_nothing(notes, tmp_path):
     custom = {"path": str(write(tmp_path, function("return [1.0, 2.0, 3.0]"))), "name": "f"}
     build_reward(RewardConfig(custom_reward_function=custom, reward_model={"model_path": MODEL})).close()
     assert read(notes) == []
+
+
+VERL_OMNIS = (
+    "reward.reward_model.enable=True",
+    f"reward.reward_model.model_path={MODEL}",
+    "reward.reward_model.rollout.name=vllm",
+    "reward.reward_model.rollout.tensor_model_parallel_size=4",
+    "reward.custom_reward_function.path=verl_omni/utils/reward_score/genrm_ocr.py",
+    "reward.custom_reward_function.name=compute_score_ocr",
+)
+
+
+def test_a_run_with_verl_omnis_settings(notes, tmp_path, monkeypatch, capsys):
+    """The judge of a whole run is served with it, transcribes its images, is recorded, and ends with it."""
+    monkeypatch.setenv("VLLM_STUB_SAYS", "7")
+    folder = f"trainer.default_local_dir={tmp_path / 'run'}"
+    with pytest.warns(UserWarning, match="genrm_ocr.py -> reward.functions.judge=1.0"):
+        assert main(["demo", *TINY, folder, "reward.functions.ocr=0", *VERL_OMNIS]) == 0
+    (row,) = rows(tmp_path)
+    assert 0 <= row["reward/judge"] == row["reward/mean"] <= 1
+    (note,) = read(notes)
+    assert_ends(note["pid"], note["worker"])
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["reward"]
+    assert recorded["judge"]["model"] == MODEL
+    assert recorded["judge"]["base_url"] is None
+    assert f"Reward: 1 x judge ({MODEL})" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_whose_server_does_not_start(notes, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_STUB_FAILS", "1")
+    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
+    folder = f"trainer.default_local_dir={tmp_path / 'run'}"
+    with pytest.warns(UserWarning, match="genrm_ocr"):
+        assert main(["demo", *TINY, folder, "reward.functions.ocr=0", *VERL_OMNIS]) == 2
+    (line,) = error_lines(capsys)
+    assert "ended with exit code 3 before it answered" in line
+    (note,) = read(notes)
+    assert_ends(note["pid"], note["worker"])

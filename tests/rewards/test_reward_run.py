@@ -92,7 +92,7 @@ def test_the_log_has_the_known_statistics_and_one_key_a_reward(tmp_path: Path, c
     path = write(tmp_path, function("return images.reshape(len(images), -1).mean(1) / 255"))
     assert demo(tmp_path, path, "reward.functions.jpeg_compressibility=0.5") == 0
     logged = {key.removeprefix("reward/") for key in rows(tmp_path)[-1] if key.startswith("reward/")}
-    assert logged == {*STATISTICS, "jpeg_compressibility", "f"}
+    assert logged == {*STATISTICS, "jpeg_compressibility", "f", "std/jpeg_compressibility", "std/f"}
     said = "".join(capsys.readouterr().out.split())
     assert f"Reward:0.5xjpeg_compressibility+1xf({path})" in said
 

@@ -23,6 +23,7 @@ from flowgrpo_rc.rewards.reward_model.config import SECTION, RewardModelConfig
 
 if TYPE_CHECKING:
     from flowgrpo_rc.rewards.config import RewardConfig
+    from flowgrpo_rc.rewards.judge.config import JudgeConfig
 
 KEEPER = Path(__file__).with_name("keeper.py")
 POLL_S = 0.5
@@ -135,27 +136,38 @@ def serving(config: RewardConfig) -> Iterator[RewardModelServer | None]:
     if not config.reward_model.enable:
         yield None
         return
-    judge = config.judge
-    weights = config.weights()
-    if "judge" not in weights and all(name in REWARDS for name in weights):
+    names = [*config.weights(), *config.observers()]
+    if "judge" not in names and all(name in REWARDS for name in names):
         raise ValueError(
             f"{SECTION}.enable: true, but no reward asks a model; give the judge a weight (reward.functions.judge=1 "
             "reward.judge.questions=[yes_no]), or leave it out"
         )
-    if judge.base_url is not None:
+    if config.judge.base_url is not None:
         raise ValueError(
-            f"reward.judge.base_url: got {judge.base_url}, but {SECTION}.enable=true starts a server for the judge; "
-            "leave one of them out"
+            f"reward.judge.base_url: got {config.judge.base_url}, but {SECTION}.enable=true starts a server for the "
+            "judge; leave one of them out"
         )
     server = RewardModelServer(config.reward_model)
-    judge.base_url = server.base_url
     try:
-        yield server
+        with asking(config.judge, server):
+            yield server
     except BaseException:
         server.close()
         raise
+
+
+@contextmanager
+def asking(judge: JudgeConfig, server: RewardModelServer | None) -> Iterator[None]:
+    """While rewards are built: the judge has the server's address. Not afterwards, since ``config.yaml`` would keep
+    it, and the next run's server has another one."""
+    if server is None:
+        yield
+        return
+    judge.base_url = server.base_url
+    try:
+        yield
     finally:
-        judge.base_url = None  # the port is another one in the next run
+        judge.base_url = None
 
 
 def _program() -> str:
