@@ -1,4 +1,4 @@
-"""``flowgrpo-rc``: train, demo, encode-prompts, probe, plan, report, prepare-data, explain-config."""
+"""``flowgrpo-rc``: its commands, and their exit codes."""
 
 import argparse
 import os
@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.arguments import add_configuration
+from flowgrpo_rc.cli.check_reward import add_check_reward
 from flowgrpo_rc.cli.encode import add_encode
 from flowgrpo_rc.cli.errors import (
     COMMAND,
@@ -22,6 +23,7 @@ from flowgrpo_rc.cli.errors import (
 )
 from flowgrpo_rc.cli.plan import add_plan
 from flowgrpo_rc.cli.probe import add_probe
+from flowgrpo_rc.cli.serve import add_serve
 from flowgrpo_rc.threads import limit_spinning
 from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED, ending_on_signals
@@ -33,8 +35,8 @@ UNHEALTHY = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed while running, 2 refused before training, 3 a probe
-    found the configuration not safe, a plan that it does not fit or a report a problem, 4 a probe could not show it
-    safe, 130 ended by a signal.
+    found the configuration not safe, a plan that it does not fit, a report a problem or a reward does not score as
+    expected, 4 a probe could not show it safe, 130 ended by a signal.
 
     Whatever a command raises becomes a line on standard error and one of these codes; ``FLOWGRPO_RC_DEBUG=1`` shows
     the traceback too. Only argparse exits by itself, after ``--help`` and for arguments that it cannot read.
@@ -105,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add_encode(commands, "flowgrpo_trainer")
     add_probe(commands, "flowgrpo_trainer")
     add_plan(commands, "flowgrpo_trainer")
+    add_check_reward(commands, "flowgrpo_trainer")
 
     text = "say whether a run is healthy, and write one HTML page about it"
     report = commands.add_parser(
@@ -116,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run folder: outputs/PROJECT/EXPERIMENT")
     report.add_argument("--out", type=Path, help="the HTML file (RUN_DIR/report.html)")
     report.set_defaults(run=_report)
+
+    add_serve(commands)
 
     prepare = commands.add_parser("prepare-data", help="turn a known data set into parquet files")
     prepare.add_argument("dataset", choices=["ocr"], help="ocr: train.txt and test.txt, a prompt a line")

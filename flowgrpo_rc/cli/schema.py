@@ -19,6 +19,7 @@ OPEN_SECTIONS = {
     "algorithm.rollout_correction": _CORRECTION_KEYS,
     "actor_rollout_ref.actor.rollout_correction": _CORRECTION_KEYS,
     "reward.functions": "weights by name, e.g. reward.functions.ocr=1",
+    "reward.remote": "servers by name, e.g. reward.remote.geneval.url=http://127.0.0.1:18085",
     "reward.judge.extra_body": "a mapping of keys to values, e.g. {top_p: 0.8}",
     "reward.reward_functions": "functions by name, e.g. {mine: {path: my_reward.py, weight: 0.5}}",
     "reward.val_functions": "scorers by name, e.g. reward.val_functions.jpeg_compressibility=true",

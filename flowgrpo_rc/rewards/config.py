@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain, show
@@ -14,6 +14,7 @@ from flowgrpo_rc.rewards.clip.config import AestheticConfig, HPSv2Config, Scorer
 from flowgrpo_rc.rewards.judge.config import JudgeConfig
 from flowgrpo_rc.rewards.own_function import DEFAULT_NAME, OwnFunction, of_entry
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
+from flowgrpo_rc.rewards.remote.config import RemoteConfig, remote_scorers
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 REWARD_NAMES = REWARDS.keys()
@@ -118,8 +119,9 @@ class RewardConfig:
     """The rewards of a run: a weighted sum of built-in functions and of the user's own."""
 
     functions: Any = field(default_factory=dict)
-    """Weights of the built-in rewards, by name. Weight 0 turns a reward off: it is neither loaded nor computed. Where
-    no reward is named here and there is no function of the user's own, ``ocr`` counts alone, with weight 1."""
+    """Weights of the built-in rewards and of the servers in ``remote``, by name. Weight 0 turns a reward off: it is
+    neither loaded nor computed. Where no reward is named here and there is no function of the user's own, ``ocr``
+    counts alone, with weight 1."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     """The user's own function. It counts alone, unless ``functions`` or ``reward_functions`` name others beside it."""
@@ -181,6 +183,10 @@ class RewardConfig:
     micro-batch in another thread while the next ones are drawn. The scores are the same either way: such functions are
     called for one micro-batch of ``rollout.micro_batch_size`` at a time in both. All others are called in the main
     thread when all images are drawn."""
+    remote: Any = field(default_factory=dict)
+    """Reward servers, by names of your choice that ``functions`` gives weights: name -> the keys of ``RemoteConfig``,
+    of which ``url`` must be given. Example: ``reward.remote.deqa.url=http://127.0.0.1:18080 reward.functions.deqa=1``.
+    A server without a weight is not asked."""
 
     timeout_s: float | None = 3600.0
     """Longest time in seconds that one call of a reward function, or its import, may take; null for no limit.
@@ -197,13 +203,14 @@ class RewardConfig:
             raise ValueError(
                 f"reward.functions: got {self.functions!r}; give weights by name, e.g. reward.functions.ocr=1"
             )
+        self._check_remote()
         # Names before weights: an unknown reward is told as such, whatever its weight.
         for name in self.functions:
-            if name not in REWARD_NAMES:
+            if name not in REWARD_NAMES and name not in self.remote:
                 raise ValueError(
                     f"reward.functions: {name!r} is not a known reward; known are "
-                    f"{', '.join(REWARD_NAMES)}, and a function of your own goes into "
-                    "reward.custom_reward_function"
+                    f"{', '.join([*REWARD_NAMES, *self.remote])}, and a function of your own goes into "
+                    f"reward.custom_reward_function, a server into reward.remote.{name}"
                 )
         self.functions = {name: _weight(f"reward.functions.{name}", w) for name, w in self.functions.items()}
         non_negative("reward.num_workers", self.num_workers)
@@ -227,7 +234,8 @@ class RewardConfig:
             if not isinstance(entry, Mapping):
                 raise ValueError(f"{section}.{name}: got {show(entry)}; give its keys, {{path, name, weight}}")
             custom = self.custom_reward_function
-            if self.functions.get(name) or (custom.path is not None and custom.name == name):
+            taken = self.functions.get(name) or name in self.remote
+            if taken or (custom.path is not None and custom.name == name):
                 raise ValueError(
                     f"{section}.{name}: another reward is called {name!r} too; rename this one, so that their metrics "
                     "can be told apart"
@@ -252,11 +260,27 @@ class RewardConfig:
                 raise ValueError(
                     f"{section}.{name}: got {show(entry)}; give true, or {{path, name}} of a function of your own"
                 )
-            elif name not in REWARD_NAMES:
+            elif name not in REWARD_NAMES and name not in self.remote:
+                known = ", ".join([*REWARD_NAMES, *self.remote])
                 raise ValueError(
-                    f"{section}: {name!r} is not a known reward; known are {', '.join(REWARD_NAMES)}, and a function "
-                    f"of your own is {section}.{name}={{path: my_reward.py, name: {DEFAULT_NAME}}}"
+                    f"{section}: {name!r} is not a known reward; known are {known}, and a function of your own is "
+                    f"{section}.{name}={{path: my_reward.py, name: {DEFAULT_NAME}}}"
                 )
+
+    def _check_remote(self) -> None:
+        scorers = remote_scorers(self.remote)
+        for name in scorers:
+            check_name(f"reward.remote.{name}", name)
+            if name in REWARD_NAMES or (self.custom_reward_function.path and name == self.custom_reward_function.name):
+                raise ValueError(
+                    f"reward.remote.{name}: another reward is called {name!r} too; rename this one, so that their "
+                    "metrics can be told apart"
+                )
+        self.remote = {name: asdict(scorer) for name, scorer in scorers.items()}
+
+    def remote_scorer(self, name: str) -> RemoteConfig | None:
+        """The server of that name; None where it is not the name of one."""
+        return remote_scorers(self.remote).get(name)
 
     def weights(self) -> dict[str, float]:
         """Name -> weight of every reward that is on, the user's own function last."""
@@ -292,6 +316,7 @@ class RewardConfig:
         """The rewards that are on: ``0.5 x ocr + 2 x compute_score (my_reward.py)``."""
         own = self.own_functions()
         more = {name: f" ({function.path})" for name, function in own.items()}
+        more |= {name: f" ({entry['url']})" for name, entry in self.remote.items()}
         if self.judge.model is not None:
             more["judge"] = f" ({self.judge.model})"
         total = " + ".join(f"{weight:g} x {name}{more.get(name, '')}" for name, weight in self.weights().items())

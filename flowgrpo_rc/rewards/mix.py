@@ -19,6 +19,7 @@ from flowgrpo_rc.rewards.forms import PerImageReward, adapt
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
 from flowgrpo_rc.rewards.own_function import OwnFunction
 from flowgrpo_rc.rewards.registry import load_builtin
+from flowgrpo_rc.rewards.remote.client import RemoteReward
 from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, asking, serving
 
 RewardFunction = Callable[..., Any]
@@ -262,6 +263,10 @@ def _load_own(
 
 
 def _builtin(name: str, config: RewardConfig) -> Any:
+    """A reward of this package: one that is computed here, or a server's."""
+    server = config.remote_scorer(name)
+    if server is not None:
+        return RemoteReward(name, server)
     return load_builtin(name, getattr(config, name, None), config.num_workers)
 
 

@@ -107,6 +107,10 @@ def test_adding_a_reward(tmp_path, monkeypatch):
         run_page("howto/reward.md", tmp_path, monkeypatch)
 
 
+def test_reward_servers(tmp_path, monkeypatch):
+    run_page("rewards/remote.md", tmp_path, monkeypatch)
+
+
 def test_adding_a_model_family(tmp_path, monkeypatch):
     monkeypatch.setattr(diffusers, "NegativeImagePipeline", None, raising=False)
     with patch.dict(FAMILIES):

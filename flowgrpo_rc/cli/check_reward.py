@@ -1,0 +1,76 @@
+"""``flowgrpo-rc check-reward``: have a reward score pictures whose right prompts are known, with its real weights."""
+
+import argparse
+import time
+from dataclasses import replace
+from typing import Any
+
+from flowgrpo_rc.cli.arguments import add_configuration
+from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig
+from flowgrpo_rc.rewards.check.pictures import SETS
+
+NOT_AS_EXPECTED = 3
+"""Exit code where an order or a range is not as expected."""
+
+
+def add_check_reward(commands: Any, default_config: str) -> None:
+    """Adds the command to the parser's ``commands``."""
+    text = "say whether a reward scores as it should, with the weights or the server that it has here"
+    command = commands.add_parser(
+        "check-reward",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}: drawn pictures are scored with right and wrong prompts. Exit code: "
+        f"0 as expected, or nothing is expected of the function; {NOT_AS_EXPECTED} not as expected; 2 refused, or the "
+        "reward failed.",
+    )
+    command.add_argument(
+        "name", metavar="NAME", help="a built-in reward, a server's name in reward.remote, or the name of your function"
+    )
+    add_configuration(command, default_config)
+    command.add_argument("--pictures", choices=sorted(SETS), help="what is scored (what the reward is made for)")
+    command.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Checks and prints; returns the exit code."""
+    from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.rewards.check.expectations import EXPECTATIONS
+    from flowgrpo_rc.rewards.check.findings import Check, memory
+    from flowgrpo_rc.rewards.mix import build_reward
+
+    config = _alone(arguments.name, compose(arguments.config_name, arguments.overrides, arguments.config_dir).reward)
+    before = memory()
+    start = time.perf_counter()
+    reward = build_reward(config)
+    loaded_s = time.perf_counter() - start
+    try:
+        report = Check(reward, EXPECTATIONS.get(arguments.name), arguments.pictures).run()
+    finally:
+        reward.close()
+    print(config.in_words())
+    for finding in report.findings:
+        verdict = {True: "as expected", False: "NOT AS EXPECTED", None: "not judged"}[finding.as_expected]
+        print(f"  {finding.name:14} {finding.found}: {verdict}")
+    first = f"{loaded_s:.3g} s to load, {report.first_call_s:.3g} s for the first {report.batch} images"
+    print(f"  {'time':14} {first}, then {report.seconds_per_image:.3g} s an image")
+    for where, peak in memory().items():
+        print(f"  {'memory':14} {where}: {peak / 2**20:.0f} MiB at most, {before.get(where, 0) / 2**20:.0f} before it")
+    return 0 if report.as_expected else NOT_AS_EXPECTED
+
+
+def _alone(name: str, config: RewardConfig) -> RewardConfig:
+    """The configuration with this reward as the only one.
+
+    Raises:
+        ValueError: there is no such reward.
+    """
+    custom = config.custom_reward_function
+    own = config.reward_functions
+    return replace(
+        config,
+        functions={} if name in config.own_functions() else {name: 1.0},
+        custom_reward_function=replace(custom, weight=1.0) if name == custom.name else CustomRewardConfig(),
+        reward_functions={name: {**own[name], "weight": 1.0}} if name in own else {},
+        val_functions={},
+        normalization=None,
+    )

@@ -1,0 +1,116 @@
+"""``flowgrpo-rc serve-reward``: a reward function behind an address, for training runs elsewhere to ask.
+
+Runs where this package has only numpy and pillow beside it, with what the function itself imports.
+"""
+
+import argparse
+import ipaddress
+import math
+import os
+import sys
+from typing import Any
+
+from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardMix, build_reward
+from flowgrpo_rc.rewards.forms import PerImageReward
+from flowgrpo_rc.rewards.http_options import check_key_name
+from flowgrpo_rc.rewards.registry import REWARDS
+from flowgrpo_rc.rewards.remote.protocols import SERVED
+from flowgrpo_rc.rewards.remote.server import RewardServer
+
+PORT = 18080
+
+
+def add_serve(commands: Any) -> None:
+    """Adds the command to the parser's ``commands``."""
+    text = "answer requests for the scores of a reward function"
+    command = commands.add_parser(
+        "serve-reward",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}, until Ctrl-C or SIGTERM. Needs numpy and pillow alone, and what the "
+        "function imports. Exit code: 0 ended by a signal, 2 refused, 1 failed.",
+    )
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--path", help="a Python file with a reward function, as in reward.custom_reward_function.path")
+    which.add_argument("--reward", choices=sorted(REWARDS), help="a built-in reward")
+    command.add_argument("--name", default="compute_score", help="the function in the file of --path (%(default)s)")
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at (%(default)s: reached from this machine alone; 0.0.0.0: from everywhere)",
+    )
+    command.add_argument("--port", type=int, default=PORT, help="its port (%(default)s); 0 for a free one")
+    command.add_argument("--protocol", choices=sorted(SERVED), default="json", help="what is spoken (%(default)s)")
+    command.add_argument("--timeout", type=float, default=3600.0, help="seconds that a request may take (%(default)s)")
+    command.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with a key that requests must bring"
+    )
+    command.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Serves until a signal; returns the exit code."""
+    key = _key(arguments.api_key_env)
+    reward = _reward(arguments)
+    try:
+        server = RewardServer(reward, SERVED[arguments.protocol], arguments.host, arguments.port, key)
+    except (OSError, OverflowError) as error:
+        place = f"{arguments.host}:{arguments.port}"
+        raise ValueError(f"--host, --port: {place} cannot be listened at ({error}); give another") from error
+    if key is None and not _is_loopback(arguments.host):
+        print("warning: anyone who reaches this address can ask; --api-key-env asks for a key", file=sys.stderr)
+    source = "" if arguments.path is None else f" ({arguments.path})"
+    print(f"Serving {server.name}{source} at {server.url}, protocol {arguments.protocol}", flush=True)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        print(f"Ended after {server.requests} requests with {server.images} images", flush=True)
+    return 0
+
+
+def _reward(arguments: argparse.Namespace) -> RewardMix:
+    """The one function that is served, checked and guarded as in a run.
+
+    Raises:
+        ValueError: it cannot be served; names the option and what to do.
+        ImportError: it is a built-in reward whose packages are not installed.
+    """
+    if not 0 < arguments.timeout < math.inf:
+        raise ValueError(f"--timeout: got {arguments.timeout}; give seconds above 0")
+    try:
+        if arguments.reward is not None:
+            return build_reward(RewardConfig(functions={arguments.reward: 1.0}, timeout_s=arguments.timeout))
+        custom = CustomRewardConfig(path=arguments.path, name=arguments.name)
+        reward = build_reward(RewardConfig(custom_reward_function=custom, timeout_s=arguments.timeout))
+    except ValueError as error:
+        # Said of the section of a run's configuration, which has the option's fields.
+        raise ValueError(str(error).replace("reward.custom_reward_function.", "--")) from error
+    _check_form(arguments.name, reward)
+    return reward
+
+
+def _check_form(name: str, reward: RewardMix) -> None:
+    if not isinstance(reward.functions[name], PerImageReward):
+        return
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"--name: {name!r} takes its image as a torch tensor, and torch is not installed here ({error}); install "
+            "it, or write fn(images, prompts, metadata), which takes numpy arrays"
+        ) from error
+
+
+def _key(variable: str | None) -> str | None:
+    check_key_name("--api-key-env", variable)
+    key = "" if variable is None else os.environ.get(variable, "").strip()
+    if variable is not None and not key:
+        # Without the name, which might be the key itself put into the wrong place.
+        raise ValueError("--api-key-env: the environment variable that it names is not set or empty; put the key there")
+    return key or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

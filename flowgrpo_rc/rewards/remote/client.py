@@ -1,0 +1,115 @@
+"""A reward that another process computes: images go to a server in batches, and its scores come back in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flowgrpo_rc.rewards.answer import read_answer
+from flowgrpo_rc.rewards.errors import AnswerError
+from flowgrpo_rc.rewards.http_client import Request as HTTPRequest
+from flowgrpo_rc.rewards.http_client import ServerError, send_all
+from flowgrpo_rc.rewards.remote import protocols
+from flowgrpo_rc.rewards.remote.config import SECTION, RemoteConfig
+from flowgrpo_rc.rewards.remote.images import encode
+
+
+class RemoteReward:
+    """The reward of a server.
+
+    Every answer is checked as that of a local function: as many numbers as images were sent, all of them finite. What
+    cannot be had is an error that names the server, never a score.
+
+    Args:
+        name: of the section ``reward.remote.<name>``.
+        config: that section.
+    """
+
+    def __init__(self, name: str, config: RemoteConfig) -> None:
+        config.check(name)
+        self.name = name
+        self.config = config
+        self._url = str(config.url)
+        self._protocol = protocols.PROTOCOLS[config.protocol]
+        self._format = config.image_format or self._protocol.image_format
+        self._options = config.http_options(name)
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[np.ndarray, dict[str, list[Any]]]:
+        """The server's scores.
+
+        Args:
+            images: (N, H, W, 3) uint8, RGB.
+            prompts: N prompts.
+            metadata: N dicts, the other columns of the prompt file; by default empty.
+
+        Returns:
+            (N,) float32; and lists of N entries that every answer has beside the scores.
+
+        Raises:
+            AnswerError: the server did not answer, or not as it must; its address is named.
+        """
+        rows = [{} for _ in prompts] if metadata is None else [dict(row) for row in metadata]
+        starts = range(0, len(prompts), self.config.batch_size)
+        parts = [slice(start, min(start + self.config.batch_size, len(prompts))) for start in starts]
+        requests = [self._request(part, images[part], list(prompts[part]), rows[part]) for part in parts]
+        answers = send_all(requests, self._options, self._protocol.read_answer)
+        checked = [self._checked(part, answer, prompts[part]) for part, answer in zip(parts, answers, strict=True)]
+        infos = [info for _, info in checked]
+        shared = [key for key in infos[0] if all(key in info for info in infos)]
+        info = {key: [entry for one in infos for entry in one[key]] for key in shared}
+        return np.concatenate([scores for scores, _ in checked]), info
+
+    def check_metadata(self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
+        """Raise ``ValueError`` for the first row that the protocol cannot send."""
+        for row, source in zip(metadata, sources, strict=True):
+            try:
+                self._protocol.write_request(protocols.Request(files=[], prompts=[""], metadata=[dict(row)]))
+            except protocols.ProtocolError as error:
+                raise ValueError(f"{source}: its columns go to {SECTION}.{self.name}, and {error}") from error
+
+    def check_prompts(
+        self,
+        prompts: Sequence[str],
+        *,
+        image_size: tuple[int, int] | None = None,
+        sources: Sequence[str] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Have a grey image scored for the first prompt, so that a server that is not there shows before training.
+
+        Raises:
+            ValueError: the server did not give a score; names the field, the address and what it did.
+        """
+        height, width = image_size or (64, 64)
+        image = np.full((1, height, width, 3), 128, np.uint8)
+        try:
+            self(image, prompts[:1], metadata[:1] if metadata else None)
+        except AnswerError as error:
+            raise ValueError(
+                f"{SECTION}.{self.name}.url: the server does not score a grey image for the first prompt: {error}"
+            ) from error
+
+    def _request(self, part: slice, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> HTTPRequest:
+        # Made when its turn comes: not all batches are in memory at once.
+        body = partial(self._body, images, prompts, rows)
+        return HTTPRequest(self._url, body, name=self._named(part), content_type=self._protocol.content_type)
+
+    def _body(self, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> bytes:
+        files = [encode(image, self._format) for image in images]
+        return self._protocol.write_request(protocols.Request(files=files, prompts=prompts, metadata=rows))
+
+    def _checked(
+        self, part: slice, answer: protocols.Answer, prompts: Sequence[str]
+    ) -> tuple[np.ndarray, dict[str, list[Any]]]:
+        try:
+            return read_answer(self.name, (answer.scores, answer.info), prompts)
+        except AnswerError as error:
+            raise ServerError(f"{self._url}: {self._named(part)}: {error}") from error
+
+    def _named(self, part: slice) -> str:
+        return f"{SECTION}.{self.name}, images {part.start} to {part.stop - 1}"

@@ -1,0 +1,63 @@
+"""Images as files in memory, for requests to another process and back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+FORMATS = ("png", "jpeg")
+"""PNG keeps every pixel; JPEG is smaller, does not, and is what flow_grpo and verl-omni send."""
+
+MOST_PIXELS = 2**28
+"""Pixels of all images of one request together, 805 MB once decoded."""
+
+
+def encode(image: np.ndarray, image_format: str) -> bytes:
+    """One image, (H, W, 3) uint8 RGB, as a file of a format of ``FORMATS``; JPEG has pillow's default quality, 75."""
+    buffer = io.BytesIO()
+    options = {"compress_level": 1} if image_format == "png" else {}  # pillow's default takes four times as long
+    Image.fromarray(image).save(buffer, format=image_format.upper(), **options)
+    return buffer.getvalue()
+
+
+def decode(files: Sequence[bytes]) -> np.ndarray:
+    """Images of one size as (N, H, W, 3) uint8 RGB.
+
+    Raises:
+        ValueError: there is none, one is no PNG or JPEG, they differ in size, or hold more than ``MOST_PIXELS``.
+    """
+    if not files:
+        raise ValueError("there are no images; give one or more")
+    images = [_open(index, data) for index, data in enumerate(files)]
+    sizes = {image.size for image in images}
+    if len(sizes) > 1:
+        raise ValueError(f"the images differ in size ({_in_words(sizes)}); give those of one size in one request")
+    # Known from the headers, before anything is decoded.
+    width, height = images[0].size
+    if len(images) * width * height > MOST_PIXELS:
+        raise ValueError(
+            f"{len(images)} images of {width} x {height} pixels are more than the {MOST_PIXELS} pixels that a request "
+            "may hold; give fewer at a time"
+        )
+    return np.stack([_pixels(index, image) for index, image in enumerate(images)])
+
+
+def _open(index: int, data: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=[name.upper() for name in FORMATS])
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"image {index} is no PNG or JPEG file that can be read ({type(error).__name__})") from error
+
+
+def _pixels(index: int, image: Image.Image) -> np.ndarray:
+    try:
+        return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"image {index} is damaged ({error})") from error
+
+
+def _in_words(sizes: set[tuple[int, int]]) -> str:
+    return ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:4])

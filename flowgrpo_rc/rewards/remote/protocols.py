@@ -1,0 +1,243 @@
+"""What goes over the wire between a training run and a reward server, in three protocols.
+
+``json``, this package's own:
+    ``{"images": [base64 of a PNG or JPEG], "prompts": [...], "metadata": [a dict an image]}`` is answered with
+    ``{"scores": [...], "info": {...}}``, or with ``{"error": words}`` and a status of 400 or more.
+
+``verl_omni``, of its ``http_scorer_client``, pickled:
+    ``{"images": [JPEG], "prompts": [...], "metadata": {}}`` is answered with ``{"scores": [...]}``, or with
+    ``{"error": words}`` and any status.
+
+``flow_grpo``, of its servers, pickled:
+    ``{"images": [JPEG], "prompts": [...], "meta_datas": [a dict an image], "only_strict": True}``, of which each server
+    reads what it needs, is answered with ``{"scores": [...], ...}`` (GenEval) or ``{"outputs": [...]}`` (DeQA,
+    UnifiedReward).
+
+Sources: verl-omni's ``docs/start/http_scorer.md`` and ``http_scorer_client.py`` at a1139ba, flow_grpo's ``rewards.py``
+at ac4c86e and the servers in yifan123/reward-server. Pickles are read by ``pickles.loads``, never by ``pickle``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flowgrpo_rc.rewards.errors import brief_repr
+from flowgrpo_rc.rewards.remote import pickles
+
+PICKLE = 4
+"""The pickle protocol that is written; Python 3.4 and later read it."""
+
+
+class ProtocolError(ValueError):
+    """A request or an answer that is not of the protocol."""
+
+
+class ServerRefusal(ProtocolError):
+    """An answer in which the server says that it could not score the images."""
+
+
+@dataclass(kw_only=True)
+class Request:
+    """N images to score."""
+
+    files: list[bytes]
+    """N PNG or JPEG files."""
+    prompts: list[str]
+    metadata: list[dict[str, Any]]
+    """The other columns of the prompt file, a dict an image."""
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """Scores as they came, unchecked, and what was reported beside them."""
+
+    scores: Any
+    info: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class JsonProtocol:
+    """This package's own."""
+
+    content_type = "application/json"
+    image_format = "png"
+
+    def write_request(self, request: Request) -> bytes:
+        """Raises ``ProtocolError`` for metadata that JSON cannot hold."""
+        images = [base64.b64encode(data).decode() for data in request.files]
+        return _to_json({"images": images, "prompts": request.prompts, "metadata": request.metadata})
+
+    def read_request(self, body: bytes) -> Request:
+        """Raises ``ProtocolError``, saying what is wrong."""
+        content = _mapping("the request", _from_json(body))
+        files = [_from_base64(index, text) for index, text in enumerate(_list(content, "images"))]
+        return _request(files, content)
+
+    def write_answer(self, answer: Answer) -> bytes:
+        return _to_json({"scores": np.asarray(answer.scores).tolist(), "info": _plain(answer.info)})
+
+    def write_error(self, words: str) -> bytes:
+        return _to_json({"error": words})
+
+    def read_answer(self, body: bytes) -> Answer:
+        """Raises ``ProtocolError``, or ``ServerRefusal`` with the server's words."""
+        return _scores_and_info(_from_json(body))
+
+
+class VerlOmniProtocol:
+    """That of verl-omni's ``http_scorer_client``."""
+
+    content_type = "application/octet-stream"
+    image_format = "jpeg"
+
+    def write_request(self, request: Request) -> bytes:
+        return _to_pickle({"images": request.files, "prompts": request.prompts, "metadata": {}})
+
+    def read_request(self, body: bytes) -> Request:
+        """Raises ``ProtocolError``, saying what is wrong."""
+        content = _mapping("the request", _from_pickle(body))
+        files = _list(content, "images")
+        if not all(isinstance(data, bytes) for data in files):
+            raise ProtocolError("images must be a list of bytes, a JPEG or PNG file each")
+        return _request(files, content)
+
+    def write_answer(self, answer: Answer) -> bytes:
+        return _to_pickle({"scores": np.asarray(answer.scores).tolist()})
+
+    def write_error(self, words: str) -> bytes:
+        return _to_pickle({"error": words})
+
+    def read_answer(self, body: bytes) -> Answer:
+        """Raises ``ProtocolError``, or ``ServerRefusal`` with the server's words."""
+        return _scores_and_info(_from_pickle(body))
+
+
+class FlowGrpoProtocol:
+    """That of flow_grpo's servers for GenEval, DeQA and UnifiedReward. There is no server for it here.
+
+    GenEval's reports are named as flow_grpo logs them; those of a tag are -10 for images of other tags.
+    """
+
+    content_type = "application/octet-stream"
+    image_format = "jpeg"
+
+    def write_request(self, request: Request) -> bytes:
+        content = {
+            "images": request.files,
+            "prompts": request.prompts,
+            "meta_datas": [{"prompt": p, **row} for p, row in zip(request.prompts, request.metadata, strict=True)],
+            "only_strict": True,
+        }
+        return _to_pickle(content)
+
+    def read_answer(self, body: bytes) -> Answer:
+        """Raises ``ProtocolError``."""
+        content = _mapping("the answer", _from_pickle(body))
+        if "scores" not in content:
+            return Answer(scores=_list(content, "outputs"))
+        # Not its "rewards" and "group_rewards": asked for the strict ones, the server puts zeros there.
+        info = {"strict_accuracy": content["strict_rewards"]} if "strict_rewards" in content else {}
+        groups = _mapping("the answer's group_strict_rewards", content.get("group_strict_rewards", {}))
+        info |= {f"{tag}_strict_accuracy": values for tag, values in groups.items()}
+        return Answer(scores=_list(content, "scores"), info=info)
+
+
+Served = JsonProtocol | VerlOmniProtocol
+
+SERVED: dict[str, Served] = {"json": JsonProtocol(), "verl_omni": VerlOmniProtocol()}
+"""Protocols in which ``flowgrpo-rc serve-reward`` answers."""
+
+PROTOCOLS: dict[str, Served | FlowGrpoProtocol] = {**SERVED, "flow_grpo": FlowGrpoProtocol()}
+"""Protocols in which a run can ask, by their name in ``reward.remote.<name>.protocol``."""
+
+
+def _scores_and_info(content: Any) -> Answer:
+    content = _mapping("the answer", content)
+    if "error" in content:
+        raise ServerRefusal(str(content["error"]))
+    info = content.get("info") or {}
+    return Answer(scores=_list(content, "scores"), info=dict(_mapping("the answer's info", info)))
+
+
+def _request(files: list[bytes], content: Mapping[str, Any]) -> Request:
+    """Raises ``ProtocolError`` unless prompts and metadata are as many as the images."""
+    prompts = _list(content, "prompts")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ProtocolError("prompts must be a list of texts")
+    metadata = content.get("metadata") or [{} for _ in files]
+    if not isinstance(metadata, list) or not all(isinstance(row, dict) for row in metadata):
+        raise ProtocolError("metadata must be a list of objects, one for each image, or be left out")
+    if not len(files) == len(prompts) == len(metadata):
+        raise ProtocolError(
+            f"there are {len(files)} images, {len(prompts)} prompts and {len(metadata)} rows of metadata; give equally "
+            "many"
+        )
+    return Request(files=files, prompts=prompts, metadata=metadata)
+
+
+def _mapping(what: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{what} is a {type(value).__name__}, where a mapping is expected")
+    return value
+
+
+def _list(content: Mapping[str, Any], key: str) -> list[Any]:
+    if not isinstance(content.get(key), list):
+        found = ", ".join(map(brief_repr, list(content)[:9])) or "no key"
+        raise ProtocolError(f"there is no list under {key!r}; there is {found}")
+    return content[key]
+
+
+def _from_base64(index: int, text: Any) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise ProtocolError(f"images[{index}] is not base64 text ({error})") from error
+
+
+def _from_json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"this is not JSON ({str(error)[:200]})") from error
+
+
+def _to_json(content: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(content, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"this cannot be written as JSON ({str(error)[:200]})") from error
+
+
+def _from_pickle(body: bytes) -> Any:
+    try:
+        return pickles.loads(body)
+    except pickles.PickleError as error:
+        raise ProtocolError(str(error)) from error
+
+
+def _to_pickle(content: Mapping[str, Any]) -> bytes:
+    return pickle.dumps(content, protocol=PICKLE)
+
+
+def _plain(value: Any) -> Any:
+    """What a function reports beside its scores, in JSON's words: what has none is given as text, NaN as null."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy's and torch's
+        return _plain(value.tolist())
+    return brief_repr(value)

@@ -1,0 +1,192 @@
+"""``flowgrpo-rc check-reward``: right rewards pass, and each thing that can be wrong with one is found."""
+
+import re
+
+import numpy as np
+import pytest
+from reward_files import write
+from reward_server import serving
+
+from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.rewards.check import findings
+from flowgrpo_rc.rewards.check.expectations import EXPECTATIONS, PROMPT, QUALITY, REFERENCE, Expectation
+from flowgrpo_rc.rewards.check.pictures import SETS, colours, damaged, numbers, scenes
+from flowgrpo_rc.rewards.registry import REWARDS
+
+ORACLE = """
+from flowgrpo_rc.rewards.check.pictures import colours, scenes
+SEEN = {p.prompt: p.image[::8, ::8].mean((0, 1)) for p in scenes() + colours()}
+
+def closeness(images, prompts):
+    wanted = np.stack([SEEN[prompt] for prompt in prompts])
+    return np.exp(-np.abs(images[:, ::8, ::8].mean((1, 2)) - wanted).sum(-1))
+
+def f(images, prompts, metadata):
+    return {returned}
+"""
+"""1 for the prompt's own picture, told by its mean colour; less for others."""
+
+
+@pytest.fixture
+def check(tmp_path, capsys, monkeypatch):
+    """``check(returned)``: exit code and verdicts, by finding, of the function ``f`` that returns this."""
+
+    def run(returned, *overrides, expected=None):
+        expected = expected or Expectation(order=PROMPT, low=0.0, high=1.0)
+        monkeypatch.setitem(EXPECTATIONS, "f", expected)
+        # A file of its own for every call: one that was loaded before is not read again.
+        name = f"mine{len(list(tmp_path.iterdir()))}.py"
+        path = write(tmp_path, ORACLE.replace("{returned}", returned), name)
+        section = "reward.custom_reward_function"
+        code = main(["check-reward", "f", f"{section}.path={path}", f"{section}.name=f", *overrides])
+        return code, verdicts(capsys.readouterr().out)
+
+    return run
+
+
+def verdicts(out):
+    return {line[2:16].strip(): line.rpartition(": ")[2] for line in out.splitlines() if line.startswith("  ")}
+
+
+def failed(result):
+    code, found = result
+    assert code == (3 if "NOT AS EXPECTED" in found.values() else 0)
+    return {name for name, verdict in found.items() if verdict == "NOT AS EXPECTED"}
+
+
+def test_a_right_reward_passes(check):
+    code, found = check("closeness(images, prompts)")
+    assert code == 0
+    judged = ("order", "neighbours", "twice as large", "red and blue", "range")
+    assert [found[name] for name in judged] == ["as expected"] * 5
+
+
+@pytest.mark.parametrize(
+    ("returned", "wrong"),
+    [
+        # Red and blue swapped: a red umbrella then fits "blue umbrella".
+        ("closeness(images[..., ::-1], prompts)", {"red and blue"}),
+        # Upside down: the wrong prompts win everywhere.
+        ("1 - closeness(images, prompts)", {"order", "twice as large", "red and blue"}),
+        # The same for every prompt.
+        ("np.ones(len(images)) * 0.5", {"order", "twice as large", "red and blue"}),
+        # Scores of a batch are handed out in the wrong order, which a batch read backwards shows.
+        ("closeness(images, prompts)[np.arange(len(images)) // 2 * 2]", {"neighbours"}),
+        # Only the upper left quarter of a large picture is looked at.
+        (
+            "closeness(images[:, :256, :256] if images.shape[1] < 300 else images[:, :256, :256] * 0, prompts)",
+            {"twice as large"},
+        ),
+        ("closeness(images, prompts) * 100", {"range"}),
+    ],
+)
+def test_what_is_wrong_is_found(check, returned, wrong):
+    assert wrong <= failed(check(returned))
+
+
+def test_a_wrong_range_alone_is_found(check):
+    assert failed(check("closeness(images, prompts) * 2")) == {"range"}
+
+
+def test_quality_and_reference_are_orders_too(check):
+    plainness = "-np.abs(np.diff(images.astype(float), axis=1)).mean((1, 2, 3))"
+    quality = Expectation(order=QUALITY, high=0.0)
+    assert failed(check(plainness, expected=quality)) == set()
+    assert failed(check(f"-200 - {plainness}", expected=quality)) == {"order", "twice as large"}
+    likeness = (
+        "[1 - np.abs(i[::s, ::s].astype(float) - r['images'][0]).mean() / 255 "
+        "for i, r in zip(images, metadata) for s in [len(i) // 256]]"
+    )
+    reference = Expectation(order=REFERENCE, low=0.0, high=1.0)
+    assert failed(check(likeness, expected=reference)) == set()
+
+
+def test_a_function_of_ones_own_is_told_and_not_judged(check, monkeypatch):
+    monkeypatch.setattr("flowgrpo_rc.rewards.check.expectations.EXPECTATIONS", {})
+    code, found = check("-closeness(images, prompts)")
+    assert code == 0
+    assert {found[name] for name in ("order", "neighbours", "twice as large", "red and blue", "range")} == {
+        "not judged"
+    }
+
+
+def test_a_server_is_checked_like_a_function(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(EXPECTATIONS, "far", Expectation(order=PROMPT, low=0.0, high=1.0))
+    with serving(write(tmp_path, ORACLE.replace("{returned}", "closeness(images, prompts)"))) as server:
+        assert main(["check-reward", "far", f"reward.remote.far.url={server.url}"]) == 0
+        # Grey first; 16 pairs twice, four alone, 16 large ones and four of the umbrellas.
+        assert (server.requests, server.images) == (1 + 2 + 4 + 1 + 1, 1 + 32 + 4 + 16 + 4)
+    assert capsys.readouterr().out.startswith(f"1 x far ({server.url})\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "reward.functions: 'nothing' is not a known reward"),
+        (
+            ["far", "reward.remote.far.url=http://127.0.0.1:9", "reward.remote.far.tries=1"],
+            "reward.remote.far.url: the",
+        ),
+        (["ocr", "--pictures=scenes"], "prompt 0: 'a picture of a stop sign' has no text in double quotes"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_in_a_line(capsys, arguments, message):
+    assert main(["check-reward", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {message}")
+    assert len(said.err.splitlines()) == 1
+    assert said.out == ""
+
+
+def test_a_function_that_fails_is_told(tmp_path, capsys):
+    path = write(tmp_path, "def f(images, prompts, metadata): return np.nan * images[:, 0, 0, 0]\n")
+    section = "reward.custom_reward_function"
+    assert main(["check-reward", "f", f"{section}.path={path}", f"{section}.name=f"]) == 2
+    assert "reward function 'f' " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ocr", "jpeg_compressibility"])
+def test_the_built_in_rewards_that_run_here_pass(name, capsys):
+    assert main(["check-reward", name]) == 0
+    out = capsys.readouterr().out
+    assert verdicts(out)["order"] == "as expected"
+    assert re.search(r"  time +\S+ s to load, \S+ s for the first 16 images, then \S+ s an image\n", out)
+    assert re.search(r"  memory +the process: \d+ MiB at most, \d+ before it\n", out)
+
+
+def test_every_built_in_reward_is_expected_something_of():
+    assert set(REWARDS) <= set(EXPECTATIONS)
+    for expected in EXPECTATIONS.values():
+        assert expected.pictures in SETS
+        assert expected.low < expected.high
+        assert expected.order in (PROMPT, QUALITY, REFERENCE)
+
+
+def test_the_pictures_are_what_their_prompts_say():
+    texts = [picture.metadata["ground_truth"] for picture in numbers()]
+    assert len(set("".join(texts))) == 8
+    red, blue = (picture.image.astype(int) for picture in colours())
+    # Where the two differ, one is red and the other blue.
+    changed = np.abs(red - blue).max(-1) > 100
+    assert 0.1 < changed.mean() < 0.5
+    assert (red[changed, 0] > red[changed, 2]).all()
+    assert (blue[changed, 2] > blue[changed, 0]).all()
+    for picture in [*numbers(), *scenes(), *colours()]:
+        assert picture.image.shape == (256, 256, 3)
+        assert picture.image.dtype == np.uint8
+    images = np.stack([picture.image for picture in scenes()])
+    # What is clipped at 0 and 255 makes the noise a little weaker.
+    assert 40 < (damaged(images).astype(float) - images).std() < 60
+
+
+def test_memory_is_measured():
+    assert findings.memory()["the process"] > 20 * 2**20
+
+
+def test_one_of_several_functions_is_checked_alone(tmp_path, capsys):
+    """The others, scorers that only look and a normalisation are left out."""
+    path = write(tmp_path, ORACLE.replace("{returned}", "closeness(images, prompts)"))
+    entry = f"{{path: {path}, name: f, weight: 0.25}}"
+    others = ["reward.functions.ocr=1", "reward.val_functions.jpeg_compressibility=true", "reward.normalization=group"]
+    assert main(["check-reward", "mine", f"reward.reward_functions.mine={entry}", *others]) == 0
+    assert capsys.readouterr().out.startswith(f"1 x mine ({path})\n")

@@ -1,0 +1,438 @@
+"""The reward of a server: the server's scores in order, and whatever else a server does is an error."""
+
+import base64
+import io
+import json
+import logging
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+from reward_files import build, function, write
+from reward_server import IMAGES, METADATA, PROMPTS, serving
+from stub_server import Reply, StubServer
+
+from flowgrpo_rc.cli.compose import compose, to_yaml
+from flowgrpo_rc.rewards import RewardConfig, RewardError, build_reward
+from flowgrpo_rc.rewards.mix import build_observers
+from flowgrpo_rc.rewards.registry import REWARDS
+
+REDNESS = function("""
+    red, green, blue = np.moveaxis(images.astype(np.float64), -1, 0) / 255
+    info = {"text": prompts, "row": [row.get("row") for row in metadata]}
+    return (red - (green + blue) / 2).mean(axis=(1, 2)), info
+""")
+MANY = np.random.default_rng(2).integers(0, 256, (10, 8, 6, 3), dtype=np.uint8)
+MANY_PROMPTS = [f"p{n}" for n in range(10)]
+MANY_ROWS = [{"row": n, "nested": {"list": [n, None, "ä"]}} for n in range(10)]
+
+
+def remote(url, **options):
+    """The reward of the server at ``url`` alone, which is asked once."""
+    sections = {"far": {"url": url, "tries": 1, **options}}
+    return build_reward(RewardConfig(functions={"far": 1.0}, remote=sections, timeout_s=60.0))
+
+
+def answers(content, protocol="json"):
+    """A server that answers everything with this."""
+    body = content
+    if not isinstance(content, bytes):
+        body = json.dumps(content).encode() if protocol == "json" else pickle.dumps(content)
+    return StubServer(lambda call: Reply(body))
+
+
+# ---------------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 64])
+@pytest.mark.parametrize("max_concurrent", [1, 4])
+def test_scores_are_the_local_functions_to_the_digit_however_they_are_split(tmp_path, batch_size, max_concurrent):
+    path = write(tmp_path, REDNESS)
+    local = build(path)(MANY, MANY_PROMPTS, MANY_ROWS)
+    with serving(path) as server:
+        result = remote(server.url, batch_size=batch_size, max_concurrent=max_concurrent)(MANY, MANY_PROMPTS, MANY_ROWS)
+        assert server.requests == -(-10 // batch_size)
+    assert result.parts["far"].tobytes() == local.parts["f"].tobytes()
+    assert result.info["far"] == local.info["f"]
+    assert result.texts == MANY_PROMPTS
+
+
+def test_verl_omnis_protocol_sends_jpeg_and_reads_pickles(tmp_path):
+    """Sent as PNG, the scores are the local function's; as JPEG they are those of the changed pixels."""
+    path = write(tmp_path, REDNESS)
+    buffer = io.BytesIO()
+    Image.fromarray(IMAGES[0]).save(buffer, "JPEG")
+    changed = np.asarray(Image.open(buffer))[None]
+    local = build(path)
+    with serving(path, "verl_omni") as server:
+        as_png = remote(server.url, protocol="verl_omni", image_format="png")(IMAGES, PROMPTS, METADATA)
+        as_jpeg = remote(server.url, protocol="verl_omni")(IMAGES[:1], ["a"])
+    assert as_png.parts["far"].tobytes() == local(IMAGES, PROMPTS).parts["f"].tobytes()
+    assert as_jpeg.parts["far"].tobytes() == local(changed, ["a"]).parts["f"].tobytes()
+    assert as_jpeg.parts["far"][0] != as_png.parts["far"][0]
+
+
+def test_flow_grpos_geneval_server():
+    """As ``app_geneval.py`` of its reward server answers: a plain pickle of what it computed of rows and JPEGs."""
+
+    def answer(call):
+        content = pickle.loads(call.body)
+        sizes = [Image.open(io.BytesIO(data), formats=["jpeg"]).size for data in content["images"]]
+        assert set(sizes) == {(6, 8)}
+        assert content["only_strict"] is True
+        rows = content["meta_datas"]
+        counts = [row["include"][0]["count"] for row in rows]
+        scores = [1 / count for count in counts]
+        strict = [float(score == 1) for score in scores]
+        groups = {"counting": [s if row["tag"] == "counting" else -10.0 for s, row in zip(strict, rows, strict=True)]}
+        answered = {"scores": scores, "rewards": [0.0] * len(scores), "strict_rewards": np.float64(strict)}
+        return Reply(pickle.dumps({**answered, "group_rewards": groups, "group_strict_rewards": groups}))
+
+    rows = [
+        {"tag": "counting" if n % 2 else "colors", "include": [{"class": "dog", "count": n + 1}]} for n in range(10)
+    ]
+    with StubServer(answer) as server:
+        result = remote(server.url, protocol="flow_grpo", batch_size=4)(MANY, MANY_PROMPTS, rows)
+    assert len(server.calls) == 3
+    np.testing.assert_array_equal(result.total, np.float32([1 / n for n in range(1, 11)]))
+    assert result.info["far"]["strict_accuracy"] == [1.0] + [0.0] * 9
+    assert result.info["far"]["counting_strict_accuracy"] == [-10.0, 0.0] * 5
+
+
+def test_flow_grpos_deqa_server():
+    def answer(call):
+        images = [Image.open(io.BytesIO(data), formats=["jpeg"]) for data in pickle.loads(call.body)["images"]]
+        return Reply(pickle.dumps({"outputs": [np.float32(len(images)), *[0.5] * (len(images) - 1)]}))
+
+    with StubServer(answer) as server:
+        result = remote(server.url, protocol="flow_grpo")(IMAGES, PROMPTS)
+    np.testing.assert_array_equal(result.total, np.float32([3, 0.5, 0.5]))
+
+
+def test_what_is_sent_is_the_documented_json():
+    with answers({"scores": [1, 2, 3]}) as server:
+        remote(server.url)(IMAGES, PROMPTS, METADATA)
+    (call,) = server.calls
+    sent = call.json()
+    assert (sent["prompts"], sent["metadata"], set(sent)) == (PROMPTS, METADATA, {"images", "prompts", "metadata"})
+    pixels = [np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in sent["images"]]
+    np.testing.assert_array_equal(pixels, IMAGES)
+    assert call.headers["content-type"] == "application/json"
+    assert "authorization" not in call.headers
+
+
+def test_two_servers_and_a_built_in_reward_at_once(tmp_path):
+    path = write(tmp_path, function("return images.mean((1, 2, 3))"))
+    with serving(path) as one, answers({"scores": [1, 2, 3]}) as two:
+        config = RewardConfig(
+            functions={"bright": 0.5, "three": -2.0, "jpeg_compressibility": 1.0},
+            remote={"bright": {"url": one.url}, "three": {"url": two.url}, "idle": {"url": "http://127.0.0.1:9"}},
+        )
+        result = build_reward(config)(IMAGES, PROMPTS)
+    bright = IMAGES.mean((1, 2, 3)).astype(np.float32)
+    np.testing.assert_array_equal(result.parts["bright"], bright)
+    expected = 0.5 * bright - 2 * np.arange(1, 4) + result.parts["jpeg_compressibility"]
+    np.testing.assert_allclose(result.total, expected, rtol=1e-6)
+    assert config.in_words().startswith(f"0.5 x bright ({one.url}) + -2 x three ({two.url})")
+
+
+# ---------------------------------------------------------------------- what is wrong
+
+WRONG_ANSWERS = {
+    "too few": ({"scores": [1.0, 2.0]}, r"scores of shape \(2,\), expected \(3,\)"),
+    "too many": ({"scores": [1.0] * 4}, r"scores of shape \(4,\), expected \(3,\)"),
+    "a number": ({"scores": 1.0}, "no list under 'scores'"),
+    "texts": ({"scores": ["1.0", "2.0", "3.0"]}, "entry 0 is str '1.0'"),
+    "null": ({"scores": [1.0, None, 2.0]}, "entry 1 is None"),
+    "lists": ({"scores": [[1.0], [2.0], [3.0]]}, r"scores of shape \(3, 1\)"),
+    "NaN": (b'{"scores": [1.0, NaN, 2.0]}', "1 non-finite of 3 scores; the first is nan for sample 1, prompt 'b'"),
+    "infinity": (b'{"scores": [1.0, 1e999, 2.0]}', "1 non-finite of 3 scores"),
+    "a huge integer": (b'{"scores": [1, 2, 1%s]}' % (b"0" * 400), "does not convert|3.4e38"),
+    "beyond float32": ({"scores": [1.0, 1e39, 2.0]}, "beyond float32's largest number"),
+    "a list": ([1.0, 2.0, 3.0], "the answer is a list, where a mapping is expected"),
+    "an error": ({"error": "CUDA out of memory"}, "CUDA out of memory"),
+    "another key": ({"score": [1.0, 2.0, 3.0]}, "no list under 'scores'; there is 'score'"),
+    "info of another length": ({"scores": [1, 2, 3], "info": {"x": [1]}}, "info.'x'. with 1 entries for 3 images"),
+    "info that is none": ({"scores": [1, 2, 3], "info": [1]}, "the answer's info is a list"),
+    "captions that are no texts": ({"scores": [1, 2, 3], "info": {"text": [1, 2, 3]}}, "captions the samples"),
+    "a web page": (b"<html>Welcome to nginx</html>", "this is not JSON"),
+    "cut off JSON": (b'{"scores": [1.0, 2.0', "this is not JSON"),
+    "deep JSON": (b'{"scores": ' + b"[" * 100_000, "this is not JSON"),
+    "nothing": (b"", "this is not JSON"),
+    "a pickle": (pickle.dumps({"scores": [1.0, 2.0, 3.0]}), "this is not JSON"),
+    "100 MB": (b"1" * 2**20, "more than 16777216 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ANSWERS)
+def test_a_wrong_answer_is_an_error_that_names_the_server(case):
+    content, message = WRONG_ANSWERS[case]
+    server = answers(content)
+    if case == "100 MB":
+        server = StubServer(lambda call: Reply(content, repeat=100))
+    with server, pytest.raises(RewardError, match=message) as caught:
+        remote(server.url)(IMAGES, PROMPTS)
+    assert str(caught.value).startswith(f"{server.url}: reward.remote.far, images 0 to 2: ")
+    assert len(str(caught.value)) < 700
+    assert "\n" not in str(caught.value)
+
+
+def test_two_wrong_lengths_do_not_make_a_right_one():
+    """Of two batches of two, one is answered with one score and the other with three."""
+    with (
+        StubServer(lambda call: Reply({"scores": [1.0] * (1 if call.json()["prompts"][0] == "p0" else 3)})) as server,
+        pytest.raises(RewardError, match=r"images 0 to 1: .* shape \(1,\), expected \(2,\)"),
+    ):
+        remote(server.url, batch_size=2)(MANY[:4], MANY_PROMPTS[:4])
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("protocol", ["verl_omni", "flow_grpo"])
+def test_a_pickle_bomb_is_refused_and_does_nothing(tmp_path, protocol):
+    marker = tmp_path / "marker"
+    bomb = pickle.dumps({"scores": [1.0, 2.0, Bomb(str(marker))], "outputs": Bomb(str(marker))})
+    with answers(bomb) as server, pytest.raises(RewardError, match=r"names (posix|nt).mkdir, which is not loaded"):
+        remote(server.url, protocol=protocol)(IMAGES, PROMPTS)
+    assert not marker.exists()
+    pickle.loads(bomb[:0] + pickle.dumps(Bomb(str(marker))))
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("protocol", ["verl_omni", "flow_grpo"])
+def test_wrong_pickles_are_errors_too(protocol):
+    key = "scores" if protocol == "verl_omni" else "outputs"
+    for content, message in (
+        ({key: [1.0, float("nan"), 2.0]}, "1 non-finite of 3 scores"),
+        ({key: np.array([1.0, 2.0])}, r"shape \(2,\), expected \(3,\)"),
+        ({"other": [1.0]}, f"no list under '{key}'"),
+        ([1.0, 2.0, 3.0], "the answer is a list"),
+        (pickle.dumps({key: [1.0, 2.0, 3.0]})[:-4], "damaged"),
+    ):
+        with answers(content, protocol) as server, pytest.raises(RewardError, match=message):
+            remote(server.url, protocol=protocol)(IMAGES, PROMPTS)
+
+
+def test_verl_omnis_refusal_brings_the_servers_words():
+    with (
+        answers({"error": "no face found"}, "verl_omni") as server,
+        pytest.raises(RewardError, match=r"images 0 to 2: no face found \(tried 2 times\)"),
+    ):
+        remote(server.url, protocol="verl_omni", tries=2)(IMAGES, PROMPTS)
+
+
+GOOD = Reply({"scores": [1.0, 2.0, 3.0]})
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        Reply(status=429, headers={"retry-after": "0.05"}),
+        Reply(status=503),
+        Reply(b'{"scores": [1.0, 2.0, 3.0]}', cut_at=9),
+        Reply(raw=b"garbage\r\n\r\n"),
+        Reply(raw=b""),
+        Reply(b"<html>"),
+        Reply(b'{"scores": [1.0, 2.0, 3.0]}', after_s=30),
+        Reply(b'{"scores": [1.0, 2.0, 3.0]}', chunk_s=0.2),
+    ],
+    ids=["429", "503", "cut off", "garbage", "hangs up", "html", "slow", "drips"],
+)
+def test_what_may_pass_is_asked_again(first):
+    with StubServer(lambda call: first if call.number == 1 else GOOD) as server:
+        result = remote(server.url, timeout_s=1.0, tries=2)(IMAGES, PROMPTS)
+    np.testing.assert_array_equal(result.total, [1, 2, 3])
+    assert len(server.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "message", "calls"),
+    [
+        (Reply(status=503), r"answers 503 \(tried 2 times\)", 2),
+        (Reply(b"boom", status=500), r"answers 500: boom \(tried 2 times\)", 2),
+        (Reply(b'{"error": "1 images, 2 prompts"}', status=400), 'answers 400: {"error": "1 images', 1),
+        (Reply(status=307, headers={"location": "http://127.0.0.1:9/"}), "a redirect .* which is not followed", 1),
+        (Reply(after_s=30), r"no answer within reward.remote.far.timeout_s=0.3 s \(tried 2 times\)", 2),
+    ],
+    ids=["503", "500", "400", "307", "silent"],
+)
+def test_what_does_not_pass_is_an_error(reply, message, calls):
+    with StubServer(lambda call: reply) as server, pytest.raises(RewardError, match=message):
+        remote(server.url, timeout_s=0.3, tries=2)(IMAGES, PROMPTS)
+    assert len(server.calls) == calls
+
+
+def test_a_server_that_dies_in_the_middle():
+    """It answers the first of four batches and is gone."""
+
+    def answer(call):
+        if call.number == 2:
+            threading.Thread(target=server.stop).start()
+            server.ended.wait(10)
+        return Reply({"scores": [0.0]})
+
+    with (
+        StubServer(answer) as server,
+        pytest.raises(RewardError, match=r"images [1-3] to [1-3]: \w+(Error|Timeout).*tried 2 times"),
+    ):
+        remote(server.url, batch_size=1, max_concurrent=1, tries=2)(MANY[:4], MANY_PROMPTS[:4])
+
+
+def test_a_deadline_ends_what_would_take_for_ever():
+    with (
+        StubServer(lambda call: Reply(after_s=30)) as server,
+        pytest.raises(RewardError, match=r"0 of 3 requests were answered within reward.remote.far.deadline_s=0.5 s"),
+    ):
+        remote(server.url, batch_size=1, deadline_s=0.5)(IMAGES, PROMPTS)
+
+
+# ---------------------------------------------------------------------- before training
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def test_a_server_that_is_not_there_is_named_before_training():
+    url = f"http://127.0.0.1:{free_port()}"
+    match = rf"^reward\.remote\.far\.url: the server does not score a grey image .*: {url}: .*ConnectError"
+    with pytest.raises(ValueError, match=match):
+        remote(url).check_prompts(["a prompt"], image_size=(8, 8), metadata=[{}])
+
+
+def test_the_first_prompt_is_asked_with_its_columns_and_size():
+    with answers({"scores": [0.5]}) as server:
+        remote(server.url).check_prompts(PROMPTS, image_size=(16, 24), metadata=METADATA)
+    (call,) = server.calls
+    sent = call.json()
+    image = np.asarray(Image.open(io.BytesIO(base64.b64decode(sent["images"][0]))))
+    assert (sent["prompts"], sent["metadata"], image.shape) == (["a"], [METADATA[0]], (16, 24, 3))
+    assert (image == 128).all()
+
+
+def test_columns_that_json_cannot_hold_are_refused_with_their_row():
+    match = "^train.jsonl:2: its columns go to reward.remote.far, and this cannot be written as JSON"
+    with answers({"scores": [0.5]}) as server, pytest.raises(ValueError, match=match):
+        remote(server.url).check_prompts(
+            ["a", "b"], sources=["train.jsonl:1", "train.jsonl:2"], metadata=[{}, {"x": b"bytes"}]
+        )
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({}, "reward.remote.far.url: is not given"),
+        ({"url": "127.0.0.1:80"}, "reward.remote.far.url: got '127.0.0.1:80'"),
+        ({"url": "http://me:pw@host"}, "reward.remote.far.url: the address holds a user name"),
+        ({"url": "http://h", "protocol": "grpc"}, "reward.remote.far.protocol: got 'grpc'; choose one of json, verl"),
+        ({"url": "http://h", "batch_size": 0}, "reward.remote.far.batch_size: got 0"),
+        ({"url": "http://h", "batch_size": "many"}, "reward.remote.far.batch_size: got 'many'"),
+        ({"url": "http://h", "tries": 0}, "reward.remote.far.tries: got 0"),
+        ({"url": "http://h", "timeout_s": float("nan")}, "reward.remote.far.timeout_s: got nan"),
+        ({"url": "http://h", "deadline_s": -1}, "reward.remote.far.deadline_s: got -1"),
+        ({"url": "http://h", "image_format": "gif"}, "reward.remote.far.image_format: got 'gif'"),
+        ({"url": "http://h", "api_key_env": "sk-123"}, "reward.remote.far.api_key_env: give the name of an environ"),
+        ({"url": "http://h", "urls": 1}, "reward.remote.far: has no key urls; its keys are url, protocol"),
+        ("http://h", "reward.remote.far: got 'http://h'; give a RemoteConfig or a mapping"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(section, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        RewardConfig(functions={"far": 1.0}, remote={"far": section})
+
+
+def test_names_of_servers_are_names_of_rewards(tmp_path):
+    url = {"url": "http://127.0.0.1:9"}
+    with pytest.raises(ValueError, match=r"^reward.remote: got 'http"):
+        RewardConfig(remote="http://h")
+    with pytest.raises(ValueError, match=r"^reward.remote.ocr: another reward is called 'ocr' too"):
+        RewardConfig(remote={"ocr": url})
+    with pytest.raises(ValueError, match=r"^reward.remote.mean: got 'mean', but the run logs reward/mean"):
+        RewardConfig(remote={"mean": url})
+    with pytest.raises(ValueError, match=r"^reward.remote.f: another reward is called 'f' too"):
+        RewardConfig(remote={"f": url}, custom_reward_function={"path": str(write(tmp_path, REDNESS)), "name": "f"})
+    known = ", ".join([*REWARDS, "far"])
+    with pytest.raises(
+        ValueError, match=f"'near' is not a known reward; known are {known}, and a function of your own goes"
+    ):
+        RewardConfig(functions={"near": 1.0}, remote={"far": url})
+
+
+def test_overrides_name_a_server_and_the_whole_section_is_recorded():
+    url = "http://127.0.0.1:18085"
+    overrides = [f"reward.remote.geneval.url={url}", "reward.remote.geneval.protocol=flow_grpo"]
+    config = compose("tiny_qwen_image_ocr", [*overrides, "reward.functions={geneval: 1.0}"])
+    assert config.reward.weights() == {"geneval": 1.0}
+    recorded = to_yaml(config)
+    assert f"geneval:\n      url: {url}\n      protocol: flow_grpo\n      batch_size: 64\n" in recorded
+    again = RewardConfig(**config.to_dict()["reward"])
+    assert again.remote_scorer("geneval") == config.reward.remote_scorer("geneval")
+
+
+# ---------------------------------------------------------------------- secrets
+
+
+def test_the_key_is_sent_and_in_no_message_or_log(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("SCORER_KEY", "sk-very-secret")
+    caplog.set_level(logging.DEBUG)
+    with StubServer(lambda call: Reply(f"bad key {call.headers['authorization']}".encode(), status=401)) as server:
+        reward = remote(server.url, api_key_env="SCORER_KEY")
+        with pytest.raises(RewardError, match="answers 401: bad key Bearer") as caught:
+            reward(IMAGES, PROMPTS)
+    assert server.calls[0].headers["authorization"] == "Bearer sk-very-secret"
+    assert "very-secret" not in str(caught.value) + caplog.text
+    config = RewardConfig(functions={"far": 1.0}, remote={"far": {"url": server.url, "api_key_env": "SCORER_KEY"}})
+    assert "very-secret" not in repr(config) + config.in_words()
+
+
+def test_a_served_reward_asks_for_the_key_that_the_client_brings(tmp_path, monkeypatch):
+    path = write(tmp_path, REDNESS)
+    with serving(path, key="sk-very-secret") as server:
+        with pytest.raises(RewardError, match=r"answers 401: .*Authorization .Bearer KEY. is missing or wrong"):
+            remote(server.url)(IMAGES, PROMPTS)
+        monkeypatch.setenv("SCORER_KEY", "sk-very-secret")
+        result = remote(server.url, api_key_env="SCORER_KEY")(IMAGES, PROMPTS)
+    assert result.total.tobytes() == build(path)(IMAGES, PROMPTS).total.tobytes()
+
+
+def test_a_missing_key_is_refused_before_training():
+    with pytest.raises(ValueError, match=r"reward.remote.far.api_key_env: the environment variable .* is not set"):
+        remote("http://127.0.0.1:9", api_key_env="NO_SUCH_VARIABLE").check_prompts(["a"])
+
+
+def test_the_configuration_needs_no_client(tmp_path):
+    code = (
+        "import sys\nfrom flowgrpo_rc.rewards import RewardConfig, build_reward\n"
+        "build_reward(RewardConfig(functions={'a': 1}, remote={'a': {'url': 'http://127.0.0.1:9'}}))\n"
+        "assert not {'httpx', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not re.search("Traceback", done.stderr)
+
+
+def test_a_server_may_only_look_and_shares_no_name(tmp_path):
+    with answers({"scores": [1, 2, 3]}) as server:
+        config = RewardConfig(
+            functions={"jpeg_compressibility": 1.0}, remote={"far": {"url": server.url}}, val_functions={"far": True}
+        )
+        looked = build_observers(config)(IMAGES, PROMPTS)
+    np.testing.assert_array_equal(looked.parts["far"], [1, 2, 3])
+    entry = {"path": str(write(tmp_path, REDNESS)), "name": "f"}
+    with pytest.raises(ValueError, match=r"^reward.reward_functions.far: another reward is called 'far' too"):
+        RewardConfig(remote={"far": {"url": "http://127.0.0.1:9"}}, reward_functions={"far": entry})

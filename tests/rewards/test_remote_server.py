@@ -1,0 +1,342 @@
+"""The reward server: what it answers, what it refuses, and how it ends."""
+
+import http.client
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reward_files import build, function, write
+from reward_server import IMAGES, METADATA, PROMPTS, exchange, post, request_body, serving
+from tests_support import run_process
+
+from flowgrpo_rc import __version__
+from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.rewards.remote import server as module
+from flowgrpo_rc.rewards.remote.images import decode, encode
+
+BRIGHTNESS = function("return images.mean(axis=(1, 2, 3)) / 255, {'tag': [row.get('tag') for row in metadata]}")
+
+
+def test_scores_are_the_functions_own_to_the_digit(tmp_path):
+    path = write(tmp_path, BRIGHTNESS)
+    local = build(path)(IMAGES, PROMPTS, METADATA)
+    with serving(path) as server:
+        status, body = post(server, request_body())
+    assert status == 200
+    answer = json.loads(body)
+    assert np.asarray(answer["scores"], np.float32).tobytes() == local.parts["f"].tobytes()
+    assert answer["info"] == {"tag": ["x", None, "z"]}
+
+
+def test_verl_omnis_client_is_answered(tmp_path):
+    """Its request for one image, as ``http_scorer_client`` writes it; its JPEG is decoded as PIL does."""
+    jpeg = encode(IMAGES[0], "jpeg")
+    body = pickle.dumps({"images": [jpeg], "prompts": ["a"], "metadata": {}})
+    with serving(write(tmp_path, BRIGHTNESS), "verl_omni") as server:
+        status, answer = post(server, body)
+        wrong_status, wrong = post(server, request_body("json"))
+    assert (status, pickle.loads(answer)) == (200, {"scores": [np.float32(decode([jpeg]).mean() / 255)]})
+    assert wrong_status == 400
+    assert "no pickle" in pickle.loads(wrong)["error"] or "does not need" in pickle.loads(wrong)["error"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async def f(images, prompts, metadata):\n    await asyncio.sleep(0)\n    return [1.0, 2.0, 3.0]",
+        "class f:\n    def __call__(self, images, prompts, metadata):\n        return np.arange(1.0, 4.0)",
+        "def f(solution_image, ground_truth):\n    assert solution_image.shape == (3, 8, 6)\n"
+        "    return {'score': float(ground_truth), 'text': ground_truth}",
+    ],
+)
+def test_every_form_of_a_function_is_served(tmp_path, source):
+    rows = [{"ground_truth": str(n)} for n in (1, 2, 3)]
+    with serving(write(tmp_path, source)) as server:
+        status, body = post(server, request_body(metadata=rows))
+    assert (status, json.loads(body)["scores"]) == (200, [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('gone')", "reward function 'f' raised KeyError: 'gone' at .*mine.py:6, in f"),
+        ("sys.exit(0)", "raised SystemExit: 0"),
+        ("return [1.0, float('nan'), 2.0]", "1 non-finite of 3 scores"),
+        ("return [1.0]", r"scores of shape \(1,\), expected \(3,\)"),
+        ("while True: time.sleep(0.01)", "did not return within reward.timeout_s=0.5 s"),
+    ],
+)
+def test_a_function_that_fails_is_an_error_and_the_server_goes_on(tmp_path, body, message):
+    source = function(f"if prompts[0] == 'a':\n    {body}\nreturn np.ones(len(images))")
+    with serving(write(tmp_path, source), timeout_s=0.5) as server:
+        status, answer = post(server, request_body())
+        again, _ = post(server, request_body(prompts=["x", "y", "z"]))
+    assert status == 500
+    assert re.search(message, json.loads(answer)["error"])
+    assert again == 200
+
+
+def test_wrong_requests_are_refused_and_the_connection_goes_on(tmp_path):
+    with serving(write(tmp_path, BRIGHTNESS)) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        for body, status in ((b"{", 400), (request_body(), 200), (request_body(prompts=["a"]), 400)):
+            connection.request("POST", "/", body)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+            assert response.status == status
+            assert ("error" in answer) == (status == 400)
+        connection.close()
+        assert server.health()["requests"] == 1
+
+
+def test_requests_without_an_end_or_a_length_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LARGEST_REQUEST", 1000)
+    with serving(write(tmp_path, BRIGHTNESS)) as server:
+        # More than the sockets buffer: the server has answered before the client has sent all of it.
+        status, answer = post(server, b"x" * 20_000_000)
+        assert (status, "20000000 bytes" in json.loads(answer)["error"]) == (413, True)
+        status, answer = post(server, iter([b"x"]))  # chunked
+        assert (status, "Content-Length" in json.loads(answer)["error"]) == (411, True)
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nabc")
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.makefile("rb").read()
+        assert b" 400 " in answer
+        assert b"ended after 3 of 10 bytes" in answer
+
+
+def test_health_names_function_and_version(tmp_path):
+    with serving(write(tmp_path, BRIGHTNESS)) as server:
+        post(server, request_body())
+        status, body = exchange(server, "GET", "/health")
+        other, _ = exchange(server, "GET", "/secrets")
+        assert exchange(server, "DELETE", "/health")[0] == 501
+    expected = {"status": "ok", "function": "f", "version": __version__, "requests": 1, "images": 3, "waiting": 0}
+    assert (status, json.loads(body), other) == (200, expected, 404)
+
+
+def test_a_key_is_asked_for_and_never_logged(tmp_path, capfd):
+    with serving(write(tmp_path, BRIGHTNESS), key="s3cret") as server:
+        answers = [
+            post(server, request_body())[0],
+            post(server, request_body(), Authorization="Bearer wr0ng")[0],
+            post(server, request_body(), Authorization="Bearer s3cret")[0],
+            exchange(server, "POST", "/?key=s3cret", request_body(), {"Authorization": "Bearer s3cret"})[0],
+        ]
+    assert answers == [401, 401, 200, 200]
+    logged = capfd.readouterr().err
+    assert "s3cret" not in logged
+    assert "wr0ng" not in logged
+    assert logged.count(" 200 ") == 2
+
+
+def test_one_request_at_a_time(tmp_path):
+    """Eight clients at once: no two calls overlap, and everyone gets the scores of its own images."""
+    source = function(
+        "global inside\ninside += 1\nassert inside == 1\ntime.sleep(0.02)\ninside -= 1\nreturn images.mean((1, 2, 3))"
+    )
+    with serving(write(tmp_path, "inside = 0\n" + source)) as server:
+        answers = {}
+
+        def ask(value):
+            images = np.full((2, 8, 8, 3), value, np.uint8)
+            answers[value] = json.loads(post(server, request_body("json", images, ["a"] * 2, [{}] * 2))[1])
+
+        threads = [threading.Thread(target=ask, args=[value]) for value in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {value: answer["scores"] for value, answer in answers.items()} == {v: [v, v] for v in range(8)}
+
+
+def test_too_many_waiting_requests_are_sent_away_and_abandoned_ones_not_scored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gate = function("while not os.path.exists('open'): time.sleep(0.01)\nreturn [1.0] * len(images)")
+    with serving(write(tmp_path, gate)) as server:
+        server.jobs.maxsize = 1
+        first = threading.Thread(target=post, args=[server, request_body()])
+        first.start()
+        wait_until(lambda: server.jobs.empty() and post_is_running(server))
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as impatient:
+            body = request_body()
+            impatient.sendall(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            wait_until(lambda: server.jobs.full())
+            status, answer = post(server, body)
+        Path("open").touch()
+        first.join()
+        assert (status, "ask again" in json.loads(answer)["error"]) == (503, True)
+        wait_until(lambda: server.jobs.empty())
+        post(server, body)
+        assert server.requests == 2
+
+
+def post_is_running(server):
+    return any(thread.name.startswith("reward deadline") for thread in threading.enumerate())
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------------- the command
+
+BLOCKED = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+before = set(sys.modules)
+from flowgrpo_rc.cli.main import main
+code = main(sys.argv[1:])
+known = set(sys.stdlib_module_names) | {{"flowgrpo_rc", "numpy", "PIL", "__main__", "__mp_main__"}}
+added = [name for name in set(sys.modules) - before if getattr(sys.modules[name], "__file__", None)]
+loaded = {{name.partition(".")[0] for name in added}}
+print("foreign:", sorted(name for name in loaded - known if "redness" not in name))
+sys.exit(code)
+"""
+ABSENT = {"torch", "hydra", "omegaconf", "transformers", "diffusers", "httpx", "yaml", "rich", "accelerate", "jinja2"}
+REDNESS = """
+import numpy as np
+def redness(images, prompts, metadata):
+    red, green, blue = np.moveaxis(images.astype(np.float64), -1, 0) / 255
+    return (red - (green + blue) / 2).mean(axis=(1, 2))
+def theirs(solution_image):
+    return 1.0
+"""
+
+
+def start(tmp_path, *options, **environment):
+    """The command in a process that has numpy and pillow alone; gives it once it listens, and its address."""
+    (tmp_path / "my_redness.py").write_text(REDNESS)
+    code = BLOCKED.format(blocked=ABSENT)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve-reward",
+        "--path",
+        "my_redness.py",
+        "--name",
+        "redness",
+        "--port",
+        "0",
+    ]
+    process = subprocess.Popen(
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+    )
+    first = process.stdout.readline()
+    assert first.startswith("Serving redness (my_redness.py) at http://"), process.communicate()[1]
+    return process, first.split()[4].rstrip(",")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_needs_numpy_and_pillow_alone_and_ends_on_signals(tmp_path, number):
+    process, url = start(tmp_path)
+    try:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        connection.request("POST", "/", request_body())
+        answer = json.loads(connection.getresponse().read())
+    finally:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    red, green, blue = np.moveaxis(IMAGES.astype(np.float64), -1, 0) / 255
+    expected = (red - (green + blue) / 2).mean(axis=(1, 2)).astype(np.float32)
+    assert np.asarray(answer["scores"], np.float32).tobytes() == expected.tobytes()
+    assert process.returncode == 0
+    assert "Ended after 1 requests with 3 images" in out
+    assert out.splitlines()[-1] == "foreign: []"
+    assert "Traceback" not in err
+
+
+def test_a_signal_ends_a_request_in_flight_with_words(tmp_path):
+    (tmp_path / "my_slow.py").write_text("import time\ndef f(images, prompts, metadata):\n    time.sleep(60)\n")
+    command = [sys.executable, "-m", "flowgrpo_rc.cli.main", "serve-reward", "--path", "my_slow.py", "--name", "f"]
+    process = subprocess.Popen(
+        [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    url = process.stdout.readline().split()[4].rstrip(",")
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/", request_body())
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    response = connection.getresponse()
+    assert response.status == 503
+    assert json.loads(response.read()) == {"error": "the server is being ended"}
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--path", "none.py"], "--path: 'none.py' is not a file"),
+        (["--path", "mine.py", "--name", "g"], "--name: .*mine.py defines no 'g'; it defines f"),
+        (["--path", "mine.py", "--name", "mean"], "--name: got 'mean', but the run logs reward/mean"),
+        (["--path", "mine.py", "--name", "f", "--timeout", "0"], "--timeout: got 0.0"),
+        (["--path", "mine.py", "--name", "f", "--host", "203.0.113.7"], "--host, --port: 203.0.113.7:18080 cannot be"),
+        (["--path", "mine.py", "--name", "f", "--port", "99999"], "--host, --port: 127.0.0.1:99999 cannot be"),
+        (["--path", "mine.py", "--name", "f", "--api-key-env", "sk-123"], "--api-key-env: give the name of an environ"),
+        (
+            ["--path", "mine.py", "--name", "f", "--api-key-env", "NO_SUCH_KEY"],
+            "--api-key-env: the environment variable that it names is",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, BRIGHTNESS)
+    assert main(["serve-reward", *options]) == 2
+    said = capsys.readouterr().err.strip()
+    assert re.match(f"error: {message}", said), said
+    assert "\n" not in said
+
+
+def test_a_taken_port_is_named(tmp_path, capsys):
+    path = write(tmp_path, BRIGHTNESS)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve-reward", "--path", str(path), "--name", "f", "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
+
+
+def test_a_function_of_torch_tensors_is_refused_where_torch_is_not(tmp_path):
+    (tmp_path / "my_redness.py").write_text(REDNESS)
+    code = BLOCKED.format(blocked=ABSENT)
+    options = ["serve-reward", "--path", "my_redness.py", "--name", "theirs", "--port", "0"]
+    done = run_process(sys.executable, "-c", code, *options, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: --name: 'theirs' takes its image as a torch tensor, and torch is not installed here" in done.stderr
+
+
+def test_listening_beyond_this_machine_without_a_key_is_warned_of(tmp_path):
+    for host, expected in (("127.0.0.2", False), ("0.0.0.0", True)):
+        process, url = start(tmp_path, "--host", host)
+        process.send_signal(signal.SIGTERM)
+        assert ("warning: anyone who reaches" in process.communicate(timeout=60)[1]) == expected
+        assert url.startswith(f"http://{host}:")
