@@ -3,7 +3,7 @@
     git clone https://github.com/yifan123/flow_grpo
     python benchmarks/against_flow_grpo.py --flow-grpo flow_grpo --sizes tiny --rows 4,8,20 \
         --out benchmarks/results/against_flow_grpo.json
-    python benchmarks/against_flow_grpo.py --flow-grpo flow_grpo --sizes 56M --pairs 3 \
+    python benchmarks/against_flow_grpo.py --flow-grpo flow_grpo --sizes 56M --pairs 2 \
         --out benchmarks/results/against_flow_grpo_56M.json
 
 flow_grpo's ``scripts/train_sd3.py`` is read from the clone that ``--flow-grpo`` names and executed as it is, without
@@ -679,20 +679,22 @@ def main() -> None:
         return
     if given.flow_grpo is None or not (given.flow_grpo / "scripts" / "train_sd3.py").is_file():
         parser.error("--flow-grpo: give the folder of a clone, in which scripts/train_sd3.py lies")
-    results: dict[str, Any] = {}
+    cases: dict[str, Any] = {}
     for size in given.sizes.split(","):
         for guided in given.guided.split(","):
             for dtype in given.dtypes.split(","):
                 case = Case(size, guided == "true", dtype)
                 rows = given.rows.split(",")
-                results[case.name] = compare(case, given.flow_grpo.resolve(), given.pairs, rows, given.overrides)
-                report(case, results[case.name])
-    if given.out:
-        commit = subprocess.run(
-            ["git", "-C", given.flow_grpo, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        told = {"machine": describe(), "flow_grpo": commit, "cases": results}
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+                cases[case.name] = compare(case, given.flow_grpo.resolve(), given.pairs, rows, given.overrides)
+                report(case, cases[case.name])
+                if given.out:  # after each: one takes minutes
+                    told = {"machine": describe(), "flow_grpo": _commit(given.flow_grpo), "cases": cases}
+                    given.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _commit(clone: Path) -> str:
+    asked = ["git", "-C", str(clone), "rev-parse", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
