@@ -1,7 +1,10 @@
-"""A step of training beside one of flow_grpo's own loop, on equal work: CPU and wall seconds, and peak memory.
+"""A step of training beside one of flow_grpo's own loop, on equal work: CPU and wall seconds, peak memory, operations.
 
     git clone https://github.com/yifan123/flow_grpo
-    python benchmarks/against_flow_grpo.py --flow-grpo flow_grpo --out benchmarks/results/against_flow_grpo.json
+    python benchmarks/against_flow_grpo.py --flow-grpo flow_grpo --sizes tiny --rows 4,8,20 \
+        --out benchmarks/results/against_flow_grpo.json
+    python benchmarks/against_flow_grpo.py --flow-grpo flow_grpo --sizes 56M --pairs 2 \
+        --out benchmarks/results/against_flow_grpo_56M.json
 
 flow_grpo's ``scripts/train_sd3.py`` is read from the clone that ``--flow-grpo`` names and executed as it is, without
 its validation; prompts and rewards are supplied, and packages that it names and does not need for this (absl, wandb)
@@ -10,12 +13,22 @@ every block, with as many prompts, images, denoising steps (all stochastic, all 
 one optimizer step, each in a process of its own with one thread. Their steps alternate; a ratio is that of one pair,
 theirs over ours, so that above 1 this package is faster. First both score one batch of flow_grpo's, and have to agree.
 
+flow_grpo trains one step of a micro-batch's images at a time. This package takes all of their steps in one forward, or
+as many rows (steps of images) as ``ppo_micro_batch_rows`` says, so that it is here several times, once for each number
+of ``--rows``. With guidance flow_grpo's gradient leaves the unconditional half out, as ``detach_unconditional`` does
+here; all of these learn from that gradient, and the last one, ``both halves``, from this package's own.
+
 ``sampling`` ends where the update begins: prompts, rollout, reward and advantages. In bfloat16 flow_grpo computes under
 autocast with weights in float32, and so does the actor here; the engine is in bfloat16. Further settings of this
 package's side can follow: ``actor_rollout_ref.model.dtype=bfloat16``.
+
+Peaks are those of the process's resident memory, while it loads, samples and trains (Linux). A last step counts the
+operations that are no views, each of which would be a kernel on a GPU, and the bytes that the largest graph keeps for
+its backward pass besides parameters; neither depends on the machine's load.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -36,6 +49,7 @@ from typing import Any
 
 import torch
 from machine import describe
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TESTS = Path(__file__).parents[1] / "tests"
 GROUP = 4
@@ -65,6 +79,17 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.size} {'guided' if self.guided else 'unguided'} {self.dtype}"
+
+    def ways(self, rows: list[str]) -> dict[str, list[str]]:
+        """The settings with which this package does it, by what a table calls them."""
+        size = SIZES[self.size]
+        found = {f"{count} rows": [f"actor_rollout_ref.actor.ppo_micro_batch_rows={count}"] for count in rows}
+        found |= {f"{GROUP * size.steps} rows": []}
+        if self.guided:
+            both = {f"{GROUP * size.steps} rows, both halves": []}
+            detached = "actor_rollout_ref.actor.detach_unconditional=true"
+            found = {name: [*settings, detached] for name, settings in found.items()} | both
+        return found
 
 
 @dataclass(frozen=True)
@@ -113,10 +138,11 @@ def save_model(size: Size, folder: Path) -> int:
 
 
 class Clock:
-    """CPU and wall seconds by name."""
+    """CPU and wall seconds by name, and the most memory held meanwhile."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.peaks: dict[str, float] = {}
         self._now = self._read()
 
     def add(self, name: str) -> None:
@@ -124,22 +150,82 @@ class Clock:
         now = self._read()
         for i, (end, start) in enumerate(zip(now, self._now, strict=True)):
             self.seconds[name][i] += end - start
-        self._now = now
+        self.peaks[name] = max(self.peaks.get(name, 0.0), take_peak())
+        self._now = self._read()
 
     def restart(self) -> None:
         """Count from now."""
+        self.peaks = {"before": take_peak()}
         self.seconds.clear()
         self._now = self._read()
 
     def take(self) -> dict[str, Any]:
-        """All of it, and the peak of the process's memory so far in MiB."""
-        scale = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
-        return {**{name: list(value) for name, value in self.seconds.items()}, "peak_mib": peak}
+        """All of it."""
+        return {"seconds": {name: list(value) for name, value in self.seconds.items()}, "peaks": dict(self.peaks)}
 
     @staticmethod
     def _read() -> tuple[float, float]:
         return time.process_time(), time.perf_counter()
+
+
+def take_peak() -> float:
+    """The most MiB that this process has held since the last call; where the system does not tell, since it began."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        scale = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # from now on the peak is that of what follows
+    return int(line.split()[1]) / 2**10
+
+
+class Tally(TorchDispatchMode):
+    """Operations that are no views by the part of a step, and the bytes of the largest graph.
+
+    Args:
+        parameters: whose bytes are no graph's.
+    """
+
+    def __init__(self, parameters: Iterator[torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.part = "sampling"
+        self.operations: dict[str, int] = defaultdict(int)
+        self.graph = 0
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._kept: dict[int, int] = {}
+        self._in_backward = False
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> "Tally":
+        self._hooks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations[self.part] += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> dict[str, Any]:
+        """What was counted."""
+        return {"operations": dict(self.operations), "graph_mib": self.graph / 2**20}
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._in_backward:  # the last graph is used up, and this is the next one's
+            self._in_backward = False
+            self._kept.clear()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self._kept[storage.data_ptr()] = storage.nbytes()
+            self.graph = max(self.graph, sum(self._kept.values()))
+        return tensor.detach()  # without its graph, of which it would be a part
+
+    def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._in_backward = True
+        return tensor
 
 
 class Orders:
@@ -149,11 +235,13 @@ class Orders:
         self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what either program prints is no answer
 
-    def wait(self) -> None:
-        """Until a step is asked for; ends the process where none is wanted any more."""
-        if not sys.stdin.readline():
+    def wait(self) -> str:
+        """Until something is asked for, ``step`` or ``count``; ends the process where nothing is any more."""
+        request = sys.stdin.readline()
+        if not request:
             sys.stdout.flush()
             os._exit(0)
+        return request.strip()
 
     def answer(self, value: Any) -> None:
         """Tell the result of the last request."""
@@ -166,25 +254,37 @@ def run_theirs(case: Case, folder: Path, clone: Path) -> None:
     script = load_script(clone)
     clock = Clock()
     started = False
+    tally: Tally | None = None
+    transformer: Any = None
 
     def bar(iterable: Any, desc: str = "", **_others: Any) -> Any:
         """In place of its progress bars, whose names tell where a step is."""
-        nonlocal started
+        nonlocal started, tally
         if desc.endswith(": sampling"):
-            if started:
+            if tally is not None:
+                tally.__exit__(None, None, None)
+                orders.answer(tally.take())
+                tally = None
+            elif started:
                 clock.add("training")
                 orders.answer(clock.take())
-            orders.wait()
+            request = orders.wait()
             started = True
+            if request == "count":
+                tally = Tally(transformer.parameters()).__enter__()
             clock.restart()
         elif desc.endswith(": training"):
             clock.add("sampling")
+            if tally is not None:
+                tally.part = "training"
         return iterable
 
     sample = script.pipeline_with_logprob
 
     def record(pipeline: Any, **request: Any) -> Any:
         """Keep the first batch that is drawn, for the other side to score."""
+        nonlocal transformer
+        transformer = pipeline.transformer
         images, latents, log_probs = sample(pipeline, **request)
         file = folder / "batch.pt"
         if not file.exists():
@@ -292,23 +392,31 @@ def run_ours(case: Case, folder: Path, overrides: list[str]) -> None:
     orders = Orders()
     trainer = FlowGRPOTrainer(our_config(case, folder, overrides))
     clock = Clock()
+    tally = Tally(trainer.run.actor.transformer.parameters())
 
     @contextmanager
     def stage(name: str) -> Iterator[None]:
-        clock.add("between")
+        clock.add(tally.part)
+        tally.part = "training" if name in ("update", "sync") else "sampling"
         yield
-        clock.add("training" if name in ("update", "sync") else "sampling")
+        clock.add(tally.part)
 
     timer: Any = trainer
     timer.timer = stage
     orders.wait()
     difference, excess = difference_of_scores(trainer, case, folder)
     orders.answer({"difference": difference, "excess": excess})
-    while True:
-        orders.wait()
+    while orders.wait() == "step":
+        tally.part = "sampling"
         clock.restart()
         trainer.train_step()
+        clock.add("training")
         orders.answer(clock.take())
+    tally.part = "sampling"
+    with tally:
+        trainer.train_step()
+    orders.answer(tally.take())
+    orders.wait()
 
 
 def our_config(case: Case, folder: Path, overrides: list[str]) -> Any:
@@ -349,7 +457,6 @@ def our_config(case: Case, folder: Path, overrides: list[str]) -> Any:
             "trainer.total_training_steps=1000000",
             "trainer.device=cpu",
             "trainer.logger=[]",
-            f"trainer.default_local_dir={folder / 'run'}",
             *overrides,
         ],
     )
@@ -419,10 +526,10 @@ def difference_of_scores(trainer: Any, case: Case, folder: Path) -> tuple[float,
 class Side:
     """One of the two programs in a process of its own, with one thread."""
 
-    def __init__(self, who: str, case: Case, folder: Path, clone: Path, overrides: list[str]) -> None:
+    def __init__(self, who: str, case: Case, folder: Path, clone: Path, overrides: list[str], log: Path) -> None:
         settings = json.dumps([who, asdict(case), str(folder), str(clone), overrides])
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-        self._log = (folder / f"{who}.log").open("w+")
+        self._log = log.open("w+")
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--side", settings],
             stdin=subprocess.PIPE,
@@ -432,11 +539,11 @@ class Side:
             env=environment,
         )
 
-    def ask(self) -> dict[str, Any]:
+    def ask(self, request: str = "step") -> dict[str, Any]:
         """Its next answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write(f"{request}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
@@ -455,68 +562,98 @@ class Side:
         self._log.close()
 
 
-def compare(case: Case, clone: Path, pairs: int, overrides: list[str]) -> dict[str, Any]:
-    """``pairs`` alternating steps of both sides, after one that warms up."""
-    with tempfile.TemporaryDirectory() as name:
+def compare(case: Case, clone: Path, pairs: int, rows: list[str], overrides: list[str]) -> dict[str, Any]:
+    """``pairs`` alternating steps of flow_grpo and of each way of this package, after one that warms up."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         parameters = save_model(SIZES[case.size], folder / "model")
         for split in ("train", "test"):
             (folder / f"{split}.txt").write_text("\n".join(PROMPTS) + "\n")
-        sides = {who: Side(who, case, folder, clone, overrides) for who in ("theirs", "ours")}
-        try:
-            # A step of theirs is answered at the beginning of its next; the first is asked for here.
-            samples: dict[str, list[dict[str, Any]]] = {"theirs": [sides["theirs"].ask()], "ours": []}
-            scored = sides["ours"].ask()
-            difference = scored["difference"]
+        sides = {"theirs": Side("theirs", case, folder, clone, [], folder / "theirs.log")}
+        stack.callback(sides["theirs"].close)
+        # Its first batch is what the others score.
+        samples = {"theirs": [sides["theirs"].ask()]}
+        difference = 0.0
+        for number, (way, settings) in enumerate(case.ways(rows).items()):
+            place = folder / f"run_{number}"
+            settings = [f"trainer.default_local_dir={place}", *settings, *overrides]
+            sides[way] = Side("ours", case, folder, clone, settings, place.with_suffix(".log"))
+            stack.callback(sides[way].close)
+            scored = sides[way].ask()
+            difference = max(difference, scored["difference"])
             if not scored["excess"] <= 1:
                 raise SystemExit(
-                    f"{case.name}: the two score one batch differently, by up to {difference:.1e} and "
+                    f"{case.name}: the two score one batch differently, by up to {scored['difference']:.1e} and "
                     f"{scored['excess']:.1f} times what rounding allows"
                 )
-            samples["ours"].append(sides["ours"].ask())
-            for index in range(pairs):
-                order = ("theirs", "ours") if index % 2 else ("ours", "theirs")
-                for who in order:
-                    samples[who].append(sides[who].ask())
-        finally:
-            for side in sides.values():
-                side.close()
-    return {"parameters": parameters, "difference_of_scores": difference, **summarise(samples)}
-
-
-def summarise(samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Theirs over ours, pair by pair: median, least and largest, in CPU and wall seconds; and peaks."""
-    result: dict[str, Any] = {
-        who: {"peak_mib": round(max(one["peak_mib"] for one in rows))} for who, rows in samples.items()
+            samples[way] = [sides[way].ask()]
+        order = list(sides)
+        for _ in range(pairs):
+            for who in order:
+                samples[who].append(sides[who].ask())
+            order.reverse()
+        counts = {who: side.ask("count") for who, side in sides.items()}
+    theirs = samples.pop("theirs")
+    return {
+        "parameters": parameters,
+        "difference_of_scores": difference,
+        "pairs": pairs,
+        "theirs": figures(theirs) | counts["theirs"],
+        "ours": {way: figures(own) | ratios(theirs, own) | counts[way] for way, own in samples.items()},
     }
-    pairs = list(zip(samples["theirs"][1:], samples["ours"][1:], strict=True))
-    for kind, index in (("cpu", 0), ("wall", 1)):
-        for part in ("sampling", "training", "step"):
-            values = [[_seconds(one, part, index) for one in pair] for pair in pairs]
-            ratios = [theirs / ours for theirs, ours in values]
-            result[f"{part}_{kind}"] = [statistics.median(ratios), min(ratios), max(ratios)]
-            for who, column in zip(("theirs", "ours"), zip(*values, strict=True), strict=True):
-                result[who][f"{part}_{kind}_s"] = statistics.median(column)
-    return result
+
+
+PARTS = ("sampling", "training", "step")
+
+
+def figures(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one side's steps: median seconds of each part, without the first step, the largest peak, and the peaks of that
+    step: later ones begin with what the allocator has kept of it."""
+    first = {name: round(peak) for name, peak in samples[0]["peaks"].items()}
+    largest = max(peak for one in samples for peak in one["peaks"].values())
+    medians = {
+        f"{part}_{kind}_s": statistics.median(_seconds(one, part, index) for one in samples[1:])
+        for index, kind in enumerate(("cpu", "wall"))
+        for part in PARTS
+    }
+    return {"peak_mib": round(largest), "first_peaks_mib": first, **medians}
+
+
+def ratios(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Theirs over ours, pair by pair: median, least and largest, in CPU and wall seconds."""
+    found = {}
+    for index, kind in enumerate(("cpu", "wall")):
+        for part in PARTS:
+            pairs = zip(theirs[1:], ours[1:], strict=True)
+            values = [_seconds(one, part, index) / _seconds(other, part, index) for one, other in pairs]
+            found[f"{part}_{kind}"] = [statistics.median(values), min(values), max(values)]
+    return found
 
 
 def _seconds(sample: dict[str, Any], part: str, index: int) -> float:
     if part != "step":
-        return sample[part][index]
-    return sum(value[index] for name, value in sample.items() if name != "peak_mib")
+        return sample["seconds"][part][index]
+    return sum(value[index] for value in sample["seconds"].values())
 
 
 def report(case: Case, result: dict[str, Any]) -> None:
-    """A line for the terminal."""
-    told = [
-        f"{part} {result[f'{part}_cpu'][0]:.2f} ({result[f'{part}_cpu'][1]:.2f}-{result[f'{part}_cpu'][2]:.2f})"
-        for part in ("sampling", "training", "step")
-    ]
-    peaks = f"{result['ours']['peak_mib']} / {result['theirs']['peak_mib']} MiB"
-    print(
-        f"{case.name} ({result['parameters'] / 1e6:.1f} M, scores alike to {result['difference_of_scores']:.0e}): "
-        f"theirs over ours in CPU seconds: {', '.join(told)}; peak ours / theirs {peaks}",
-        flush=True,
+    """A few lines for the terminal."""
+    theirs = result["theirs"]
+    print(f"{case.name} ({result['parameters'] / 1e6:.1f} M), scores alike to {result['difference_of_scores']:.0e}")
+    print(f"  flow_grpo: {_sizes_in_words(theirs)}")
+    for way, ours in result["ours"].items():
+        told = [
+            f"{part} {ours[f'{part}_cpu'][0]:.2f} ({ours[f'{part}_cpu'][1]:.2f}-{ours[f'{part}_cpu'][2]:.2f})"
+            for part in PARTS
+        ]
+        print(f"  {way}: theirs over ours in CPU seconds: {', '.join(told)}; {_sizes_in_words(ours)}", flush=True)
+
+
+def _sizes_in_words(side: dict[str, Any]) -> str:
+    peaks = ", ".join(f"{name} {value}" for name, value in side["first_peaks_mib"].items())
+    operations = " + ".join(str(side["operations"][part]) for part in ("sampling", "training"))
+    return (
+        f"peak {side['peak_mib']} MiB (first step: {peaks}); graph {side['graph_mib']:.1f} MiB; operations {operations}"
     )
 
 
@@ -526,6 +663,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="tiny,56M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--guided", default="true,false")
     parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--rows", default=str(GROUP), help="rows of a micro-batch here, besides all of its images'")
     parser.add_argument("--pairs", type=int, default=8, help="steps of each side, one warming up left out")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -541,19 +679,22 @@ def main() -> None:
         return
     if given.flow_grpo is None or not (given.flow_grpo / "scripts" / "train_sd3.py").is_file():
         parser.error("--flow-grpo: give the folder of a clone, in which scripts/train_sd3.py lies")
-    results: dict[str, Any] = {}
+    cases: dict[str, Any] = {}
     for size in given.sizes.split(","):
         for guided in given.guided.split(","):
             for dtype in given.dtypes.split(","):
                 case = Case(size, guided == "true", dtype)
-                results[case.name] = compare(case, given.flow_grpo.resolve(), given.pairs, given.overrides)
-                report(case, results[case.name])
-    if given.out:
-        commit = subprocess.run(
-            ["git", "-C", given.flow_grpo, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        told = {"machine": describe(), "flow_grpo": commit, "pairs": given.pairs, "cases": results}
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+                rows = given.rows.split(",")
+                cases[case.name] = compare(case, given.flow_grpo.resolve(), given.pairs, rows, given.overrides)
+                report(case, cases[case.name])
+                if given.out:  # after each: one takes minutes
+                    told = {"machine": describe(), "flow_grpo": _commit(given.flow_grpo), "cases": cases}
+                    given.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _commit(clone: Path) -> str:
+    asked = ["git", "-C", str(clone), "rev-parse", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.dtypes import dtype_name
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, compute_dtype
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
 from flowgrpo_rc.rollout.window_record import WindowRecord
 from flowgrpo_rc.sde import draw, log_prob, transition
@@ -121,7 +121,7 @@ class RequestSampler:
             window_starts=stochastic.argmax(0) if stochastic.any() else None,
             window_size=int(stochastic.sum(0).max()),
             seeds=tuple(self._seeds),
-            dtype=dtype_name(next(self._transformer.parameters()).dtype),
+            dtype=dtype_name(compute_dtype(self._transformer)),
             adapter_version=adapter_version,
             adapter_digest=adapter_digest,
         )

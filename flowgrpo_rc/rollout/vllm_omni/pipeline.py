@@ -18,7 +18,7 @@ from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts, compute_dtype
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
@@ -44,8 +44,7 @@ class VllmFamily(DiffusionModel):
     def _forward(
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> Tensor:
-        dtype = next(transformer.parameters()).dtype
-        inputs = self._inputs(dtype, latents, timesteps, prompts, conditioning)
+        inputs = self._inputs(compute_dtype(transformer), latents, timesteps, prompts, conditioning)
         output = transformer(**inputs, return_dict=False)
         return (output[0] if isinstance(output, tuple) else output.sample).float()
 
