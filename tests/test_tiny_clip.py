@@ -67,7 +67,8 @@ def test_the_example_script_asks_for_it(tmp_path):
     command, *overrides = done.stdout.splitlines()
     config = compose("tiny_qwen_image_ocr", overrides)
     assert command == "demo"
-    assert config.reward.weights() == {"clip_cosine": 1.0, "ocr": 1e-6}
+    assert config.reward.weights() == {"clip_cosine": 1.0}
+    assert config.reward.observers() == {"ocr": None}
     assert config.reward.clip_cosine.model_path == "asset:tiny_clip"
     assert config.trainer.total_training_steps == 40
 

@@ -4,6 +4,9 @@
 #   MODEL      pipeline folder or hub name        (default: Qwen/Qwen-Image)
 #   DATA       folder with train.parquet and test.parquet; make them from flow_grpo's OCR prompts with
 #              flowgrpo-rc prepare-data ocr --input DIR --output "$DATA"      (default: data/ocr)
+#   TRAIN, VAL the prompt files themselves        (default: the two in DATA)
+#   REWARD     settings of the reward, in words   (default: reward.functions.ocr=1.0 reward.ocr.mode=full)
+#   NAME       of the run's folder                (default: qwen_image_ocr_lora_rollout_corr)
 #   OUTPUTS    where run folders go               (default: outputs)
 #   NUM_GPUS   processes on this machine          (default: 4)
 #   LAUNCHER   starts the processes in place of torchrun --standalone, e.g. on several nodes
@@ -18,6 +21,10 @@ set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen-Image}
 DATA=${DATA:-data/ocr}
+TRAIN=${TRAIN:-$DATA/train.parquet}
+VAL=${VAL:-$DATA/test.parquet}
+NAME=${NAME:-qwen_image_ocr_lora_rollout_corr}
+read -ra REWARDS <<<"${REWARD:-reward.functions.ocr=1.0 reward.ocr.mode=full}"
 OUTPUTS=${OUTPUTS:-outputs}
 NUM_GPUS=${NUM_GPUS:-4}
 ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
@@ -33,8 +40,8 @@ else
 fi
 
 exec "${LAUNCH[@]}" train \
-    data.train_files="$DATA/train.parquet" \
-    data.val_files="$DATA/test.parquet" \
+    data.train_files="$TRAIN" \
+    data.val_files="$VAL" \
     data.val_max_samples=128 \
     data.train_batch_size=32 \
     algorithm.rollout_correction.bypass_mode=True \
@@ -69,12 +76,11 @@ exec "${LAUNCH[@]}" train \
     actor_rollout_ref.rollout.pipeline.true_cfg_scale=4.0 \
     actor_rollout_ref.rollout.pipeline.max_sequence_length=256 \
     actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps=50 \
-    reward.functions.ocr=1.0 \
-    reward.ocr.mode=full \
+    "${REWARDS[@]}" \
     trainer.logger="['console','tensorboard']" \
     trainer.project_name=flow_grpo \
-    trainer.experiment_name=qwen_image_ocr_lora_rollout_corr \
-    trainer.default_local_dir="$OUTPUTS/flow_grpo/qwen_image_ocr_lora_rollout_corr" \
+    trainer.experiment_name="$NAME" \
+    trainer.default_local_dir="$OUTPUTS/flow_grpo/$NAME" \
     trainer.save_freq=30 \
     trainer.test_freq=30 \
     trainer.total_training_steps=300 \

@@ -4,6 +4,9 @@
 #   MODEL      pipeline folder or hub name        (default: stabilityai/stable-diffusion-3.5-medium)
 #   DATA       folder with train.parquet and test.parquet; make them from flow_grpo's OCR prompts with
 #              flowgrpo-rc prepare-data ocr --input DIR --output "$DATA"      (default: data/ocr)
+#   TRAIN, VAL the prompt files themselves        (default: the two in DATA)
+#   REWARD     settings of the reward, in words   (default: reward.functions.ocr=1.0 reward.ocr.mode=full)
+#   NAME       of the run's folder                (default: sd35_medium_ocr_lora_rollout_corr)
 #   OUTPUTS    where run folders go               (default: outputs)
 #   NUM_GPUS   processes on this machine          (default: 4)
 #   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
@@ -19,6 +22,10 @@ set -euo pipefail
 
 MODEL=${MODEL:-stabilityai/stable-diffusion-3.5-medium}
 DATA=${DATA:-data/ocr}
+TRAIN=${TRAIN:-$DATA/train.parquet}
+VAL=${VAL:-$DATA/test.parquet}
+NAME=${NAME:-sd35_medium_ocr_lora_rollout_corr}
+read -ra REWARDS <<<"${REWARD:-reward.functions.ocr=1.0 reward.ocr.mode=full}"
 OUTPUTS=${OUTPUTS:-outputs}
 NUM_GPUS=${NUM_GPUS:-4}
 ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
@@ -31,8 +38,8 @@ else
 fi
 
 exec "${LAUNCH[@]}" train \
-    data.train_files="$DATA/train.parquet" \
-    data.val_files="$DATA/test.parquet" \
+    data.train_files="$TRAIN" \
+    data.val_files="$VAL" \
     data.val_max_samples=128 \
     data.train_batch_size=48 \
     algorithm.global_std=True \
@@ -69,12 +76,11 @@ exec "${LAUNCH[@]}" train \
     actor_rollout_ref.rollout.pipeline.guidance_scale=null \
     actor_rollout_ref.rollout.pipeline.max_sequence_length=128 \
     actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps=40 \
-    reward.functions.ocr=1.0 \
-    reward.ocr.mode=full \
+    "${REWARDS[@]}" \
     trainer.logger="['console','tensorboard']" \
     trainer.project_name=flow_grpo \
-    trainer.experiment_name=sd35_medium_ocr_lora_rollout_corr \
-    trainer.default_local_dir="$OUTPUTS/flow_grpo/sd35_medium_ocr_lora_rollout_corr" \
+    trainer.experiment_name="$NAME" \
+    trainer.default_local_dir="$OUTPUTS/flow_grpo/$NAME" \
     trainer.save_freq=60 \
     trainer.test_freq=60 \
     trainer.total_training_steps=600 \

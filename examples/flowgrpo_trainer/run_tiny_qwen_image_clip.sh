@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # FlowGRPO LoRA on the tiny Qwen-Image model with a learned reward, the tiny CLIP; both come with the package, and it
 # takes minutes on two CPU cores. The reward runs by the code that PickScore takes; see docs/rewards/clip.md.
-# OCR looks on: at a weight of 1e-6 it is logged and teaches nothing. Where val/reward/clip_cosine rises and
-# val/reward/ocr does not, the reward is being hacked.
+# OCR only looks on, in validation: where val/reward/clip_cosine rises and val/reward/ocr does not, the reward is being
+# hacked.
 # Any setting can be overridden: bash run_tiny_...sh trainer.total_training_steps=40
 #
 #   OUTPUTS   where run folders go (default: ./outputs)
@@ -13,7 +13,7 @@ OUTPUTS=${OUTPUTS:-outputs}
 exec flowgrpo-rc demo \
     reward.functions.clip_cosine=1 \
     reward.clip_cosine.model_path=asset:tiny_clip \
-    reward.functions.ocr=1e-6 \
+    reward.val_functions.ocr=true \
     trainer.experiment_name=tiny_qwen_image_clip \
     trainer.default_local_dir="$OUTPUTS/flowgrpo_rc/tiny_qwen_image_clip" \
     "$@"

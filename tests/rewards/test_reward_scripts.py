@@ -1,0 +1,80 @@
+"""The full-size scripts with learned rewards, each run for a step with the tiny model and tiny scorers in their place.
+
+Every setting of the real script stays; what is substituted comes on top, as a user's own overrides do.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from fake_judge import FakeJudge
+from tests_support import run_process
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "flowgrpo_trainer"
+SMALL = (
+    "data.train_batch_size=2",
+    "data.val_max_samples=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.pipeline.height=32",
+    "actor_rollout_ref.rollout.pipeline.width=32",
+    "actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps=10",
+    "reward.clip_cosine.model_path=asset:tiny_clip",
+    "trainer.total_training_steps=1",
+    "trainer.logger=[console]",
+    "trainer.device=cpu",
+)
+UNIFIED = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3\nStyle Score (1-5): 2"
+
+
+def rows_of(name, tmp_path, model, *overrides, **environment):
+    """The lines of ``metrics.jsonl`` of the script's run: before training, and of its one step."""
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text("".join(f'a sign that says "{n:02d}"\n' for n in range(4)))
+    files = {"TRAIN": str(tmp_path / "train.txt"), "VAL": str(tmp_path / "test.txt")}
+    program = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    choices = {"MODEL": model, "OUTPUTS": str(tmp_path / "out"), "NUM_GPUS": "1", "ENGINE": "diffusers"}
+    done = run_process(
+        *("bash", str(EXAMPLES / f"run_{name}.sh"), *SMALL, *overrides),
+        cwd=tmp_path,
+        env=os.environ | program | choices | files | environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = (tmp_path / "out" / "flow_grpo" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row) for row in rows]
+
+
+@pytest.mark.slow
+def test_pickscore_on_qwen_image(tmp_path):
+    rows = rows_of(
+        *("qwen_image_pickscore_lora_rollout_corr", tmp_path, "asset:tiny_qwen_image"),
+        "reward.pickscore.model_path=asset:tiny_clip",
+    )
+    assert rows[1]["reward/mean"] == pytest.approx(rows[1]["reward/pickscore"])
+    # One network stands for both, so that their ratio is that of the formulas: its scale over 26.
+    before = rows[0]["val/reward/pickscore"] / rows[0]["val/reward/clip_cosine"]
+    assert before == pytest.approx(rows[1]["val/reward/pickscore"] / rows[1]["val/reward/clip_cosine"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_hpsv2_and_ocr_on_stable_diffusion(tmp_path, tiny_sd3_path):
+    rows = rows_of(
+        *("sd35_medium_hpsv2_ocr_lora_rollout_corr", tmp_path, str(tiny_sd3_path)),
+        "reward.hpsv2.model_path=asset:tiny_clip",
+    )
+    assert {"reward/ocr", "reward/hpsv2", "reward/std/hpsv2"} <= rows[1].keys()
+    assert {"val/reward/ocr", "val/reward/hpsv2", "val/reward/clip_cosine"} <= rows[1].keys()
+
+
+@pytest.mark.slow
+def test_a_judge_on_qwen_image(tmp_path):
+    with FakeJudge(lambda asked: UNIFIED) as judge:
+        rows = rows_of(
+            *("qwen_image_judge_lora_rollout_corr", tmp_path, "asset:tiny_qwen_image"),
+            JUDGE=f"{judge.url}/v1",
+        )
+    # The blank image before training, two validations of two images, and two groups of four.
+    assert len(judge.asked) == 1 + 2 * 2 + 2 * 4
+    assert rows[1]["reward/judge"] == pytest.approx((3 - 1) / 4)
