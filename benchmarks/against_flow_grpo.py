@@ -388,21 +388,24 @@ def their_config(case: Case, folder: Path, clone: Path) -> Any:
 def run_ours(case: Case, folder: Path, overrides: list[str]) -> None:
     """This package's ``train_step`` at every request; the first request is to score flow_grpo's batch."""
     from flowgrpo_rc.trainer import FlowGRPOTrainer
+    from flowgrpo_rc.trainer.timer import StageTimer
 
     orders = Orders()
     trainer = FlowGRPOTrainer(our_config(case, folder, overrides))
     clock = Clock()
     tally = Tally(trainer.run.actor.transformer.parameters())
 
-    @contextmanager
-    def stage(name: str) -> Iterator[None]:
-        clock.add(tally.part)
-        tally.part = "training" if name in ("update", "sync") else "sampling"
-        yield
-        clock.add(tally.part)
+    class TwoParts(StageTimer):
+        """A step's stages as the two parts that are compared."""
 
-    timer: Any = trainer
-    timer.timer = stage
+        @contextmanager
+        def __call__(self, stage: str) -> Iterator[None]:
+            clock.add(tally.part)
+            tally.part = "training" if stage in ("update", "sync") else "sampling"
+            yield
+            clock.add(tally.part)
+
+    trainer.timer = TwoParts(trainer.accelerator.device)
     orders.wait()
     difference, excess = difference_of_scores(trainer, case, folder)
     orders.answer({"difference": difference, "excess": excess})
