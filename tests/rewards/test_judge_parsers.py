@@ -210,6 +210,8 @@ def test_placeholders():
         ({"ground_truth": "column"}, "column"),
         ({"reward_model": {"ground_truth": "nested"}}, "nested"),
         ({"reward_model": {"style": "rule"}}, "quoted"),
+        ({"reward_model": {"style": "rule"}, "ground_truth": "column"}, "column"),
+        ({"reward_model": {"ground_truth": "nested"}, "ground_truth": "column"}, "nested"),
         ({"ground_truth": " "}, "quoted"),
         ({"ground_truth": 3}, "quoted"),
     ],

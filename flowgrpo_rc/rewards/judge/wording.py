@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from flowgrpo_rc.rewards.forms import ground_truth
 from flowgrpo_rc.rewards.judge.config import JudgeQuestion
 from flowgrpo_rc.rewards.ocr import quoted_target
 
@@ -43,8 +44,7 @@ def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: st
 
 
 def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
-    """The text that an image should show: the row's ground truth, as verl-omni's data preparation lays it out, or what
-    stands in double quotes in the prompt. None where there is neither."""
-    nested = row.get("reward_model")
-    truth = nested.get("ground_truth") if isinstance(nested, Mapping) else row.get("ground_truth")
+    """The text that an image should show: the row's ground truth, where it is text, or what stands in double quotes in
+    the prompt. None where there is neither."""
+    truth = ground_truth(row)
     return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)
