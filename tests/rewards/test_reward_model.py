@@ -146,6 +146,20 @@ def test_a_server_that_ends_before_it_answers(notes, monkeypatch):
     assert_ends(note["pid"], note["worker"])
 
 
+def test_a_server_that_dies_in_the_middle_leaves_its_log(notes, capsys):
+    reward = build_reward(config())
+    (note,) = read(notes)
+    os.kill(note["pid"], signal.SIGTERM)
+    reward.server._process.wait(20)
+    reward.close()
+    reward.close()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "starting" not in line]
+    said, _, log = line.partition("; its log: ")
+    # What Python makes of -15, the server's own.
+    assert said == f"reward.reward_model: vllm serve {MODEL} ended with code {-signal.SIGTERM % 256}"
+    assert Path(log).read_text() == "loading the model\n"
+
+
 def test_a_server_that_does_not_answer_in_time(notes):
     with pytest.raises(
         ValueError, match=r"did not answer within reward\.reward_model\.start_timeout_s=0.01 s; the end"

@@ -110,14 +110,14 @@ class RewardModelServer:
                 env=_environment(self.config.devices),
                 start_new_session=True,  # Ctrl-C in the terminal is the run's, which may still want scores
             )
-        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.log)
+        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.log, self.model)
         address = f"127.0.0.1:{port}"
         if sharing.has_peers():
             sharing.tell(address)
         return address
 
     def _failure(self, what: str) -> ValueError:
-        """With what the server said last, before its log is removed."""
+        """With what the server said last, before its log may be removed."""
         text = "" if self.log is None else self.log.read_text(errors="replace")
         lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
         said = " | ".join(lines[-LOG_LINES:])[-LOG_CHARACTERS:]
@@ -204,14 +204,19 @@ def _environment(devices: list[int] | None) -> dict[str, str]:
     return own
 
 
-def _end(process: subprocess.Popen[bytes], owner: int, log: Path) -> None:
+def _end(process: subprocess.Popen[bytes], owner: int, log: Path, model: str) -> None:
+    """End the server and remove its log. Of a server that has ended by itself the log stays, since it says why."""
     if os.getpid() != owner:
         return  # in a fork's child, whose parent still needs the server
+    died = process.poll() is not None
     process.terminate()
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    log.unlink(missing_ok=True)
+    if died:
+        print(f"{SECTION}: vllm serve {model} ended with code {process.returncode}; its log: {log}", file=sys.stderr)
+    else:
+        log.unlink(missing_ok=True)
     sharing.forget()
