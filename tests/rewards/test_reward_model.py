@@ -21,6 +21,7 @@ from test_reward_run import TINY, error_lines, rows
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import RewardConfig, build_reward
 from flowgrpo_rc.rewards.reward_model import server as server_module
+from flowgrpo_rc.rewards.reward_model import sharing
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 STUB = Path(__file__).with_name("stub_vllm.py")
@@ -258,6 +259,37 @@ def test_processes_of_one_launcher_share_a_server(notes, monkeypatch):
     assert len(read(notes)) == 1
     with pytest.raises(ValueError, match=r"the first process of the run did not start its server within 0.3 s"):
         build_reward(config(start_timeout_s=0.3))
+
+
+def leave(monkeypatch, **identity):
+    """An address of a first process whose number, or time of start, is not what it was."""
+    with monkeypatch.context() as before:
+        for name, value in identity.items():
+            before.setattr(sharing if name == "_started" else os, name, lambda *_, value=value: value)
+        sharing.tell("127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    "identity",
+    # A process of that number has ended; a later one has the number again.
+    [{"getpid": 2**22 + 1, "_started": "5"}, {"_started": "5"}],
+    ids=["gone", "number used again"],
+)
+def test_an_address_that_a_killed_run_left_behind_is_not_taken(identity, monkeypatch):
+    leave(monkeypatch, **identity)
+    with pytest.raises(ValueError, match=r"the first process of the run did not start its server within 0.2 s"):
+        sharing.wait_for(0.2)
+    sharing.tell("127.0.0.1:8000")
+    assert sharing.wait_for(0.2) == "127.0.0.1:8000"
+
+
+def test_an_address_of_a_living_process_is_taken_on_systems_without_proc(monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    sharing.tell("127.0.0.1:8000")
+    assert sharing.wait_for(0.2) == "127.0.0.1:8000"
+    leave(monkeypatch, getpid=2**22 + 1, _started="alive")
+    with pytest.raises(ValueError, match="did not start its server"):
+        sharing.wait_for(0.2)
 
 
 FUNCTION = """
