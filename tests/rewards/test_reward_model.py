@@ -177,6 +177,17 @@ def test_no_vllm(monkeypatch):
         build_reward(config())
 
 
+def test_vllm_on_the_path_comes_before_the_one_beside_this_python(notes, tmp_path, monkeypatch):
+    beside = tmp_path / "env" / "vllm"
+    beside.parent.mkdir()
+    beside.write_text("#!/bin/sh\n")
+    beside.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
+    assert server_module._program() == str(tmp_path / "bin" / "vllm")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert server_module._program() == str(beside)
+
+
 RUN = """
     import json, os, signal, sys, time
     from flowgrpo_rc.rewards import RewardConfig, build_reward
@@ -269,6 +280,13 @@ def leave(monkeypatch, **identity):
         sharing.tell("127.0.0.1:9")
 
 
+def test_a_process_that_has_not_started_the_server_says_who_has_its_log(monkeypatch):
+    sharing.tell("127.0.0.1:9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match=r"start_timeout_s=0.2 s; the first process of the run on this machine has"):
+        build_reward(config(start_timeout_s=0.2))
+
+
 @pytest.mark.parametrize(
     "identity",
     # A process of that number has ended; a later one has the number again.
@@ -337,6 +355,10 @@ def test_what_does_not_go_together(notes, settings, told):
         ({"devices": []}, r"devices: got \[\]"),
         ({"devices": [-1]}, r"devices: got \[-1\]"),
         ({"extra_args": ["--api-key=sk-secret"]}, "extra_args: leave --api-key out"),
+        ({"extra_args": ["--api_key", "sk-secret"]}, "extra_args: leave --api-key out"),
+        ({"extra_args": ["--enforce-eager", "--port", "8000"]}, "extra_args: leave --port out"),
+        ({"extra_args": ["--host=0.0.0.0"]}, "extra_args: leave --host out"),
+        ({"extra_args": ["--served_model_name=judge"]}, "extra_args: leave --served-model-name out"),
         ({"start_timeout_s": 0}, "start_timeout_s: got 0"),
     ],
 )

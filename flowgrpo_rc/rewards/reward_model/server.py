@@ -118,11 +118,13 @@ class RewardModelServer:
 
     def _failure(self, what: str) -> ValueError:
         """With what the server said last, before its log may be removed."""
-        text = "" if self.log is None else self.log.read_text(errors="replace")
-        lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+        told = f"{SECTION}: vllm serve {self.model} {what}"
+        if self.log is None:
+            return ValueError(f"{told}; the first process of the run on this machine has its log")
+        lines = [" ".join(line.split()) for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         said = " | ".join(lines[-LOG_LINES:])[-LOG_CHARACTERS:]
         self.close()
-        return ValueError(f"{SECTION}: vllm serve {self.model} {what}; the end of its log: {said or 'it is empty'}")
+        return ValueError(f"{told}; the end of its log: {said or 'it is empty'}")
 
 
 @contextmanager
@@ -171,9 +173,9 @@ def asking(judge: JudgeConfig, server: RewardModelServer | None) -> Iterator[Non
 
 
 def _program() -> str:
-    """The program ``vllm``, of this Python's environment before any other."""
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    found = shutil.which("vllm", path=os.environ.get("PATH")) or shutil.which("vllm", path=places)
+    """The program ``vllm``: the first on the ``PATH``, or else the one beside this Python."""
+    places = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    found = shutil.which("vllm", path=os.pathsep.join(places))
     if found is None:
         raise ValueError(
             f"{SECTION}.enable: true, but there is no program vllm on the PATH; install vllm here or in an environment "
