@@ -34,7 +34,7 @@ def add_check_reward(commands: Any, default_config: str) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Checks and prints; returns the exit code."""
     from flowgrpo_rc.cli.compose import compose
-    from flowgrpo_rc.rewards.check.expectations import EXPECTATIONS
+    from flowgrpo_rc.rewards.check.expectations import expectation
     from flowgrpo_rc.rewards.check.findings import Check, memory
     from flowgrpo_rc.rewards.mix import build_reward
 
@@ -44,7 +44,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     reward = build_reward(config)
     loaded_s = time.perf_counter() - start
     try:
-        report = Check(reward, EXPECTATIONS.get(arguments.name), arguments.pictures).run()
+        report = Check(reward, expectation(arguments.name, config), arguments.pictures).run()
     finally:
         reward.close()
     print(config.in_words())

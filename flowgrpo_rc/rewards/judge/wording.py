@@ -18,6 +18,11 @@ def placeholders(question: JudgeQuestion) -> set[str]:
     return set(_PLACEHOLDER.findall(question.words))
 
 
+def wants_target(question: JudgeQuestion) -> bool:
+    """Whether a question is about the text that the image should show."""
+    return question.parser == "ocr" or "target" in placeholders(question)
+
+
 def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
     """The words of a question about the image of one prompt, and the text that the image should show (empty where the
     question needs none).
@@ -26,7 +31,7 @@ def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: st
         ValueError: the prompt or its row of the prompt file lacks what the question needs.
     """
     names = placeholders(question)
-    target = target_text(prompt, row) if question.parser == "ocr" or "target" in names else ""
+    target = target_text(prompt, row) if wants_target(question) else ""
     if target is None:
         raise ValueError(
             f"{where}: {prompt!r} has no text in double quotes and no column ground_truth, which the judge's question "
