@@ -330,6 +330,23 @@ def test_a_function_of_verl_omnis_form_gets_its_address(notes, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "servers"),
+    # "clipscore" is here a function of the user's own, under a built-in reward's name.
+    [("judge", 1), ("mine", 1), ("clipscore", 1), ("jpeg_compressibility", 0)],
+)
+def test_check_reward_starts_the_runs_server_for_what_asks_it(name, servers, notes, tmp_path, capsys):
+    """With the overrides of a run that has a judge too."""
+    path = write(tmp_path, FUNCTION)
+    asks = [f"reward.reward_functions.{own}={{path: {path}, name: f, weight: 0.5}}" for own in ("mine", "clipscore")]
+    overrides = ["reward.functions.judge=1", "reward.judge.questions=[score]", *asks]
+    enabled = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={MODEL}"]
+    # The stub says the same of every image, which is wrong of a judge.
+    assert main(["check-reward", name, *overrides, *enabled]) == (3 if name == "judge" else 0)
+    assert f"1 x {name}" in capsys.readouterr().out
+    assert len(read(notes)) == servers
+
+
+@pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"functions": {"ocr": 1.0}}, "reward_model.enable: true, but no reward asks a model"),

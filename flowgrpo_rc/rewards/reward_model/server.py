@@ -138,8 +138,9 @@ def serving(config: RewardConfig) -> Iterator[RewardModelServer | None]:
     if not config.reward_model.enable:
         yield None
         return
+    own = [*config.own_functions(), *(name for name, function in config.observers().items() if function)]
     names = [*config.weights(), *config.observers()]
-    if "judge" not in names and all(name in REWARDS for name in names):
+    if all(name in REWARDS and name != "judge" and name not in own for name in names):
         raise ValueError(
             f"{SECTION}.enable: true, but no reward asks a model; give the judge a weight (reward.functions.judge=1 "
             "reward.judge.questions=[yes_no]), or leave it out"
