@@ -8,6 +8,7 @@ from typing import Any
 from flowgrpo_rc.cli.arguments import add_configuration
 from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig
 from flowgrpo_rc.rewards.check.pictures import SETS
+from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 NOT_AS_EXPECTED = 3
 """Exit code where an order or a range is not as expected."""
@@ -34,7 +35,7 @@ def add_check_reward(commands: Any, default_config: str) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Checks and prints; returns the exit code."""
     from flowgrpo_rc.cli.compose import compose
-    from flowgrpo_rc.rewards.check.expectations import EXPECTATIONS
+    from flowgrpo_rc.rewards.check.expectations import expectation
     from flowgrpo_rc.rewards.check.findings import Check, memory
     from flowgrpo_rc.rewards.mix import build_reward
 
@@ -44,7 +45,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     reward = build_reward(config)
     loaded_s = time.perf_counter() - start
     try:
-        report = Check(reward, EXPECTATIONS.get(arguments.name), arguments.pictures).run()
+        report = Check(reward, expectation(arguments.name, config), arguments.pictures).run()
     finally:
         reward.close()
     print(config.in_words())
@@ -66,11 +67,13 @@ def _alone(name: str, config: RewardConfig) -> RewardConfig:
     """
     custom = config.custom_reward_function
     own = config.reward_functions
+    asks_a_model = name == "judge" or name in config.own_functions()
     return replace(
         config,
         functions={} if name in config.own_functions() else {name: 1.0},
         custom_reward_function=replace(custom, weight=1.0) if name == custom.name else CustomRewardConfig(),
         reward_functions={name: {**own[name], "weight": 1.0}} if name in own else {},
         val_functions={},
+        reward_model=config.reward_model if asks_a_model else RewardModelConfig(),
         normalization=None,
     )

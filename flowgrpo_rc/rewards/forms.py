@@ -31,6 +31,14 @@ FORMS = (
 KWARGS_FIELD = "reward.custom_reward_function.reward_kwargs"
 
 
+def ground_truth(row: Mapping[str, Any]) -> Any:
+    """What an image of this row of the prompt file should show: ``reward_model.ground_truth``, where verl-omni's data
+    preparation puts it, or else the column ``ground_truth``; None where there is neither."""
+    nested = row.get("reward_model")
+    truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
+    return row.get("ground_truth") if truth is None else truth
+
+
 class Signature:
     """What a reward function declares; as text ``'name'(its, parameters)``, for messages.
 
@@ -166,10 +174,7 @@ class PerImageReward:
 
     def _columns(self, row: Mapping[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
         """What the function takes of one row of the prompt file; raises ``error`` where that is not there."""
-        nested = row.get("reward_model")
-        truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
-        truth = row.get("ground_truth") if truth is None else truth
-        found = {"data_source": row.get("data_source"), "ground_truth": truth}
+        found = {"data_source": row.get("data_source"), "ground_truth": ground_truth(row)}
         for name in self._needs:
             if found[name] is None:
                 raise error(

@@ -35,9 +35,10 @@ class Asked:
         return len(self.request["messages"]) > 1
 
 
-def said(text: str | None, tokens: dict[str, float] | None = None) -> dict[str, Any]:
+def said(text: str | None, tokens: dict[str, float] | None = None, finish_reason: str = "stop") -> dict[str, Any]:
     """The answer of a server whose judge says this; ``tokens`` are the likeliest first ones with log-probabilities."""
-    choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": None}
+    message = {"role": "assistant", "content": text}
+    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
     if tokens is not None:
         top = [{"token": token, "logprob": logprob, "bytes": None} for token, logprob in tokens.items()]
         choice["logprobs"] = {"content": [{"token": text, "logprob": 0.0, "top_logprobs": top}]}

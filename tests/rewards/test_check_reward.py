@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from fake_judge import FakeJudge
 from reward_files import write
 from reward_server import serving
 
@@ -27,13 +28,16 @@ def f(images, prompts, metadata):
 """1 for the prompt's own picture, told by its mean colour; less for others."""
 
 
+RIGHT = Expectation(order=PROMPT, low=0.0, high=1.0)
+
+
 @pytest.fixture
 def check(tmp_path, capsys, monkeypatch):
-    """``check(returned)``: exit code and verdicts, by finding, of the function ``f`` that returns this."""
+    """``check(returned)``: exit code and verdicts, by finding, of the function ``f`` that returns this, of which
+    something is expected as of a built-in reward."""
 
-    def run(returned, *overrides, expected=None):
-        expected = expected or Expectation(order=PROMPT, low=0.0, high=1.0)
-        monkeypatch.setitem(EXPECTATIONS, "f", expected)
+    def run(returned, *overrides, expected=RIGHT):
+        monkeypatch.setattr("flowgrpo_rc.rewards.check.expectations.expectation", lambda name, config: expected)
         # A file of its own for every call: one that was loaded before is not read again.
         name = f"mine{len(list(tmp_path.iterdir()))}.py"
         path = write(tmp_path, ORACLE.replace("{returned}", returned), name)
@@ -101,13 +105,58 @@ def test_quality_and_reference_are_orders_too(check):
     assert failed(check(likeness, expected=reference)) == set()
 
 
-def test_a_function_of_ones_own_is_told_and_not_judged(check, monkeypatch):
-    monkeypatch.setattr("flowgrpo_rc.rewards.check.expectations.EXPECTATIONS", {})
-    code, found = check("-closeness(images, prompts)")
-    assert code == 0
+@pytest.mark.parametrize("name", ["mine", "clipscore"])
+def test_a_function_of_ones_own_is_told_and_not_judged(name, tmp_path, capsys):
+    """Not even if a built-in reward has its name."""
+    path = write(tmp_path, ORACLE.replace("{returned}", "-closeness(images, prompts)"))
+    entry = f"{{path: {path}, name: f}}"
+    assert main(["check-reward", name, f"reward.reward_functions.{name}={entry}"]) == 0
+    found = verdicts(capsys.readouterr().out)
     assert {found[name] for name in ("order", "neighbours", "twice as large", "red and blue", "range")} == {
         "not judged"
     }
+
+
+def judge_of(questions, answer):
+    """The exit code of ``check-reward judge`` on a judge that answers with ``answer(words, picture)``, where
+    ``picture`` is what check draws, found by its image."""
+    drawn = {picture.image[::2, ::2].tobytes(): picture for picture in [*numbers(), *scenes(), *colours()]}
+
+    def judge(asked):
+        # Twice as large, a picture has every pixel twice; the blank image before the check is none of them.
+        step = asked.image.shape[0] // 128
+        picture = drawn.get(np.ascontiguousarray(asked.image[::step, ::step]).tobytes())
+        return answer(asked.words, picture) if picture else "<Score>0</Score>"
+
+    with FakeJudge(judge) as server:
+        return main(["check-reward", "judge", f"reward.judge.base_url={server.url}/v1", f"reward.judge.{questions}"])
+
+
+def test_a_judge_that_reads_texts_is_shown_texts(capsys):
+    """A judge that transcribes what stands in an image, and one that is asked whether the text is there."""
+    assert judge_of("questions=[ocr]", lambda words, picture: picture.metadata["ground_truth"]) == 0
+    found = verdicts(capsys.readouterr().out)
+    assert [found[name] for name in ("order", "twice as large")] == ["as expected"] * 2
+    assert "red and blue" not in found
+    question = "questions=[{parser: score, question: 'Does it say {target}?'}]"
+
+    def says(words, picture):
+        right = f"Does it say {picture.metadata['ground_truth']}?"
+        return f"<Score>{5 * (words == right)}</Score>"
+
+    assert judge_of(question, says) == 0
+
+
+def test_columns_of_the_run_in_a_question_to_a_judge(capsys):
+    """The pictures have no such columns: their names stand for their values."""
+    question = "questions=[{parser: score, question: '{prompt}, {count} times?'}]"
+
+    def fits(words, picture):
+        right = f"{picture.prompt}, count times?"
+        return f"<Score>{5 * (words == right)}</Score>"
+
+    assert judge_of(question, fits) == 0
+    assert verdicts(capsys.readouterr().out)["red and blue"] == "as expected"
 
 
 def test_a_server_is_checked_like_a_function(tmp_path, capsys, monkeypatch):

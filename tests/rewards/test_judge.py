@@ -100,7 +100,8 @@ def test_images_are_resized_by_their_longest_side(size, shape):
 def test_the_probability_of_yes():
     def judge(asked):
         yes = 0.1 * (1 + number_of(asked.image) % 8)
-        return said("Yes", {"Yes": math.log(yes / 2), " yes": math.log(yes / 2), "No": math.log(0.9 - yes / 2)})
+        tokens = {"Yes": math.log(yes / 2), " yes": math.log(yes / 2), "No": math.log(0.9 - yes / 2)}
+        return said("Yes", tokens, finish_reason="length")  # one token is all that is asked for
 
     with FakeJudge(judge) as server:
         total = server.reward(["yes_no"])(numbered(8), prompts(8)).total
@@ -208,6 +209,38 @@ def test_and_then_it_is_an_error_that_names_prompt_and_answer():
         ):
             reward(numbered(2), prompts(2))
     assert len(server.calls) == 2 + 4
+
+
+CUT_OFF = {
+    "no text": said(None, finish_reason="length"),
+    "refused": said("", finish_reason="content_filter"),
+    "thoughts": said("<think>I see 0, but"),
+    "half": said("a sign that <Score>5</Score> 0", finish_reason="length"),
+}
+
+
+@pytest.mark.parametrize("parser", ["ocr", "score"])
+@pytest.mark.parametrize("kind", CUT_OFF)
+def test_an_answer_that_is_cut_off_is_asked_again_and_never_scored(parser, kind):
+    """Not even by ``ocr``, whose answers have no form: the transcript of nothing would be a 0."""
+    whole = {"ocr": "0", "score": "<Score>5</Score>"}[parser]
+
+    def judge(asked):
+        number = number_of(asked.image)
+        blank = asked.image[0, 0, 2] == BLANK
+        return CUT_OFF[kind] if not blank and (number == 1 or not asked.again) else whole
+
+    with FakeJudge(judge) as server:
+        reward = server.reward([parser])
+        np.testing.assert_array_equal(reward(numbered(1), prompts(1)).total, np.float32([1.0]))
+        with pytest.raises(RewardError, match=r"asked twice, for sample 1, .*: it was refused, or cut off at its"):
+            reward(numbered(2), prompts(2))
+
+
+def test_an_image_without_text_is_an_answer():
+    with FakeJudge(lambda asked: "") as server:
+        np.testing.assert_array_equal(server.reward(["ocr"])(numbered(1), prompts(1)).total, np.float32([0.0]))
+    assert not any(asked.again for asked in server.asked)
 
 
 def test_a_server_without_log_probabilities():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -120,7 +121,24 @@ def test_neither_yes_nor_no(tokens):
 def test_what_a_model_thinks_first_is_passed_over():
     text = b'{"choices": [{"message": {"content": "<think><Score>1</Score></think> <Score>5</Score>"}}]}'
     assert read_answer(text) == Answer("<Score>5</Score>", None)
-    assert read_answer(b'{"choices": [{"message": {"content": null}}]}') == Answer("", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "finish_reason", "answer"),
+    [
+        (None, "length", Answer("", complete=False)),
+        (None, "stop", Answer("", complete=False)),
+        ("", "content_filter", Answer("", complete=False)),
+        ("4", "length", Answer("4", complete=False)),
+        ("<think>I see 42", "stop", Answer("<think>I see 42", complete=False)),
+        ("<think>no</think> <think>I see 42", "stop", Answer("<think>I see 42", complete=False)),
+        ("", "stop", Answer("")),
+        ("42", None, Answer("42")),
+    ],
+)
+def test_whether_a_judge_said_everything(content, finish_reason, answer):
+    choice = {"message": {"content": content}, "finish_reason": finish_reason}
+    assert read_answer(json.dumps({"choices": [choice]}).encode()) == answer
 
 
 @pytest.mark.parametrize(
@@ -192,6 +210,8 @@ def test_placeholders():
         ({"ground_truth": "column"}, "column"),
         ({"reward_model": {"ground_truth": "nested"}}, "nested"),
         ({"reward_model": {"style": "rule"}}, "quoted"),
+        ({"reward_model": {"style": "rule"}, "ground_truth": "column"}, "column"),
+        ({"reward_model": {"ground_truth": "nested"}, "ground_truth": "column"}, "nested"),
         ({"ground_truth": " "}, "quoted"),
         ({"ground_truth": 3}, "quoted"),
     ],

@@ -21,6 +21,7 @@ from test_reward_run import TINY, error_lines, rows
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import RewardConfig, build_reward
 from flowgrpo_rc.rewards.reward_model import server as server_module
+from flowgrpo_rc.rewards.reward_model import sharing
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 STUB = Path(__file__).with_name("stub_vllm.py")
@@ -146,6 +147,20 @@ def test_a_server_that_ends_before_it_answers(notes, monkeypatch):
     assert_ends(note["pid"], note["worker"])
 
 
+def test_a_server_that_dies_in_the_middle_leaves_its_log(notes, capsys):
+    reward = build_reward(config())
+    (note,) = read(notes)
+    os.kill(note["pid"], signal.SIGTERM)
+    reward.server._process.wait(20)
+    reward.close()
+    reward.close()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "starting" not in line]
+    said, _, log = line.partition("; its log: ")
+    # What Python makes of -15, the server's own.
+    assert said == f"reward.reward_model: vllm serve {MODEL} ended with code {-signal.SIGTERM % 256}"
+    assert Path(log).read_text() == "loading the model\n"
+
+
 def test_a_server_that_does_not_answer_in_time(notes):
     with pytest.raises(
         ValueError, match=r"did not answer within reward\.reward_model\.start_timeout_s=0.01 s; the end"
@@ -160,6 +175,17 @@ def test_no_vllm(monkeypatch):
         ValueError, match=r"^reward\.reward_model\.enable: true, but there is no program vllm on the PATH"
     ):
         build_reward(config())
+
+
+def test_vllm_on_the_path_comes_before_the_one_beside_this_python(notes, tmp_path, monkeypatch):
+    beside = tmp_path / "env" / "vllm"
+    beside.parent.mkdir()
+    beside.write_text("#!/bin/sh\n")
+    beside.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
+    assert server_module._program() == str(tmp_path / "bin" / "vllm")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert server_module._program() == str(beside)
 
 
 RUN = """
@@ -246,6 +272,44 @@ def test_processes_of_one_launcher_share_a_server(notes, monkeypatch):
         build_reward(config(start_timeout_s=0.3))
 
 
+def leave(monkeypatch, **identity):
+    """An address of a first process whose number, or time of start, is not what it was."""
+    with monkeypatch.context() as before:
+        for name, value in identity.items():
+            before.setattr(sharing if name == "_started" else os, name, lambda *_, value=value: value)
+        sharing.tell("127.0.0.1:9")
+
+
+def test_a_process_that_has_not_started_the_server_says_who_has_its_log(monkeypatch):
+    sharing.tell("127.0.0.1:9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match=r"start_timeout_s=0.2 s; the first process of the run on this machine has"):
+        build_reward(config(start_timeout_s=0.2))
+
+
+@pytest.mark.parametrize(
+    "identity",
+    # A process of that number has ended; a later one has the number again.
+    [{"getpid": 2**22 + 1, "_started": "5"}, {"_started": "5"}],
+    ids=["gone", "number used again"],
+)
+def test_an_address_that_a_killed_run_left_behind_is_not_taken(identity, monkeypatch):
+    leave(monkeypatch, **identity)
+    with pytest.raises(ValueError, match=r"the first process of the run did not start its server within 0.2 s"):
+        sharing.wait_for(0.2)
+    sharing.tell("127.0.0.1:8000")
+    assert sharing.wait_for(0.2) == "127.0.0.1:8000"
+
+
+def test_an_address_of_a_living_process_is_taken_on_systems_without_proc(monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    sharing.tell("127.0.0.1:8000")
+    assert sharing.wait_for(0.2) == "127.0.0.1:8000"
+    leave(monkeypatch, getpid=2**22 + 1, _started="alive")
+    with pytest.raises(ValueError, match="did not start its server"):
+        sharing.wait_for(0.2)
+
+
 FUNCTION = """
 def f(data_source, solution_image, ground_truth, extra_info, reward_router_address, model_name=None):
     import urllib.request
@@ -263,6 +327,23 @@ def test_a_function_of_verl_omnis_form_gets_its_address(notes, tmp_path):
     (note,) = read(notes)
     assert result.info["f"]["address"] == [f"127.0.0.1:{note['arguments'][5]}"] * 3
     reward.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "servers"),
+    # "clipscore" is here a function of the user's own, under a built-in reward's name.
+    [("judge", 1), ("mine", 1), ("clipscore", 1), ("jpeg_compressibility", 0)],
+)
+def test_check_reward_starts_the_runs_server_for_what_asks_it(name, servers, notes, tmp_path, capsys):
+    """With the overrides of a run that has a judge too."""
+    path = write(tmp_path, FUNCTION)
+    asks = [f"reward.reward_functions.{own}={{path: {path}, name: f, weight: 0.5}}" for own in ("mine", "clipscore")]
+    overrides = ["reward.functions.judge=1", "reward.judge.questions=[score]", *asks]
+    enabled = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={MODEL}"]
+    # The stub says the same of every image, which is wrong of a judge.
+    assert main(["check-reward", name, *overrides, *enabled]) == (3 if name == "judge" else 0)
+    assert f"1 x {name}" in capsys.readouterr().out
+    assert len(read(notes)) == servers
 
 
 @pytest.mark.parametrize(
@@ -291,6 +372,10 @@ def test_what_does_not_go_together(notes, settings, told):
         ({"devices": []}, r"devices: got \[\]"),
         ({"devices": [-1]}, r"devices: got \[-1\]"),
         ({"extra_args": ["--api-key=sk-secret"]}, "extra_args: leave --api-key out"),
+        ({"extra_args": ["--api_key", "sk-secret"]}, "extra_args: leave --api-key out"),
+        ({"extra_args": ["--enforce-eager", "--port", "8000"]}, "extra_args: leave --port out"),
+        ({"extra_args": ["--host=0.0.0.0"]}, "extra_args: leave --host out"),
+        ({"extra_args": ["--served_model_name=judge"]}, "extra_args: leave --served-model-name out"),
         ({"start_timeout_s": 0}, "start_timeout_s: got 0"),
     ],
 )

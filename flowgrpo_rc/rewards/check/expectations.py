@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from flowgrpo_rc.rewards.config import RewardConfig
+from flowgrpo_rc.rewards.judge.config import JudgeConfig
+from flowgrpo_rc.rewards.judge.wording import placeholders, wants_target
 
 PROMPT = "prompt"
 """A picture scores higher with its own prompt than with those of others."""
@@ -24,6 +28,8 @@ class Expectation:
     """No score lies outside, by the reward's formula."""
     pictures: str = "scenes"
     """Which set of ``pictures.SETS`` it is made for."""
+    columns: frozenset[str] = frozenset()
+    """Columns of the prompt file that it reads; a picture's row that lacks one gets its name as its value."""
 
 
 EXPECTATIONS = {
@@ -41,3 +47,19 @@ EXPECTATIONS = {
     "judge": Expectation(order=PROMPT, low=0.0, high=1.0),
 }
 """Name of a built-in reward -> what it should do."""
+
+
+def expectation(name: str, config: RewardConfig) -> Expectation | None:
+    """What the reward of this name should do in a run of this configuration; None where that is not known, as of every
+    function of the user's own, whatever it is called."""
+    if name in config.own_functions():
+        return None
+    known = EXPECTATIONS.get(name)
+    return _of_judge(known, config.judge) if known is not None and name == "judge" else known
+
+
+def _of_judge(judge: Expectation, config: JudgeConfig) -> Expectation:
+    """With pictures that show a text where a question asks for one, and with the columns of all questions."""
+    pictures = "numbers" if any(map(wants_target, config.questions)) else judge.pictures
+    columns = frozenset[str]().union(*map(placeholders, config.questions))
+    return replace(judge, pictures=pictures, columns=columns)

@@ -116,7 +116,9 @@ class Check:
         return images, prompts, [self._row(picture) for _ in pictures for picture in pictures]
 
     def _row(self, picture: Picture) -> dict[str, Any]:
-        return {**picture.metadata, "images": [picture.image]} if self._order == REFERENCE else dict(picture.metadata)
+        row: dict[str, Any] = {name: name for name in self._expected.columns} if self._expected else {}
+        row |= picture.metadata
+        return row | {"images": [picture.image]} if self._order == REFERENCE else row
 
     def _score(self, images: np.ndarray, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         scores = self._reward(images, prompts, [dict(row) for row in rows]).parts[self.name]

@@ -21,6 +21,8 @@ from flowgrpo_rc.rewards.judge.questions import FORMS
 JPEG_QUALITY = 95
 TOP_LOGPROBS = 20
 """Likeliest first tokens that are asked for; the most that servers give unless told otherwise."""
+CUT_OFF = ("length", "content_filter")
+"""Values of ``finish_reason`` of an answer that was ended before the judge had said everything."""
 REPEATED = 2000
 """Characters of an unreadable answer that the judge is shown again."""
 
@@ -84,9 +86,11 @@ def read_answer(text: bytes) -> Answer:
         ) from None
     if not isinstance(words, str | None):
         raise ValueError(f"answers with a message that is {type(words).__name__} and not text")
-    # A model that thinks first may show it.
+    said = words is not None and choice.get("finish_reason") not in CUT_OFF
+    # A model that thinks first may show it. If it never stops, all of its words are thoughts.
     words = re.sub(r"^.*</think>", "", words or "", flags=re.DOTALL).strip()
-    return Answer(words, None if choice.get("logprobs") is None else _first_tokens(choice))
+    complete = said and not words.startswith("<think>")
+    return Answer(words, None if choice.get("logprobs") is None else _first_tokens(choice), complete)
 
 
 def _first_tokens(choice: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -29,6 +29,8 @@ class Answer:
     """Its words, without those that it thought beforehand."""
     first_tokens: Sequence[tuple[str, float]] | None = None
     """The likeliest first tokens with their log-probabilities; None where the server gives none."""
+    complete: bool = True
+    """Whether the judge said everything: false where it was cut off, refused, or came no further than its thoughts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,5 +250,8 @@ def _read(asked: _Asked, answer: Answer) -> _Judged:
             f"{asked.where}: the server answers without the log-probabilities of the first token, which the parser "
             "'yes_no' reads; use a server that gives them, or another parser"
         )
+    # The first token is all that yes_no asks for, so that every answer to it is cut off.
+    if not answer.complete and asked.question.parser != "yes_no":
+        raise UnreadableAnswer("it was refused, or cut off at its length limit (max_tokens) or within its thoughts")
     wanted = Wanted(scale=asked.question.scale, target=asked.target)
     return _Judged(PARSERS[asked.question.parser](answer, wanted), answer.text)

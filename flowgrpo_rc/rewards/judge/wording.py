@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from flowgrpo_rc.rewards.forms import ground_truth
 from flowgrpo_rc.rewards.judge.config import JudgeQuestion
 from flowgrpo_rc.rewards.ocr import quoted_target
 
@@ -17,6 +18,11 @@ def placeholders(question: JudgeQuestion) -> set[str]:
     return set(_PLACEHOLDER.findall(question.words))
 
 
+def wants_target(question: JudgeQuestion) -> bool:
+    """Whether a question is about the text that the image should show."""
+    return question.parser == "ocr" or "target" in placeholders(question)
+
+
 def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
     """The words of a question about the image of one prompt, and the text that the image should show (empty where the
     question needs none).
@@ -25,7 +31,7 @@ def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: st
         ValueError: the prompt or its row of the prompt file lacks what the question needs.
     """
     names = placeholders(question)
-    target = target_text(prompt, row) if question.parser == "ocr" or "target" in names else ""
+    target = target_text(prompt, row) if wants_target(question) else ""
     if target is None:
         raise ValueError(
             f"{where}: {prompt!r} has no text in double quotes and no column ground_truth, which the judge's question "
@@ -43,8 +49,7 @@ def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: st
 
 
 def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
-    """The text that an image should show: the row's ground truth, as verl-omni's data preparation lays it out, or what
-    stands in double quotes in the prompt. None where there is neither."""
-    nested = row.get("reward_model")
-    truth = nested.get("ground_truth") if isinstance(nested, Mapping) else row.get("ground_truth")
+    """The text that an image should show: the row's ground truth, where it is text, or what stands in double quotes in
+    the prompt. None where there is neither."""
+    truth = ground_truth(row)
     return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)

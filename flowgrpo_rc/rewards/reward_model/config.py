@@ -9,6 +9,13 @@ from flowgrpo_rc.field_docs import documented_fields
 
 SECTION = "reward.reward_model"
 ENGINES = ("vllm",)
+REFUSED_ARGUMENTS = {
+    "--api-key": "which would stand in config.yaml; the server listens on this machine alone",
+    "--host": "since the server must listen on 127.0.0.1, where the run asks it",
+    "--port": "since the run gives the server a free one, where it asks it",
+    "--served-model-name": "since the run asks for the model by reward.reward_model.model_path",
+}
+"""Arguments of ``vllm serve`` that cannot be among ``extra_args``, and why."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -76,7 +83,9 @@ class RewardModelConfig:
     train on, or leave room beside the training with ``rollout.gpu_memory_utilization``."""
 
     extra_args: list[str] = field(default_factory=list)
-    """Further arguments of ``vllm serve``, e.g. ``[--trust-remote-code]``."""
+    """Further arguments of ``vllm serve``, e.g. ``[--trust-remote-code]``. ``--host``, ``--port``,
+    ``--served-model-name`` and ``--api-key`` are refused: the run says itself where the server listens and what the
+    model is called."""
 
     start_timeout_s: float = 1800.0
     """Longest time in seconds that the server may take to start, with the download of the model."""
@@ -94,11 +103,11 @@ class RewardModelConfig:
             )
         if self.devices is not None and (not self.devices or min(self.devices) < 0):
             raise ValueError(f"{SECTION}.devices: got {self.devices}; give numbers of GPUs from 0, e.g. [3], or null")
-        if any(argument.startswith("--api-key") for argument in self.extra_args):
-            raise ValueError(
-                f"{SECTION}.extra_args: leave --api-key out, which would stand in config.yaml; the server listens on "
-                "this machine alone"
-            )
+        # vllm takes underscores for hyphens.
+        given = {argument.partition("=")[0].replace("_", "-") for argument in self.extra_args}
+        for name, reason in REFUSED_ARGUMENTS.items():
+            if name in given:
+                raise ValueError(f"{SECTION}.extra_args: leave {name} out, {reason}")
 
     def arguments(self, port: int) -> list[str]:
         """The arguments of ``vllm``."""

@@ -110,19 +110,21 @@ class RewardModelServer:
                 env=_environment(self.config.devices),
                 start_new_session=True,  # Ctrl-C in the terminal is the run's, which may still want scores
             )
-        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.log)
+        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.log, self.model)
         address = f"127.0.0.1:{port}"
         if sharing.has_peers():
             sharing.tell(address)
         return address
 
     def _failure(self, what: str) -> ValueError:
-        """With what the server said last, before its log is removed."""
-        text = "" if self.log is None else self.log.read_text(errors="replace")
-        lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+        """With what the server said last, before its log may be removed."""
+        told = f"{SECTION}: vllm serve {self.model} {what}"
+        if self.log is None:
+            return ValueError(f"{told}; the first process of the run on this machine has its log")
+        lines = [" ".join(line.split()) for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         said = " | ".join(lines[-LOG_LINES:])[-LOG_CHARACTERS:]
         self.close()
-        return ValueError(f"{SECTION}: vllm serve {self.model} {what}; the end of its log: {said or 'it is empty'}")
+        return ValueError(f"{told}; the end of its log: {said or 'it is empty'}")
 
 
 @contextmanager
@@ -136,8 +138,9 @@ def serving(config: RewardConfig) -> Iterator[RewardModelServer | None]:
     if not config.reward_model.enable:
         yield None
         return
+    own = [*config.own_functions(), *(name for name, function in config.observers().items() if function)]
     names = [*config.weights(), *config.observers()]
-    if "judge" not in names and all(name in REWARDS for name in names):
+    if all(name in REWARDS and name != "judge" and name not in own for name in names):
         raise ValueError(
             f"{SECTION}.enable: true, but no reward asks a model; give the judge a weight (reward.functions.judge=1 "
             "reward.judge.questions=[yes_no]), or leave it out"
@@ -171,9 +174,9 @@ def asking(judge: JudgeConfig, server: RewardModelServer | None) -> Iterator[Non
 
 
 def _program() -> str:
-    """The program ``vllm``, of this Python's environment before any other."""
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    found = shutil.which("vllm", path=os.environ.get("PATH")) or shutil.which("vllm", path=places)
+    """The program ``vllm``: the first on the ``PATH``, or else the one beside this Python."""
+    places = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    found = shutil.which("vllm", path=os.pathsep.join(places))
     if found is None:
         raise ValueError(
             f"{SECTION}.enable: true, but there is no program vllm on the PATH; install vllm here or in an environment "
@@ -204,14 +207,19 @@ def _environment(devices: list[int] | None) -> dict[str, str]:
     return own
 
 
-def _end(process: subprocess.Popen[bytes], owner: int, log: Path) -> None:
+def _end(process: subprocess.Popen[bytes], owner: int, log: Path, model: str) -> None:
+    """End the server and remove its log. Of a server that has ended by itself the log stays, since it says why."""
     if os.getpid() != owner:
         return  # in a fork's child, whose parent still needs the server
+    died = process.poll() is not None
     process.terminate()
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    log.unlink(missing_ok=True)
+    if died:
+        print(f"{SECTION}: vllm serve {model} ended with code {process.returncode}; its log: {log}", file=sys.stderr)
+    else:
+        log.unlink(missing_ok=True)
     sharing.forget()

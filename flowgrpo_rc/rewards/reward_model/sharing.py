@@ -22,11 +22,12 @@ def has_peers() -> bool:
 
 
 def tell(address: str) -> None:
-    """Write the address where the other processes look for it."""
+    """Write the address where the other processes look for it, with who wrote it."""
     file = _file()
+    pid = os.getpid()
     descriptor, name = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(descriptor, "w") as stream:
-        stream.write(address)
+        stream.write(f"{address} {pid} {_started(pid)}")
     os.replace(name, file)
 
 
@@ -37,7 +38,7 @@ def forget() -> None:
 
 
 def wait_for(timeout_s: float) -> str:
-    """The address that the first process has told.
+    """The address that the first process has told; not what one that was killed has left behind.
 
     Raises:
         ValueError: it told none in time.
@@ -45,12 +46,27 @@ def wait_for(timeout_s: float) -> str:
     file = _file()
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             # Anybody may write into the folder; nobody else may send our images somewhere.
             if file.stat().st_uid == os.getuid():
-                return file.read_text()
+                address, pid, started = file.read_text().split()
+                if _started(int(pid)) == started:
+                    return address
         time.sleep(0.1)
     raise ValueError(f"{SECTION}: the first process of the run did not start its server within {timeout_s:g} s")
+
+
+def _started(pid: int) -> str:
+    """When the process was started: in clock ticks since the machine was, or "alive" where the system has no /proc.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    if Path("/proc/self/stat").exists():
+        # Field 22. The second is the program's name in brackets, which may hold spaces and brackets of its own.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[22 - 3]
+    os.kill(pid, 0)
+    return "alive"
 
 
 def _file() -> Path:
