@@ -57,6 +57,22 @@ def joined(parts: Sequence[Scores]) -> Scores:
     return np.concatenate([scores for scores, _ in parts]), info
 
 
+def check_parts(name: str, parts: Sequence[Scores]) -> None:
+    """That the reward function ``name`` reported the same keys of ``PARTS`` for all parts of a batch.
+
+    Raises:
+        AnswerError: it did not, so that there is no mean over the batch.
+    """
+    count = sum(len(scores) for scores, _ in parts)
+    for key in dict.fromkeys(key for _, info in parts for key in info if key.startswith(PARTS)):
+        reported = sum(len(scores) for scores, info in parts if key in info)
+        if reported < count:
+            raise AnswerError(
+                f"reward function {name!r} returned info[{brief_repr(key)}] for {reported} of {count} images of a "
+                f"batch; its mean is logged, so report {key} for every image"
+            )
+
+
 def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
     """Scores and info; a pair of two numbers is two scores."""
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):

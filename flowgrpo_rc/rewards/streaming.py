@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import Scores, joined
+from flowgrpo_rc.rewards.answer import Scores, check_parts, joined
 from flowgrpo_rc.rewards.errors import RewardError
 from flowgrpo_rc.rewards.isolation.process_state import ProcessState
 from flowgrpo_rc.rewards.mix import RewardMix, RewardResult
@@ -69,7 +69,10 @@ class PartialScoring:
         while self.scored < len(images):
             self.add(images[self.scored : self.scored + self._part], drawing=False)
         begin = time.perf_counter()
-        found = {name: joined(parts) for name, parts in self._found.items()}
+        found = {}
+        for name, parts in self._found.items():
+            check_parts(name, parts)
+            found[name] = joined(parts)
         for name in self._mix.functions:
             if name not in found:
                 found[name] = self._mix.score(name, images, self._prompts, self._metadata)

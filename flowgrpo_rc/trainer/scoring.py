@@ -1,6 +1,6 @@
 """The rewards of one rollout, scored while its images are drawn where the reward functions allow it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -8,8 +8,27 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.rewards import PartialScoring, RewardMix, RewardResult, ScoringThread
+from flowgrpo_rc.rewards import PartialScoring, RewardError, RewardMix, RewardResult, ScoringThread
+from flowgrpo_rc.rewards.answer import PARTS
 from flowgrpo_rc.rollout import RolloutSyncError
+
+
+def names_of_all(named: Sequence[Collection[str]]) -> list[str]:
+    """The names that rewards and parts of rewards go by, from those of each process or image; the order is the first's.
+
+    Raises:
+        RewardError: they differ, so that there is no mean over all images. Every process that is given the same names
+            raises it.
+    """
+    first = list(named[0])
+    scattered = sorted(set(first).union(*named) - set(first).intersection(*named))
+    if scattered:
+        function, _, part = scattered[0].partition("/")
+        raise RewardError(
+            f"reward function {function!r} reported {PARTS}{part} in some processes only; its mean over all of them is "
+            f"logged, so report {PARTS}{part} for every image"
+        )
+    return first
 
 
 class RolloutScoring:

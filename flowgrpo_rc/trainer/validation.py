@@ -15,6 +15,7 @@ from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.run_folder import write_whole
 from flowgrpo_rc.trainer.dumps import DumpedImage
+from flowgrpo_rc.trainer.scoring import names_of_all
 from flowgrpo_rc.trainer.setup import Run
 
 CELL = 96
@@ -55,6 +56,9 @@ def validate(
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
+
+    Raises:
+        RewardError: a function failed, or did not report the same parts of its score for all images.
     """
     from accelerate.utils import gather_object
 
@@ -66,7 +70,8 @@ def validate(
     scored = gather_object(_score(run, conditioning, generate, drawn, len(own), keep))
     scored.sort(key=itemgetter(0))
     rewards = [one for _, one, _ in scored]
-    metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in rewards[0]}
+    names = names_of_all(rewards)
+    metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in names}
     return metrics, [sample for _, _, sample in scored if sample is not None]
 
 

@@ -90,6 +90,20 @@ def test_a_key_that_a_part_lacks_is_none_there() -> None:
     assert scoring.result(IMAGES[:5]).info["one"]["odd"] == [3, 3, 3, None, None]
 
 
+def test_a_part_of_the_score_that_not_every_call_reports_is_an_error() -> None:
+    def sometimes(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
+        info = {"part/always": [0.5] * len(prompts)}
+        return [0.5] * len(prompts), info if len(prompts) < 3 else info | {"part/x": [0.5] * len(prompts)}
+
+    sometimes.streams = True  # type: ignore[attr-defined]
+    mix = RewardMix({"f": sometimes}, {"f": 1.0})
+    even = PartialScoring(mix, PROMPTS[:6], METADATA[:6], part=3).result(IMAGES[:6])
+    assert even.inner_parts["f/x"].tolist() == [0.5] * 6
+    says = r"reward function 'f' returned info\['part/x'\] for 6 of 7 images .*; .* report part/x for every image"
+    with pytest.raises(RewardError, match=says):
+        PartialScoring(mix, PROMPTS, METADATA, part=3).result(IMAGES)
+
+
 def test_what_streams_says_so() -> None:
     class Asked:
         streams = True
