@@ -1,7 +1,6 @@
 """The rewards of one rollout, scored while its images are drawn where the reward functions allow it."""
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +30,20 @@ def names_of_all(named: Sequence[Collection[str]]) -> list[str]:
     return first
 
 
+def _as_here() -> Callable[[], None]:
+    """To be called in another thread, where rewards then compute as they would in this one: with as many threads, and
+    on the same GPU. Every thread has a current GPU of its own and begins with the machine's first."""
+    threads = torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def prepare() -> None:
+        torch.set_num_threads(threads)
+        if device is not None:
+            torch.cuda.set_device(device)
+
+    return prepare
+
+
 class RolloutScoring:
     """Takes the images of a rollout as they come, and gives their rewards when all are there and proven; a context,
     which a failure inside leaves without waiting for a score.
@@ -45,9 +58,7 @@ class RolloutScoring:
     def __init__(self, mix: RewardMix, records: Sequence[PromptRecord], part: int, overlaps: bool) -> None:
         prompts = [record.prompt for record in records]
         self._scoring = PartialScoring(mix, prompts, [record.metadata for record in records], part)
-        # As many threads as the main one has, so that a reward computes what it would there.
-        prepare = partial(torch.set_num_threads, torch.get_num_threads())
-        self._thread = ScoringThread(self._scoring, prepare) if overlaps and mix.streaming else None
+        self._thread = ScoringThread(self._scoring, _as_here()) if overlaps and mix.streaming else None
         self._drawn: list[np.ndarray] = []
 
     def take(self, rows: Tensor, images: Tensor) -> None:
