@@ -10,6 +10,7 @@ import torch
 
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.rewards import PartialScoring, RewardMix, RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
@@ -90,9 +91,8 @@ def _score(
         return []
     shown = run.config.trainer.log_val_generations
     records = _records(run, drawn[:kept])
-    asked = [record.prompt for record in records], [record.metadata for record in records]
-    reward = run.reward(images, *asked)
-    results = [reward] if run.observers is None else [reward, run.observers(images, *asked)]
+    reward = _reward(run, run.reward, images, records)
+    results = [reward] if run.observers is None else [reward, _reward(run, run.observers, images, records)]
     scores = {name: values for one in results for name, values in (one.parts | one.inner_parts).items()}
     texts = reward.texts or [None] * kept
     scored = []
@@ -103,6 +103,14 @@ def _score(
         keep(DumpedImage(index, images[i], records[i].prompt, _seed(run, index), total, parts))
         scored.append((index, {"mean": total} | parts, sample))
     return scored
+
+
+def _reward(run: Run, mix: RewardMix, images: np.ndarray, records: list[PromptRecord]) -> RewardResult:
+    """The rewards of these images. Functions that stream get as many in a call as in training, for deadlines count for
+    each call."""
+    prompts = [record.prompt for record in records]
+    part = run.config.actor_rollout_ref.rollout.micro_batch_size
+    return PartialScoring(mix, prompts, [record.metadata for record in records], part).result(images)
 
 
 def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]) -> np.ndarray:

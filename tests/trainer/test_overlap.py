@@ -86,7 +86,7 @@ def test_overlapped_runs_are_serial_ones_to_the_digit(small_config, scorers, tmp
     assert [call[:4] for call in calls] == [call[:4] for call in serial_calls]
     sizes = [(who, size) for who, size, *_ in calls]
     step = [("part", 5), ("part", 5), ("part", 5), ("part", 1), ("whole", 16)]
-    validation = [("whole", 4), ("part", 4)]
+    validation = [("part", 4), ("whole", 4)]
     assert sizes == [*validation, *step, *step, *validation]
     threads = {(who, thread) for who, size, _, _, thread in calls if size != 4}
     assert threads == {("part", "reward scoring"), ("whole", "MainThread")}
