@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo_rc.rewards.config import METRIC_NAME
 from flowgrpo_rc.rewards.errors import AnswerError, brief_repr, exception_text
 
 WANTED = "return one float per image, or (floats, info dict)"
@@ -22,6 +23,9 @@ CAPTIONS = "text"
 
 PARTS = "part/"
 """Begins the keys of ``info`` that hold numbers which a function's score is made of. A run logs their means."""
+
+_NO_NUMBER = (TypeError, ValueError, OverflowError, RuntimeError)
+"""What numpy, torch and ``_entry`` raise for what is no number; torch's ``NotImplementedError`` is a RuntimeError."""
 
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
@@ -53,6 +57,22 @@ def joined(parts: Sequence[Scores]) -> Scores:
     return np.concatenate([scores for scores, _ in parts]), info
 
 
+def check_parts(name: str, parts: Sequence[Scores]) -> None:
+    """That the reward function ``name`` reported the same keys of ``PARTS`` for all parts of a batch.
+
+    Raises:
+        AnswerError: it did not, so that there is no mean over the batch.
+    """
+    count = sum(len(scores) for scores, _ in parts)
+    for key in dict.fromkeys(key for _, info in parts for key in info if key.startswith(PARTS)):
+        reported = sum(len(scores) for scores, info in parts if key in info)
+        if reported < count:
+            raise AnswerError(
+                f"reward function {name!r} returned info[{brief_repr(key)}] for {reported} of {count} images of a "
+                f"batch; its mean is logged, so report {key} for every image"
+            )
+
+
 def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
     """Scores and info; a pair of two numbers is two scores."""
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
@@ -74,7 +94,7 @@ def _numbers(returned: str, scores: Any) -> np.ndarray:
         values = _array(scores)
         if values.dtype.kind not in "biuf":
             raise TypeError(f"its type is {values.dtype}")
-    except (TypeError, ValueError, OverflowError, RuntimeError, NotImplementedError) as error:
+    except _NO_NUMBER as error:
         raise AnswerError(
             f"{returned} {kind} that does not convert to floats ({exception_text(error)}); {WANTED}"
         ) from error
@@ -160,8 +180,26 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
             raise AnswerError(
                 f"{where}[{index}] = {brief_repr(entry)}; it captions the samples, so every entry must be a string"
             )
-        if key.startswith(PARTS) and not (isinstance(entry, int | float) and np.isfinite(entry)):
+    return _part_numbers(where, key, entries) if key.startswith(PARTS) else entries
+
+
+def _part_numbers(where: str, key: str, entries: list[Any]) -> list[float]:
+    """The entries under a key of ``PARTS``, which may be whatever counts as a number in a list of scores."""
+    name = key.removeprefix(PARTS)
+    if not METRIC_NAME.fullmatch(name):
+        raise AnswerError(
+            f"{where}; what follows {PARTS} becomes part of a metric's name: give it the letters a to z, digits and "
+            "underscores"
+        )
+    numbers = []
+    for index, entry in enumerate(entries):
+        try:
+            number = np.asarray(_entry(index, entry), np.float64)
+        except _NO_NUMBER:
+            number = np.asarray(np.nan)
+        if number.shape or not np.isfinite(number):
             raise AnswerError(
                 f"{where}[{index}] = {brief_repr(entry)}; its mean is logged, so every entry must be a finite number"
             )
-    return entries
+        numbers.append(float(number))
+    return numbers

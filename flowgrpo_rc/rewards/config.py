@@ -24,6 +24,9 @@ STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction"
 """What a run logs as ``reward/...`` about the total, beside ``reward/<name>`` and ``reward/std/<name>`` of every
 function: no function may have one of these names."""
 
+METRIC_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+"""What every tracker can store as one level of a metric's name: a function's, or that of a part of its score."""
+
 NORMALIZATIONS = ("group",)
 """How several rewards may be normalised before they are weighted."""
 
@@ -345,7 +348,7 @@ def check_name(field_name: str, name: str) -> None:
             f"{field_name}: got {name!r}, but the run logs reward/{name} about the total; rename your function, or "
             f"give it a second name in its file (my_{name} = {name})"
         )
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+    if not METRIC_NAME.fullmatch(name):
         raise ValueError(
             f"{field_name}: got {name!r}, which becomes the metric reward/{name}; give your function a name of "
             "the letters a to z, digits and underscores"

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import Scores, joined
+from flowgrpo_rc.rewards.answer import Scores, check_parts, joined
 from flowgrpo_rc.rewards.errors import RewardError
 from flowgrpo_rc.rewards.isolation.process_state import ProcessState
+from flowgrpo_rc.rewards.isolation.user_code import changed_while_drawing
 from flowgrpo_rc.rewards.mix import RewardMix, RewardResult
 
 
@@ -38,8 +39,8 @@ class PartialScoring:
         self._found: dict[str, list[Scores]] = {name: [] for name in mix.streaming}
         self.scored = 0
         """How many images the streaming functions have scored, from the first on."""
-        self.has_foreign_code = any(name not in mix.builtin for name in mix.streaming)
-        """Whether a function that streams is not this package's own."""
+        self.foreign = [name for name in mix.streaming if name not in mix.builtin]
+        """The functions that stream and are not this package's own."""
         self.seconds = 0.0
         """Time spent in reward functions so far."""
 
@@ -47,7 +48,7 @@ class PartialScoring:
         """Score the next images with every function that streams.
 
         ``drawing``: the caller's thread is not the one that draws, so that what a function changes in the process
-        cannot be set back here.
+        cannot be set back here; what it changes for the caller's thread alone is an error.
 
         Raises:
             RewardError: see ``RewardMix``.
@@ -69,7 +70,10 @@ class PartialScoring:
         while self.scored < len(images):
             self.add(images[self.scored : self.scored + self._part], drawing=False)
         begin = time.perf_counter()
-        found = {name: joined(parts) for name, parts in self._found.items()}
+        found = {}
+        for name, parts in self._found.items():
+            check_parts(name, parts)
+            found[name] = joined(parts)
         for name in self._mix.functions:
             if name not in found:
                 found[name] = self._mix.score(name, images, self._prompts, self._metadata)
@@ -95,7 +99,8 @@ class ScoringThread:
         self._parts: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._abandoned = False
-        self._before = ProcessState() if scoring.has_foreign_code else None
+        # What belongs to the scoring thread, only that thread can see: it looks after every call.
+        self._before = ProcessState(of_thread=False) if scoring.foreign else None
         self._thread = threading.Thread(target=self._work, name="reward scoring", daemon=True)
         self._thread.start()
 
@@ -121,11 +126,8 @@ class ScoringThread:
             raise self._error
         changed, stuck = ([], []) if self._before is None else self._before.restore()
         if changed or stuck:
-            raise RewardError(
-                f"a reward function with streams = True changed {', '.join([*changed, *stuck])} while images were "
-                "drawn, which rests on it; leave it as it is, or take streams from the function, which is then called "
-                "when all images are drawn"
-            )
+            named = " or ".join(map(repr, self._scoring.foreign))
+            raise RewardError(changed_while_drawing(f"reward function {named}", [*changed, *stuck]))
 
     def abandon(self) -> None:
         """Score nothing more; what is being scored is left to itself."""

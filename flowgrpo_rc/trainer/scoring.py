@@ -1,15 +1,47 @@
 """The rewards of one rollout, scored while its images are drawn where the reward functions allow it."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.rewards import PartialScoring, RewardMix, RewardResult, ScoringThread
+from flowgrpo_rc.rewards import PartialScoring, RewardError, RewardMix, RewardResult, ScoringThread
+from flowgrpo_rc.rewards.answer import PARTS
 from flowgrpo_rc.rollout import RolloutSyncError
+
+
+def names_of_all(named: Sequence[Collection[str]]) -> list[str]:
+    """The names that rewards and parts of rewards go by, from those of each process or image; the order is the first's.
+
+    Raises:
+        RewardError: they differ, so that there is no mean over all images. Every process that is given the same names
+            raises it.
+    """
+    first = list(named[0])
+    scattered = sorted(set(first).union(*named) - set(first).intersection(*named))
+    if scattered:
+        function, _, part = scattered[0].partition("/")
+        raise RewardError(
+            f"reward function {function!r} reported {PARTS}{part} in some processes only; its mean over all of them is "
+            f"logged, so report {PARTS}{part} for every image"
+        )
+    return first
+
+
+def _as_here() -> Callable[[], None]:
+    """To be called in another thread, where rewards then compute as they would in this one: with as many threads, and
+    on the same GPU. Every thread has a current GPU of its own and begins with the machine's first."""
+    threads = torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def prepare() -> None:
+        torch.set_num_threads(threads)
+        if device is not None:
+            torch.cuda.set_device(device)
+
+    return prepare
 
 
 class RolloutScoring:
@@ -26,9 +58,7 @@ class RolloutScoring:
     def __init__(self, mix: RewardMix, records: Sequence[PromptRecord], part: int, overlaps: bool) -> None:
         prompts = [record.prompt for record in records]
         self._scoring = PartialScoring(mix, prompts, [record.metadata for record in records], part)
-        # As many threads as the main one has, so that a reward computes what it would there.
-        prepare = partial(torch.set_num_threads, torch.get_num_threads())
-        self._thread = ScoringThread(self._scoring, prepare) if overlaps and mix.streaming else None
+        self._thread = ScoringThread(self._scoring, _as_here()) if overlaps and mix.streaming else None
         self._drawn: list[np.ndarray] = []
 
     def take(self, rows: Tensor, images: Tensor) -> None:

@@ -47,7 +47,7 @@ from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
-from flowgrpo_rc.trainer.scoring import RolloutScoring
+from flowgrpo_rc.trainer.scoring import RolloutScoring, names_of_all
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import save_grid, validate
@@ -232,11 +232,16 @@ class FlowGRPOTrainer:
         return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
 
     def _reward_statistics(self, result: RewardResult) -> dict[str, float]:
-        """Statistics of the rewards over all processes: of the total, and mean and deviation of every part."""
+        """Statistics of the rewards over all processes: of the total, and mean and deviation of every part.
+
+        Raises:
+            RewardError: the processes' functions do not report the same parts of their scores.
+        """
         columns = {"mean": result.total} | result.parts | result.inner_parts
-        gathered = self._gather(torch.from_numpy(np.stack(list(columns.values()), axis=1)).double())
-        metrics = {f"reward/{name}": float(v) for name, v in zip(columns, gathered.mean(0), strict=True)}
-        scores = dict(zip(columns, gathered.unbind(1), strict=True))
+        names = names_of_all(gather_object([list(columns)]))
+        gathered = self._gather(torch.from_numpy(np.stack([columns[name] for name in names], axis=1)).double())
+        metrics = {f"reward/{name}": float(v) for name, v in zip(names, gathered.mean(0), strict=True)}
+        scores = dict(zip(names, gathered.unbind(1), strict=True))
         for name in result.parts:
             metrics[f"reward/std/{name}"] = float(scores[name].std(correction=0))
         total = scores["mean"]

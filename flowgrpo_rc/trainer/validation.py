@@ -10,11 +10,13 @@ import torch
 
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.rewards import PartialScoring, RewardMix, RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.run_folder import write_whole
 from flowgrpo_rc.trainer.dumps import DumpedImage
+from flowgrpo_rc.trainer.scoring import names_of_all
 from flowgrpo_rc.trainer.setup import Run
 
 CELL = 96
@@ -55,6 +57,9 @@ def validate(
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
+
+    Raises:
+        RewardError: a function failed, or did not report the same parts of its score for all images.
     """
     from accelerate.utils import gather_object
 
@@ -66,7 +71,8 @@ def validate(
     scored = gather_object(_score(run, conditioning, generate, drawn, len(own), keep))
     scored.sort(key=itemgetter(0))
     rewards = [one for _, one, _ in scored]
-    metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in rewards[0]}
+    names = names_of_all(rewards)
+    metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in names}
     return metrics, [sample for _, _, sample in scored if sample is not None]
 
 
@@ -85,9 +91,8 @@ def _score(
         return []
     shown = run.config.trainer.log_val_generations
     records = _records(run, drawn[:kept])
-    asked = [record.prompt for record in records], [record.metadata for record in records]
-    reward = run.reward(images, *asked)
-    results = [reward] if run.observers is None else [reward, run.observers(images, *asked)]
+    reward = _reward(run, run.reward, images, records)
+    results = [reward] if run.observers is None else [reward, _reward(run, run.observers, images, records)]
     scores = {name: values for one in results for name, values in (one.parts | one.inner_parts).items()}
     texts = reward.texts or [None] * kept
     scored = []
@@ -98,6 +103,14 @@ def _score(
         keep(DumpedImage(index, images[i], records[i].prompt, _seed(run, index), total, parts))
         scored.append((index, {"mean": total} | parts, sample))
     return scored
+
+
+def _reward(run: Run, mix: RewardMix, images: np.ndarray, records: list[PromptRecord]) -> RewardResult:
+    """The rewards of these images. Functions that stream get as many in a call as in training, for deadlines count for
+    each call."""
+    prompts = [record.prompt for record in records]
+    part = run.config.actor_rollout_ref.rollout.micro_batch_size
+    return PartialScoring(mix, prompts, [record.metadata for record in records], part).result(images)
 
 
 def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]) -> np.ndarray:

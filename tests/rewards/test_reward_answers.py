@@ -132,6 +132,13 @@ def test_everything_else_is_refused(answer: Any, told: str) -> None:
         ({"text": ["x", None, "z"]}, r"info\['text'\]\[1\] = None; .*must be a string"),
         ({"text": [1, 2, 3]}, r"info\['text'\]\[0\] = 1; .*must be a string"),
         ({1: [1, 2, 3]}, "info with the key 1; its keys must be strings"),
+        ({"part/a": [1, None, 3]}, r"info\['part/a'\]\[1\] = None; .*must be a finite number"),
+        ({"part/a": [1, 2, np.float32("nan")]}, r"info\['part/a'\]\[2\] = .*nan.*must be a finite number"),
+        ({"part/a": [[1.0], [2.0], [3.0]]}, r"info\['part/a'\]\[0\] = \[1\.0\]; .*must be a finite number"),
+        ({"part/a": ["1", "2", "3"]}, r"info\['part/a'\]\[0\] = '1'; .*must be a finite number"),
+        ({"part/": [1, 2, 3]}, r"info\['part/'\]; what follows part/ becomes part of a metric's name"),
+        ({"part/a/b": [1, 2, 3]}, r"info\['part/a/b'\]; what follows part/ becomes part of a metric's name"),
+        ({"part/two words": [1, 2, 3]}, r"info\['part/two words'\]; what follows part/ becomes part"),
     ],
 )
 def test_info_has_an_entry_for_every_image(info: Any, told: str) -> None:
@@ -146,6 +153,23 @@ def test_info_may_be_arrays_and_tensors() -> None:
         "b": [[0.0, 0.0]] * 3,
         "c": ["x", None, 1],
     }
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [np.float32(1), np.int8(2), np.array(3)],
+        [torch.tensor(1.0), torch.tensor(2.0, requires_grad=True), 3],
+        [Decimal(1), Fraction(2), 3],
+        np.array([1, 2, 3], np.float16),
+        torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16),
+    ],
+)
+def test_parts_of_a_score_are_read_as_scores_are(numbers: Any) -> None:
+    result = mix_of(([1, 2, 3], {"part/a": numbers}))(IMAGES, PROMPTS)
+    assert result.info["f"]["part/a"] == [1.0, 2.0, 3.0]
+    assert {type(number) for number in result.info["f"]["part/a"]} == {float}
+    np.testing.assert_array_equal(result.inner_parts["f/a"], [1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(

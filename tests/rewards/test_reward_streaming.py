@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,20 @@ def test_a_key_that_a_part_lacks_is_none_there() -> None:
     assert scoring.result(IMAGES[:5]).info["one"]["odd"] == [3, 3, 3, None, None]
 
 
+def test_a_part_of_the_score_that_not_every_call_reports_is_an_error() -> None:
+    def sometimes(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
+        info = {"part/always": [0.5] * len(prompts)}
+        return [0.5] * len(prompts), info if len(prompts) < 3 else info | {"part/x": [0.5] * len(prompts)}
+
+    sometimes.streams = True  # type: ignore[attr-defined]
+    mix = RewardMix({"f": sometimes}, {"f": 1.0})
+    even = PartialScoring(mix, PROMPTS[:6], METADATA[:6], part=3).result(IMAGES[:6])
+    assert even.inner_parts["f/x"].tolist() == [0.5] * 6
+    says = r"reward function 'f' returned info\['part/x'\] for 6 of 7 images .*; .* report part/x for every image"
+    with pytest.raises(RewardError, match=says):
+        PartialScoring(mix, PROMPTS, METADATA, part=3).result(IMAGES)
+
+
 def test_what_streams_says_so() -> None:
     class Asked:
         streams = True
@@ -135,13 +151,28 @@ def test_a_failure_in_the_thread_comes_out_where_it_is_waited_for(tmp_path: Path
         thread.take(IMAGES[3:6])
 
 
-def test_what_a_function_of_one_s_own_changes_while_images_are_drawn_is_an_error(tmp_path: Path) -> None:
-    mix = streaming_file(tmp_path, "torch.set_default_dtype(torch.float64)\nreturn [1.0] * len(prompts)")
-    thread = ScoringThread(PartialScoring(mix, PROMPTS, METADATA, 3), lambda: None)
+@pytest.mark.parametrize(
+    ("change", "read", "what"),
+    [
+        ("torch.set_default_dtype(torch.float64)", torch.get_default_dtype, "torch's default dtype"),
+        ("torch.set_grad_enabled(False)", torch.is_grad_enabled, "torch's gradient mode"),
+        ("torch.set_default_device('meta')", torch.get_default_device, "torch's default device"),
+        ("torch.set_autocast_enabled('cpu', True)", partial(torch.is_autocast_enabled, "cpu"), "torch's autocast"),
+        ("torch.set_num_threads(3)", torch.get_num_threads, "torch's number of threads"),
+        ("np.seterr(all='raise')", np.geterr, "numpy's error state"),
+    ],
+)
+def test_what_a_function_of_one_s_own_changes_while_images_are_drawn_is_an_error(
+    tmp_path: Path, change: str, read: Callable[[], Any], what: str
+) -> None:
+    """Also what belongs to the thread that scores, which the one that draws cannot see."""
+    mix = streaming_file(tmp_path, f"{change}\nreturn [1.0] * len(prompts)")
+    before = read()
+    thread = ScoringThread(PartialScoring(mix, PROMPTS, METADATA, 3), partial(torch.set_num_threads, 2))
     thread.take(IMAGES[:3])
-    with pytest.raises(RewardError, match=r"streams = True changed torch's default dtype while images were drawn"):
+    with pytest.raises(RewardError, match=f"function 'f' with streams = True changed {what}.* while images were drawn"):
         thread.wait()
-    assert torch.get_default_dtype() is torch.float32
+    assert read() == before
 
 
 def test_nothing_more_is_scored_once_it_is_abandoned() -> None:

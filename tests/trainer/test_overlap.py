@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from flowgrpo_rc.rewards import RewardError
+from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.rewards import RewardError, RewardMix
 from flowgrpo_rc.rollout import RolloutSyncError, diffusers_engine
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.scoring import RolloutScoring
 
 WAIT_S = 60
 """So long a scorer waits for the engine before the test fails."""
@@ -83,7 +86,7 @@ def test_overlapped_runs_are_serial_ones_to_the_digit(small_config, scorers, tmp
     assert [call[:4] for call in calls] == [call[:4] for call in serial_calls]
     sizes = [(who, size) for who, size, *_ in calls]
     step = [("part", 5), ("part", 5), ("part", 5), ("part", 1), ("whole", 16)]
-    validation = [("whole", 4), ("part", 4)]
+    validation = [("part", 4), ("whole", 4)]
     assert sizes == [*validation, *step, *step, *validation]
     threads = {(who, thread) for who, size, _, _, thread in calls if size != 4}
     assert threads == {("part", "reward scoring"), ("whole", "MainThread")}
@@ -168,6 +171,33 @@ def _ended(threads):
         if thread.name == "reward scoring":
             thread.join(WAIT_S)
     return threads
+
+
+@pytest.mark.parametrize("on_a_gpu", [True, False])
+def test_the_thread_that_scores_is_on_the_gpu_of_the_one_that_draws(monkeypatch, on_a_gpu):
+    """Each thread has a current device of its own, and begins with the first."""
+    devices, threads, calls = threading.local(), torch.get_num_threads(), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_a_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(devices, "current", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(devices, "current", device))
+
+    def score(images, prompts, metadata):
+        place = threading.current_thread().name
+        calls.append((place, torch.cuda.current_device() if on_a_gpu else None, torch.get_num_threads()))
+        return [0.0] * len(images)
+
+    score.streams = True
+    if on_a_gpu:
+        torch.cuda.set_device(3)
+    torch.set_num_threads(threads + 2)
+    try:
+        scoring = RolloutScoring(RewardMix({"f": score}, {"f": 1.0}), [PromptRecord(prompt="a")] * 2, 2, overlaps=True)
+        images = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
+        scoring.take(torch.arange(2), images)
+        scoring.result(images.numpy())
+    finally:
+        torch.set_num_threads(threads)
+    assert calls == [("reward scoring", 3 if on_a_gpu else None, threads + 2)]
 
 
 def test_work_is_counted_beside_the_stages(small_config, scorers):

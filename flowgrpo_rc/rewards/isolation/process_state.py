@@ -36,6 +36,8 @@ class _Setting:
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], object]
+    of_thread: bool = False
+    """Whether each thread has a value of its own, which no other thread sees or can set back."""
 
     def has(self, value: Any) -> bool:
         """Whether it has this value now; no where it cannot be read, as of a working folder that is gone."""
@@ -46,11 +48,17 @@ class _Setting:
 
 
 class ProcessState:
-    """The settings as they are when it is made; torch's only where torch is loaded."""
+    """The settings as they are when it is made; torch's only where torch is loaded.
 
-    def __init__(self) -> None:
+    Args:
+        of_thread: only those that each thread has for itself (True), or only those of the process (False).
+    """
+
+    def __init__(self, of_thread: bool | None = None) -> None:
         self._before: list[tuple[_Setting, Any]] = []
         for setting in _settings():
+            if of_thread not in (None, setting.of_thread):
+                continue
             with suppress(Exception):  # this version of a library does not tell it
                 self._before.append((setting, setting.read()))
 
@@ -72,7 +80,7 @@ def _settings() -> Iterator[_Setting]:
     yield _Setting("the mode mask of new files", _umask, os.umask)
     yield _Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
     yield _Setting("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
-    yield _Setting("numpy's error state", np.geterr, lambda state: np.seterr(**state))
+    yield _Setting("numpy's error state", np.geterr, lambda state: np.seterr(**state), of_thread=True)
     yield _Setting("the warning filters that raise", _raising_filters, _remove_raising_filters)
     for name in ("stdin", "stdout", "stderr"):
         yield _stream(name)
@@ -133,7 +141,7 @@ def _signals() -> Iterator[_Setting]:
             yield _Setting(name, partial(signal.getsignal, number), partial(signal.signal, number))
     if hasattr(signal, "pthread_sigmask"):
         read = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [])
-        yield _Setting("the blocked signals", read, partial(signal.pthread_sigmask, signal.SIG_SETMASK))
+        yield _Setting("the blocked signals", read, partial(signal.pthread_sigmask, signal.SIG_SETMASK), of_thread=True)
     for timer in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
         number = getattr(signal, timer, None)
         # One that was running before the call has run on meanwhile.
@@ -147,13 +155,15 @@ def _is_pending(timer: int) -> bool:
 
 def _torch_settings(torch: Any) -> Iterator[_Setting]:
     # Before the gradient mode: entering and leaving inference mode sets that too.
-    yield _Setting("torch's inference mode", torch.is_inference_mode_enabled, partial(_set_inference_mode, torch))
-    yield _Setting("torch's gradient mode", torch.is_grad_enabled, torch.set_grad_enabled)
+    set_inference_mode = partial(_set_inference_mode, torch)
+    yield _Setting("torch's inference mode", torch.is_inference_mode_enabled, set_inference_mode, of_thread=True)
+    yield _Setting("torch's gradient mode", torch.is_grad_enabled, torch.set_grad_enabled, of_thread=True)
     yield _Setting("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Setting(
         "torch's default device",
         torch.get_default_device,
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        of_thread=True,
     )
     yield _Setting(
         "torch.use_deterministic_algorithms",
@@ -164,10 +174,11 @@ def _torch_settings(torch: Any) -> Iterator[_Setting]:
     yield _Setting(
         "torch's float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     )
-    yield _Setting("torch.set_flush_denormal", _flushes_denormals, torch.set_flush_denormal)
+    yield _Setting("torch.set_flush_denormal", _flushes_denormals, torch.set_flush_denormal, of_thread=True)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        yield _Setting("torch's current CUDA device", torch.cuda.current_device, torch.cuda.set_device)
-    yield _Setting("torch's number of threads", torch.get_num_threads, torch.set_num_threads)
+        read = torch.cuda.current_device
+        yield _Setting("torch's current CUDA device", read, torch.cuda.set_device, of_thread=True)
+    yield _Setting("torch's number of threads", torch.get_num_threads, torch.set_num_threads, of_thread=True)
     cudnn = torch.backends.cudnn
     for flag in ("enabled", "benchmark", "deterministic", "allow_tf32"):
         yield _Setting(f"torch.backends.cudnn.{flag}", partial(getattr, cudnn, flag), partial(setattr, cudnn, flag))
@@ -178,9 +189,11 @@ def _torch_settings(torch: Any) -> Iterator[_Setting]:
             yield _Setting(f"torch's {kernel} attention kernel", read, write)
     for device in ("cpu", "cuda"):
         read = partial(torch.is_autocast_enabled, device)
-        yield _Setting(f"torch's autocast on {device}", read, partial(torch.set_autocast_enabled, device))
+        write = partial(torch.set_autocast_enabled, device)
+        yield _Setting(f"torch's autocast on {device}", read, write, of_thread=True)
         read = partial(torch.get_autocast_dtype, device)
-        yield _Setting(f"torch's autocast dtype on {device}", read, partial(torch.set_autocast_dtype, device))
+        write = partial(torch.set_autocast_dtype, device)
+        yield _Setting(f"torch's autocast dtype on {device}", read, write, of_thread=True)
 
 
 def _flushes_denormals() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -44,7 +44,8 @@ class UserCode:
 
     sets_back: bool = True
     """Whether what a call changes in the process is set back. Not where another thread of the process works meanwhile:
-    what that one changes and sets back itself would be taken for the call's."""
+    what that one changes and sets back itself would be taken for the call's. Then only the settings of the call's own
+    thread are looked at, and a change of them is an error."""
 
     _warned: set[str] = field(default_factory=set)
 
@@ -54,17 +55,17 @@ class UserCode:
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
             Exception: of the class ``error``: the code raised, did not return in time, or left something changed that
-                cannot be set back.
+                cannot be set back, or that it must not change in this thread.
         """
         result = None
         raised = None
         with Watch(self.timeout_s, self._describe_overrun, self.exit_code) as watch:
-            before = ProcessState() if self.sets_back else None
+            before = ProcessState() if self.sets_back else ProcessState(of_thread=True)
             try:
                 result = watch.call(function, *args)
             except BaseException as error:
                 raised = error
-            changed, stuck = ([], []) if before is None else before.restore()
+            changed, stuck = before.restore()
         if watch.stopped is not None:
             raise watch.stopped
         if watch.expired is not None:
@@ -80,6 +81,8 @@ class UserCode:
                 f"{self.what} changed {', '.join(stuck)}, which cannot be set back and which training rests on; "
                 "leave it as it is"
             )
+        if changed and not self.sets_back:
+            raise self.error(changed_while_drawing(self.what, changed))
         new = [name for name in changed if name not in self._warned]
         if new:
             self._warned.update(new)
@@ -100,6 +103,14 @@ class UserCode:
             f"{self.what} did not return within {TIMEOUT_FIELD}={self.timeout_s:g} s; it was"
             f"{place or ' at an unknown place'}. Mend it, or for a slow one raise {TIMEOUT_FIELD} (null for no limit)"
         )
+
+
+def changed_while_drawing(who: str, settings: Sequence[str]) -> str:
+    """The message for reward functions that changed these settings while another thread drew images."""
+    return (
+        f"{who} with streams = True changed {', '.join(settings)} while images were drawn; leave it as it is, or take "
+        "streams from the function, which is then called when all images are drawn"
+    )
 
 
 def _remedy(error: BaseException) -> str:
