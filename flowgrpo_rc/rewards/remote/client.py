@@ -64,14 +64,6 @@ class RemoteReward:
         info = {key: [entry for one in infos for entry in one[key]] for key in shared}
         return np.concatenate([scores for scores, _ in checked]), info
 
-    def check_metadata(self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
-        """Raise ``ValueError`` for the first row that the protocol cannot send."""
-        for row, source in zip(metadata, sources, strict=True):
-            try:
-                self._protocol.write_request(protocols.Request(files=[], prompts=[""], metadata=[dict(row)]))
-            except protocols.ProtocolError as error:
-                raise ValueError(f"{source}: its columns go to {SECTION}.{self.name}, and {error}") from error
-
     def check_prompts(
         self,
         prompts: Sequence[str],
@@ -80,11 +72,15 @@ class RemoteReward:
         sources: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Have a grey image scored for the first prompt, so that a server that is not there shows before training.
+        """Refuse rows that the protocol cannot send, and have a grey image scored for the first prompt, so that a
+        server that is not there shows before training; see ``RewardMix.check_prompts``.
 
         Raises:
-            ValueError: the server did not give a score; names the field, the address and what it did.
+            ValueError: names the row; or the server did not give a score: names the field, the address and what it did.
         """
+        if metadata is not None:
+            named = [f"prompt {index}" for index in range(len(metadata))] if sources is None else sources
+            self._check_rows(metadata, named)
         height, width = image_size or (64, 64)
         image = np.full((1, height, width, 3), 128, np.uint8)
         try:
@@ -93,6 +89,14 @@ class RemoteReward:
             raise ValueError(
                 f"{SECTION}.{self.name}.url: the server does not score a grey image for the first prompt: {error}"
             ) from error
+
+    def _check_rows(self, rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
+        """Raise ``ValueError`` for the first row that the protocol cannot send."""
+        for row, source in zip(rows, sources, strict=True):
+            try:
+                self._protocol.write_request(protocols.Request(files=[], prompts=[""], metadata=[dict(row)]))
+            except protocols.ProtocolError as error:
+                raise ValueError(f"{source}: its columns go to {SECTION}.{self.name}, and {error}") from error
 
     def _request(self, part: slice, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> HTTPRequest:
         # Made when its turn comes: not all batches are in memory at once.
