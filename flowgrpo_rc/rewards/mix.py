@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -137,9 +138,14 @@ class RewardMix:
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
 
     def close(self) -> None:
-        """End what was started to score; the functions that need it cannot be called any more."""
-        if self.server is not None:
-            self.server.close()
+        """End what was started to score: worker processes of built-in rewards, and the server of the reward model. The
+        functions that need it cannot be called any more; once is enough."""
+        with ExitStack() as ended:
+            if self.server is not None:
+                ended.callback(self.server.close)
+            for name in self.builtin:
+                if close := getattr(self.functions[name].function, "close", None):
+                    ended.callback(close)
 
     def score(
         self,
@@ -255,7 +261,9 @@ def build_observers(config: RewardConfig, server: RewardModelServer | None = Non
     with asking(config.judge, server):
         own = _load_own({name: f for name, f in named.items() if f is not None}, config, server)
         functions = {name: own[name] if name in own else _builtin(name, config) for name in named}
-    return RewardMix(functions, dict.fromkeys(named, 0.0), config.timeout_s) if functions else None
+    if not functions:
+        return None
+    return RewardMix(functions, dict.fromkeys(named, 0.0), config.timeout_s, builtin=functions.keys() - own.keys())
 
 
 def _load_own(
