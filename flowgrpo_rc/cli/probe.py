@@ -64,6 +64,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         arguments.phase = TRAINING
         try:
             with failing_together(trainer.folder.close):
+                trainer.run.end_rewards()  # a probe scores nothing
                 result = run_probe(trainer.probed_run(), images, most)
                 # A launcher ends all processes where one ends with a verdict that is not 0.
                 said = _write(out, result) if trainer.accelerator.is_main_process else []

@@ -160,10 +160,19 @@ class PerImageReward:
         keys = dict.fromkeys(key for _, info in parts for key in info)
         return [score for score, _ in parts], {key: [info.get(key) for _, info in parts] for key in keys}
 
-    def check_metadata(self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
-        """Raise ``ValueError`` for the first row that lacks a column which the function needs."""
-        for row, source in zip(metadata, sources, strict=True):
-            self._columns(row, source, ValueError)
+    def check_prompts(
+        self,
+        prompts: Sequence[str],
+        *,
+        image_size: tuple[int, int] | None,
+        sources: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Raise ``ValueError`` for the first row of ``metadata`` that lacks a column which the function needs; see
+        ``RewardMix.check_prompts``."""
+        if metadata is not None:
+            for row, source in zip(metadata, sources, strict=True):
+                self._columns(row, source, ValueError)
 
     def _arguments(self, image: np.ndarray, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -137,9 +138,14 @@ class RewardMix:
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
 
     def close(self) -> None:
-        """End what was started to score; the functions that need it cannot be called any more."""
-        if self.server is not None:
-            self.server.close()
+        """End what was started to score: worker processes of built-in rewards, and the server of the reward model. The
+        functions that need it cannot be called any more; once is enough."""
+        with ExitStack() as ended:
+            if self.server is not None:
+                ended.callback(self.server.close)
+            for name in self.builtin:
+                if close := getattr(self.functions[name].function, "close", None):
+                    ended.callback(close)
 
     def score(
         self,
@@ -198,26 +204,29 @@ class RewardMix:
     ) -> None:
         """Let every function that can refuse prompts do so before training, as ``OCRReward.check_prompts`` does.
 
-        ``metadata`` are the prompts' other columns, for the functions that need some, such as
-        ``SimilarityReward.check_metadata``; by default not looked at.
+        Args:
+            prompts: any number of prompts.
+            image_size: (height, width) in pixels of the images to come, if known.
+            sources: where each prompt comes from, e.g. ``train.txt:3``; by default its index.
+            metadata: the prompts' other columns, for the functions that need some; by default not looked at.
 
         Raises:
             ValueError: a function cannot score one of the prompts.
         """
         named = [f"prompt {index}" for index in range(len(prompts))] if sources is None else list(sources)
+        known = {"image_size": image_size, "sources": named, "metadata": metadata}
         for name, function in self.functions.items():
+            if isinstance(function, PerImageReward):
+                function.check_prompts(prompts, **known)
             # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
             code = replace(self._code[name], error=ValueError, exit_code=REFUSED)
-            checked = function if isinstance(function, PerImageReward) else function.function
-            check = code.run(getattr, checked, "check_metadata", None)
-            if metadata is not None and callable(check):
-                code.run(check, metadata, named, passing=ValueError)
             check = code.run(getattr, function.function, "check_prompts", None)
-            if callable(check):
-                told: dict[str, Any] = {"image_size": image_size, "sources": sources}
-                if "metadata" in inspect.signature(check).parameters:
-                    told["metadata"] = metadata
-                code.run(partial(check, **told), list(prompts), passing=ValueError)
+            if not callable(check):
+                continue
+            told = dict(known)
+            if name not in self.builtin and not code.run(_declares, check, "metadata"):
+                del told["metadata"]
+            code.run(partial(check, **told), list(prompts), passing=ValueError)
 
 
 def build_reward(config: RewardConfig | None = None) -> RewardMix:
@@ -252,7 +261,9 @@ def build_observers(config: RewardConfig, server: RewardModelServer | None = Non
     with asking(config.judge, server):
         own = _load_own({name: f for name, f in named.items() if f is not None}, config, server)
         functions = {name: own[name] if name in own else _builtin(name, config) for name in named}
-    return RewardMix(functions, dict.fromkeys(named, 0.0), config.timeout_s) if functions else None
+    if not functions:
+        return None
+    return RewardMix(functions, dict.fromkeys(named, 0.0), config.timeout_s, builtin=functions.keys() - own.keys())
 
 
 def _load_own(
@@ -273,6 +284,15 @@ def _builtin(name: str, config: RewardConfig) -> Any:
 def _streams(function: RewardFunction) -> bool:
     """Whether a function, or the class of an object, has ``streams = True``; read without running any of its code."""
     return inspect.getattr_static(function, "streams", False) is True
+
+
+def _declares(function: Callable[..., Any], parameter: str) -> bool:
+    """Whether a function has a parameter of this name, or takes any; False where Python cannot read its signature."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return parameter in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _file_of(function: RewardFunction) -> str | None:

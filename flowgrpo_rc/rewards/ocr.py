@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -147,6 +147,7 @@ class OCRReward:
         *,
         image_size: tuple[int, int] | None = None,
         sources: Sequence[str] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Refuse prompts that this reward cannot score. Needs no image, so it can run before training.
 
@@ -154,6 +155,7 @@ class OCRReward:
             prompts: any number of prompts.
             image_size: (height, width) in pixels of the images to come, if known.
             sources: where each prompt comes from, e.g. ``train.txt:3``; by default its index is named.
+            metadata: is not used.
 
         Raises:
             ValueError: names the prompt, where it stands, and what to do.

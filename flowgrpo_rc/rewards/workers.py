@@ -12,11 +12,26 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flowgrpo_rc.rewards.answer import joined
+
+_ROOT = str(Path(__file__).parents[2])
+"""The folder that holds this package."""
+_PROGRAM = f"""
+import sys
+elsewhere = [folder for folder in sys.path if folder]
+sys.path = [{_ROOT!r}, *elsewhere]
+import flowgrpo_rc
+sys.path = [*elsewhere, {_ROOT!r}]
+from flowgrpo_rc.rewards.worker_process import main
+main()
+"""
+"""What a worker process runs. Python puts the working folder, as an empty text, first on its path: a file ``queue.py``
+of the user's there would be imported in place of the library's. The package is the trainer's own, wherever it lies."""
 
 _RAISED_ALIKE = {"ImportError": ImportError, "ModuleNotFoundError": ImportError, "ValueError": ValueError}
 """Exceptions of a worker that are raised as what they are; all others become a ``RuntimeError`` that names theirs."""
@@ -83,7 +98,7 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self._name = name
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flowgrpo_rc.rewards.worker_process"],
+            [sys.executable, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the trainer's to answer
@@ -94,7 +109,7 @@ class _Worker:
         try:
             self.process.stdin.write(pickle.dumps(call))
             self.process.stdin.flush()
-        except OSError:
+        except (OSError, ValueError):  # the latter where the file is closed, since the processes have been ended
             self._raise_ended()
 
     def receive(self) -> Any:

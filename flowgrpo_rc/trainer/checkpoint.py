@@ -132,13 +132,14 @@ def check_fingerprint(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
 
 
 def _check_rewards(here: Mapping[str, str], there: Mapping[str, str], folder: Path) -> None:
-    """Raise ``CheckpointError`` where a scorer of both runs has other weights. A run may go on with other rewards."""
+    """Raise ``CheckpointError`` where a scorer of both runs has other weights, or the same in another dtype. A run may
+    go on with other rewards."""
     for name in sorted(here.keys() & there.keys()):
         if here[name] != there[name]:
             raise CheckpointError(
-                f"{folder} was trained with other weights of the reward {name!r} ({there[name]!r:.300} there, "
-                f"{here[name]!r:.300} here). Give the same weights in reward.{name}.model_path, or use "
-                "trainer.resume_mode=disable to start afresh"
+                f"{folder} was trained with other weights or another dtype of the reward {name!r} "
+                f"({there[name]!r:.300} there, {here[name]!r:.300} here). Give the same in reward.{name}'s settings, "
+                "or use trainer.resume_mode=disable to start afresh"
             )
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -44,15 +45,40 @@ class Run:
 
     def __init__(self, config: FlowGRPOConfig, project_dir: str) -> None:
         self.config = config
-        trainer = config.trainer
         lora = config.actor_rollout_ref.model
-        _check_trackers(trainer.logger)
+        _check_trackers(config.trainer.logger)
         check_engine(config.actor_rollout_ref.rollout.name)
         pipeline_class = check_pipeline(lora.path)
         _check_guidance(config, pipeline_class)
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
         self._read_prompts()
+        self.reward = build_reward(config.reward)
+        self.observers: RewardMix | None = None
+        """The scorers that only look, in validation; ``None`` where there are none."""
+        try:
+            self._prepare(pipeline_class, project_dir)
+        except BaseException:
+            self.end_rewards()
+            raise
+
+    def end_rewards(self) -> None:
+        """End what rewards have started beside the run: the server of a reward model, worker processes."""
+        with ExitStack() as ended:
+            ended.callback(self.reward.close)
+            if self.observers is not None:
+                ended.callback(self.observers.close)
+
+    def _prepare(self, pipeline_class: str, project_dir: str) -> None:
+        """All that comes after the rewards have been made; they must be able to score each prompt."""
+        config = self.config
+        trainer = config.trainer
+        lora = config.actor_rollout_ref.model
+        self.observers = build_observers(config.reward, self.reward.server)
+        for one in self.prompt_sets:
+            _check_prompts(self.reward, one)
+        if self.observers is not None and self.val_prompts:
+            _check_prompts(self.observers, self.prompt_sets[-1])
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
         config.check_processes(self.accelerator.num_processes)
@@ -88,20 +114,11 @@ class Run:
         return None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)
 
     def _read_prompts(self) -> None:
-        """The prompts and the reward, which must be able to score each of them."""
+        """The prompts of training and validation, and in which order they come."""
         data = self.config.data
         self.train_prompts, self.val_prompts = read_prompts(self.config)
         self.prompt_sets = prompt_sets(self.config, self.train_prompts, self.val_prompts)
         self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
-        self.reward = build_reward(self.config.reward)
-        self.end_rewards = self.reward.close
-        """Ends what rewards have started beside the run, such as the server of a reward model."""
-        self.observers = build_observers(self.config.reward, self.reward.server)
-        """The scorers that only look, in validation; ``None`` where there are none."""
-        for one in self.prompt_sets:
-            _check_prompts(self.reward, one)
-        if self.observers is not None and self.val_prompts:
-            _check_prompts(self.observers, self.prompt_sets[-1])
 
     def _load_model(self) -> None:
         """The model, which must take what is asked of it, and what works with it: encoder, engine and actor.

@@ -10,6 +10,7 @@ import pytest
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.cli import probe_folder
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.trainer.setup import Run
 
 RC = "algorithm.rollout_correction"
 LOSS = "actor_rollout_ref.actor.diffusion_loss"
@@ -321,3 +322,17 @@ def test_files_are_readable_by_others(tmp_path, plain):
     mask = os.umask(0)
     os.umask(mask)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
+
+
+def test_rewards_are_ended_before_anything_is_measured(probe, monkeypatch):
+    """A probe scores nothing, and the server of a reward model holds memory of the GPUs."""
+    events = []
+
+    def measure(*_):
+        events.append("measured")
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr(Run, "end_rewards", lambda run: events.append("ended"))
+    monkeypatch.setattr("flowgrpo_rc.gap.probe.run_probe", measure)
+    assert probe("--images", "2")[0] == 1
+    assert events == ["ended", "measured"]

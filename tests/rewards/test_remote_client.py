@@ -325,12 +325,37 @@ def test_the_first_prompt_is_asked_with_its_columns_and_size():
     assert (image == 128).all()
 
 
-def test_columns_that_json_cannot_hold_are_refused_with_their_row():
-    match = "^train.jsonl:2: its columns go to reward.remote.far, and this cannot be written as JSON"
+def test_a_column_that_json_cannot_hold_is_named_with_its_row_and_what_to_do():
+    match = (
+        r"^train.jsonl:2: the column 'x' cannot be sent to the server: this cannot be written as JSON \(Object of type "
+        r"bytes is not JSON serializable\); leave it out by naming in reward\.remote\.far\.columns those that"
+    )
     with answers({"scores": [0.5]}) as server, pytest.raises(ValueError, match=match):
         remote(server.url).check_prompts(
-            ["a", "b"], sources=["train.jsonl:1", "train.jsonl:2"], metadata=[{}, {"x": b"bytes"}]
+            ["a", "b"], sources=["train.jsonl:1", "train.jsonl:2"], metadata=[{}, {"y": 1, "x": b"bytes"}]
         )
+
+
+@pytest.mark.parametrize(("columns", "sent"), [(["tag"], [{"tag": "counting"}, {}]), ([], [{}, {}])])
+def test_only_the_columns_that_are_named_are_sent(columns, sent):
+    rows = [{"tag": "counting", "images": b"bytes"}, {"images": b"bytes"}]
+    with answers({"scores": [0.5]}) as server:
+        reward = remote(server.url, columns=columns, batch_size=1, max_concurrent=1)
+        reward.check_prompts(PROMPTS[:2], metadata=rows)
+        reward(IMAGES[:2], PROMPTS[:2], rows)
+    assert [call.json()["metadata"] for call in server.calls] == [[sent[0]], [sent[0]], [sent[1]]]
+
+
+def test_a_column_that_no_row_has_is_refused():
+    match = r"^reward\.remote\.far\.columns: no prompt has a column 'tags'; there are tag, include$"
+    with pytest.raises(ValueError, match=match):
+        remote("http://127.0.0.1:9", columns=["tags"]).check_prompts(["a"], metadata=[{"tag": 1, "include": 2}])
+
+
+def test_a_server_that_scores_each_image_by_itself_may_be_asked_while_the_next_are_drawn():
+    url = "http://127.0.0.1:9"
+    assert remote(url).streaming == ()
+    assert remote(url, streams=True).streaming == ("far",)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +371,8 @@ def test_columns_that_json_cannot_hold_are_refused_with_their_row():
         ({"url": "http://h", "timeout_s": float("nan")}, "reward.remote.far.timeout_s: got nan"),
         ({"url": "http://h", "deadline_s": -1}, "reward.remote.far.deadline_s: got -1"),
         ({"url": "http://h", "image_format": "gif"}, "reward.remote.far.image_format: got 'gif'"),
+        ({"url": "http://h", "streams": "often"}, "reward.remote.far.streams: got 'often'"),
+        ({"url": "http://h", "columns": "tag"}, "reward.remote.far.columns: got 'tag'"),
         ({"url": "http://h", "api_key_env": "sk-123"}, "reward.remote.far.api_key_env: give the name of an environ"),
         ({"url": "http://h", "urls": 1}, "reward.remote.far: has no key urls; its keys are url, protocol"),
         ("http://h", "reward.remote.far: got 'http://h'; give a RemoteConfig or a mapping"),

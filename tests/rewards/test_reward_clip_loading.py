@@ -154,6 +154,11 @@ def test_the_device_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("reward.x", "cuda:1") == torch.device("cuda:1")
     with pytest.raises(ValueError, match=r"reward\.x\.device: got cuda:4, but torch sees 4 GPUs here"):
         find_device("reward.x", "cuda:4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_device("reward.x", "auto") == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"reward\.x\.device: got cuda:0, but torch sees 0 GPUs here"):
+        find_device("reward.x", "cuda")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def test_a_reference_in_every_form(folders: dict[str, Path], pictures: np.ndarra
     forms += [{"bytes": None, "path": path}, [path, "another.png"], (image,), [{"path": path}]]
     metadata = [{"images": form} for form in forms]
     reward = make(folders, "clip_similarity")
-    reward.check_metadata(metadata, [f"row {i}" for i in range(len(forms))])
+    rows = [f"row {i}" for i in range(len(forms))]
+    reward.check_prompts([""] * len(forms), image_size=None, sources=rows, metadata=metadata)
     scores = reward(np.repeat(pictures[:1], len(forms), 0), [""] * len(forms), metadata)
     np.testing.assert_allclose(scores, scores[0], rtol=0, atol=ROUNDING)
 

@@ -148,3 +148,56 @@ def test_build_reward_by_default_is_ocr_and_checks_prompts() -> None:
         mix.check_prompts(['the text "42"', "a cat"], sources=["val.txt:6", "val.txt:7"])
     with pytest.raises(RewardError, match=r"'ocr' raised ValueError: prompt 2: 'ccc' has no text"):
         mix(IMAGES, ['"a"', '"b"', "ccc"])
+
+
+class Checked:
+    """A reward whose check of prompts is what it is made with."""
+
+    def __init__(self, check: Any) -> None:
+        self.check_prompts = check
+
+    def __call__(self, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        return [0.0 for _ in prompts]
+
+
+@pytest.mark.parametrize("builtin", [True, False])
+def test_a_check_of_prompts_is_told_what_it_takes(builtin: bool) -> None:
+    told: list[dict[str, Any]] = []
+
+    def with_metadata(prompts: Any, *, image_size: Any, sources: Any, metadata: Any) -> None:
+        told.append({"image_size": image_size, "sources": sources, "metadata": metadata})
+
+    def takes_all(prompts: Any, **known: Any) -> None:
+        told.append(known)
+
+    known = {"image_size": (8, 8), "sources": ["p:1"], "metadata": [{"x": 1}]}
+    for check in (with_metadata, takes_all):
+        RewardMix({"f": Checked(check)}, {"f": 1.0}, builtin=["f"] if builtin else ()).check_prompts(["a"], **known)
+    assert told == [known, known]
+
+
+def test_a_users_check_without_metadata_gets_none() -> None:
+    told: list[Any] = []
+
+    def old(prompts: Any, *, image_size: Any, sources: Any) -> None:
+        told.append(sources)
+
+    RewardMix({"f": Checked(old)}, {"f": 1.0}).check_prompts(["a"], metadata=[{"x": 1}])
+    assert told == [["prompt 0"]]
+
+
+def test_a_users_check_whose_signature_cannot_be_read() -> None:
+    class Opaque:
+        __signature__ = "none"
+
+        def __call__(self, prompts: Any, *, image_size: Any, sources: Any) -> None:
+            raise ValueError("no")
+
+    class Exits(Opaque):
+        @property
+        def __signature__(self) -> Any:
+            raise SystemExit(0)
+
+    for check, message in ((Opaque(), "^no$"), (Exits(), "^reward function 'f' raised SystemExit: 0")):
+        with pytest.raises(ValueError, match=message):
+            RewardMix({"f": Checked(check)}, {"f": 1.0}).check_prompts(["a"])

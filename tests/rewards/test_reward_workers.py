@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from flowgrpo_rc.rewards import OCRConfig, OCRReward, RewardConfig, RewardError, build_reward
+from flowgrpo_rc.rewards.mix import build_observers
 from flowgrpo_rc.rewards.workers import WorkerReward
 
 WORDS = ["42", "7", "90", "13", "5", "61", "28"]
@@ -74,6 +76,34 @@ def test_a_run_s_reward_has_them_where_it_is_asked_to() -> None:
     ):
         mix(pictures()[:2], PROMPTS[:2])
     assert not any(alive(pid) for pid in reward.pids)
+
+
+def test_a_call_after_they_have_ended_says_so() -> None:
+    reward = WorkerReward("ocr", OCRConfig(num_threads=1), 1, streams=True)
+    reward.close()
+    with pytest.raises(RuntimeError, match=r"^worker process \d+ of the reward 'ocr' died of signal 9 before it"):
+        reward(pictures()[:1], PROMPTS[:1])
+
+
+def test_files_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("queue", "flowgrpo_rc", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user's')")
+    monkeypatch.chdir(tmp_path)
+    reward = WorkerReward("ocr", OCRConfig(num_threads=1), 1, streams=True)
+    assert reward(pictures()[:1], PROMPTS[:1])[0].tolist() == [1.0]
+    reward.close()
+
+
+def test_they_end_with_the_mix_of_the_training_and_with_that_of_validation() -> None:
+    shared: dict[str, Any] = {"num_workers": 1, "functions": {"ocr": 1.0}}
+    looking: dict[str, Any] = {"functions": {"jpeg_compressibility": 1.0}, "val_functions": {"ocr": True}}
+    for mix in (build_reward(RewardConfig(**shared)), build_observers(RewardConfig(**shared | looking))):
+        assert mix is not None
+        (pid,) = mix.functions["ocr"].function.pids
+        assert alive(pid)
+        mix.close()
+        assert not alive(pid)
+        mix.close()
 
 
 @pytest.mark.parametrize("how", ["ends", "is killed"])

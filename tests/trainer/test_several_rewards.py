@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flowgrpo_rc.batch import Key
-from flowgrpo_rc.rewards import RewardError, RewardResult
-from flowgrpo_rc.trainer import FlowGRPOTrainer, validation
+from flowgrpo_rc.rewards import RewardError, RewardMix, RewardResult
+from flowgrpo_rc.trainer import FlowGRPOTrainer, setup, validation
 from flowgrpo_rc.trainer import trainer as trainer_module
 
 SCORERS = """
@@ -255,3 +255,38 @@ def test_every_scorer_gets_all_columns_of_its_row(small_config, scorers, tmp_pat
             assert call["metadata"] == ["numbers", f"tag {len(call['prompts']) - 1}"]
         else:
             assert call["metadata"] == [columns[prompt] for prompt in call["prompts"]]
+
+
+class Started:
+    """A built-in reward that has something to end, and may refuse prompts."""
+
+    def __init__(self, refuses=False):
+        self.refuses = refuses
+        self.ended = 0
+
+    def __call__(self, images, prompts, metadata):
+        return [0.0 for _ in prompts]
+
+    def check_prompts(self, prompts, **known):
+        if self.refuses:
+            raise ValueError("refused prompts")
+
+    def close(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("what", ["prompts", "observers", "processes"])
+def test_a_run_that_is_refused_ends_its_rewards(small_config, tmp_path, monkeypatch, what):
+    def refuse(*_, **__):
+        raise ValueError(f"refused {what}")
+
+    trained, looking = Started(refuses=what == "prompts"), Started()
+    monkeypatch.setattr(setup, "build_reward", lambda _: RewardMix({"a": trained}, {"a": 1.0}, builtin=["a"]))
+    monkeypatch.setattr(setup, "build_observers", lambda *_: RewardMix({"b": looking}, {"b": 0.0}, builtin=["b"]))
+    if what == "observers":
+        monkeypatch.setattr(setup, "build_observers", refuse)
+    if what == "processes":
+        monkeypatch.setattr(setup, "make_accelerator", refuse)
+    with pytest.raises(ValueError, match=f"refused {what}"):
+        setup.Run(small_config(), str(tmp_path))
+    assert (trained.ended, looking.ended) == (1, 0 if what == "observers" else 1)

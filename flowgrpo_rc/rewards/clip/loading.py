@@ -29,18 +29,19 @@ _FOLDER = "Give a folder with {}, as save_pretrained writes it"
 
 
 def find_device(section: str, name: str) -> torch.device:
-    """The device that ``device`` names in the section: of several processes each has the GPU of its own number.
+    """The device that ``device`` names in the section: of several processes each has the GPU of its own number,
+    counted over again where there are fewer GPUs, as accelerate does.
 
     Raises:
         ValueError: there is no such GPU.
     """
+    count = torch.cuda.device_count()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         # Rewards are made before the processes of a launch have chosen their GPUs.
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % max(1, count)}"
     device = torch.device(name)
-    count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"{section}.device: got {name}, but torch sees {count} GPUs here; give cpu or auto")
     return device

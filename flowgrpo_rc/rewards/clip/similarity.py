@@ -52,16 +52,22 @@ class SimilarityReward(Scorer):
             cosines = (self._encode_images(list(images)) * self._encode_images(references)[places]).sum(-1)
         return cosines.cpu().numpy()
 
-    def check_metadata(self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
-        """Refuse rows without a reference, before training. Of files the header is read, not the pixels.
-
-        Args:
-            metadata: of any number of rows.
-            sources: where each row comes from, e.g. ``train.jsonl:3``.
+    def check_prompts(
+        self,
+        prompts: Sequence[str],
+        *,
+        image_size: tuple[int, int] | None,
+        sources: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Refuse rows of ``metadata`` without a reference, before training; see ``RewardMix.check_prompts``. Of files
+        the header is read, not the pixels.
 
         Raises:
             ValueError: names the row and what is wrong.
         """
+        if metadata is None:
+            return
         seen = set()
         for row, source in zip(metadata, sources, strict=True):
             value = self._reference(row, source)

@@ -32,6 +32,8 @@ class RemoteReward:
         config.check(name)
         self.name = name
         self.config = config
+        self.streams = config.streams
+        """Whether it may be asked about parts of a batch, while the rest is drawn."""
         self._url = str(config.url)
         self._protocol = protocols.PROTOCOLS[config.protocol]
         self._format = config.image_format or self._protocol.image_format
@@ -53,7 +55,7 @@ class RemoteReward:
         Raises:
             AnswerError: the server did not answer, or not as it must; its address is named.
         """
-        rows = [{} for _ in prompts] if metadata is None else [dict(row) for row in metadata]
+        rows = [{} for _ in prompts] if metadata is None else [self._sent(row) for row in metadata]
         starts = range(0, len(prompts), self.config.batch_size)
         parts = [slice(start, min(start + self.config.batch_size, len(prompts))) for start in starts]
         requests = [self._request(part, images[part], list(prompts[part]), rows[part]) for part in parts]
@@ -64,14 +66,6 @@ class RemoteReward:
         info = {key: [entry for one in infos for entry in one[key]] for key in shared}
         return np.concatenate([scores for scores, _ in checked]), info
 
-    def check_metadata(self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
-        """Raise ``ValueError`` for the first row that the protocol cannot send."""
-        for row, source in zip(metadata, sources, strict=True):
-            try:
-                self._protocol.write_request(protocols.Request(files=[], prompts=[""], metadata=[dict(row)]))
-            except protocols.ProtocolError as error:
-                raise ValueError(f"{source}: its columns go to {SECTION}.{self.name}, and {error}") from error
-
     def check_prompts(
         self,
         prompts: Sequence[str],
@@ -80,11 +74,15 @@ class RemoteReward:
         sources: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Have a grey image scored for the first prompt, so that a server that is not there shows before training.
+        """Refuse rows that the protocol cannot send, and have a grey image scored for the first prompt, so that a
+        server that is not there shows before training; see ``RewardMix.check_prompts``.
 
         Raises:
-            ValueError: the server did not give a score; names the field, the address and what it did.
+            ValueError: names the row; or the server did not give a score: names the field, the address and what it did.
         """
+        if metadata is not None:
+            named = [f"prompt {index}" for index in range(len(metadata))] if sources is None else sources
+            self._check_rows(metadata, named)
         height, width = image_size or (64, 64)
         image = np.full((1, height, width, 3), 128, np.uint8)
         try:
@@ -93,6 +91,28 @@ class RemoteReward:
             raise ValueError(
                 f"{SECTION}.{self.name}.url: the server does not score a grey image for the first prompt: {error}"
             ) from error
+
+    def _sent(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What the server gets of a row."""
+        columns = self.config.columns
+        return {name: value for name, value in row.items() if columns is None or name in columns}
+
+    def _check_rows(self, rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
+        """Raise ``ValueError`` for the first column that no row has, or whose value the protocol cannot send."""
+        field = f"{SECTION}.{self.name}.columns"
+        known = {name: None for row in rows for name in row}
+        for column in self.config.columns or ():
+            if column not in known:
+                raise ValueError(f"{field}: no prompt has a column {column!r}; there are {', '.join(known) or 'none'}")
+        for row, source in zip(rows, sources, strict=True):
+            for column, value in self._sent(row).items():
+                try:
+                    self._protocol.write_request(protocols.Request(files=[], prompts=[], metadata=[{column: value}]))
+                except protocols.ProtocolError as error:
+                    raise ValueError(
+                        f"{source}: the column {column!r} cannot be sent to the server: {error}; leave it out by "
+                        f"naming in {field} those that the server needs ([] for none), or write it as text"
+                    ) from error
 
     def _request(self, part: slice, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> HTTPRequest:
         # Made when its turn comes: not all batches are in memory at once.

@@ -53,6 +53,15 @@ class RemoteConfig:
     """How images are sent: ``png`` as they are, ``jpeg`` smaller and changed a little. null stands for what the
     protocol's own clients send: ``png`` for ``json``, ``jpeg`` for the others."""
 
+    streams: bool = False
+    """Whether images are sent while the next ones are drawn, a micro-batch of the rollout at a time (see
+    ``reward.overlap``). The server must then score each image by itself, whichever others come with it; false sends all
+    images of a process together."""
+
+    columns: list[str] | None = None
+    """Names of the prompt file's columns that are sent beside the prompts; null for all, which the server's protocol
+    must be able to carry."""
+
     def check(self, name: str) -> None:
         """Raise ``ValueError`` for the first value that cannot be used; ``name`` is that of the section."""
         where = f"{SECTION}.{name}"
