@@ -249,6 +249,22 @@ def test_settings_of_a_reward_model_that_are_others_here():
     assert "reward.judge.questions is ['yes_no']" in refused(*REWARD_MODEL, "reward.judge.questions=[yes_no]")
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("devicez=[1]", "unknown configuration key reward.reward_model.devicez; nearest: reward.reward_model.devices"),
+        ("rollout.max_model_length=100", "unknown .* nearest: reward.reward_model.rollout.max_model_len"),
+        ("rollout.temperature=0.7", "cannot work here: .*reward.judge.{temperature,"),
+        ("rollout.do_sample=true", "cannot work here: .*reward.judge.extra_body"),
+        ("rollout.n=2", "cannot work here: .*reward.judge.extra_body"),
+        ("rollout.response_length=9", "cannot work here: .*reward.judge.max_tokens"),
+        ("rollout.load_format=dummy", "cannot work here: .*extra_args"),
+    ],
+)
+def test_a_setting_of_a_reward_model_that_may_change_scores_is_refused(setting, says):
+    assert re.search(says, refused(f"reward.reward_model.{setting}", name=TINY))
+
+
 def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
     file = tmp_path / "verl_omni/utils/reward_score/genrm_ocr.py"
     file.parent.mkdir(parents=True)
