@@ -378,6 +378,13 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
          ["reward_functions.ocr: got the weight 0.5, but reward.functions is {ocr: 1}", "leave one out"]),
         (["reward_fn={ocr: 1}", "reward.functions.ocr=2"],
          ["reward_fn: got {ocr: 1}, but reward.functions is {ocr: 2}"]),
+        ([f"+reward.reward_functions.{name}.path={SCORES}/jpeg_compressibility.py" for name in ("a", "b")],
+         ["reward_functions.b: it is the built-in reward jpeg_compressibility here, and so is", "reward_functions.a",
+          "the sum of their weights"]),
+        (["reward.custom_reward_function.path=verl_omni/utils/reward_score/pickscore_reward.py",
+          "+reward.reward_functions.pickscore.weight=1"], ["pickscore", "the sum of their weights"]),
+        ([f"+reward.reward_functions.{name}.path={SCORES}/{name}.py" for name in ("genrm_ocr", "unified_reward")],
+         ["unified_reward: it is the judge's question unified_reward_2", "questions is ['ocr']; write all questions"]),
         (["+reward.reward_functions.ocr.device=cuda"], ["the built-in reward ocr takes none of device"]),
         (["reward.custom_reward_function.path=verl_omni/utils/reward_score/hpsv3_reward.py"],
          ["reward.custom_reward_function={path:verl_omni/", "verl-omni's file is not there", "reward.functions.ocr=1"]),
@@ -395,6 +402,7 @@ def test_two_values_for_one_setting_are_refused(overrides, parts):
 def test_the_same_value_given_twice_is_no_conflict():
     quietly(f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=bfloat16", name=TINY)
     quietly(f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=bf16", name=TINY)
+    quietly("+reward.reward_functions.ocr.weight=1", "reward.functions.ocr=1", name=TINY)
 
 
 # ---------------------------------------------------------------- processes
