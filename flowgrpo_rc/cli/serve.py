@@ -4,10 +4,13 @@ Runs where this package has only numpy and pillow beside it, with what the funct
 """
 
 import argparse
+import ast
 import ipaddress
 import math
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardMix, build_reward
@@ -44,6 +47,12 @@ def add_serve(commands: Any) -> None:
     command.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with a key that requests must bring"
     )
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="reward.NAME.KEY=VALUE",
+        help="options of the reward of --reward, e.g. reward.pickscore.model_path=/models/x",
+    )
     command.set_defaults(run=run_command)
 
 
@@ -78,7 +87,13 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
         raise ValueError(f"--timeout: got {arguments.timeout}; give seconds above 0")
     try:
         if arguments.reward is not None:
-            return build_reward(RewardConfig(functions={arguments.reward: 1.0}, timeout_s=arguments.timeout))
+            section = _section(arguments.reward, arguments.overrides)
+            functions = {arguments.reward: 1.0}
+            return build_reward(RewardConfig(functions=functions, timeout_s=arguments.timeout, **section))
+        if arguments.overrides:
+            raise ValueError(
+                f"{arguments.overrides[0]}: it is an option of a built-in reward; leave it out with --path"
+            )
         custom = CustomRewardConfig(path=arguments.path, name=arguments.name)
         reward = build_reward(RewardConfig(custom_reward_function=custom, timeout_s=arguments.timeout))
     except ValueError as error:
@@ -86,6 +101,30 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
         raise ValueError(str(error).replace("reward.custom_reward_function.", "--")) from error
     _check_form(arguments.name, reward)
     return reward
+
+
+def _section(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The section of the reward ``name``, by its name; empty where nothing is given."""
+    if overrides and name not in [section.name for section in fields(RewardConfig)]:
+        raise ValueError(f"{overrides[0]}: the reward {name} has no options; leave it out")
+    section: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        owner, _, option = key.rpartition(".")
+        if not equals or owner != f"reward.{name}":
+            raise ValueError(f"{text}: give the options of --reward {name} as reward.{name}.KEY=VALUE")
+        section[option] = _value(value)
+    return {name: section} if section else {}
+
+
+def _value(text: str) -> Any:
+    """What the text spells in Python, or null; any other text is itself. Hydra is not there to read it."""
+    if text == "null":
+        return None
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 def _check_form(name: str, reward: RewardMix) -> None:
