@@ -5,9 +5,7 @@ Runs where this package has only numpy and pillow beside it, with what the funct
 
 import argparse
 import ast
-import ipaddress
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,7 +13,7 @@ from typing import Any
 
 from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardMix, build_reward
 from flowgrpo_rc.rewards.forms import PerImageReward
-from flowgrpo_rc.rewards.http_options import check_key_name
+from flowgrpo_rc.rewards.http_options import is_loopback, read_key
 from flowgrpo_rc.rewards.registry import REWARDS
 from flowgrpo_rc.rewards.remote.protocols import SERVED
 from flowgrpo_rc.rewards.remote.server import RewardServer
@@ -58,14 +56,14 @@ def add_serve(commands: Any) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit code."""
-    key = _key(arguments.api_key_env)
+    key = read_key("--api-key-env", arguments.api_key_env)
     reward = _reward(arguments)
     try:
         server = RewardServer(reward, SERVED[arguments.protocol], arguments.host, arguments.port, key)
     except (OSError, OverflowError) as error:
         place = f"{arguments.host}:{arguments.port}"
         raise ValueError(f"--host, --port: {place} cannot be listened at ({error}); give another") from error
-    if key is None and not _is_loopback(arguments.host):
+    if key is None and not is_loopback(arguments.host):
         print("warning: anyone who reaches this address can ask; --api-key-env asks for a key", file=sys.stderr)
     source = "" if arguments.path is None else f" ({arguments.path})"
     print(f"Serving {server.name}{source} at {server.url}, protocol {arguments.protocol}", flush=True)
@@ -137,19 +135,3 @@ def _check_form(name: str, reward: RewardMix) -> None:
             f"--name: {name!r} takes its image as a torch tensor, and torch is not installed here ({error}); install "
             "it, or write fn(images, prompts, metadata), which takes numpy arrays"
         ) from error
-
-
-def _key(variable: str | None) -> str | None:
-    check_key_name("--api-key-env", variable)
-    key = "" if variable is None else os.environ.get(variable, "").strip()
-    if variable is not None and not key:
-        # Without the name, which might be the key itself put into the wrong place.
-        raise ValueError("--api-key-env: the environment variable that it names is not set or empty; put the key there")
-    return key or None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -307,6 +307,10 @@ def test_a_signal_ends_a_request_in_flight_with_words(tmp_path):
         (["--path", "mine.py", "--name", "f", "--port", "99999"], "--host, --port: 127.0.0.1:99999 cannot be"),
         (["--path", "mine.py", "--name", "f", "--api-key-env", "sk-123"], "--api-key-env: give the name of an environ"),
         (
+            ["--path", "mine.py", "--name", "f", "--api-key-env", "ODD_KEY"],
+            "--api-key-env: the environment variable that it names holds characters that a key cannot have",
+        ),
+        (
             ["--path", "mine.py", "--name", "f", "--api-key-env", "NO_SUCH_KEY"],
             "--api-key-env: the environment variable that it names is",
         ),
@@ -314,6 +318,7 @@ def test_a_signal_ends_a_request_in_flight_with_words(tmp_path):
 )
 def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ODD_KEY", "schlüssel")
     write(tmp_path, BRIGHTNESS)
     assert main(["serve-reward", *options]) == 2
     said = capsys.readouterr().err.strip()
