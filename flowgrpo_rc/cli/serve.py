@@ -4,15 +4,16 @@ Runs where this package has only numpy and pillow beside it, with what the funct
 """
 
 import argparse
-import ipaddress
+import ast
 import math
-import os
 import sys
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardMix, build_reward
 from flowgrpo_rc.rewards.forms import PerImageReward
-from flowgrpo_rc.rewards.http_options import check_key_name
+from flowgrpo_rc.rewards.http_options import is_loopback, read_key
 from flowgrpo_rc.rewards.registry import REWARDS
 from flowgrpo_rc.rewards.remote.protocols import SERVED
 from flowgrpo_rc.rewards.remote.server import RewardServer
@@ -44,19 +45,25 @@ def add_serve(commands: Any) -> None:
     command.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with a key that requests must bring"
     )
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="reward.NAME.KEY=VALUE",
+        help="options of the reward of --reward, e.g. reward.pickscore.model_path=/models/x",
+    )
     command.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit code."""
-    key = _key(arguments.api_key_env)
+    key = read_key("--api-key-env", arguments.api_key_env)
     reward = _reward(arguments)
     try:
         server = RewardServer(reward, SERVED[arguments.protocol], arguments.host, arguments.port, key)
     except (OSError, OverflowError) as error:
         place = f"{arguments.host}:{arguments.port}"
         raise ValueError(f"--host, --port: {place} cannot be listened at ({error}); give another") from error
-    if key is None and not _is_loopback(arguments.host):
+    if key is None and not is_loopback(arguments.host):
         print("warning: anyone who reaches this address can ask; --api-key-env asks for a key", file=sys.stderr)
     source = "" if arguments.path is None else f" ({arguments.path})"
     print(f"Serving {server.name}{source} at {server.url}, protocol {arguments.protocol}", flush=True)
@@ -78,7 +85,13 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
         raise ValueError(f"--timeout: got {arguments.timeout}; give seconds above 0")
     try:
         if arguments.reward is not None:
-            return build_reward(RewardConfig(functions={arguments.reward: 1.0}, timeout_s=arguments.timeout))
+            section = _section(arguments.reward, arguments.overrides)
+            functions = {arguments.reward: 1.0}
+            return build_reward(RewardConfig(functions=functions, timeout_s=arguments.timeout, **section))
+        if arguments.overrides:
+            raise ValueError(
+                f"{arguments.overrides[0]}: it is an option of a built-in reward; leave it out with --path"
+            )
         custom = CustomRewardConfig(path=arguments.path, name=arguments.name)
         reward = build_reward(RewardConfig(custom_reward_function=custom, timeout_s=arguments.timeout))
     except ValueError as error:
@@ -86,6 +99,30 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
         raise ValueError(str(error).replace("reward.custom_reward_function.", "--")) from error
     _check_form(arguments.name, reward)
     return reward
+
+
+def _section(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The section of the reward ``name``, by its name; empty where nothing is given."""
+    if overrides and name not in [section.name for section in fields(RewardConfig)]:
+        raise ValueError(f"{overrides[0]}: the reward {name} has no options; leave it out")
+    section: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        owner, _, option = key.rpartition(".")
+        if not equals or owner != f"reward.{name}":
+            raise ValueError(f"{text}: give the options of --reward {name} as reward.{name}.KEY=VALUE")
+        section[option] = _value(value)
+    return {name: section} if section else {}
+
+
+def _value(text: str) -> Any:
+    """What the text spells in Python, or null; any other text is itself. Hydra is not there to read it."""
+    if text == "null":
+        return None
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 def _check_form(name: str, reward: RewardMix) -> None:
@@ -98,19 +135,3 @@ def _check_form(name: str, reward: RewardMix) -> None:
             f"--name: {name!r} takes its image as a torch tensor, and torch is not installed here ({error}); install "
             "it, or write fn(images, prompts, metadata), which takes numpy arrays"
         ) from error
-
-
-def _key(variable: str | None) -> str | None:
-    check_key_name("--api-key-env", variable)
-    key = "" if variable is None else os.environ.get(variable, "").strip()
-    if variable is not None and not key:
-        # Without the name, which might be the key itself put into the wrong place.
-        raise ValueError("--api-key-env: the environment variable that it names is not set or empty; put the key there")
-    return key or None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -69,6 +69,8 @@ class Translation:
     """Settings that were left to their defaults, which are others in verl-omni."""
     gone: list[str] = field(default_factory=list)
     """Keys whose settings contradict others, and are left out."""
+    builtins: dict[str, str] = field(default_factory=dict)
+    """Built-in reward -> the entry of verl-omni's that became it."""
 
     def warn(self, stacklevel: int) -> None:
         """One warning for what is ignored, one for what is written in another form, one for other defaults."""
@@ -235,6 +237,19 @@ class Translation:
             return self.refusals.cannot(setting, NO_SCORER)
         if arguments:
             return self.refusals.cannot(setting, f"the built-in reward {builtin} takes none of {', '.join(arguments)}")
+        question = JUDGE_QUESTIONS.get(_scorer_name(entry.get("path")) or "")
+        asked = self.leaves.get(_QUESTIONS, [question])
+        if question is not None and asked != [question]:
+            return self.refusals.wrong(
+                f"{key}: it is the judge's question {question} here, but {_QUESTIONS} is {show(asked)}; write all "
+                f"questions there, with their weights, and leave {key} out"
+            )
+        earlier = self.builtins.setdefault(builtin, key)
+        if earlier != key:
+            return self.refusals.wrong(
+                f"{key}: it is the built-in reward {builtin} here, and so is {earlier}, and verl-omni counts "
+                "both; leave one out, and give the other the sum of their weights"
+            )
         weight = entry.get("weight", 1.0)
         if not isinstance(weights, Mapping) or weights.get(builtin, weight) != weight:
             return self.refusals.wrong(
@@ -243,15 +258,9 @@ class Translation:
             )
         self.leaves[_FUNCTIONS] = {**weights, builtin: weight}
         here = override(f"{_FUNCTIONS}.{builtin}", weight)
-        question = JUDGE_QUESTIONS.get(_scorer_name(entry.get("path")) or "")
         if question is not None:
-            asked = self.leaves.setdefault(_QUESTIONS, [question])
+            self.leaves[_QUESTIONS] = asked
             here += f" {override(_QUESTIONS, asked)}"
-            if asked != [question]:
-                return self.refusals.wrong(
-                    f"{key}: it is the judge's question {question} here, but {_QUESTIONS} is {show(asked)}; write all "
-                    f"questions there, with their weights, and leave {key} out"
-                )
         return self.moved.append(f"{key} -> {here}")
 
     def _shared_correction(self) -> None:

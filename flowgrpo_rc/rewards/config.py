@@ -171,6 +171,7 @@ class RewardConfig:
 
     siglip_similarity: ScorerConfig = field(default_factory=ScorerConfig)
     """Options of the reward ``siglip_similarity``."""
+
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """Options of the reward ``judge``."""
 
@@ -186,6 +187,7 @@ class RewardConfig:
     micro-batch in another thread while the next ones are drawn. The scores are the same either way: such functions are
     called for one micro-batch of ``rollout.micro_batch_size`` at a time in both. All others are called in the main
     thread when all images are drawn."""
+
     remote: Any = field(default_factory=dict)
     """Reward servers, by names of your choice that ``functions`` gives weights: name -> the keys of ``RemoteConfig``,
     of which ``url`` must be given. Example: ``reward.remote.deqa.url=http://127.0.0.1:18080 reward.functions.deqa=1``.

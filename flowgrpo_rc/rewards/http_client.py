@@ -11,7 +11,6 @@ Nothing here holds more of an answer than ``max_answer_bytes``, follows a redire
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
 import math
@@ -31,7 +30,7 @@ from urllib.parse import urlsplit
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rewards.errors import AnswerError
-from flowgrpo_rc.rewards.http_options import HTTPOptions
+from flowgrpo_rc.rewards.http_options import HTTPOptions, is_loopback
 
 if TYPE_CHECKING:
     import httpx
@@ -159,7 +158,7 @@ class _Batch:
             raise asyncio.CancelledError
         options = self.options
         # A proxy for the outer world cannot reach a server on this machine.
-        proxied = not any(_is_loopback(request.url) for request in self.requests)
+        proxied = not any(is_loopback(urlsplit(request.url).hostname or "") for request in self.requests)
         limits = httpx.Limits(max_connections=options.max_concurrent, max_keepalive_connections=options.max_concurrent)
         timeout = httpx.Timeout(options.timeout_s, connect=min(CONNECT_S, options.timeout_s), pool=None)
         headers = {"accept-encoding": "identity", "user-agent": "flowgrpo_rc"}
@@ -344,7 +343,7 @@ def _wait_in_thread(batch: _Batch) -> list[Any]:
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a JSON text, for ``read`` of ``send_all``.
+    """The value of a JSON text that came over the wire.
 
     Raises:
         ValueError: it is not JSON, holds NaN or infinity, or is nested too deeply.
@@ -352,9 +351,9 @@ def parse_json(body: bytes) -> Any:
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError("answers with JSON that is nested too deeply") from None
+        raise ValueError("what was sent is not JSON (nested too deeply)") from None
     except ValueError as error:
-        raise ValueError(f"answers with what is not JSON ({error}): {body[:80].decode(errors='replace')!r}") from None
+        raise ValueError(f"what was sent is not JSON ({error}): {body[:80].decode(errors='replace')!r}") from None
 
 
 def _refuse_constant(name: str) -> None:
@@ -373,13 +372,6 @@ def _retry_after(headers: httpx.Headers) -> float | None:
         moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
         return max((moment - datetime.now(timezone.utc)).total_seconds(), 0.0)
     return None
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _address(url: str) -> str:

@@ -1,7 +1,9 @@
-"""How a reward asks the server that scores for it, as its section of the configuration says. Loads no client."""
+"""How a reward asks the server that scores for it, as its section of the configuration says, and what addresses and
+keys may be. Loads no client."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from dataclasses import dataclass
@@ -45,21 +47,27 @@ class HTTPOptions:
         check_key_name(f"{self.section}.api_key_env", self.api_key_env)
 
     def api_key(self) -> str | None:
-        """The key from its environment variable, without white space around it.
+        """See ``read_key``."""
+        return read_key(f"{self.section}.api_key_env", self.api_key_env)
 
-        Raises:
-            ValueError: the variable is not set, or holds what no header can; the message shows neither its name, which
-                might be a key put into the wrong place, nor its value.
-        """
-        if self.api_key_env is None:
-            return None
-        where = f"{self.section}.api_key_env: the environment variable that it names"
-        key = os.environ.get(self.api_key_env, "").strip()
-        if not key:
-            raise ValueError(f"{where} is not set; export it, or give null for a server that wants no key")
-        if not re.fullmatch(r"[!-~]+", key):
-            raise ValueError(f"{where} holds characters that a key cannot have; export it again")
-        return key
+
+def read_key(field_name: str, variable: str | None) -> str | None:
+    """The key from the environment variable, without white space around it; None where none is named.
+
+    Raises:
+        ValueError: ``variable`` can name none, it is not set, or holds what no header can; the message shows neither
+            its name, which might be a key put into the wrong place, nor its value.
+    """
+    check_key_name(field_name, variable)
+    if variable is None:
+        return None
+    where = f"{field_name}: the environment variable that it names"
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"{where} is not set or empty; export it, or name none where no key is wanted")
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(f"{where} holds characters that a key cannot have; export it again")
+    return key
 
 
 def check_key_name(field_name: str, name: str | None) -> None:
@@ -69,6 +77,14 @@ def check_key_name(field_name: str, name: str | None) -> None:
             f"{field_name}: give the name of an environment variable that holds the key, e.g. OPENAI_API_KEY, and not "
             "the key itself"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, reached by itself alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_url(field_name: str, url: str) -> None:

@@ -249,6 +249,22 @@ def test_settings_of_a_reward_model_that_are_others_here():
     assert "reward.judge.questions is ['yes_no']" in refused(*REWARD_MODEL, "reward.judge.questions=[yes_no]")
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("devicez=[1]", "unknown configuration key reward.reward_model.devicez; nearest: reward.reward_model.devices"),
+        ("rollout.max_model_length=100", "unknown .* nearest: reward.reward_model.rollout.max_model_len"),
+        ("rollout.temperature=0.7", "cannot work here: .*reward.judge.{temperature,"),
+        ("rollout.do_sample=true", "cannot work here: .*reward.judge.extra_body"),
+        ("rollout.n=2", "cannot work here: .*reward.judge.extra_body"),
+        ("rollout.response_length=9", "cannot work here: .*reward.judge.max_tokens"),
+        ("rollout.load_format=dummy", "cannot work here: .*extra_args"),
+    ],
+)
+def test_a_setting_of_a_reward_model_that_may_change_scores_is_refused(setting, says):
+    assert re.search(says, refused(f"reward.reward_model.{setting}", name=TINY))
+
+
 def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
     file = tmp_path / "verl_omni/utils/reward_score/genrm_ocr.py"
     file.parent.mkdir(parents=True)
@@ -362,6 +378,13 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
          ["reward_functions.ocr: got the weight 0.5, but reward.functions is {ocr: 1}", "leave one out"]),
         (["reward_fn={ocr: 1}", "reward.functions.ocr=2"],
          ["reward_fn: got {ocr: 1}, but reward.functions is {ocr: 2}"]),
+        ([f"+reward.reward_functions.{name}.path={SCORES}/jpeg_compressibility.py" for name in ("a", "b")],
+         ["reward_functions.b: it is the built-in reward jpeg_compressibility here, and so is", "reward_functions.a",
+          "the sum of their weights"]),
+        (["reward.custom_reward_function.path=verl_omni/utils/reward_score/pickscore_reward.py",
+          "+reward.reward_functions.pickscore.weight=1"], ["pickscore", "the sum of their weights"]),
+        ([f"+reward.reward_functions.{name}.path={SCORES}/{name}.py" for name in ("genrm_ocr", "unified_reward")],
+         ["unified_reward: it is the judge's question unified_reward_2", "questions is ['ocr']; write all questions"]),
         (["+reward.reward_functions.ocr.device=cuda"], ["the built-in reward ocr takes none of device"]),
         (["reward.custom_reward_function.path=verl_omni/utils/reward_score/hpsv3_reward.py"],
          ["reward.custom_reward_function={path:verl_omni/", "verl-omni's file is not there", "reward.functions.ocr=1"]),
@@ -379,6 +402,7 @@ def test_two_values_for_one_setting_are_refused(overrides, parts):
 def test_the_same_value_given_twice_is_no_conflict():
     quietly(f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=bfloat16", name=TINY)
     quietly(f"{A}.fsdp_config.model_dtype=bf16", f"{M}.dtype=bf16", name=TINY)
+    quietly("+reward.reward_functions.ocr.weight=1", "reward.functions.ocr=1", name=TINY)
 
 
 # ---------------------------------------------------------------- processes

@@ -277,7 +277,7 @@ def test_a_model_that_is_not_plain(models, told):
         (Reply(status=404), "its models: answers 404"),
         (Reply("key!", status=401), 'its models: answers 401: "key!"'),
         (Reply(status=503), r"its models: answers 503 \(tried 2 times\)"),
-        (Reply(b"<html>"), "its models: answers with what is not JSON"),
+        (Reply(b"<html>"), "its models: what was sent is not JSON"),
         (Reply(status=301, headers={"location": "/v2"}), "its models: answers 301, a redirect to"),
         (Reply(said("<Score>1</Score>")), "its models: answers with no list of models"),
     ],

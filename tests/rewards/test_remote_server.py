@@ -21,6 +21,7 @@ from tests_support import run_process
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.rewards import RewardConfig, ScorerConfig, build_reward
 from flowgrpo_rc.rewards.remote import server as module
 from flowgrpo_rc.rewards.remote.images import decode, encode
 
@@ -205,6 +206,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 before = set(sys.modules)
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.rewards import RewardConfig, ScorerConfig, build_reward
 code = main(sys.argv[1:])
 known = set(sys.stdlib_module_names) | {{"flowgrpo_rc", "numpy", "PIL", "__main__", "__mp_main__"}}
 added = [name for name in set(sys.modules) - before if getattr(sys.modules[name], "__file__", None)]
@@ -296,10 +298,18 @@ def test_a_signal_ends_a_request_in_flight_with_words(tmp_path):
         (["--path", "none.py"], "--path: 'none.py' is not a file"),
         (["--path", "mine.py", "--name", "g"], "--name: .*mine.py defines no 'g'; it defines f"),
         (["--path", "mine.py", "--name", "mean"], "--name: got 'mean', but the run logs reward/mean"),
+        (
+            ["--path", "mine.py", "--name", "f", "reward.ocr.mode=full"],
+            "reward.ocr.mode=full: it is an option of a buil",
+        ),
         (["--path", "mine.py", "--name", "f", "--timeout", "0"], "--timeout: got 0.0"),
         (["--path", "mine.py", "--name", "f", "--host", "203.0.113.7"], "--host, --port: 203.0.113.7:18080 cannot be"),
         (["--path", "mine.py", "--name", "f", "--port", "99999"], "--host, --port: 127.0.0.1:99999 cannot be"),
         (["--path", "mine.py", "--name", "f", "--api-key-env", "sk-123"], "--api-key-env: give the name of an environ"),
+        (
+            ["--path", "mine.py", "--name", "f", "--api-key-env", "ODD_KEY"],
+            "--api-key-env: the environment variable that it names holds characters that a key cannot have",
+        ),
         (
             ["--path", "mine.py", "--name", "f", "--api-key-env", "NO_SUCH_KEY"],
             "--api-key-env: the environment variable that it names is",
@@ -308,8 +318,49 @@ def test_a_signal_ends_a_request_in_flight_with_words(tmp_path):
 )
 def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ODD_KEY", "schlüssel")
     write(tmp_path, BRIGHTNESS)
     assert main(["serve-reward", *options]) == 2
+    said = capsys.readouterr().err.strip()
+    assert re.match(f"error: {message}", said), said
+    assert "\n" not in said
+
+
+def test_a_built_in_reward_is_served_with_its_options(monkeypatch):
+    """The scores over HTTP are those of the same reward made from a configuration, to the digit."""
+    answers = []
+    serve = module.RewardServer.serve
+
+    def serve_one_request(server):
+        def ask():
+            answers.append(json.loads(post(server, request_body())[1]))
+            server.stop()
+
+        threading.Thread(target=ask).start()
+        serve(server)
+
+    monkeypatch.setattr(module.RewardServer, "serve", serve_one_request)
+    options = ["--port", "0", "reward.pickscore.model_path=asset:tiny_clip", "reward.pickscore.device=cpu"]
+    assert main(["serve-reward", "--reward", "pickscore", *options]) == 0
+    section = ScorerConfig(model_path="asset:tiny_clip", device="cpu")
+    local = build_reward(RewardConfig(functions={"pickscore": 1.0}, pickscore=section))(IMAGES, PROMPTS, METADATA)
+    assert np.asarray(answers[0]["scores"], np.float32).tobytes() == local.parts["pickscore"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["ocr", "reward.ocr.mode=none"], "reward.ocr.mode: got 'none'; choose one of recognition, full"),
+        (["ocr", "reward.ocr.rec_image_shape=[3, 48, 4]"], r"reward.ocr.rec_image_shape: got \[3, 48, 4\]; give"),
+        (["ocr", "reward.ocr.moode=full"], "reward.ocr: has no key moode; its keys are mode, "),
+        (["ocr", "reward.judge.cache=True"], "reward.judge.cache=True: give the options of --reward ocr as reward.ocr"),
+        (["ocr", "mode"], "mode: give the options of --reward ocr as reward.ocr.KEY=VALUE"),
+        (["judge", "reward.judge.base_url=null"], "reward.judge.base_url: null, so there is no server to ask"),
+        (["jpeg_compressibility", "reward.jpeg_compressibility.q=1"], ".*the reward jpeg_compressibility has no optio"),
+    ],
+)
+def test_options_of_a_built_in_reward_that_cannot_be_are_refused_in_a_line(capsys, options, message):
+    assert main(["serve-reward", "--port", "0", "--reward", *options]) == 2
     said = capsys.readouterr().err.strip()
     assert re.match(f"error: {message}", said), said
     assert "\n" not in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import Answer
 from flowgrpo_rc.rewards.judge.questions import FORMS
+from flowgrpo_rc.rewards.remote import images
 
 JPEG_QUALITY = 95
 TOP_LOGPROBS = 20
@@ -29,17 +29,12 @@ REPEATED = 2000
 
 def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
     """An image (H, W, 3) uint8 as a file, resized as the configuration says."""
-    picture = Image.fromarray(image)
     if config.image_size is not None:
+        picture = Image.fromarray(image)
         factor = config.image_size / max(picture.size)
         width, height = (max(1, round(side * factor)) for side in picture.size)
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    buffer = io.BytesIO()
-    if config.image_format == "jpeg":
-        picture.save(buffer, "JPEG", quality=JPEG_QUALITY)
-    else:
-        picture.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+        image = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+    return images.encode(image, config.image_format, JPEG_QUALITY)
 
 
 def parameters(question: JudgeQuestion, config: JudgeConfig) -> dict[str, Any]:

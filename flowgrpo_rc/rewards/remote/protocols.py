@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_rc.rewards.errors import brief_repr
+from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.remote import pickles
 
 PICKLE = 4
@@ -76,8 +77,8 @@ class JsonProtocol:
         return _to_json({"images": images, "prompts": request.prompts, "metadata": request.metadata})
 
     def read_request(self, body: bytes) -> Request:
-        """Raises ``ProtocolError``, saying what is wrong."""
-        content = _mapping("the request", _from_json(body))
+        """Raises ``ValueError``, saying what is wrong."""
+        content = _mapping("the request", parse_json(body))
         files = [_from_base64(index, text) for index, text in enumerate(_list(content, "images"))]
         return _request(files, content)
 
@@ -88,8 +89,8 @@ class JsonProtocol:
         return _to_json({"error": words})
 
     def read_answer(self, body: bytes) -> Answer:
-        """Raises ``ProtocolError``, or ``ServerRefusal`` with the server's words."""
-        return _scores_and_info(_from_json(body))
+        """Raises ``ValueError``, or ``ServerRefusal`` with the server's words."""
+        return _scores_and_info(parse_json(body))
 
 
 class VerlOmniProtocol:
@@ -201,13 +202,6 @@ def _from_base64(index: int, text: Any) -> bytes:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
         raise ProtocolError(f"images[{index}] is not base64 text ({error})") from error
-
-
-def _from_json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"this is not JSON ({str(error)[:200]})") from error
 
 
 def _to_json(content: Mapping[str, Any]) -> bytes:
