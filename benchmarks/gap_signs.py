@@ -22,6 +22,7 @@ import gap_ground
 import gap_study
 from gap_ground import LOST, PAGE, UNHURT, ground_of, rank_correlation
 from learning import ROLLOUT
+from machine import describe
 from training_runs import HERE, load, write_table
 
 OUTPUT = HERE / "results" / "gap_signs.json"
@@ -155,7 +156,7 @@ def main() -> None:
     found += rows(settings, {name: _of_runs(key) for name, key in LOGGED.items()})
     print(table(found))
     if arguments.report:
-        OUTPUT.write_text(json.dumps(found, indent=1) + "\n")
+        OUTPUT.write_text(json.dumps({"machine": describe(), "figures": found}, indent=1) + "\n")
         write_table(PAGE, OUTPUT, table(found))
 
 

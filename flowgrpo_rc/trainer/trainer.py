@@ -1,6 +1,6 @@
 """The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,7 @@ class FlowGRPOTrainer:
         prompts, rows = self._next_prompts()
         with self._scoring(prompts) as scoring:
             with self.timer("rollout"):
-                batch, images, cond = self._rollout(prompts, rows, scoring)
+                batch, images, cond = self._rollout(prompts, rows, scoring.take)
             with self.timer("probe"), self._naming(batch, prompts):
                 sync_metrics = self.rescoring(batch, cond, self.step)
             with self.timer("reward"):
@@ -183,8 +183,9 @@ class FlowGRPOTrainer:
         return RolloutScoring(self.run.reward, records, rollout.micro_batch_size, self.config.reward.overlap)
 
     def _rollout(
-        self, prompts: list[PromptRecord], rows: Tensor, scoring: RolloutScoring
+        self, prompts: list[PromptRecord], rows: Tensor, on_images: Callable[..., object] | None = None
     ) -> tuple[TensorDict, np.ndarray, Conditioning]:
+        """Draw the images of these prompts; ``on_images`` takes those that are finished before the last is."""
         rollout = self.config.actor_rollout_ref.rollout
         seed = self.config.rollout_seed
         cond = self.conditioning(prompts, rollout.pipeline)
@@ -201,7 +202,7 @@ class FlowGRPOTrainer:
                 sde_type=rollout.algo.sde_type,
                 # In bypass mode the engine is the old policy, so objectives that compare means need its.
                 record_means=self.mode.objective.needs_old_means and self.mode.bypasses,
-                on_images=scoring.take,
+                on_images=on_images,
             )
         )
         assert trajectories.batch is not None
