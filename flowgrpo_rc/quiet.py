@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
+IMPORTS = "transformers.utils.import_utils"
+"""Says of image processors that pipelines name and nobody here uses that they do without torchvision."""
 _TALK_OF_LOADING = (
+    IMPORTS,
     "diffusers.models.modeling_utils",
     "transformers.modeling_utils",
     "transformers.models.auto.image_processing_auto",

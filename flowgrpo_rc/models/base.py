@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.guidance import refuse_guidance_scale
+from flowgrpo_rc.quiet import IMPORTS, only_errors
 from flowgrpo_rc.transfers import onto
 
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -309,7 +310,8 @@ class DiffusionModel(ABC):
     @staticmethod
     def _dynamic_shift(config: Any, tokens: int, default_max_shift: float) -> float:
         """``mu`` of the pipelines whose schedule depends on the image's size."""
-        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+        with only_errors(IMPORTS):
+            from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 
         return calculate_shift(
             tokens,
