@@ -162,8 +162,11 @@ def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 
         prompt = sample.prompt if len(sample.prompt) <= 17 else f"{sample.prompt[:16]}…"
         pen.rectangle((x, y, x + CELL - 1, y + CELL - 1), outline="#bbbbbb")
         pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
-        colour = "#0a7d32" if sample.reward >= 0.999 else "#b3261e"
-        read = "" if sample.text is None else f' read "{sample.text}"'
-        pen.text((x, y + CELL + 16), f"{sample.reward:.2f}{read}"[:20], fill=colour, font=font)
+        score = f"{sample.reward:.2f}"
+        colour = "black"
+        if sample.text is not None:  # only what was read is right or wrong
+            score += f' read "{sample.text}"'
+            colour = "#0a7d32" if sample.reward >= 0.999 else "#b3261e"
+        pen.text((x, y + CELL + 16), score[:20], fill=colour, font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))

@@ -164,3 +164,13 @@ def test_grid_shows_every_image_in_its_place(tmp_path):
         assert tuple(picture[y, x]) == colour
     stack_pictures(tmp_path / "both.png", [tmp_path / "grid.png"] * 2)
     assert Image.open(tmp_path / "both.png").size == (picture.shape[1], 2 * picture.shape[0])
+
+
+@pytest.mark.parametrize(("text", "reward", "channel"), [("42", 1.0, 1), ("47", 0.5, 0), (None, 0.5, None)])
+def test_the_score_is_coloured_where_a_text_was_read(tmp_path, text, reward, channel):
+    """Green where it is right, red where it is wrong; a score of anything else is neither."""
+    blank = np.full((8, 8, 3), 255, np.uint8)
+    save_grid(tmp_path / "grid.png", "", [Sample(blank, "a", reward, text)], columns=1)
+    pixels = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB")).astype(int)
+    coloured = pixels[np.ptp(pixels, axis=-1) > 60]
+    assert coloured.size == 0 if channel is None else set(coloured.argmax(1)) == {channel}
