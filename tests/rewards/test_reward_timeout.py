@@ -10,11 +10,13 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from reward_files import GOOD, IMAGES, METADATA, PROMPTS, build, function, write
 
 from flowgrpo_rc.rewards import RewardError
+from flowgrpo_rc.rewards.isolation.user_code import UserCode
 
 LIMIT = 0.3
 LATE = rf"did not return within reward\.timeout_s={LIMIT} s; it was at .*mine\.py:"
@@ -142,9 +144,11 @@ SCRIPT = """
 import sys, threading
 sys.path.insert(0, {tests!r})
 from pathlib import Path
+from types import FrameType
 import numpy as np
 from reward_files import build
 from flowgrpo_rc.rewards import RewardError
+from flowgrpo_rc.rewards.isolation.user_code import UserCode
 from flowgrpo_rc.rewards.isolation import watch
 watch.GRACE_S = 0.5
 def score():
@@ -232,3 +236,18 @@ def test_python_code_off_the_main_thread_is_interrupted(tmp_path: Path, source: 
     thread.join(30)
     assert len(errors) == 1
     assert f"did not return within reward.timeout_s={LIMIT} s" in errors[0]
+
+
+def test_a_coroutine_off_the_main_thread_is_woken_after_the_interrupt(tmp_path: Path, monkeypatch) -> None:
+    """Woken before, while the message is made, it would be waiting again when the interrupt comes, and sleep on."""
+    describe = UserCode._describe_overrun
+
+    def slowly(self: UserCode, frame: FrameType | None) -> str:
+        message = describe(self, frame)
+        time.sleep(0.5)
+        return message
+
+    monkeypatch.setattr(UserCode, "_describe_overrun", slowly)
+    test_python_code_off_the_main_thread_is_interrupted(
+        tmp_path, "async def f(solution_image): await asyncio.sleep(60)"
+    )

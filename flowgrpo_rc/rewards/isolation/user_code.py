@@ -59,7 +59,7 @@ class UserCode:
         """
         result = None
         raised = None
-        with Watch(self.timeout_s, self._describe_overrun, self.exit_code) as watch:
+        with Watch(self.timeout_s, self._describe_overrun, self.exit_code, coroutines.wake) as watch:
             before = ProcessState() if self.sets_back else ProcessState(of_thread=True)
             try:
                 result = watch.call(function, *args)
@@ -95,7 +95,6 @@ class UserCode:
 
     def _describe_overrun(self, frame: FrameType | None) -> str:
         """The message for a call that is still in ``frame`` at its deadline."""
-        coroutines.wake()
         stack = [] if frame is None else list(traceback.walk_stack(frame))
         # A coroutine that waits is on no thread's stack; one that runs is on both, exactly on the stack alone.
         place = describe_place([*stack, *coroutines.levels()], self.file, quote=True)

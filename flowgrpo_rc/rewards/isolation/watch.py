@@ -53,6 +53,8 @@ class Watch:
     """Given the frame in which the call is (None if unknown), the whole message for the user."""
     exit_code: int
     """Of the process where the call cannot be interrupted."""
+    wake: Callable[[], None] = lambda: None
+    """Has a call that waits in another thread than the main one return to Python, where the interrupt is raised."""
     expired: str | None = None
     """The message, once the call was interrupted at its deadline."""
     stopped: BaseException | None = None
@@ -118,6 +120,8 @@ class Watch:
         # Before the interrupt, after which the call is no longer where it was.
         self._message = self.describe(sys._current_frames().get(self._thread))
         self._interrupt()
+        # After the interrupt: before it, a call could be waiting again when that comes.
+        self.wake()
         if not self._ended.wait(GRACE_S):
             end_process(self._message, self.exit_code)
 
