@@ -76,7 +76,7 @@ ROLLOUT_CORRECTION_SCRIPT = (
 )
 """The overrides of verl-omni's rollout-correction script for Qwen-Image, less those of its reward."""
 
-SCORES = "/root/verl-omni/verl_omni/utils/reward_score"
+SCORES = "/verl-omni/verl_omni/utils/reward_score"
 """Where verl-omni's scripts look for its scorers; not there."""
 
 MULTI_REWARD = (
