@@ -1,14 +1,13 @@
 """The shipped tiny CLIP: how well it tells number pictures apart, through the rewards' own code; its script works."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests_support import TIMEOUT, run_process
+from tests_support import run_process, run_side_by_side
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.rewards import RewardConfig, ScorerConfig, build_reward
@@ -85,24 +84,9 @@ def test_files_are_small_and_name_no_absolute_path():
 def test_build_script_runs_and_repeats(tmp_path):
     script = EXAMPLES / "tiny_clip" / "build_tiny_clip.py"
     small = ("--images", "200", "--steps", "3", "--unseen", "0")
-    builds = [
-        subprocess.Popen(
-            [sys.executable, script, "--output", tmp_path / name / "model", *small],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name in ("first", "second")
-    ]
-    try:
-        for build in builds:
-            output, _ = build.communicate(timeout=TIMEOUT)
-            assert build.returncode == 0, output
-    finally:
-        for build in builds:
-            build.kill()
-            build.wait()
-    first, second = (tmp_path / name / "model" for name in ("first", "second"))
+    models = [tmp_path / name / "model" for name in ("first", "second")]
+    run_side_by_side(*([sys.executable, script, "--output", model, *small] for model in models))
+    first, second = models
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     scores = CLIPCosine(ScorerConfig(model_path=str(first), device="cpu"))(np.zeros((1, 32, 32, 3), np.uint8), ["a"])
     assert np.isfinite(scores).all()

@@ -1,13 +1,12 @@
 """The shipped tiny model: what tests and the demo take for granted about it, that its script works."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests_support import TIMEOUT
+from tests_support import run_side_by_side
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = REPOSITORY / "assets" / "tiny_qwen_image"
@@ -102,28 +101,11 @@ def test_prompt_lists_split_the_hundred_numbers():
 
 @pytest.mark.slow
 def test_build_script_runs_and_repeats(tmp_path):
-    builds = [
-        subprocess.Popen(
-            [
-                *(sys.executable, EXAMPLE / "build_tiny_qwen_image.py"),
-                *("--output", tmp_path / name / "model"),
-                *("--images", "200", "--vae-steps", "3", "--flow-steps", "3", "--eval-seeds", "0"),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name in ("first", "second")
-    ]
-    try:
-        for build in builds:
-            output, _ = build.communicate(timeout=TIMEOUT)
-            assert build.returncode == 0, output
-    finally:
-        for build in builds:
-            build.kill()
-            build.wait()
-    first, second = tmp_path / "first", tmp_path / "second"
+    folders = [tmp_path / name for name in ("first", "second")]
+    small = ("--images", "200", "--vae-steps", "3", "--flow-steps", "3", "--eval-seeds", "0")
+    script = EXAMPLE / "build_tiny_qwen_image.py"
+    run_side_by_side(*([sys.executable, script, "--output", folder / "model", *small] for folder in folders))
+    first, second = folders
     weights = sorted(file.relative_to(first) for file in first.rglob("*.safetensors"))
     assert len(weights) == 3
     for file in weights:

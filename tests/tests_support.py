@@ -33,6 +33,22 @@ def run_process(*command, timeout=TIMEOUT, **settings):
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def run_side_by_side(*commands):
+    """Run commands at the same time, each of which must end well; nothing of them stays behind."""
+    running = [
+        subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    try:
+        for process in running:
+            output, _ = process.communicate(timeout=TIMEOUT)
+            assert process.returncode == 0, output
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
 def descendants(pid):
     """Processes that this one has started, and theirs, by ``/proc``; none where there is no such folder."""
     parents = {}

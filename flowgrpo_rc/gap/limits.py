@@ -96,7 +96,7 @@ LIMITS: dict[str, GapLimit] = {
 
 DRIFT_SAFE = 0.006
 """Below this drift a configuration is safe; from here on learning suffers, and how much depends on the learning rate:
-at .0062 a run lost .01 of held-out reward, and one at four times its rate .11 (``docs/gap_study.md``)."""
+at .0064 a run lost .02 of held-out reward, and one at four times its rate .11 (``docs/gap_study.md``)."""
 DRIFT_NOT_SAFE = 0.0075
 """From this drift on a configuration is not safe. Of the settings that both were chosen on, those that lost more than
 .08 of held-out reward have .0077 and more, and those that lost less than .03 have .0052 and less

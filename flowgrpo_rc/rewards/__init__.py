@@ -10,7 +10,6 @@ from flowgrpo_rc.rewards.clip.config import AestheticConfig as AestheticConfig
 from flowgrpo_rc.rewards.clip.config import HPSv2Config as HPSv2Config
 from flowgrpo_rc.rewards.clip.config import ScorerConfig as ScorerConfig
 from flowgrpo_rc.rewards.config import REWARD_NAMES as REWARD_NAMES
-from flowgrpo_rc.rewards.config import STATISTICS as STATISTICS
 from flowgrpo_rc.rewards.config import CustomRewardConfig as CustomRewardConfig
 from flowgrpo_rc.rewards.config import OCRConfig as OCRConfig
 from flowgrpo_rc.rewards.config import RewardConfig as RewardConfig
@@ -27,6 +26,7 @@ from flowgrpo_rc.rewards.mix import RewardMix as RewardMix
 from flowgrpo_rc.rewards.mix import RewardResult as RewardResult
 from flowgrpo_rc.rewards.mix import build_observers as build_observers
 from flowgrpo_rc.rewards.mix import build_reward as build_reward
+from flowgrpo_rc.rewards.names import STATISTICS as STATISTICS
 from flowgrpo_rc.rewards.ocr import OCRReward as OCRReward
 from flowgrpo_rc.rewards.ocr import quoted_target as quoted_target
 from flowgrpo_rc.rewards.ocr import text_similarity as text_similarity

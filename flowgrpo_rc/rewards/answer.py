@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.config import METRIC_NAME
 from flowgrpo_rc.rewards.errors import AnswerError, brief_repr, exception_text
+from flowgrpo_rc.rewards.names import METRIC_NAME
 
 WANTED = "return one float per image, or (floats, info dict)"
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flowgrpo_rc.checks import choice, fit, fit_fields, non_negative, plain, show
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.clip.config import AestheticConfig, HPSv2Config, ScorerConfig
 from flowgrpo_rc.rewards.judge.config import JudgeConfig
+from flowgrpo_rc.rewards.names import check_name, refuse_taken
 from flowgrpo_rc.rewards.own_function import DEFAULT_NAME, OwnFunction, of_entry
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 from flowgrpo_rc.rewards.remote.config import RemoteConfig, remote_scorers
@@ -19,13 +19,6 @@ from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 REWARD_NAMES = REWARDS.keys()
 """The names of the built-in rewards, as ``reward.functions`` takes them."""
-
-STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
-"""What a run logs as ``reward/...`` about the total, beside ``reward/<name>`` and ``reward/std/<name>`` of every
-function: no function may have one of these names."""
-
-METRIC_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-"""What every tracker can store as one level of a metric's name: a function's, or that of a part of its score."""
 
 NORMALIZATIONS = ("group",)
 """How several rewards may be normalised before they are weighted."""
@@ -208,7 +201,7 @@ class RewardConfig:
             raise ValueError(
                 f"reward.functions: got {self.functions!r}; give weights by name, e.g. reward.functions.ocr=1"
             )
-        self._check_remote()
+        self.remote = self._checked_remote()
         # Names before weights: an unknown reward is told as such, whatever its weight.
         for name in self.functions:
             if name not in REWARD_NAMES and name not in self.remote:
@@ -234,17 +227,12 @@ class RewardConfig:
         """``reward_functions`` with weights that are numbers."""
         section = "reward.reward_functions"
         checked: dict[str, dict[str, Any]] = {}
+        taken = [*self.remote, *(name for name, weight in self.functions.items() if weight)]
         for name, entry in _entries(section, self.reward_functions).items():
             check_name(f"{section}.{name}", name)
             if not isinstance(entry, Mapping):
                 raise ValueError(f"{section}.{name}: got {show(entry)}; give its keys, {{path, name, weight}}")
-            custom = self.custom_reward_function
-            taken = self.functions.get(name) or name in self.remote
-            if taken or (custom.path is not None and custom.name == name):
-                raise ValueError(
-                    f"{section}.{name}: another reward is called {name!r} too; rename this one, so that their metrics "
-                    "can be told apart"
-                )
+            refuse_taken(f"{section}.{name}", name, [*taken, self._custom_name])
             checked[name] = {**entry, "weight": _weight(f"{section}.{name}.weight", entry.get("weight", 1.0))}
             of_entry(f"{section}.{name}", _without(entry, VERL_OMNIS))
         return checked
@@ -272,20 +260,18 @@ class RewardConfig:
                     f"{section}.{name}={{path: my_reward.py, name: {DEFAULT_NAME}}}"
                 )
 
-    def _check_remote(self) -> None:
-        scorers = remote_scorers(self.remote)
-        for name in scorers:
+    def _checked_remote(self) -> dict[str, RemoteConfig]:
+        servers = remote_scorers(self.remote)
+        for name in servers:
             check_name(f"reward.remote.{name}", name)
-            if name in REWARD_NAMES or (self.custom_reward_function.path and name == self.custom_reward_function.name):
-                raise ValueError(
-                    f"reward.remote.{name}: another reward is called {name!r} too; rename this one, so that their "
-                    "metrics can be told apart"
-                )
-        self.remote = {name: asdict(scorer) for name, scorer in scorers.items()}
+            refuse_taken(f"reward.remote.{name}", name, [*REWARD_NAMES, self._custom_name])
+        return servers
 
-    def remote_scorer(self, name: str) -> RemoteConfig | None:
-        """The server of that name; None where it is not the name of one."""
-        return remote_scorers(self.remote).get(name)
+    @property
+    def _custom_name(self) -> str | None:
+        """Of ``custom_reward_function``, where there is one."""
+        custom = self.custom_reward_function
+        return None if custom.path is None else custom.name
 
     def weights(self) -> dict[str, float]:
         """Name -> weight of every reward that is on, the user's own function last."""
@@ -321,7 +307,7 @@ class RewardConfig:
         """The rewards that are on: ``0.5 x ocr + 2 x compute_score (my_reward.py)``."""
         own = self.own_functions()
         more = {name: f" ({function.path})" for name, function in own.items()}
-        more |= {name: f" ({entry['url']})" for name, entry in self.remote.items()}
+        more |= {name: f" ({server.url})" for name, server in self.remote.items()}
         if self.judge.model is not None:
             more["judge"] = f" ({self.judge.model})"
         total = " + ".join(f"{weight:g} x {name}{more.get(name, '')}" for name, weight in self.weights().items())
@@ -341,20 +327,6 @@ class RewardConfig:
         self.reward_model.__post_init__()
         self.custom_reward_function.__post_init__()
         self.__post_init__()
-
-
-def check_name(field_name: str, name: str) -> None:
-    """Raise ``ValueError`` unless ``reward/<name>`` is a metric of its own, which every tracker can store."""
-    if name in STATISTICS:
-        raise ValueError(
-            f"{field_name}: got {name!r}, but the run logs reward/{name} about the total; rename your function, or "
-            f"give it a second name in its file (my_{name} = {name})"
-        )
-    if not METRIC_NAME.fullmatch(name):
-        raise ValueError(
-            f"{field_name}: got {name!r}, which becomes the metric reward/{name}; give your function a name of "
-            "the letters a to z, digits and underscores"
-        )
 
 
 def _entries(section: str, entries: Any) -> Mapping[str, Any]:

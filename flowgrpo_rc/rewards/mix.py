@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_rc.rewards.answer import PARTS, read_answer
-from flowgrpo_rc.rewards.config import RewardConfig, check_name
+from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rewards.custom import REFUSED, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
 from flowgrpo_rc.rewards.forms import PerImageReward, adapt
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
+from flowgrpo_rc.rewards.names import check_name
 from flowgrpo_rc.rewards.own_function import OwnFunction
 from flowgrpo_rc.rewards.registry import load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
@@ -275,9 +276,8 @@ def _load_own(
 
 def _builtin(name: str, config: RewardConfig) -> Any:
     """A reward of this package: one that is computed here, or a server's."""
-    server = config.remote_scorer(name)
-    if server is not None:
-        return RemoteReward(name, server)
+    if name in config.remote:
+        return RemoteReward(name, config.remote[name])
     return load_builtin(name, getattr(config, name, None), config.num_workers)
 
 

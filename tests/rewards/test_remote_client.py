@@ -411,7 +411,7 @@ def test_overrides_name_a_server_and_the_whole_section_is_recorded():
     recorded = to_yaml(config)
     assert f"geneval:\n      url: {url}\n      protocol: flow_grpo\n      batch_size: 64\n" in recorded
     again = RewardConfig(**config.to_dict()["reward"])
-    assert again.remote_scorer("geneval") == config.reward.remote_scorer("geneval")
+    assert again.remote["geneval"] == config.reward.remote["geneval"]
 
 
 # ---------------------------------------------------------------------- secrets

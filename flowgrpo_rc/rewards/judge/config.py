@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive, secti
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url
 from flowgrpo_rc.rewards.judge.questions import FORMS
+from flowgrpo_rc.rewards.names import METRIC_NAME
 
 SECTION = "reward.judge"
 MEANS = ("arithmetic", "geometric")
@@ -50,7 +50,7 @@ class JudgeQuestion:
             raise ValueError(f"{where}.question: it is blank; give the words, or null for the parser's own")
         if self.name is None:
             self.name = self.parser
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
+        if not METRIC_NAME.fullmatch(self.name):
             raise ValueError(
                 f"{where}.name: got {self.name!r}, which becomes the metric reward/judge/{self.name}; give a name of "
                 "the letters a to z, digits and underscores"
@@ -128,7 +128,7 @@ class JudgeConfig:
         fit_fields(SECTION, self)
         if self.base_url is not None:
             check_url(f"{SECTION}.base_url", self.base_url)
-        self.http()
+        self.http_options()
         self.questions = _checked_questions(self.questions)
         choice(f"{SECTION}.mean", self.mean, MEANS)
         choice(f"{SECTION}.image_format", self.image_format, IMAGE_FORMATS)
@@ -140,7 +140,7 @@ class JudgeConfig:
         if not isinstance(self.extra_body, Mapping):
             raise ValueError(f"{SECTION}.extra_body: got {show(self.extra_body)}; give a mapping of keys to values")
 
-    def http(self) -> HTTPOptions:
+    def http_options(self) -> HTTPOptions:
         """How the server is asked."""
         return HTTPOptions(
             section=SECTION,

@@ -77,7 +77,7 @@ class JudgeReward:
                 f"{SECTION}.questions=[yes_no]"
             )
         self._url = self.config.base_url.rstrip("/")
-        self._options = self.config.http()
+        self._options = self.config.http_options()
         self._cache: dict[bytes, _Judged] = {}
         check = replace(self._options, tries=min(_CHECK_TRIES, self._options.tries))
         try:

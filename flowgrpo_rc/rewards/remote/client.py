@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import read_answer
+from flowgrpo_rc.rewards.answer import joined, read_answer
 from flowgrpo_rc.rewards.errors import AnswerError
 from flowgrpo_rc.rewards.http_client import Request as HTTPRequest
 from flowgrpo_rc.rewards.http_client import ServerError, send_all
@@ -50,7 +50,7 @@ class RemoteReward:
             metadata: N dicts, the other columns of the prompt file; by default empty.
 
         Returns:
-            (N,) float32; and lists of N entries that every answer has beside the scores.
+            (N,) float32; and lists of N entries that answers have beside the scores, None where one has none.
 
         Raises:
             AnswerError: the server did not answer, or not as it must; its address is named.
@@ -60,11 +60,7 @@ class RemoteReward:
         parts = [slice(start, min(start + self.config.batch_size, len(prompts))) for start in starts]
         requests = [self._request(part, images[part], list(prompts[part]), rows[part]) for part in parts]
         answers = send_all(requests, self._options, self._protocol.read_answer)
-        checked = [self._checked(part, answer, prompts[part]) for part, answer in zip(parts, answers, strict=True)]
-        infos = [info for _, info in checked]
-        shared = [key for key in infos[0] if all(key in info for info in infos)]
-        info = {key: [entry for one in infos for entry in one[key]] for key in shared}
-        return np.concatenate([scores for scores, _ in checked]), info
+        return joined([self._checked(part, answer, prompts[part]) for part, answer in zip(parts, answers, strict=True)])
 
     def check_prompts(
         self,
