@@ -130,8 +130,8 @@ def _draw_drift(axes: Any, drift: Any, names: list[str], colours: list[str]) -> 
     below = [one.value - one.interval.low for one in shown]
     above = [one.interval.high - one.value for one in shown]
     axes.bar([*names, "all"], values, yerr=[below, above], color=colours, ecolor="#1a202c", capsize=4)
-    axes.axhline(DRIFT_NOT_SAFE, color="#c53030", linewidth=1, label=f"all together: not safe above {DRIFT_NOT_SAFE:g}")
-    axes.axhline(DRIFT_SAFE, color="#2f855a", linewidth=1, label=f"all together: safe below {DRIFT_SAFE:g}")
-    axes.legend()
+    axes.axhline(DRIFT_NOT_SAFE, color="#c53030", linewidth=1, label=f"not safe above {DRIFT_NOT_SAFE:g}")
+    axes.axhline(DRIFT_SAFE, color="#2f855a", linewidth=1, label=f"safe below {DRIFT_SAFE:g}")
+    axes.legend(title="all together", loc="upper left")  # above the noisiest timesteps, whose bars are the lowest
     axes.set(xlabel="timestep, from noise to image", ylabel="gradients of one step, 95 % interval")
     axes.set_title("Drift: learned whatever is rewarded")

@@ -114,7 +114,7 @@ def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypat
         assert row[12:] == [f"{one['value']:.4f}", low, "to", high]
     third = figures[0].axes[2]
     limits = {line.get_label(): line.get_ydata()[0] for line in third.lines if "safe" in line.get_label()}
-    assert limits == {"all together: not safe above 0.0075": 0.0075, "all together: safe below 0.006": 0.006}
+    assert limits == {"not safe above 0.0075": 0.0075, "safe below 0.006": 0.006}
     assert [bar.get_height() for bar in third.patches] == [pytest.approx(one["value"]) for one in drifts]
     probe("--images", "2", "--max-images", "2", f"{CLIP}=2e-4", f"{RC}.loss_type=reinforce")
     assert len(figures[1].axes) == 2
