@@ -2,7 +2,7 @@
 
 To add one, write its adapter, a subclass of ``base.DiffusionModel``, in a file of this folder and add an entry to
 ``FAMILIES``. Importing this loads neither torch nor diffusers. What vllm-omni calls the same pipeline, for the families
-that it can sample, stands with that engine in ``rollout/vllm_omni/protocol.py``.
+that it can sample, stands with that engine in ``rollout/vllm_omni/registry.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Both engines around one tiny model, and what to ask of them."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tiny_families import TINY, TinyFamily
+from tiny_families.references import asked
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
 from flowgrpo_rc.models.lora import adapter_state
@@ -11,7 +14,13 @@ from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.seeds import seed_for
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
+from flowgrpo_rc.rollout.vllm_omni.adapter import expected_shapes
 
+FAMILIES: dict[str, TinyFamily | None] = {
+    "qwen_image": None,
+    **{name: TINY[name] for name in ("stable_diffusion_3", "flux_dev", "flux_schnell")},
+}
+"""The models that vllm-omni draws; ``None`` is the shipped one."""
 STARTS = torch.tensor([0, 0, 2, 2, 1, 1])
 PROMPTS = ['the text "12"', 'the text "345678" in red', "x"]
 """Of different lengths, so that embeddings are padded and masked."""
@@ -28,11 +37,27 @@ class Pair:
     lora: ModelConfig
     vllm: VllmOmniEngine
     diffusers: DiffusersEngine
+    family: TinyFamily | None = None
+    """What of the tests of all families it is; ``None`` for the shipped model."""
 
     def sync(self, state, version):
         """Both engines take the adapter; returns vllm-omni's digest."""
         self.diffusers.sync(state, version)
         return self.vllm.sync(state, version)
+
+    def request(self, *, guided=False, **settings):
+        """As ``request_for``, with the family's weakest or strongest guidance."""
+        guidances = ((1.0, None), (4.0, None)) if self.family is None else self.family.guidances
+        cfg, guidance = guidances[-1 if guided else 0]
+        return request_for(self.model, self.family, cfg=cfg, guidance=guidance, **settings)
+
+    def with_targets(self, targets):
+        """The same model and process with other layers in the adapter; the two must take turns."""
+        lora = replace(self.lora, target_modules=targets)
+        vllm = copy.copy(self.vllm)
+        vllm._lora, vllm._expected = lora, expected_shapes(self.model, lora)
+        diffusers = DiffusersEngine(self.model, lora, dtype=torch.float32, micro_batch_size=4, device="cpu")
+        return replace(self, lora=lora, vllm=vllm, diffusers=diffusers)
 
 
 def adapter_like(state, seed, scale=0.3):
@@ -49,12 +74,14 @@ def zero_adapter(pair):
     }
 
 
-def request_for(model, *, steps=5, cfg=1.0, sde_type="sde", window=2, seed=0):
+def request_for(model, family=None, *, steps=5, cfg=1.0, guidance=None, sde_type="sde", window=2, seed=0):
     """Two images of each of three prompts; ``window=0`` is the deterministic ODE."""
-    encoder = PromptEncoder(model, 64)
-    prompts, negative = encoder(PROMPTS), encoder([" "] * 3) if cfg > 1 else None
+    images, length = ((), 64) if family is None else (family.images, family.length)
+    encoder = PromptEncoder(model, length)
+    prompts = encoder(asked(images, PROMPTS))
+    negative = encoder(asked(images, [model.negative_prompt] * 3)) if cfg > 1 else None
     return RolloutRequest(
-        conditioning=Conditioning(prompts, negative, cfg, None, 32, 32),
+        conditioning=Conditioning(prompts, negative, cfg, guidance, 32, 32),
         prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
         num_inference_steps=steps,
         seeds=[seed_for(seed, 0, 0, i) for i in range(6)],
@@ -66,13 +93,14 @@ def request_for(model, *, steps=5, cfg=1.0, sde_type="sde", window=2, seed=0):
     )
 
 
-def make_pair(path="asset:tiny_qwen_image", dtype=torch.float32, alpha=8, target_modules=None):
+def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, alpha=8):
     """Both engines; the caller closes ``vllm``. A start takes ten to twenty seconds."""
     torch.set_num_threads(1)
     model = load_model(path)
-    lora = ModelConfig(path=path, lora_rank=4, lora_alpha=alpha, target_modules=target_modules)
+    lora = ModelConfig(path=path, lora_rank=4, lora_alpha=alpha)
     vllm = VllmOmniEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu", timeouts=TIMEOUTS)
-    return Pair(model, lora, vllm, DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu"))
+    diffusers = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu")
+    return Pair(model, lora, vllm, diffusers, family)
 
 
 def random_adapter(pair, seed=0):

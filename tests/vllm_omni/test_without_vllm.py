@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from multiprocessing import Pipe
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -12,12 +14,14 @@ import torch
 
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
+from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.rollout.base import RolloutError
 from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.vllm_omni import plain_torch, plugin, versions
 from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, engine_module, expected_shapes, pairs, unpaired
 from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
 from flowgrpo_rc.rollout.vllm_omni.protocol import Reply
+from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 
 
 @pytest.mark.parametrize("targets", [None, ["to_q", "to_out.0"], "all-linear"])
@@ -273,9 +277,30 @@ def test_other_pipelines_are_refused(tiny_model, monkeypatch):
     monkeypatch.setattr(engine, "check_versions", lambda: None)
     parts = {**tiny_model.pipe.components, "vae_scale_factor": tiny_model.pipe.vae_scale_factor}
     monkeypatch.setattr(tiny_model, "pipe", SimpleNamespace(**parts))
-    says = "vllm_omni draws QwenImagePipeline, StableDiffusion3Pipeline only so far, got SimpleNamespace"
+    says = f"vllm_omni draws {', '.join(PIPELINES)} only so far, got SimpleNamespace"
     with pytest.raises(ValueError, match=says):
         VllmOmniEngine(tiny_model, ModelConfig(), dtype=torch.float32, micro_batch_size=2, device="cpu")
+
+
+def test_layers_that_take_no_adapter_are_refused_before_anything_is_started(tiny_sd3_model, monkeypatch):
+    """As the user names them; vllm-omni's own refusal comes with the first push only."""
+    from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine, engine
+
+    monkeypatch.setattr(engine, "check_versions", lambda: None)
+    monkeypatch.setattr(VllmOmniEngine, "_start", lambda self: None)
+    settings = {"dtype": torch.float32, "micro_batch_size": 2, "device": "cpu"}
+    VllmOmniEngine(tiny_sd3_model, ModelConfig(target_modules=["to_q", "ff.net.2"]), **settings)
+    says = r"target_modules: time_text_embed.timestep_embedder.linear_1 and \d+ more can have no adapter in vllm-omni"
+    with pytest.raises(ValueError, match=says):
+        VllmOmniEngine(tiny_sd3_model, ModelConfig(target_modules="all-linear"), **settings)
+
+
+def test_every_pipeline_of_the_table_is_a_family():
+    for name, entry in PIPELINES.items():
+        assert name in FAMILIES
+        module, _, rollout = entry.rollout.partition(":")
+        source = Path(find_spec("flowgrpo_rc").origin).parents[1] / f"{module.replace('.', '/')}.py"
+        assert f"class {rollout}(Rollout, " in source.read_text()
 
 
 def test_a_model_without_its_t5_is_refused(tmp_path, monkeypatch):

@@ -3,8 +3,9 @@
 Imports no vllm: the trainer's side and the engine's process share it.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -40,6 +41,24 @@ def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tup
         shapes[name + _A] = (config.lora_rank, layers[name].in_features)
         shapes[name + _B] = (layers[name].out_features, config.lora_rank)
     return shapes
+
+
+def check_targets(layers: Iterable[str], takes_no_adapter: Sequence[str]) -> None:
+    """Raise where vllm-omni gives one of these layers, named as the actor names them, no adapter.
+
+    Args:
+        takes_no_adapter: patterns of ``fnmatch`` for such layers, of ``PipelineEntry``.
+
+    Raises:
+        ValueError: names the layers and the remedy.
+    """
+    refused = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in takes_no_adapter)]
+    if refused:
+        more = f" and {len(refused) - 1} more" if refused[1:] else ""
+        raise ValueError(
+            f"actor_rollout_ref.model.target_modules: {refused[0]}{more} can have no adapter in vllm-omni, as can "
+            f"none of {', '.join(takes_no_adapter)}; leave them out, or use actor_rollout_ref.rollout.name=diffusers"
+        )
 
 
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:

@@ -12,14 +12,15 @@ from torch import Tensor
 from flowgrpo_rc.dtypes import dtype_name, torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import check_adapter_state
+from flowgrpo_rc.models.lora import check_adapter_state, target_layers
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories, check_has_adapter
 from flowgrpo_rc.rollout.config import RolloutConfig, VllmOmniConfig
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, expected_shapes
+from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, check_targets, expected_shapes
 from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
-from flowgrpo_rc.rollout.vllm_omni.protocol import PIPELINES, Settings
+from flowgrpo_rc.rollout.vllm_omni.protocol import Settings
+from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 from flowgrpo_rc.transfers import to_host
 
@@ -43,7 +44,8 @@ class VllmOmniEngine:
 
     Raises:
         ImportError: vllm, vllm-omni or diffusers are not of the working set.
-        ValueError: vllm-omni does not draw this kind of pipeline here, or not without the parts that it lacks.
+        ValueError: vllm-omni does not draw this kind of pipeline here, not without the parts that it lacks, or gives a
+            layer no adapter that ``lora`` has one for.
         RolloutError: the process does not start.
     """
 
@@ -73,6 +75,7 @@ class VllmOmniEngine:
                 f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
                 "without; use rollout.name=diffusers, or the whole model"
             )
+        check_targets(target_layers(model.transformer, model, lora), PIPELINES[pipeline].takes_no_adapter)
         self._lora = lora
         self._dtype = dtype
         self._expected = expected_shapes(model, lora)

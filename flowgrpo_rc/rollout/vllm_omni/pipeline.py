@@ -1,26 +1,24 @@
-"""The pipelines that vllm-omni runs: its own transformers, the sampling loop of the in-process engine.
+"""What the pipelines that vllm-omni runs have in common: its own transformers, the in-process engine's sampling loop.
 
 vllm-omni's scheduler puts compatible requests, one an image, into a batch and hands it to ``forward``; everything
 that must agree between engines (noise, schedule, guidance, transition, window, decoding) is the code that the
 ``diffusers`` engine runs, around the transformer as vllm-omni has it.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
-from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
-from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts
-from flowgrpo_rc.models.qwen_image import QwenImage
-from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
 from flowgrpo_rc.rollout.sampling import RequestSampler
 from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
@@ -46,18 +44,16 @@ class VllmFamily(DiffusionModel):
         return output[0] if isinstance(output, tuple) else output.sample
 
 
-class VllmQwenImage(VllmFamily, QwenImage):
-    """Qwen-Image around vllm-omni's pipeline."""
+class NoEncoder(nn.Module):
+    """Where vllm-omni builds a text encoder: nothing is read or held for it."""
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        inputs = super()._inputs(dtype, latents, timesteps, prompts, conditioning)
-        return {**inputs, "txt_seq_lens": [prompts.embeds.shape[1]] * len(latents)}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
-
-class VllmStableDiffusion3(VllmFamily, StableDiffusion3):
-    """Stable Diffusion 3 around vllm-omni's pipeline."""
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> "NoEncoder":
+        """As of transformers' classes."""
+        return cls()
 
 
 class Rollout:
@@ -66,17 +62,24 @@ class Rollout:
     supports_request_batch = True
     supports_step_execution: ClassVar[bool] = False
     family: ClassVar[type[DiffusionModel]]
-    encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    stand_ins: ClassVar[Mapping[str, Any]]
+    """What stands for names of vllm-omni's own module while its pipeline is built: ``NoEncoder`` for the classes of its
+    text encoders, at least."""
     _encoder_modules: ClassVar[list[str]] = []
     od_config: OmniDiffusionConfig
+    weights_sources: list[Any]
     vae: Any
     transformer: Any
-    device: torch.device
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
-        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
-        for name in self.encoders:
+        with _replaced(sys.modules[super().__init__.__module__], self.stand_ins):
+            super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
+        encoders: list[str] = super()._encoder_modules  # type: ignore[misc]
+        for name in encoders:
             setattr(self, name, None)
+        # Some pipelines leave the reading of their text encoders to what reads their transformer.
+        self.weights_sources = [source for source in self.weights_sources if source.subfolder not in encoders]
+        _name_fused_layers(self.transformer)
         self.model: Any = None
 
     def prepare(self, vae_dtype: str, batch_guidance: bool, lora_manager: Any) -> None:
@@ -98,8 +101,9 @@ class Rollout:
         """One result a request, in the batch's order."""
         if req.is_dummy_run():
             return [DiffusionOutput(output=torch.zeros(1, 3, 16, 16)) for _ in range(req.num_reqs)]
-        request, own = _rollout_request(req, self.device)
-        sampler = RequestSampler(self.model, self.transformer, request, self.device)
+        device = next(self.transformer.parameters()).device
+        request, own = _rollout_request(req, device)
+        sampler = RequestSampler(self.model, self.transformer, request, device)
         images, record = sampler.sample(torch.arange(req.num_reqs))
         # The server, which knows what was pushed, fills in version and digest.
         echo = sampler.echo(adapter_version=-1, adapter_digest="")
@@ -116,22 +120,29 @@ class Rollout:
         ]
 
 
-class QwenImageRollout(Rollout, QwenImagePipeline):
-    """Sampling for ``QwenImagePipeline``."""
+@contextmanager
+def _replaced(module: Any, stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, ``module`` has other values for these of its names, all of which it must have."""
+    before = {name: getattr(module, name) for name in stand_ins}
+    vars(module).update(stand_ins)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
-    family = VllmQwenImage
 
-
-class StableDiffusion3Rollout(Rollout, StableDiffusion3Pipeline):
-    """Sampling for ``StableDiffusion3Pipeline``."""
-
-    family = VllmStableDiffusion3
-    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+def _name_fused_layers(transformer: Any) -> None:
+    """Say where vllm-omni's adapters look for it which layers are fused of which, for transformers that do not."""
+    fused: Mapping[str, Sequence[str]] = getattr(transformer, "packed_modules_mapping", {})
+    if getattr(transformer, "stacked_params_mapping", None) is None:
+        transformer.stacked_params_mapping = [
+            (f".{name}", f".{part}", index) for name, parts in fused.items() for index, part in enumerate(parts)
+        ]
 
 
 def leave_as_they_are(od_config: OmniDiffusionConfig) -> Callable[[Any], Any]:
-    """vllm-omni's post-processor: ``forward`` returns finished images."""
-    return lambda output: output
+    """vllm-omni's pre- and post-processor: requests hold embeddings, and ``forward`` returns finished images."""
+    return lambda value: value
 
 
 def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[RolloutRequest, list[dict[str, Any]]]:

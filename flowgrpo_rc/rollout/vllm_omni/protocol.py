@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-PIPELINES = {"QwenImagePipeline": "QwenImageRollout", "StableDiffusion3Pipeline": "StableDiffusion3Rollout"}
-"""What draws each kind of pipeline: a class in ``pipeline.py``, which imports vllm."""
-
 
 @dataclass(frozen=True)
 class Settings:

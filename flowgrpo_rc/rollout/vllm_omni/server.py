@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.rollout.vllm_omni.protocol import HEARTBEAT, PIPELINES, READY, Call, Reply, Settings, receive, send
+from flowgrpo_rc.rollout.vllm_omni.protocol import HEARTBEAT, READY, Call, Reply, Settings, receive, send
+from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 
 HEARTBEAT_SECONDS = 0.5
 """Seconds between two signs of life."""
@@ -65,10 +66,14 @@ class _Server:
         from vllm_omni.entrypoints import AsyncOmni
 
         here = "flowgrpo_rc.rollout.vllm_omni"
-        pipeline = PIPELINES[settings.pipeline]
-        # For the images' way out alone: only some of vllm-omni's own post-processors let metadata through.
+        # For the way in and out alone: vllm-omni's own pre-processors load images, and only some of its post-processors
+        # let metadata through. What all pipelines have in common stands for what it asks of a class before it is built.
         register_diffusion_model(
-            settings.pipeline, f"{here}.pipeline", pipeline, post_process_func_name="leave_as_they_are"
+            settings.pipeline,
+            f"{here}.pipeline",
+            "Rollout",
+            pre_process_func_name="leave_as_they_are",
+            post_process_func_name="leave_as_they_are",
         )
         self._settings = settings
         attention = {"diffusion_attention_config": {"default": {"backend": settings.attention}}}
@@ -80,7 +85,7 @@ class _Server:
             max_num_seqs=settings.max_batch,
             request_batch_max_wait_ms=100.0,  # for more images, before it draws a batch that is not full
             max_cpu_loras=2,
-            custom_pipeline_args={"pipeline_class": f"{here}.pipeline.{pipeline}"},
+            custom_pipeline_args={"pipeline_class": PIPELINES[settings.pipeline].rollout.replace(":", ".")},
             worker_extension_cls=f"{here}.lora.RolloutWorker",
             init_timeout=settings.init_timeout,
             stage_init_timeout=settings.init_timeout,

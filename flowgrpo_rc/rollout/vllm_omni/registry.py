@@ -1,0 +1,35 @@
+"""The pipelines that vllm-omni draws for a rollout, by class name. Importing this loads neither torch nor vllm.
+
+To add one, write a ``Rollout`` in a file of ``families`` and add an entry to ``PIPELINES``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FAMILIES = "flowgrpo_rc.rollout.vllm_omni.families"
+
+_FLUX_EMBEDDERS = ("time_text_embed.*", "x_embedder", "context_embedder", "proj_out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineEntry:
+    """What has to be known about a pipeline in vllm-omni before its engine is started."""
+
+    rollout: str
+    """Where its ``Rollout`` is, as ``module:class``; the module imports vllm-omni's pipeline."""
+
+    takes_no_adapter: tuple[str, ...] = ()
+    """The linear layers that vllm-omni gives no adapter, because they are no layers of vllm's, or because they are
+    fused and it does not say of what: patterns of ``fnmatch`` for the full names of the trainer's layers."""
+
+
+PIPELINES = {
+    "QwenImagePipeline": PipelineEntry(rollout=f"{_FAMILIES}.qwen_image:QwenImageRollout"),
+    "StableDiffusion3Pipeline": PipelineEntry(
+        rollout=f"{_FAMILIES}.stable_diffusion_3:StableDiffusion3Rollout",
+        takes_no_adapter=("time_text_embed.*", "norm_out.linear", "*.norm1.linear", "*.norm1_context.linear"),
+    ),
+    "FluxPipeline": PipelineEntry(rollout=f"{_FAMILIES}.flux:FluxRollout", takes_no_adapter=_FLUX_EMBEDDERS),
+}
+"""Class name in a pipeline's ``model_index.json`` -> how vllm-omni draws it."""
