@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
@@ -62,9 +62,8 @@ class Rollout:
     supports_request_batch = True
     supports_step_execution: ClassVar[bool] = False
     family: ClassVar[type[DiffusionModel]]
-    stand_ins: ClassVar[Mapping[str, Any]]
-    """What stands for names of vllm-omni's own module while its pipeline is built: ``NoEncoder`` for the classes of its
-    text encoders, at least."""
+    text_encoders: ClassVar[tuple[str, ...]]
+    """What builds text encoders, as the module of vllm-omni's pipeline names it."""
     _encoder_modules: ClassVar[list[str]] = []
     od_config: OmniDiffusionConfig
     weights_sources: list[Any]
@@ -72,7 +71,7 @@ class Rollout:
     transformer: Any
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
-        with _replaced(sys.modules[super().__init__.__module__], self.stand_ins):
+        with _replaced(sys.modules[super().__init__.__module__], self._stand_ins(od_config)):
             super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         encoders: list[str] = super()._encoder_modules  # type: ignore[misc]
         for name in encoders:
@@ -81,6 +80,10 @@ class Rollout:
         self.weights_sources = [source for source in self.weights_sources if source.subfolder not in encoders]
         _name_fused_layers(self.transformer)
         self.model: Any = None
+
+    def _stand_ins(self, od_config: OmniDiffusionConfig) -> dict[str, Any]:
+        """Other values for names in the module of vllm-omni's pipeline, while it is built."""
+        return dict.fromkeys(self.text_encoders, NoEncoder)
 
     def prepare(self, vae_dtype: str, batch_guidance: bool, lora_manager: Any) -> None:
         """Called once after loading: decode in the trainer's precision, guide as it does, and keep who switches

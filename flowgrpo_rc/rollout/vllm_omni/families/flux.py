@@ -14,4 +14,4 @@ class FluxRollout(Rollout, FluxPipeline):
     """Sampling for ``FluxPipeline``."""
 
     family = VllmFlux
-    stand_ins = {"CLIPTextModel": NoEncoder, "T5EncoderModel": NoEncoder}
+    text_encoders = ("CLIPTextModel", "T5EncoderModel")

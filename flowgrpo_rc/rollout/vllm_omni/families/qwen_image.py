@@ -25,4 +25,4 @@ class QwenImageRollout(Rollout, QwenImagePipeline):
     """Sampling for ``QwenImagePipeline``."""
 
     family = VllmQwenImage
-    stand_ins = {"Qwen2_5_VLForConditionalGeneration": NoEncoder}
+    text_encoders = ("Qwen2_5_VLForConditionalGeneration",)

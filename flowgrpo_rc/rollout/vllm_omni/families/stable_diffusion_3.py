@@ -14,4 +14,4 @@ class StableDiffusion3Rollout(Rollout, StableDiffusion3Pipeline):
     """Sampling for ``StableDiffusion3Pipeline``."""
 
     family = VllmStableDiffusion3
-    stand_ins = {"CLIPTextModelWithProjection": NoEncoder, "T5EncoderModel": NoEncoder}
+    text_encoders = ("CLIPTextModelWithProjection", "T5EncoderModel")
