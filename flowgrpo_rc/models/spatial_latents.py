@@ -15,10 +15,14 @@ class SpatialLatents(DiffusionModel):
     A family, which is a subclass, names the width of its prompts and calls its transformer.
     """
 
-    shifts_latents = True
-    """Whether the pipeline adds the VAE's ``shift_factor`` before it decodes."""
     text_width: str
     """The entry of the transformer's configuration that is the width of a prompt's embeddings."""
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(pipe)
+        if not pipe.transformer._repeated_blocks:  # diffusers compiles what is named here
+            kinds = pipe.transformer._no_split_modules
+            pipe.transformer._repeated_blocks = [kind for kind in kinds if kind.endswith("Block")]
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor = self.pipe.vae_scale_factor
@@ -41,21 +45,14 @@ class SpatialLatents(DiffusionModel):
         return sizes
 
     def _factors(self) -> dict[str, list[Any]]:
-        scale = self.pipe.vae.config.scaling_factor
-        factors: dict[str, list[Any]] = {"1 / the vae's scaling_factor": [1 / scale if scale else None]}
-        if self.shifts_latents:
-            factors["the vae's shift_factor"] = [self.pipe.vae.config.shift_factor]
-        return factors
+        return self._scale_and_shift()
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        vae = self.pipe.vae
-        latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor
-        if self.shifts_latents:
-            latents = latents + vae.config.shift_factor
-        return vae.decode(latents, return_dict=False)[0]
+        return self._decode_scaled_and_shifted(latents)
 
     def _check_positions(self, height: int, width: int, section: str, most: Sequence[int]) -> None:
-        """Refuse a size of more rows or columns of tokens than there are positions: ``most`` of each."""
+        """Raise ``ValueError`` for a size of more rows or columns of tokens than there are positions, ``most`` of
+        each."""
         rows, columns = (number * self._multiple for number in most)
         if height > rows or width > columns:
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
 from flowgrpo_rc.models.spatial_latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, texts
 
@@ -63,7 +63,7 @@ class ZImage(SpatialLatents):
         return [(tokenizer, max_sequence_length - before)]
 
     def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Any
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         # The image's positions begin after its own caption, so that a batch's padding must not be among the captions.
         lengths = [None] * len(latents) if prompts.mask is None else prompts.mask.sum(1).tolist()

@@ -1,10 +1,9 @@
-"""A `ZImagePipeline` in miniature, with random weights: the real classes in small sizes, built without a hub."""
+"""A `ZImagePipeline` in miniature, with random weights."""
 
 import torch
+from tiny_families import parts
 
-from tiny_families.kl_parts import autoencoder
-
-CHANNELS, WIDTH = 16, 32
+WIDTH = 32
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -12,30 +11,37 @@ CHAT_TEMPLATE = (
 
 
 def build():
-    """The pipeline; its weights depend on nothing but this code and torch's generator."""
+    """Like Z-Image and Z-Image-Turbo; the template makes captions on both sides of 32 tokens."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
     tokenizer = _tokenizer()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        pipe = ZImagePipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=autoencoder(CHANNELS, scaling_factor=0.3611, shift_factor=0.1159),
-            text_encoder=_text_encoder(tokenizer),
-            tokenizer=tokenizer,
-            transformer=_transformer(),
+        return parts.ready(
+            ZImagePipeline(
+                scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+                vae=parts.vae(),
+                text_encoder=_text_encoder(tokenizer),
+                tokenizer=tokenizer,
+                transformer=_transformer(),
+            )
         )
-    for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
-        part.eval()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+
+
+def call(prompts, negative, true_cfg_scale, guidance_scale, length):
+    """Of the pipeline's arguments, those that a family names in its own way."""
+    return {
+        "prompt": prompts,
+        "negative_prompt": negative,
+        "guidance_scale": true_cfg_scale - 1,
+        "max_sequence_length": length,
+    }
 
 
 def _transformer():
     from diffusers import ZImageTransformer2DModel
 
     transformer = ZImageTransformer2DModel(
-        in_channels=CHANNELS,
         dim=32,
         n_layers=2,
         n_refiner_layers=1,
