@@ -1,6 +1,7 @@
 """An `AuraFlowPipeline` in miniature, with random weights."""
 
 import torch
+
 from tiny_families import parts
 
 WIDTH = 24

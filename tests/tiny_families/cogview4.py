@@ -1,6 +1,7 @@
 """A `CogView4Pipeline` in miniature, with random weights."""
 
 import torch
+
 from tiny_families import parts
 
 WIDTH = 32

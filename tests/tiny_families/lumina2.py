@@ -3,6 +3,7 @@
 import string
 
 import torch
+
 from tiny_families import parts
 
 WIDTH = 16
@@ -91,7 +92,7 @@ def _tokenizer():
 
     characters = ["▁", *string.printable.strip()]
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *characters])}
-    tokenizer = GemmaTokenizer(vocab=vocab, merges=[])
+    tokenizer = GemmaTokenizer(vocab=vocab, merges=[], add_bos_token=True)
     blank = Lumina2Pipeline(transformer=None, scheduler=None, vae=None, text_encoder=None, tokenizer=None)
     tokenizer.add_tokens([blank.system_prompt])
     return tokenizer
