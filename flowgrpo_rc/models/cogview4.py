@@ -94,13 +94,16 @@ class MaskedAttention:
         attn: Any,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None,
+        image_rotary_emb: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """The image's and the prompt's answers ``(B, tokens, D)``.
 
         Args:
+            hidden_states: ``(B, image tokens, D)``.
+            encoder_hidden_states: ``(B, prompt tokens, D)``.
             attention_mask: ``(B, prompt tokens)``, which embeddings are real; ``None`` when all are.
+            image_rotary_emb: cosines and sines of the image's positions.
         """
         from diffusers.models.embeddings import apply_rotary_emb
 
@@ -112,9 +115,8 @@ class MaskedAttention:
         turned: list[Tensor] = []
         for part, norm in ((query, attn.norm_q), (key, attn.norm_k)):
             prompt, image = norm(part).to(both.dtype).split(tokens, 2)
-            if image_rotary_emb is not None:
-                image = apply_rotary_emb(image, image_rotary_emb, use_real_unbind_dim=-2)
-            turned.append(torch.cat([prompt, image], 2))
+            rotated: Any = apply_rotary_emb(image, image_rotary_emb, use_real_unbind_dim=-2)
+            turned.append(torch.cat([prompt, rotated], 2))
         seen = None
         if attention_mask is not None:
             # As keys alone: a padding token that saw nothing would be NaN.

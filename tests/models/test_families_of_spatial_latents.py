@@ -89,8 +89,7 @@ def test_parts_that_do_not_fit_each_other_are_named(name, model):
 
 
 def test_z_image_with_a_dynamic_shift():
-    pipe = z_image.build()
-    pipe.scheduler.register_to_config(use_dynamic_shifting=True)
+    pipe = z_image.build(dynamic=True)
     model = ZImage(pipe)
     small, large = (model.schedule(5, side, side).sigmas for side in (32, 64))
     pipe("a", height=64, width=64, num_inference_steps=5, output_type="latent", guidance_scale=0.0)

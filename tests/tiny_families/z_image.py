@@ -11,7 +11,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def build():
+def build(*, dynamic=False):
     """Like Z-Image and Z-Image-Turbo; the template makes captions on both sides of 32 tokens."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
@@ -20,7 +20,7 @@ def build():
         torch.manual_seed(0)
         return parts.ready(
             ZImagePipeline(
-                scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+                scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic),
                 vae=parts.vae(),
                 text_encoder=_text_encoder(tokenizer),
                 tokenizer=tokenizer,
