@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "flowgrpo_rc"
 BASE = {
     "lazy",
     "paths",
+    "prompt",
     "checks",
     "dtypes",
     "field_docs",

@@ -3,7 +3,7 @@
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,9 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
-from flowgrpo_rc.models.guidance import refuse_guidance_scale
+from flowgrpo_rc.models.guidance import refuse_guidance_scale, refuse_true_cfg_scale
+from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.prompt import Prompt, ReferenceImage
 from flowgrpo_rc.quiet import IMPORTS, only_errors
 from flowgrpo_rc.transfers import onto
 
@@ -24,6 +26,14 @@ JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj
 PIXELS_DECODED_AT_ONCE = 4 * 512 * 512
 """Pixels of the images that a VAE decodes at a time: a feature map at 512 pixels to a side takes 50 MB an image, and a
 decoder holds several."""
+
+
+FLOW_SOLVERS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
+"""Solvers of higher order that checkpoints of flow models name, whose noise levels are those of Euler's steps."""
+
+
+class UnsupportedSchedulerError(ValueError):
+    """A pipeline's scheduler makes other steps than those that a policy is made of."""
 
 
 class NonFiniteImageError(RuntimeError):
@@ -37,6 +47,10 @@ class EncodedPrompt:
     embeds: Float[Tensor, "T D"]
     pooled: Float[Tensor, " E"] | None = None
     """One vector of the whole prompt, for families that take it besides."""
+    references: Float[Tensor, "R C"] | None = None
+    """The latent tokens of all reference images, one image after the other, as the transformer takes them."""
+    reference_grids: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of each image's tokens; ``R`` is the sum of their products."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +62,14 @@ class Prompts:
     """Which embeddings are real; ``None`` when all are."""
     pooled: Float[Tensor, "P E"] | None = None
     """A vector for each whole prompt; ``None`` where the family takes none."""
+    references: Float[Tensor, "P R C"] | None = None
+    """The latent tokens of each prompt's reference images; ``None`` where no prompt has any."""
+    reference_grids: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of each reference image's tokens, the same for all prompts."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         """The same prompts with every tensor changed."""
-        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
     def rows(self, index: Tensor, device: torch.device) -> "Prompts":
@@ -69,7 +87,10 @@ class Prompts:
         pooled = None
         if self.pooled is not None and other.pooled is not None:
             pooled = torch.cat([self.pooled, other.pooled])
-        return Prompts(embeds, mask, pooled)
+        references = None
+        if self.references is not None and other.references is not None:
+            references = torch.cat([self.references, other.references])
+        return Prompts(embeds, mask, pooled, references, self.reference_grids)
 
     def _real(self) -> Bool[Tensor, "P T"]:
         """``mask``, also where all embeddings are real."""
@@ -140,6 +161,16 @@ class DiffusionModel(ABC):
         return self.pipe.transformer
 
     @property
+    def negative_prompt(self) -> str:
+        """What stands for the negative prompt of a prompt that has none, as in the pipeline's own call."""
+        return FAMILIES[type(self.pipe).__name__].negative_prompt
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have reference images."""
+        return FAMILIES[type(self.pipe).__name__].images[1] > 0
+
+    @property
     def smallest_image(self) -> int:
         """Pixels to a side of a small image that every network of the family takes."""
         return self._multiple * 8
@@ -162,16 +193,30 @@ class DiffusionModel(ABC):
         if not (falling and len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and sigmas[-1] == 0):
             raise ValueError(f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}")
 
-    def check_request(self, height: int, width: int, guidance_scale: float | None, section: str = "pipeline") -> None:
-        """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance embedding; names the
-        ``section`` of ``actor_rollout_ref.rollout`` that asks for it."""
+    def check_request(
+        self,
+        height: int,
+        width: int,
+        guidance_scale: float | None,
+        true_cfg_scale: float = 1.0,
+        section: str = "pipeline",
+    ) -> None:
+        """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance; names the ``section``
+        of ``actor_rollout_ref.rollout`` that asks for it."""
         if height % self._multiple or width % self._multiple:
             raise ValueError(
                 f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
                 f"{self._multiple} pixels"
             )
+        pipeline = type(self.pipe).__name__
         embeds = bool(self.transformer.config.get("guidance_embeds"))
-        refuse_guidance_scale(type(self.pipe).__name__, embeds, guidance_scale, section)
+        refuse_guidance_scale(pipeline, embeds, guidance_scale, section)
+        refuse_true_cfg_scale(pipeline, bool(self.pipe.config.get("is_distilled")), true_cfg_scale, section)
+
+    def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
+        """Rows and columns of the tokens that the VAE makes of a reference image scaled to ``area`` pixels, from its
+        size alone; ``area=None`` is the pipeline's own. Families that take no images have none."""
+        raise NotImplementedError(f"{type(self.pipe).__name__} takes no reference images")
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -183,8 +228,7 @@ class DiffusionModel(ABC):
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
         """The diffusers pipeline's schedule for this many steps and this size."""
-        # A scheduler of its own: the pipeline's is left as it was loaded.
-        scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
+        scheduler = self._scheduler()
         tokens = (height // self._multiple) * (width // self._multiple)
         scheduler.set_timesteps(**self._schedule_arguments(scheduler.config, num_inference_steps, tokens))
         return Schedule(scheduler.timesteps.float(), scheduler.sigmas.float())
@@ -198,8 +242,8 @@ class DiffusionModel(ABC):
         return max_sequence_length
 
     @abstractmethod
-    def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
-        """Unpadded prompt embeddings, one a prompt, on the host; the text encoders must be loaded."""
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        """Unpadded prompt embeddings, one a prompt, on the host; ``text_encoders`` must be loaded."""
 
     def blank_prompt(self) -> EncodedPrompt:
         """A token of zeros as wide as the transformer takes it; no text encoder is needed for it."""
@@ -238,7 +282,7 @@ class DiffusionModel(ABC):
             # After the conditional half: autocast keeps the weights that it has rounded, with their graph or without.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_unconditional):
                 uncond = self._forward(transformer, latents, timesteps, negative, conditioning)
-        return self._rescale(uncond + conditioning.true_cfg_scale * (cond - uncond), cond)
+        return self._guide(cond, uncond, conditioning.true_cfg_scale)
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, " B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
@@ -276,7 +320,16 @@ class DiffusionModel(ABC):
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> Tensor:
         inputs = self._inputs(compute_dtype(transformer), latents, timesteps, prompts, conditioning)
-        return transformer(**inputs, return_dict=False)[0].float()
+        return self._velocity_of(self._call(transformer, inputs), latents).float()
+
+    def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
+        """What the transformer answers; engines whose transformers answer otherwise have their own."""
+        return transformer(**inputs, return_dict=False)[0]
+
+    def _velocity_of(self, output: Any, latents: Tensor) -> Tensor:
+        """The velocity out of the transformer's answer, without what stands behind it: the predictions for reference
+        tokens, or the second half of the channels where a transformer also predicts a variance."""
+        return output[:, : latents.shape[1]]
 
     @abstractmethod
     def _inputs(
@@ -291,9 +344,14 @@ class DiffusionModel(ABC):
             return None
         return torch.full_like(timesteps, conditioning.guidance_scale)
 
-    def _rescale(self, guided: Tensor, cond: Tensor) -> Tensor:
-        """What the family's pipeline does with a guided velocity, ``cond`` being the conditional one."""
-        return guided
+    @staticmethod
+    def _with_references(latents: Tensor, prompts: Prompts) -> Tensor:
+        """Packed latents, and behind them the tokens of the reference images."""
+        return latents if prompts.references is None else torch.cat([latents, prompts.references.to(latents)], 1)
+
+    def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+        """The guided velocity, from the conditional and the unconditional one."""
+        return uncond + scale * (cond - uncond)
 
     def _sizes(self) -> list[tuple[str, int, int]]:
         """What two parts must agree on: its name with those of the parts, and the number that each has."""
@@ -302,6 +360,29 @@ class DiffusionModel(ABC):
     def _factors(self) -> dict[str, list[Any]]:
         """The numbers that latents are multiplied by or shifted by before they are decoded, by name."""
         return {}
+
+    def _scheduler(self) -> Any:
+        """A scheduler of its own for the flow's Euler steps: the pipeline's is left as it was loaded.
+
+        Raises:
+            UnsupportedSchedulerError: the pipeline's makes other steps.
+        """
+        with only_errors(IMPORTS):
+            from diffusers import FlowMatchEulerDiscreteScheduler
+
+        config = self.pipe.scheduler.config
+        name = type(self.pipe.scheduler).__name__
+        if name in FLOW_SOLVERS and config.get("use_flow_sigmas"):
+            # Higher orders reuse earlier velocities; a policy's step depends on its own alone.
+            return FlowMatchEulerDiscreteScheduler(config.num_train_timesteps, shift=config.flow_shift)
+        stochastic = " with stochastic_sampling" if config.get("stochastic_sampling") else ""
+        if stochastic or not isinstance(self.pipe.scheduler, FlowMatchEulerDiscreteScheduler):
+            raise UnsupportedSchedulerError(
+                f"its scheduler is a {name}{stochastic}; a policy is made of the flow's Euler steps, so "
+                "scheduler/scheduler_config.json must be of a FlowMatchEulerDiscreteScheduler without "
+                f"stochastic_sampling, or of {' or '.join(FLOW_SOLVERS)} with use_flow_sigmas"
+            )
+        return type(self.pipe.scheduler).from_config(config)
 
     @abstractmethod
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
@@ -320,6 +401,20 @@ class DiffusionModel(ABC):
             config.get("base_shift", 0.5),
             config.get("max_shift", default_max_shift),
         )
+
+    def _scale_and_shift(self) -> dict[str, list[Any]]:
+        """``_factors`` of a VAE whose latents have one scale, and one shift if any."""
+        vae = self.pipe.vae.config
+        scale = vae.scaling_factor
+        shift = vae.get("shift_factor")
+        found = {"1 / the vae's scaling_factor": [1 / scale if scale else None]}
+        return found if shift is None else found | {"the vae's shift_factor": [shift]}
+
+    def _decode_scaled_and_shifted(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:
+        """``_decode`` of such a VAE."""
+        vae = self.pipe.vae
+        latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor
+        return vae.decode(latents + (vae.config.get("shift_factor") or 0), return_dict=False)[0]
 
     @abstractmethod
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Whether a model takes ``guidance_scale``, told from its folder alone; importing this loads no torch.
+"""Whether a model takes the guidance that it is asked for, told from its folder alone; importing this loads no torch.
 
-Pipelines use the name for two things: the scale that a guidance-distilled transformer embeds, which is what it means
-here, and the classifier-free guidance of Stable Diffusion 3, which is ``true_cfg_scale`` here.
+Pipelines use the name ``guidance_scale`` for two things: the scale that a guidance-distilled transformer embeds, which
+is what it means here, and classifier-free guidance, which is ``true_cfg_scale`` here.
 """
 
 import json
@@ -9,6 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.models.registry import FAMILIES
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def check_guidance(
+    pipeline_class: str, folder: str, guidance_scale: float | None, true_cfg_scale: float, section: str = "pipeline"
+) -> None:
+    """Raise where the model in ``folder`` takes no such guidance; what its files do not tell, loading asks again.
+
+    Raises:
+        ValueError: as ``refuse_guidance_scale`` and ``refuse_true_cfg_scale``.
+    """
+    embeds = embeds_guidance(pipeline_class, folder)
+    if embeds is not None:
+        refuse_guidance_scale(pipeline_class, embeds, guidance_scale, section)
+    distilled = _read(Path(folder) / "model_index.json").get("is_distilled") is True
+    refuse_true_cfg_scale(pipeline_class, distilled, true_cfg_scale, section)
 
 
 def refuse_guidance_scale(
@@ -21,24 +38,51 @@ def refuse_guidance_scale(
     """
     if embeds == (guidance_scale is not None):
         return
-    here = f"actor_rollout_ref.rollout.{section}.guidance_scale: got {guidance_scale} for this model"
-    family = FAMILIES.get(pipeline_class)  # None for one that can only be planned
-    if family is not None and family.guidance_scale_is_cfg:
+    here = f"{_ROLLOUT}.{section}.guidance_scale: got {guidance_scale} for this model"
+    family = FAMILIES.get(pipeline_class)  # None for a family that is not of this package
+    if family is not None and family.guidance_scale_is_cfg and guidance_scale is not None:
         raise ValueError(
             f"{here}, which embeds none; what its pipeline calls guidance_scale is true_cfg_scale here, so set "
-            f"guidance_scale=null and true_cfg_scale={guidance_scale}"
+            f"guidance_scale=null and true_cfg_scale={guidance_scale + family.cfg_above_guidance:g}"
         )
     remedy = "it is guidance-distilled and needs one" if embeds else "it takes none; set it to null"
     raise ValueError(f"{here}; {remedy}")
+
+
+def refuse_true_cfg_scale(
+    pipeline_class: str, distilled: bool, true_cfg_scale: float, section: str = "pipeline"
+) -> None:
+    """Raise where classifier-free guidance is asked of a model whose pipeline would ignore it.
+
+    Args:
+        distilled: whether the model's index says ``is_distilled``.
+
+    Raises:
+        ValueError: names the setting and what to write.
+    """
+    family = FAMILIES.get(pipeline_class)
+    if true_cfg_scale <= 1 or not (distilled or (family is not None and not family.takes_cfg)):
+        return
+    why = "is distilled" if distilled else "has the guidance in its transformer (guidance_scale)"
+    raise ValueError(
+        f"{_ROLLOUT}.{section}.true_cfg_scale: got {true_cfg_scale:g}; this model {why} and its pipeline takes no "
+        "classifier-free guidance; set it to 1"
+    )
 
 
 def embeds_guidance(pipeline_class: str, folder: str) -> bool | None:
     """Whether the transformer in a pipeline's folder embeds a guidance scale; None where its file does not tell."""
     if FAMILIES[pipeline_class].guidance_scale_is_cfg:
         return False
-    try:
-        config: Any = json.loads((Path(folder) / "transformer" / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # a hub name, or a damaged folder: loading tells
-    embeds = config.get("guidance_embeds", False) if isinstance(config, dict) else None
+    config = _read(Path(folder) / "transformer" / "config.json")
+    embeds = config.get("guidance_embeds", False) if config else None
     return embeds if isinstance(embeds, bool) else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty for a hub name or a damaged file, which loading tells."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -14,12 +14,13 @@ from torch import nn
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImageError
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImageError, UnsupportedSchedulerError
 from flowgrpo_rc.models.digests import stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, describe
 from flowgrpo_rc.models.prompts import pad
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.prompt import Prompt, grey_image
 from flowgrpo_rc.quiet import quiet_loading
 
 SUPPORTED_PIPELINES = FAMILIES.keys()
@@ -115,12 +116,12 @@ class PipelineLoader:
         return self.model
 
     def read_text_encoders(self) -> None:
-        """Read the text encoders and try them out.
+        """Read what encodes prompts and try it out: the text encoders, and the VAE where prompts have images.
 
         Raises:
             UnsupportedModelError: as ``load``; or a text encoder does not fit its tokenizer or the transformer.
         """
-        self._read(self._text_encoders)
+        self._read([part for part in self._encoding_parts if not self._is_read(part)])
         self._check_parts(self.model)
         for part in self._text_encoders:
             name = part.name.replace("text_encoder", "tokenizer")
@@ -128,13 +129,14 @@ class PipelineLoader:
             if tokenizer is not None:
                 _check_vocabulary(self._files, name, tokenizer, getattr(self._pipe, part.name))
         with _explaining(self._files, "a text_encoder fails at its first prompt; is its config.json another's?"):
-            self.model.encode(["a"], self.model.longest_prompt)
+            self.model.encode([self._sample_prompt], self.model.longest_prompt)
 
     @contextmanager
     def text_encoders(self) -> Iterator[None]:
         """Have the text encoders read inside ``with``; afterwards they and their memory are given up, unless they had
         been read before."""
-        if all(getattr(self._pipe, part.name) is not None for part in self._text_encoders):
+        before = {part.name: getattr(self._pipe, part.name) for part in self._encoding_parts}
+        if all(self._is_read(part) for part in self._encoding_parts):
             yield
             return
         from accelerate.utils.memory import clear_device_cache
@@ -143,8 +145,25 @@ class PipelineLoader:
             self.read_text_encoders()
             yield
         finally:
-            self._pipe.register_modules(**{part.name: None for part in self._text_encoders})
+            self._pipe.register_modules(**before)
             clear_device_cache(garbage_collection=True)
+
+    @property
+    def _encoding_parts(self) -> list[Part]:
+        """What must be read to encode prompts."""
+        vae = [part for part in self._files.parts if part.name == "vae" and self.model.takes_images]
+        return [*self._text_encoders, *vae]
+
+    def _is_read(self, part: Part) -> bool:
+        """Whether a network has its weights."""
+        network = getattr(self._pipe, part.name)
+        return network is not None and not any(p.is_meta for p in network.parameters())
+
+    @property
+    def _sample_prompt(self) -> Prompt:
+        """A short prompt, with a grey image where the family needs one."""
+        size = self.model.smallest_image
+        return Prompt("a", (grey_image(size),) * FAMILIES[self._files.class_name].images[0])
 
     @property
     def _text_encoders(self) -> list[Part]:
@@ -191,6 +210,8 @@ class PipelineLoader:
     def _check_parts(self, model: DiffusionModel) -> None:
         try:
             model.check_parts()
+        except UnsupportedSchedulerError as error:
+            raise UnsupportedModelError(f"{FIELD}: {self._files.path}: {error}") from error
         except ValueError as error:
             raise self._files.damaged(str(error)) from error
 

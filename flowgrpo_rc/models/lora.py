@@ -85,6 +85,29 @@ def attach_lora(
     """
     from peft import LoraConfig
 
+    # peft's name for Kaiming's is True.
+    init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        init_lora_weights=init,
+        # Full names: an ending may also be that of a list of layers, which peft refuses.
+        target_modules=target_layers(transformer, model, config),
+    )
+    with warnings.catch_warnings():
+        # A second adapter on one model is meant: see ``DiffusersEngine``.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        transformer.add_adapter(settings, adapter_name=adapter)
+    for parameter in adapter_parameters(transformer, adapter).values():
+        parameter.data = parameter.data.to(device, dtype)
+
+
+def target_layers(transformer: nn.Module, model: DiffusionModel, config: ModelConfig) -> list[str]:
+    """Full names of the linear layers that get a LoRA.
+
+    Raises:
+        ValueError: a target module name matches nothing in the transformer.
+    """
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
     modules = linear_layers(transformer)
@@ -98,20 +121,9 @@ def attach_lora(
             f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer{hint}; its layers "
             f"end in: {', '.join(endings)}"
         )
-    # peft's name for Kaiming's is True.
-    init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
-    settings = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        init_lora_weights=init,
-        target_modules=list(modules) if names == [ALL_LINEAR] else names,
-    )
-    with warnings.catch_warnings():
-        # A second adapter on one model is meant: see ``DiffusersEngine``.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        transformer.add_adapter(settings, adapter_name=adapter)
-    for parameter in adapter_parameters(transformer, adapter).values():
-        parameter.data = parameter.data.to(device, dtype)
+    if names == [ALL_LINEAR]:
+        return list(modules)
+    return [name for name in modules if any(f".{name}".endswith(f".{target}") for target in names)]
 
 
 def linear_layers(transformer: nn.Module) -> dict[str, nn.Linear]:

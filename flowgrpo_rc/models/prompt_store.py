@@ -24,6 +24,7 @@ from flowgrpo_rc.messages import one_line, reason
 from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt
 from flowgrpo_rc.models.digests import short_digest
 from flowgrpo_rc.paths import cache_folder
+from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.run_folder import write_durably
 
 FIELD = "actor_rollout_ref.model.prompt_store"
@@ -33,10 +34,15 @@ _ASIDE = ".damaged"
 """Ending of a file that was found damaged: its prompts are missing from then on."""
 _POOLED = ".pooled"
 """Ending of the name of a prompt's pooled vector; its embeddings have the name without it."""
+_REFERENCES = ".references"
+"""Ending of the name of the tokens of its reference images."""
+_GRIDS = ".reference_grids"
+"""Ending of the name of how many rows and columns these have, ``(images, 2)``."""
+_BESIDES = (_POOLED, _REFERENCES, _GRIDS)
 _ENCODER = "encoder"
 """Entry of a file's metadata that says whose embeddings it holds. The others are checksums, by the names of tensors."""
 
-PromptKey = tuple[str, int]
+PromptKey = tuple[str | Prompt, int]
 """A prompt, and the ``max_sequence_length`` that it is encoded with."""
 
 
@@ -118,7 +124,7 @@ class PromptStore:
 
     def __len__(self) -> int:
         """Prompts that it holds."""
-        return sum(not name.endswith(_POOLED) for name in self._file_of)
+        return sum(not name.endswith(_BESIDES) for name in self._file_of)
 
     def __str__(self) -> str:
         size = sum((self.folder / name).stat().st_size for name in self._files)
@@ -126,7 +132,8 @@ class PromptStore:
 
     def nbytes(self, keys: Iterable[PromptKey]) -> int:
         """Bytes of these prompts' embeddings; of those that are there."""
-        names = [name for key in keys for name in (_name(key), _name(key) + _POOLED) if name in self._file_of]
+        endings = ("", *_BESIDES)
+        names = [_name(key) + ending for key in keys for ending in endings if _name(key) + ending in self._file_of]
         return sum(self._files[self._file_of[name]].get_tensor(name).nbytes for name in names)  # mapped, not read
 
     def read(self, key: PromptKey) -> EncodedPrompt:
@@ -138,7 +145,11 @@ class PromptStore:
         """
         name = _name(key)
         embeds = self._tensor(name)
-        return EncodedPrompt(embeds, self._tensor(name + _POOLED) if name + _POOLED in self._file_of else None)
+        pooled, references, grids = (
+            self._tensor(name + ending) if name + ending in self._file_of else None for ending in _BESIDES
+        )
+        sizes = () if grids is None else tuple((int(rows), int(columns)) for rows, columns in grids)
+        return EncodedPrompt(embeds, pooled, references, sizes)
 
     def add(self, rows: Mapping[PromptKey, EncodedPrompt]) -> None:
         """Write some prompts' embeddings; they are on the disk when this returns.
@@ -153,6 +164,9 @@ class PromptStore:
             tensors[_name(key)] = row.embeds.contiguous()
             if row.pooled is not None:
                 tensors[_name(key) + _POOLED] = row.pooled.contiguous()
+            if row.references is not None:
+                tensors[_name(key) + _REFERENCES] = row.references.contiguous()
+                tensors[_name(key) + _GRIDS] = torch.tensor(row.reference_grids)
         metadata = {name: _checksum(tensor) for name, tensor in tensors.items()}
         metadata[_ENCODER] = json.dumps(self._encoder)
 
@@ -256,9 +270,14 @@ class PromptStore:
 
 
 def _name(key: PromptKey) -> str:
-    """The name of a prompt's tensor."""
-    prompt, length = key
-    return hashlib.sha256(f"{length} {prompt}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    """The name of a prompt's embeddings."""
+    asked, length = key
+    prompt = as_prompt(asked)
+    said = f"{length} {prompt.text}"
+    if prompt.images:  # a text alone, whatever it says, has no NUL character
+        digests = " ".join(image.digest for image in prompt.images)
+        said = f"{said}\0{prompt.reference_area} {digests}"
+    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _is_name(name: str) -> bool:

@@ -1,7 +1,6 @@
 """Prompts: whether they say anything to a model, and their embeddings, from a store or its text encoders."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt, Prompts
 from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore
+from flowgrpo_rc.prompt import Prompt, as_prompt, texts
 from flowgrpo_rc.quiet import only_errors
 
 PROMPTS_AT_ONCE = 8
@@ -33,7 +33,7 @@ class PromptEncoder:
         self._max_length = max_sequence_length
         self._store = store
 
-    def __call__(self, prompts: Sequence[str], max_sequence_length: int | None = None) -> Prompts:
+    def __call__(self, prompts: Sequence[str | Prompt], max_sequence_length: int | None = None) -> Prompts:
         """Embeddings of ``prompts`` in their order, padded with zeros to the longest.
 
         Args:
@@ -43,7 +43,7 @@ class PromptEncoder:
             PromptStoreError: what the store holds of one is damaged, or what it lacks cannot be added.
         """
         length = max_sequence_length or self._max_length
-        keys = [(prompt, length) for prompt in prompts]
+        keys = [(as_prompt(prompt), length) for prompt in prompts]
         rows: dict[PromptKey, EncodedPrompt] = {}
         if self._store is not None:
             rows = {key: self._store.read(key) for key in dict.fromkeys(keys) if key in self._store}
@@ -84,7 +84,8 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
     for (length, *_), group in groups.items():
         for start in range(0, len(group), PROMPTS_AT_ONCE):
             part = group[start : start + PROMPTS_AT_ONCE]
-            rows = dict(zip(part, model.encode([prompt for prompt, _ in part], length), strict=True))
+            encoded = model.encode([as_prompt(prompt) for prompt, _ in part], length)
+            rows = dict(zip(part, encoded, strict=True))
             _check_finite(rows)
             yield rows
 
@@ -93,21 +94,22 @@ def _token_counts(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[
     """How many tokens each tokenizer makes of a prompt."""
     for start in range(0, len(keys), PROMPTS_TOKENIZED_AT_ONCE):
         part = keys[start : start + PROMPTS_TOKENIZED_AT_ONCE]
-        counts = [_tokens(tokenizer, [prompt for prompt, _ in part]) for tokenizer, _ in model.tokenizers(part[0][1])]
+        said = texts(prompt for prompt, _ in part)
+        counts = [_tokens(tokenizer, said) for tokenizer, _ in model.tokenizers(part[0][1])]
         yield from (tuple(map(len, row)) for row in zip(*counts, strict=True))
 
 
-def _tokens(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+def _tokens(tokenizer: Any, said: list[str]) -> list[list[int]]:
     with only_errors("transformers.tokenization_utils_base"):  # it warns of long texts, without naming them
-        return tokenizer(texts, add_special_tokens=False).input_ids
+        return tokenizer(said, add_special_tokens=False).input_ids
 
 
 def _check_finite(rows: Mapping[PromptKey, EncodedPrompt]) -> None:
     for (prompt, _), row in rows.items():
-        tensors = (row.embeds,) if row.pooled is None else (row.embeds, row.pooled)
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        tensors = (row.embeds, row.pooled, row.references)
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
             raise ValueError(
-                f"the text encoder gives values that are not finite for {prompt[:80]!r} in "
+                f"the text encoder gives values that are not finite for {as_prompt(prompt).text[:80]!r} in "
                 f"{dtype_name(row.embeds.dtype)}; try actor_rollout_ref.model.dtype=float32 or bfloat16"
             )
 
@@ -135,8 +137,7 @@ def check_prompts(
     cut: list[tuple[str, int]] = []
     for start in range(0, len(prompts), PROMPTS_TOKENIZED_AT_ONCE):
         part = prompts[start : start + PROMPTS_TOKENIZED_AT_ONCE]
-        texts = [text for text, _ in part]
-        tokens = [_tokens(tokenizer, texts) for tokenizer, _ in tokenizers]
+        tokens = [_tokens(tokenizer, [text for text, _ in part]) for tokenizer, _ in tokenizers]
         for i, (text, source) in enumerate(part):
             if not any(_says(t, rows[i], kept) for (t, kept), rows in zip(tokenizers, tokens, strict=True)):
                 raise ValueError(
@@ -164,10 +165,23 @@ def _says(tokenizer: Any, tokens: list[int], kept: int) -> bool:
 
 
 def pad(rows: Sequence[EncodedPrompt]) -> Prompts:
-    """Stack embeddings ``(T_i, D)`` into ``(P, max T, D)``; no mask when all lengths agree."""
+    """Stack embeddings ``(T_i, D)`` into ``(P, max T, D)``; no mask when all lengths agree.
+
+    Raises:
+        ValueError: their reference images have other sizes, which one batch cannot hold.
+    """
     lengths = torch.tensor([len(row.embeds) for row in rows])
     embeds = torch.nn.utils.rnn.pad_sequence([row.embeds for row in rows], batch_first=True)
     mask = torch.arange(embeds.shape[1])[None] < lengths[:, None]
     pooled = [row.pooled for row in rows if row.pooled is not None]
-    prompts = Prompts(embeds, None if bool(mask.all()) else mask)
-    return replace(prompts, pooled=torch.stack(pooled)) if pooled else prompts
+    references = [row.references for row in rows if row.references is not None]
+    grids = {row.reference_grids for row in rows}
+    if len(grids) > 1:
+        raise ValueError(f"reference images of one batch must have the same sizes in tokens, got {sorted(grids)}")
+    return Prompts(
+        embeds,
+        None if bool(mask.all()) else mask,
+        torch.stack(pooled) if pooled else None,
+        torch.stack(references) if references else None,
+        grids.pop(),
+    )

@@ -1,5 +1,6 @@
 """Qwen-Image (``QwenImagePipeline``): arithmetic as in diffusers' pipeline, one step at a time."""
 
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.prompt import Prompt, texts
 
 
 class QwenImage(DiffusionModel):
@@ -31,9 +33,11 @@ class QwenImage(DiffusionModel):
         return self.pipe.prepare_latents(1, self._channels // 4, height, width, torch.float32, device, generator)[0]
 
     @torch.no_grad()
-    def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         encoder = self.pipe.text_encoder
-        embeds, mask = self.pipe.encode_prompt(prompts, device=encoder.device, max_sequence_length=max_sequence_length)
+        embeds, mask = self.pipe.encode_prompt(
+            texts(prompts), device=encoder.device, max_sequence_length=max_sequence_length
+        )
         lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
         return [EncodedPrompt(row[: int(n)].cpu()) for row, n in zip(embeds, lengths, strict=True)]
 
@@ -76,8 +80,9 @@ class QwenImage(DiffusionModel):
             "img_shapes": [[grid]] * len(latents),
         }
 
-    def _rescale(self, guided: Tensor, cond: Tensor) -> Tensor:
+    def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """The pipeline gives every token the length of its conditional prediction."""
+        guided = super()._guide(cond, uncond, scale)
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:

@@ -21,6 +21,19 @@ class FamilyEntry:
     """Whether the pipeline calls the scale of classifier-free guidance ``guidance_scale``, which is ``true_cfg_scale``
     here. The transformer of such a family embeds no guidance."""
 
+    cfg_above_guidance: float = 0.0
+    """With ``guidance_scale_is_cfg``, by how much ``true_cfg_scale`` is above that ``guidance_scale``: 1 where the
+    pipeline adds ``guidance_scale`` times the difference to the conditional velocity, not to the unconditional one."""
+
+    takes_cfg: bool = True
+    """Whether the pipeline knows negative prompts. One whose transformer embeds the guidance may know none."""
+
+    negative_prompt: str = ""
+    """What the pipeline steers away from where no negative prompt is given."""
+
+    images: tuple[int, int] = (0, 0)
+    """The fewest and the most reference images that a prompt has."""
+
     dispatches_attention: bool = True
     """Whether the transformer's attention goes through diffusers' dispatcher, so that ``attn_backend`` acts on it."""
 
@@ -30,7 +43,8 @@ class FamilyEntry:
 
 
 FAMILIES = {
-    "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage"),
+    "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage", negative_prompt=" "),
+    "FluxPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:Flux"),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,

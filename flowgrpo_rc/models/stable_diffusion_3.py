@@ -1,11 +1,13 @@
 """Stable Diffusion 3 and 3.5 (``StableDiffusion3Pipeline``): arithmetic as in diffusers' pipeline, step by step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.prompt import Prompt, texts
 
 
 class StableDiffusion3(DiffusionModel):
@@ -24,8 +26,15 @@ class StableDiffusion3(DiffusionModel):
         if not pipe.transformer._repeated_blocks:
             pipe.transformer._repeated_blocks = ["JointTransformerBlock"]  # diffusers compiles what is named here
 
-    def check_request(self, height: int, width: int, guidance_scale: float | None, section: str = "pipeline") -> None:
-        super().check_request(height, width, guidance_scale, section)
+    def check_request(
+        self,
+        height: int,
+        width: int,
+        guidance_scale: float | None,
+        true_cfg_scale: float = 1.0,
+        section: str = "pipeline",
+    ) -> None:
+        super().check_request(height, width, guidance_scale, true_cfg_scale, section)
         largest = int(self.transformer.config.pos_embed_max_size) * self._multiple
         if max(height, width) > largest:
             raise ValueError(
@@ -41,9 +50,9 @@ class StableDiffusion3(DiffusionModel):
         return torch.randn(self.latent_shape(height, width), generator=generator)
 
     @torch.no_grad()
-    def encode(self, prompts: list[str], max_sequence_length: int) -> list[EncodedPrompt]:
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         embeds, _, pooled, _ = self.pipe.encode_prompt(
-            prompts,
+            texts(prompts),
             None,
             None,
             device=self.pipe.text_encoder.device,
@@ -84,12 +93,7 @@ class StableDiffusion3(DiffusionModel):
         return sizes
 
     def _factors(self) -> dict[str, list[Any]]:
-        vae = self.pipe.vae.config
-        scale = vae.scaling_factor
-        return {
-            "1 / the vae's scaling_factor": [1 / scale if scale else None],
-            "the vae's shift_factor": [vae.shift_factor],
-        }
+        return self._scale_and_shift()
 
     @property
     def _multiple(self) -> int:
@@ -111,6 +115,4 @@ class StableDiffusion3(DiffusionModel):
         return {"num_inference_steps": num_inference_steps, **mu}
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        vae = self.pipe.vae
-        latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(latents, return_dict=False)[0]
+        return self._decode_scaled_and_shifted(latents)

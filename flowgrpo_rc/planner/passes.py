@@ -117,7 +117,7 @@ class Passes:
         self, pipeline: FakePipeline, lora: ModelConfig, lora_dtype: str, rollout: RolloutConfig, *, autocast: bool
     ) -> None:
         asked = rollout.pipeline
-        pipeline.model.check_request(asked.height, asked.width, asked.guidance_scale)
+        pipeline.model.check_request(asked.height, asked.width, asked.guidance_scale, asked.true_cfg_scale)
         pipeline.model.batch_guidance = lora.batch_guidance
         self._pipeline = pipeline
         self._rollout = rollout
@@ -204,13 +204,13 @@ class Passes:
     def _state(self, rows: int) -> tuple[Tensor, Tensor, Conditioning]:
         """Latents, noise levels and conditioning of some rows."""
         asked = self._rollout.pipeline
-        config = self.transformer.config
-        tokens = self._pipeline.model.prompt_tokens(asked.max_sequence_length)
-        width = config.get("pooled_projection_dim")
+        model = self._pipeline.model
+        one = model.blank_prompt()
+        tokens = model.prompt_tokens(asked.max_sequence_length)
         prompts = Prompts(
-            embeds=torch.empty(rows, tokens, config.joint_attention_dim),
+            embeds=torch.empty(rows, tokens, one.embeds.shape[-1]),
             mask=torch.empty(rows, tokens, dtype=torch.bool),
-            pooled=None if width is None else torch.empty(rows, width),
+            pooled=None if one.pooled is None else torch.empty(rows, len(one.pooled)),
         )
         conditioning = Conditioning(
             prompts=prompts,
@@ -220,7 +220,7 @@ class Passes:
             height=asked.height,
             width=asked.width,
         )
-        latents = torch.empty(rows, *self._pipeline.model.latent_shape(asked.height, asked.width))
+        latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
         return latents, torch.empty(rows), conditioning
 
     def _policy(self, state: tuple[Tensor, Tensor, Conditioning], *, detached: bool = False) -> tuple[Tensor, Tensor]:

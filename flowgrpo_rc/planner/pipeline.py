@@ -19,16 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
-from flowgrpo_rc.planner.flux import PIPELINE as FLUX_PIPELINE
 from flowgrpo_rc.quiet import only_errors
 
 FIELD = "actor_rollout_ref.model.path"
 SHIPPED = Path(__file__).with_name("pipelines")
 """Folders ``ORGANISATION/NAME`` of configuration files. Their README names the sources."""
-ADAPTERS = {name: family.adapter for name, family in FAMILIES.items()} | {
-    FLUX_PIPELINE: "flowgrpo_rc.planner.flux:Flux"
-}
-"""Class of a pipeline -> what says how its networks are called, as ``module:class``."""
 
 
 class PlanError(ValueError):
@@ -51,8 +46,8 @@ class FakePipeline:
         self.folder = find_folder(path)
         index = _read_json(self.folder / "model_index.json")
         self.class_name = str(index.get("_class_name"))
-        if self.class_name not in ADAPTERS:
-            raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(ADAPTERS)}")
+        if self.class_name not in FAMILIES:
+            raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(FAMILIES)}")
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         """The mode under which the networks were built and must be run."""
         networks = {
@@ -92,7 +87,7 @@ class FakePipeline:
         # What a pipeline takes besides has no weights, or is not called here.
         parts = dict.fromkeys(pipeline_class._get_signature_types())
         pipe = pipeline_class(**(parts | {"transformer": self.transformer, "vae": self.vae}))
-        return resolve_name(ADAPTERS[self.class_name])(pipe)
+        return resolve_name(FAMILIES[self.class_name].adapter)(pipe)
 
 
 def find_folder(path: str) -> Path:

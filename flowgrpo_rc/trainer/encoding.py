@@ -19,8 +19,6 @@ from flowgrpo_rc.rollout.config import PipelineConfig
 BYTES_A_FILE = 64 * 2**20
 """Embeddings that are held before they are written, so that a kill costs no more, and tens of thousands of prompts
 make no more than some hundred files."""
-NO_NEGATIVE = " "
-"""What stands for the negative prompt of a prompt that has none."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +35,16 @@ class PromptSet:
         """The prompts, one a record."""
         return [record.prompt for record in self.records]
 
-    @property
-    def negative(self) -> list[str]:
+    def negative(self, model: DiffusionModel) -> list[str]:
         """The prompts to steer away from, one a record; none without guidance."""
         if self.pipeline.true_cfg_scale <= 1:
             return []
-        return [record.negative_prompt or NO_NEGATIVE for record in self.records]
+        return [record.negative_prompt or model.negative_prompt for record in self.records]
 
-    @property
-    def keys(self) -> list[PromptKey]:
+    def keys(self, model: DiffusionModel) -> list[PromptKey]:
         """All of them as a store knows them."""
-        return [(prompt, self.pipeline.max_sequence_length) for prompt in (*self.positive, *self.negative)]
+        both = (*self.positive, *self.negative(model))
+        return [(prompt, self.pipeline.max_sequence_length) for prompt in both]
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def check_sets(model: DiffusionModel, sets: Sequence[PromptSet], *, warn: bool) 
     """
     for one in sets:
         asked = one.pipeline
-        model.check_request(asked.height, asked.width, asked.guidance_scale, one.section)
+        model.check_request(asked.height, asked.width, asked.guidance_scale, asked.true_cfg_scale, one.section)
         check_length(model, asked.max_sequence_length, one.section)
         sources = [(record.prompt, record.source) for record in one.records]
         cut = check_prompts(model, sources, asked.max_sequence_length, one.section)
@@ -108,7 +105,7 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
         PromptStoreError: the store cannot be written.
         ValueError: an embedding is not finite.
     """
-    keys = list(dict.fromkeys(key for one in sets for key in one.keys))
+    keys = list(dict.fromkeys(key for one in sets for key in one.keys(model)))
     encoded = 0
     for share in _shares(accelerator):
         # By number, not by what is missing: another run may be adding to the store, and processes see that at

@@ -20,7 +20,7 @@ from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
-from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
+from flowgrpo_rc.models.guidance import check_guidance
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
@@ -171,13 +171,11 @@ def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
 
 
 def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
-    """Refuse, from the model's folder alone, a guidance scale that pipelines of the class ``name`` do not take."""
+    """Refuse, from the model's folder alone, guidance that pipelines of the class ``name`` do not take."""
     rollout = config.actor_rollout_ref.rollout
-    embeds = embeds_guidance(name, resolve_asset(config.actor_rollout_ref.model.path))
-    if embeds is None:
-        return
-    refuse_guidance_scale(name, embeds, rollout.pipeline.guidance_scale)
-    refuse_guidance_scale(name, embeds, rollout.validation_pipeline.guidance_scale, "val_kwargs.pipeline")
+    folder = resolve_asset(config.actor_rollout_ref.model.path)
+    for asked, section in ((rollout.pipeline, "pipeline"), (rollout.validation_pipeline, "val_kwargs.pipeline")):
+        check_guidance(name, folder, asked.guidance_scale, asked.true_cfg_scale, section)
 
 
 def _check_prompts(reward: RewardMix, asked: PromptSet) -> None:

@@ -404,10 +404,11 @@ class FlowGRPOTrainer:
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
         asked = PromptSet(prompts, pipeline)
+        negative = asked.negative(self.run.model)
         length = pipeline.max_sequence_length
         return Conditioning(
             self.run.encoder(asked.positive, length),
-            self.run.encoder(asked.negative, length) if asked.negative else None,
+            self.run.encoder(negative, length) if negative else None,
             pipeline.true_cfg_scale,
             pipeline.guidance_scale,
             pipeline.height,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import ACTOR_ADAPTER, AdapterMismatchError, linear_layers
+from flowgrpo_rc.models.lora import ACTOR_ADAPTER, AdapterMismatchError, linear_layers, target_layers
 from flowgrpo_rc.transfers import to_host
 
 _A = f".lora_A.{ACTOR_ADAPTER}.weight"
@@ -34,13 +34,11 @@ class AdapterPush:
 
 def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the adapter that ``attach_lora`` gives the actor, from the base model alone."""
-    targets = model.default_lora_targets if config.target_modules is None else config.target_modules
-    endings = [targets] if isinstance(targets, str) else list(targets)
+    layers = linear_layers(model.transformer)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in linear_layers(model.transformer).items():
-        if endings == ["all-linear"] or any(name == e or name.endswith(f".{e}") for e in endings):
-            shapes[name + _A] = (config.lora_rank, module.in_features)
-            shapes[name + _B] = (module.out_features, config.lora_rank)
+    for name in target_layers(model.transformer, model, config):
+        shapes[name + _A] = (config.lora_rank, layers[name].in_features)
+        shapes[name + _B] = (layers[name].out_features, config.lora_rank)
     return shapes
 
 

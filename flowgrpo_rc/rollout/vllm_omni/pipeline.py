@@ -18,7 +18,7 @@ from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts, compute_dtype
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
@@ -41,12 +41,9 @@ class VllmFamily(DiffusionModel):
     def _channels(self) -> int:
         return self.transformer.in_channels
 
-    def _forward(
-        self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> Tensor:
-        inputs = self._inputs(compute_dtype(transformer), latents, timesteps, prompts, conditioning)
+    def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
         output = transformer(**inputs, return_dict=False)
-        return (output[0] if isinstance(output, tuple) else output.sample).float()
+        return output[0] if isinstance(output, tuple) else output.sample
 
 
 class VllmQwenImage(VllmFamily, QwenImage):

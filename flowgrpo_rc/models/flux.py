@@ -1,0 +1,102 @@
+"""FLUX.1 (``FluxPipeline``, dev and schnell): arithmetic as in diffusers' pipeline, one step at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.prompt import Prompt, texts
+
+
+class Flux(DiffusionModel):
+    """Adapter of ``diffusers.FluxPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
+
+    The dev checkpoint is guidance-distilled: its transformer takes ``guidance_scale``. Classifier-free guidance may be
+    asked for besides.
+    """
+
+    default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
+    longest_prompt = 512
+    masks_prompts = False  # its prompts are padded to one length with embeddings that count
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return (height // self._multiple) * (width // self._multiple), self._channels
+
+    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        # On the CPU whatever the engine runs on, so that a seed gives one image everywhere.
+        device = torch.device("cpu")
+        channels = self._channels // 4
+        return self.pipe.prepare_latents(1, channels, height, width, torch.float32, device, generator)[0][0]
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        embeds, pooled, _ = self.pipe.encode_prompt(
+            texts(prompts),
+            None,
+            device=self.pipe.text_encoder_2.device,
+            max_sequence_length=max_sequence_length,
+        )
+        return [EncodedPrompt(row.cpu(), vector.cpu()) for row, vector in zip(embeds, pooled, strict=True)]
+
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """The CLIP adds a token before the prompt and one after it, the T5 one after it."""
+        clip = int(self.pipe.tokenizer_max_length) - 2
+        return [(self.pipe.tokenizer, clip), (self.pipe.tokenizer_2, max_sequence_length - 1)]
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        parts = self.pipe
+        transformer = self.transformer.config
+        latents = 4 * parts.vae.config.latent_channels
+        sizes = [("the transformer's in_channels and four times the vae's latent_channels", self._channels, latents)]
+        if parts.text_encoder is not None:
+            clip = parts.text_encoder.config
+            pooled = transformer.pooled_projection_dim
+            limit = parts.tokenizer.model_max_length
+            positions = clip.max_position_embeddings
+            sizes += [
+                ("the transformer's pooled_projection_dim and the CLIP's width", pooled, clip.hidden_size),
+                # A tokenizer that cuts earlier does no harm.
+                ("the tokenizer's model_max_length and text_encoder's positions", limit, min(limit, positions)),
+            ]
+        if parts.text_encoder_2 is not None:
+            width = parts.text_encoder_2.get_input_embeddings().weight.shape[1]
+            name = "the transformer's joint_attention_dim and text_encoder_2's width"
+            sizes.append((name, transformer.joint_attention_dim, width))
+        return sizes
+
+    def _factors(self) -> dict[str, list[Any]]:
+        return self._scale_and_shift()
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        assert prompts.pooled is not None
+        rows = conditioning.height // self._multiple
+        columns = conditioning.width // self._multiple
+        return {
+            "hidden_states": latents.to(dtype),
+            "timestep": timesteps.to(dtype) / 1000,
+            "guidance": self._embedded_guidance(timesteps, conditioning),
+            "pooled_projections": prompts.pooled.to(dtype),
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
+            "img_ids": grid_positions(0, rows, columns, latents.device),
+        }
+
+    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        return {"sigmas": sigmas, "mu": self._dynamic_shift(config, tokens, 1.15)}
+
+    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        unpacked = self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
+        return self._decode_scaled_and_shifted(unpacked)
+
+
+def grid_positions(first: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Positions ``(rows * columns, 3)`` of an image's tokens: ``first``, row, column."""
+    grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    places = [torch.full((rows, columns), float(first)), *grid]
+    return torch.stack([place.flatten().float() for place in places], 1).to(device)

@@ -1,0 +1,314 @@
+"""Every model family against diffusers' own pipeline: what it draws, how it is scored, and what becomes of its LoRA."""
+
+import hashlib
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_families import PROMPTS, TINY
+from tolerances import LATENT, LOG_PROB, guided
+from torch.testing import assert_close
+
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models.lora import (
+    adapter_active,
+    adapter_parameters,
+    adapter_state,
+    attach_lora,
+    load_adapter_state,
+    load_lora,
+    save_lora,
+)
+from flowgrpo_rc.prompt import Prompt, ReferenceImage
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout.seeds import seed_for
+from flowgrpo_rc.sde import log_prob, transition
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+SEEDS = [seed_for(0, 0, 0, i) for i in range(3)]
+STEPS = 4
+LORA = ModelConfig(lora_rank=4, lora_alpha=12)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def name(request):
+    """Of a family; all tests of one run after the other."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(name, tmp_path_factory):
+    """The tiny model on the disk, as a user has one."""
+    path = tmp_path_factory.mktemp("families") / name
+    TINY[name].build().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def model(folder):
+    loaded = load_model(folder)
+    loaded.pipe.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def pictures(name):
+    """The reference images of each prompt."""
+    generator = np.random.default_rng(0)
+    return [
+        [Image.fromarray(generator.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in TINY[name].images]
+        for _ in PROMPTS
+    ]
+
+
+def asked(name, texts):
+    """Texts with the pictures of their places."""
+    prompts = []
+    for text, images in zip(texts, pictures(name), strict=True):
+        references = []
+        for image in images:
+            file = io.BytesIO()
+            image.save(file, format="PNG")
+            content = file.getvalue()
+            digest = hashlib.sha256(content).hexdigest()
+            references.append(ReferenceImage(digest, *image.size, "here", content=content))
+        prompts.append(Prompt(text, tuple(references)))
+    return prompts
+
+
+def conditioning(name, model, guidance, size):
+    scale, embedded = guidance
+    encoder = PromptEncoder(model, TINY[name].length)
+    negative = encoder(asked(name, [model.negative_prompt] * len(PROMPTS))) if scale > 1 else None
+    return Conditioning(encoder(asked(name, PROMPTS)), negative, scale, embedded, *size)
+
+
+def drawn_by_the_pipeline(name, pipe, guidance, size, negative, steps=STEPS):
+    """Final latents and images ``(3, H, W, 3)``, 0 to 1, of the family's own pipeline."""
+    family = TINY[name]
+    latents = []
+
+    def keep(_pipe, step, _t, tensors):
+        if step == steps - 1:
+            latents.append(tensors["latents"].clone())
+        return {}
+
+    batches = [[i] for i in range(len(PROMPTS))] if family.images else [list(range(len(PROMPTS)))]
+    images = []
+    for rows in batches:
+        texts = [PROMPTS[i] for i in rows]
+        references = {"images": pictures(name)[rows[0]]} if family.images else {}
+        images.append(
+            pipe(
+                **family.call(texts, [negative] * len(rows), *guidance, family.length, **references),
+                height=size[0],
+                width=size[1],
+                num_inference_steps=steps,
+                generator=[torch.Generator().manual_seed(SEEDS[i]) for i in rows],
+                output_type="np",
+                callback_on_step_end=keep,
+            ).images
+        )
+    return torch.cat(latents), np.concatenate(images)
+
+
+def with_euler_steps(model):
+    """The model's pipeline, whose scheduler makes the steps that a policy is made of."""
+    model.pipe.scheduler = model._scheduler()
+    return model.pipe
+
+
+def ode(name, model, guidance, size):
+    """Latents of the deterministic loop, step by step as engines do it."""
+    cond = conditioning(name, model, guidance, size)
+    schedule = model.schedule(STEPS, *size)
+    latents = torch.stack([model.initial_noise(torch.Generator().manual_seed(seed), *size) for seed in SEEDS])
+    for t, sigma, following in zip(schedule.timesteps, schedule.sigmas[:-1], schedule.sigmas[1:], strict=True):
+        with torch.no_grad():
+            velocity = model.velocity(model.transformer, latents, t.expand(3), cond)
+        latents = latents + (following - sigma) * velocity
+    return latents
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize("which", [0, -1], ids=["plain", "guided"])
+def test_latents_and_images_equal_the_diffusers_pipeline(name, model, which):
+    family = TINY[name]
+    guidance = family.guidances[which]
+    for size in family.sizes:
+        expected, images = drawn_by_the_pipeline(name, with_euler_steps(model), guidance, size, model.negative_prompt)
+        latents = ode(name, model, guidance, size)
+        assert latents.shape[1:] == model.latent_shape(*size)
+        assert_close(latents, expected.reshape(latents.shape), atol=guided(LATENT, guidance[0]), rtol=0)
+        ours = model.decode(latents, *size).numpy()
+        assert np.abs((images * 255).round() - ours).max() <= 1
+        assert ours.std() > 10
+
+
+@pytest.mark.portable
+def test_the_engine_draws_the_pipelines_images(name, model):
+    family = TINY[name]
+    guidance = family.guidances[-1]
+    size = family.sizes[-1]
+    _, expected = drawn_by_the_pipeline(name, with_euler_steps(model), guidance, size, model.negative_prompt)
+    engine = DiffusersEngine(model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
+    engine.sync(adapter_state(engine.transformer, engine.adapter), 0)
+    cond = conditioning(name, model, guidance, size)
+    drawn = engine.generate(RolloutRequest(cond, torch.arange(3), STEPS, SEEDS, None)).images.numpy()
+    assert np.abs((expected * 255).round() - drawn).max() <= 1
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_schedule_is_the_pipelines(name, model, steps):
+    family = TINY[name]
+    for size in family.sizes:
+        pipe = with_euler_steps(model)
+        drawn_by_the_pipeline(name, pipe, family.guidances[0], size, model.negative_prompt, steps)
+        ours = model.schedule(steps, *size)
+        assert_close(ours.sigmas, pipe.scheduler.sigmas.float(), rtol=0, atol=0)
+        assert_close(ours.timesteps, pipe.scheduler.timesteps.float(), rtol=0, atol=0)
+
+
+@pytest.mark.portable
+def test_rescored_log_probs_are_the_recorded_ones_but_for_precision(name, model):
+    """Sampled in float32 and bfloat16, and the recorded steps scored again in float32, guidance and all."""
+    family = TINY[name]
+    cond = conditioning(name, model, family.guidances[-1], family.sizes[0])
+    request = RolloutRequest(cond, torch.arange(3), 6, SEEDS, torch.tensor([0, 1, 2]), 2, noise_level=0.7)
+    rows = cond.rows(request.prompt_index, CPU)
+    gaps = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = DiffusersEngine(model, LORA, dtype=dtype, micro_batch_size=2, device="cpu")
+        state = {name: tensor.float() for name, tensor in adapter_state(engine.transformer, engine.adapter).items()}
+        engine.sync(state, 0)
+        own = DiffusersEngine(model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
+        own.sync(state, 0)
+        batch = engine.generate(request).batch
+        differences = []
+        for w in range(2):
+            latents = batch["latents"][:, w]
+            with torch.no_grad(), adapter_active(own.transformer, own.adapter):
+                velocity = model.velocity(own.transformer, latents, batch["timesteps"][:, w], rows)
+            step = transition(
+                latents, velocity, batch["sigmas"][:, w], batch["next_sigmas"][:, w], noise_level=0.7, sde_type="sde"
+            )
+            again = log_prob(step, batch["next_latents"][:, w], sde_type="sde")
+            differences.append((again - batch["rollout_log_probs"][:, w]).abs())
+        gaps[dtype] = float(torch.stack(differences).mean())
+    assert gaps[torch.float32] < LOG_PROB
+    assert 10 * gaps[torch.float32] < gaps[torch.bfloat16] < 0.5, gaps
+
+
+def test_guidance_and_prompts_change_the_image(name, model):
+    family = TINY[name]
+    size = family.sizes[0]
+    plain, steered = (ode(name, model, guidance, size) for guidance in (family.guidances[0], family.guidances[-1]))
+    assert (plain - steered).abs().max() > 1e-3
+    cond = conditioning(name, model, family.guidances[0], size)
+    latents = torch.randn(3, *model.latent_shape(*size), generator=torch.Generator().manual_seed(0))
+    velocities = []
+    for order in ([0, 1, 2], [1, 0, 2]):
+        rows = cond.rows(torch.tensor(order), CPU)
+        with torch.no_grad():
+            velocities.append(model.velocity(model.transformer, latents, torch.full((3,), 500.0), rows))
+    assert (velocities[0][:2] - velocities[1][:2]).abs().max() > 1e-3
+    assert_close(velocities[0][2], velocities[1][2], atol=LATENT, rtol=0)
+
+
+@pytest.mark.portable
+def test_guidance_is_the_same_in_one_call_and_in_two(name, model):
+    """Prompts of other lengths than the negative one, joined or not."""
+    family = TINY[name]
+    if family.guidances[-1][0] == 1:
+        with pytest.raises(ValueError, match="true_cfg_scale: got 4; this model .* takes no classifier-free guidance"):
+            model.check_request(32, 32, family.guidances[-1][1], 4.0)
+        return
+    cond = conditioning(name, model, family.guidances[-1], family.sizes[0])
+    latents = torch.randn(3, *model.latent_shape(*family.sizes[0]), generator=torch.Generator().manual_seed(0))
+    velocities = []
+    for model.batch_guidance in (True, False):
+        with torch.no_grad():
+            velocities.append(model.velocity(model.transformer, latents, torch.full((3,), 500.0), cond))
+    assert_close(*velocities, atol=guided(LATENT, cond.true_cfg_scale), rtol=0)
+
+
+def randomise(model, scale=0.3):
+    """A LoRA on the default layers, with weights that are not 0."""
+    attach_lora(model.transformer, model, LORA, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in adapter_parameters(model.transformer).values():
+        parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+
+
+def test_gradients_reach_every_lora_matrix(name, model):
+    family = TINY[name]
+    randomise(model)
+    cond = conditioning(name, model, family.guidances[-1], family.sizes[0])
+    latents = torch.randn(3, *model.latent_shape(*family.sizes[0]), generator=torch.Generator().manual_seed(0))
+    model.velocity(model.transformer, latents, torch.full((3,), 500.0), cond).square().sum().backward()
+    parameters = adapter_parameters(model.transformer)
+    layers = {key.split(".lora_")[0] for key in parameters}
+    without = {key.split(".lora_")[0] for key, p in parameters.items() if p.grad is None or not p.grad.any()}
+    assert without == {layer for layer in layers if layer.endswith(family.idle)}
+    assert all(torch.isfinite(p.grad).all() for p in parameters.values() if p.grad is not None)
+    assert len(layers) >= 4
+
+
+def test_diffusers_reloads_the_identical_image(name, model, folder, tmp_path):
+    family = TINY[name]
+    call = (family.guidances[-1], family.sizes[0], model.negative_prompt)
+    _, base = drawn_by_the_pipeline(name, with_euler_steps(model), *call)
+    randomise(model)
+    _, trained = drawn_by_the_pipeline(name, with_euler_steps(model), *call)
+    save_lora(model, model.transformer, tmp_path)
+    fresh = load_model(folder)
+    fresh.pipe.set_progress_bar_config(disable=True)
+    fresh.pipe.load_lora_weights(str(tmp_path))
+    assert np.abs(trained - base).max() > 0.05
+    assert np.array_equal(drawn_by_the_pipeline(name, with_euler_steps(fresh), *call)[1], trained)
+    before = adapter_state(model.transformer)
+    load_adapter_state(model.transformer, {key: torch.zeros_like(value) for key, value in before.items()})
+    load_lora(model.transformer, tmp_path)
+    assert all(torch.equal(value, before[key]) for key, value in adapter_state(model.transformer).items())
+
+
+def test_requests_that_the_model_cannot_serve(name, model):
+    family = TINY[name]
+    fitting = {"height": 32, "width": 32, "guidance_scale": family.guidances[0][1]}
+    model.check_request(**fitting)
+    for arguments, message in family.refused:
+        with pytest.raises(ValueError, match=message) as caught:
+            model.check_request(**fitting | arguments)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=rf"max_sequence_length: got {model.longest_prompt + 1}; this model takes"):
+        PromptEncoder(model, model.longest_prompt + 1)
+
+
+def test_a_run_has_no_gap_and_moves_every_weight(name, folder, small_config):
+    """Two steps of the trainer from a new adapter; the second moves the first matrices too."""
+    family = TINY[name]
+    if family.images:
+        pytest.skip("its prompts have images, which tests/trainer/test_editing.py gives it")
+    scale, embedded = family.guidances[-1]
+    trainer = FlowGRPOTrainer(
+        small_config(
+            f"actor_rollout_ref.model.path={folder}",
+            "actor_rollout_ref.rollout.dtype=float32",
+            f"actor_rollout_ref.rollout.pipeline.max_sequence_length={family.length}",
+            f"actor_rollout_ref.rollout.pipeline.true_cfg_scale={scale}",
+            f"actor_rollout_ref.rollout.pipeline.guidance_scale={'null' if embedded is None else embedded}",
+        )
+    )
+    before = adapter_state(trainer.run.actor.transformer)
+    metrics = trainer.fit().root / "metrics.jsonl"
+    after = adapter_state(trainer.run.actor.transformer)
+    still = {key for key, value in after.items() if torch.equal(value, before[key])}
+    assert still == {key for key in after if key.split(".lora_")[0].endswith(family.idle)}
+    steps = [row for row in map(json.loads, metrics.read_text().splitlines()) if "reward/mean" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["actor/log_ratio_abs_mean_first"] < LOG_PROB
+        assert row["rollout_sync/engine_gap_abs_mean"] < LOG_PROB

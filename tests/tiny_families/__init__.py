@@ -1,0 +1,81 @@
+"""The model families in miniature: the real classes of diffusers and transformers with random weights.
+
+A family has a module here with its ``build()``, and an entry in ``TINY``. The tests of ``tests/models/test_families.py``
+and others then run for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tiny_sd3
+from tiny_families import flux
+
+PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
+"""Of three lengths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyFamily:
+    """What the tests need of a family."""
+
+    build: Callable[[], Any]
+    """The pipeline; a row of a variant gives other arguments to the same builder."""
+
+    call: Callable[..., dict[str, Any]]
+    """``call(prompts, negative, true_cfg_scale, guidance_scale, length)``: the pipeline's own arguments; with
+    ``images`` also ``images=`` a list of PIL images, those of the one prompt."""
+
+    guidances: tuple[tuple[float, float | None], ...] = ((1.0, None), (4.0, None))
+    """Pairs of ``true_cfg_scale`` and ``guidance_scale``, the last one the strongest."""
+
+    length: int = 24
+    """``max_sequence_length``: longer than some prompts."""
+
+    sizes: tuple[tuple[int, int], ...] = ((32, 32), (32, 48))
+    """Heights and widths."""
+
+    images: tuple[tuple[int, int], ...] = ()
+    """Widths and heights of each prompt's reference images; the pipeline is then called prompt by prompt."""
+
+    idle: tuple[str, ...] = ()
+    """Endings of the names of LoRA layers that act on nothing, such as the last block's queries of the text."""
+
+    refused: tuple[tuple[dict[str, Any], str], ...] = ()
+    """Arguments of ``check_request`` besides a size of 32, and what the refusal says."""
+
+
+def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
+    return {"prompt": prompts, "guidance_scale": true_cfg_scale, "max_sequence_length": length}
+
+
+TINY: dict[str, TinyFamily] = {
+    "stable_diffusion_3": TinyFamily(
+        build=tiny_sd3.build,
+        call=_sd3_call,
+        guidances=((1.0, None), (4.5, None)),
+        idle=("transformer_blocks.2.attn.add_q_proj",),
+        refused=(
+            ({"height": 36}, "this model draws multiples of 8 pixels"),
+            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+        ),
+    ),
+    "flux_dev": TinyFamily(
+        build=flux.build,
+        call=flux.call,
+        guidances=((1.0, 3.5), (4.0, 1.0)),
+        refused=(
+            ({"height": 36, "guidance_scale": 3.5}, "this model draws multiples of 8 pixels"),
+            (
+                {"guidance_scale": None},
+                "guidance_scale: got None for this model; it is guidance-distilled and needs one",
+            ),
+        ),
+    ),
+    "flux_schnell": TinyFamily(
+        build=lambda: flux.build(guidance_embeds=False, dynamic=False),
+        call=flux.call,
+        refused=(({"guidance_scale": 3.5}, "guidance_scale: got 3.5 for this model; it takes none; set it to null"),),
+    ),
+}
+"""By the names of the tests."""

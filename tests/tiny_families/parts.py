@@ -1,0 +1,92 @@
+"""Parts that several tiny pipelines share: networks with random weights, and tokenizers, all of the released kinds."""
+
+import string
+
+CLIP_TOKENS = 16
+
+
+def vae(latent_channels=16, **settings):
+    """Untrained, so its last layer is scaled up: images then use the whole range of grey levels. 4 pixels a latent."""
+    from diffusers import AutoencoderKL
+
+    blocks = 3
+    found = AutoencoderKL(
+        **{
+            "down_block_types": ("DownEncoderBlock2D",) * blocks,
+            "up_block_types": ("UpDecoderBlock2D",) * blocks,
+            "block_out_channels": (8, 16, 16),
+            "layers_per_block": 1,
+            "norm_num_groups": 4,
+            "latent_channels": latent_channels,
+            "scaling_factor": 0.3611,
+            "shift_factor": 0.1159,
+            "use_quant_conv": False,
+            "use_post_quant_conv": False,
+            **settings,
+        }
+    )
+    found.decoder.conv_out.weight.data *= 2
+    return found
+
+
+def clip_tokenizer():
+    """A token a character, and one a character that ends a word."""
+    from transformers import CLIPTokenizer
+
+    characters = string.printable.strip()
+    tokens = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=CLIP_TOKENS)
+
+
+def clip_config(width, tokenizer):
+    """Of a CLIP's text half."""
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=CLIP_TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def t5_tokenizer():
+    """A token a character."""
+    from transformers import T5Tokenizer
+
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    return T5Tokenizer(vocab=[*special, *((c, -3.0) for c in string.printable.strip())], extra_ids=0)
+
+
+def t5(width, tokenizer):
+    """A T5's encoder."""
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=len(tokenizer),
+            d_model=width,
+            d_kv=24,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def ready(pipe):
+    """The pipeline in evaluation mode and silent."""
+    for part in pipe.components.values():
+        if hasattr(part, "eval"):
+            part.eval()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
