@@ -1,6 +1,7 @@
 """FLUX.2 in miniature, klein and dev: one image is 4x4 pixels a token, references are of 64 pixels to a side and more."""
 
 import torch
+from tiny_families import parts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 KLEIN_LAYERS, DEV_LAYERS = 27, 30
@@ -47,10 +48,17 @@ def _pipeline(kind, tokenizer, text_encoder, *, guidance_embeds, **settings):
             tokenizer=tokenizer,
             **settings,
         )
-    for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
-        part.eval()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return parts.ready(pipe)
+
+
+def klein_call(prompts, negative, true_cfg_scale, guidance_scale, length, images=None):
+    """Of the pipeline's arguments, those that a family names in its own way; its negative prompt is fixed."""
+    return {"prompt": prompts, "guidance_scale": true_cfg_scale, "max_sequence_length": length, "image": images}
+
+
+def dev_call(prompts, negative, true_cfg_scale, guidance_scale, length, images=None):
+    """As ``klein_call``; there is no negative prompt."""
+    return {"prompt": prompts, "guidance_scale": guidance_scale, "max_sequence_length": length, "image": images}
 
 
 def _transformer(guidance_embeds):
