@@ -1,7 +1,7 @@
 """The model families in miniature: the real classes of diffusers and transformers with random weights.
 
-A family has a module here with its ``build()``, and an entry in ``TINY``. The tests of ``tests/models/test_families.py``
-and others then run for it.
+A family has a module here with its ``build()``, and an entry in ``TINY``. The tests of
+``tests/models/test_families.py`` and others then run for it.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tiny_sd3
+
 from tiny_families import flux, flux2
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")

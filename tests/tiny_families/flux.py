@@ -1,6 +1,7 @@
 """A `FluxPipeline` in miniature, with random weights."""
 
 import torch
+
 from tiny_families import parts
 
 T5_WIDTH = 48

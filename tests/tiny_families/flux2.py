@@ -1,8 +1,9 @@
 """FLUX.2 in miniature, klein and dev: one image is 4x4 pixels a token, references are of 64 pixels to a side and more."""
 
 import torch
-from tiny_families import parts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tiny_families import parts
 
 KLEIN_LAYERS, DEV_LAYERS = 27, 30
 """The deepest layers of the text encoders that the pipelines read."""
@@ -77,9 +78,12 @@ def _transformer(guidance_embeds):
     )
     # Attention that picks tokens, and counts: a random one says the mean of all.
     for name, weights in transformer.named_parameters():
-        if name.endswith(("norm_q.weight", "norm_added_q.weight")):
-            weights.data *= 4
-        elif "attn.to_out" in name or "v_proj" in name or "guidance_embedder" in name:
+        if (
+            name.endswith(("norm_q.weight", "norm_added_q.weight"))
+            or "attn.to_out" in name
+            or "v_proj" in name
+            or "guidance_embedder" in name
+        ):
             weights.data *= 4
     return transformer
 
