@@ -57,12 +57,13 @@ class Flux2Klein(DiffusionModel):
             return None, ()
         area = prompt.reference_area or LARGEST_REFERENCE
         grids = tuple(self.reference_grid(image, area) for image in prompt.images)
-        processor, vae = self.pipe.image_processor, self.pipe.vae
+        processor = self.pipe.image_processor
         pixels = []
         for image, (rows, columns) in zip(prompt.images, grids, strict=True):
             picture = processor._resize_if_exceeds_area(image.open(), area)
             size = {"height": rows * self._multiple, "width": columns * self._multiple}
             pixels.append(processor.preprocess(picture, **size, resize_mode="crop"))
+        vae = self.pipe.vae
         tokens, _ = self.pipe.prepare_image_latents(pixels, 1, None, vae.device, vae.dtype)
         return tokens[0].cpu(), grids
 
@@ -73,15 +74,14 @@ class Flux2Klein(DiffusionModel):
             ValueError: the image is smaller or more oblong than the pipelines take it, or ``area`` leaves no token.
         """
         area = area or LARGEST_REFERENCE
+        here = f"{image.source}: got a reference image of {image.width}x{image.height} pixels"
         short, long = sorted((image.width, image.height))
+        if short < 64 or long > 8 * short:
+            raise ValueError(f"{here}; this model takes at least 64 to a side and at most 8 times as many to the other")
         scale = min(1.0, math.sqrt(area / (short * long)))
         rows, columns = (int(side * scale) // self._multiple for side in (image.height, image.width))
-        if short < 64 or long > 8 * short or not rows * columns:
-            raise ValueError(
-                f"{image.source}: a reference image of {image.width}x{image.height} pixels, scaled to at most {area}: "
-                f"this model takes at least 64 to a side, at most 8 times as many to the other, and {self._multiple} "
-                "to a side once it is scaled; use another image or a larger reference_area"
-            )
+        if not rows * columns:
+            raise ValueError(f"{here}, of which reference_area={area} leaves less than a token; set it higher")
         return rows, columns
 
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
@@ -98,8 +98,10 @@ class Flux2Klein(DiffusionModel):
         )
 
     def _sizes(self) -> list[tuple[str, int, int]]:
-        vae, encoder = self.pipe.vae, self.pipe.text_encoder
-        latents, prompts = 4 * vae.config.latent_channels, self._chat(MARK).count(MARK)
+        vae = self.pipe.vae
+        encoder = self.pipe.text_encoder
+        latents = 4 * vae.config.latent_channels
+        prompts = self._chat(MARK).count(MARK)
         sizes = [
             ("the transformer's in_channels and four times the vae's latent_channels", self._channels, latents),
             ("the vae's batch-norm statistics and four times its latent_channels", vae.bn.num_features, latents),
@@ -112,7 +114,7 @@ class Flux2Klein(DiffusionModel):
             there = encoder.config.get_text_config().num_hidden_layers
             sizes += [
                 (name, self.transformer.config.joint_attention_dim, width),
-                ("the last layer that is read and the text_encoder's", last, min(last, there)),
+                ("the last layer that is read and the text_encoder's layers", last, min(last, there)),
             ]
         return sizes
 
@@ -130,16 +132,18 @@ class Flux2Klein(DiffusionModel):
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
-        grids = [(side // self._multiple for side in (conditioning.height, conditioning.width))]
+        target = (conditioning.height // self._multiple, conditioning.width // self._multiple)
         # The target's time is 0, that of the first reference 10, of the second 20.
-        image = [_positions(10 * i, *grid, 1) for i, grid in enumerate([*grids, *prompts.reference_grids])]
+        grids = enumerate([target, *prompts.reference_grids])
+        image = torch.cat([_positions(10 * i, rows, columns, 1) for i, (rows, columns) in grids])
+        text = _positions(0, 1, 1, prompts.embeds.shape[1])
         return {
             "hidden_states": self._with_references(latents, prompts).to(dtype),
             "timestep": timesteps.to(dtype) / 1000,
             "guidance": self._embedded_guidance(timesteps, conditioning),
             "encoder_hidden_states": prompts.embeds.to(dtype),
-            "txt_ids": _positions(0, 1, 1, prompts.embeds.shape[1]).expand(len(latents), -1, -1).to(latents.device),
-            "img_ids": torch.cat(image).expand(len(latents), -1, -1).to(latents.device),
+            "txt_ids": text.to(latents.device).expand(len(latents), -1, -1),
+            "img_ids": image.to(latents.device).expand(len(latents), -1, -1),
         }
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:

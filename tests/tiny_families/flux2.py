@@ -1,4 +1,4 @@
-"""FLUX.2 in miniature, klein and dev: one image is 4x4 pixels a token, references are of 64 pixels to a side and more."""
+"""FLUX.2 in miniature, klein and dev, with random weights. A token is of 4x4 pixels."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -76,14 +76,10 @@ def _transformer(guidance_embeds):
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=guidance_embeds,
     )
-    # Attention that picks tokens, and counts: a random one says the mean of all.
+    # An untrained attention gives the mean of all tokens: here it picks some, and they count.
+    louder = ("norm_q.", "norm_added_q.", "v_proj.", "attn.to_out.", "guidance_embedder.")
     for name, weights in transformer.named_parameters():
-        if (
-            name.endswith(("norm_q.weight", "norm_added_q.weight"))
-            or "attn.to_out" in name
-            or "v_proj" in name
-            or "guidance_embedder" in name
-        ):
+        if any(part in name for part in louder):
             weights.data *= 4
     return transformer
 
