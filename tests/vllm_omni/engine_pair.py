@@ -18,7 +18,10 @@ from flowgrpo_rc.rollout.vllm_omni.adapter import expected_shapes
 
 FAMILIES: dict[str, TinyFamily | None] = {
     "qwen_image": None,
-    **{name: TINY[name] for name in ("stable_diffusion_3", "flux_dev", "flux_schnell")},
+    **{
+        name: TINY[name]
+        for name in ("stable_diffusion_3", "flux_dev", "flux2_klein_references", "flux2_dev", "z_image")
+    },
 }
 """The models that vllm-omni draws; ``None`` is the shipped one."""
 STARTS = torch.tensor([0, 0, 2, 2, 1, 1])

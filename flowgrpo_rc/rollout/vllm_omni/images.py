@@ -84,4 +84,5 @@ def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> T
 
 def _fields(name: str, prompts: Prompts, index: int) -> dict[str, Any]:
     tensors = {field: getattr(prompts, field) for field in PROMPT_FIELDS}
-    return {f"{name}_{field}": None if tensor is None else tensor[index] for field, tensor in tensors.items()}
+    rows = {f"{name}_{field}": None if tensor is None else tensor[index] for field, tensor in tensors.items()}
+    return {**rows, f"{name}_reference_grids": prompts.reference_grids}

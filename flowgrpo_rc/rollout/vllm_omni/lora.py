@@ -1,5 +1,6 @@
 """The adapter inside vllm-omni's worker: tensors in, bound layers, and what those layers hold read back."""
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -63,15 +64,17 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
     aliases: list[tuple[str, Any, Tensor, Tensor]] = []
     layers = {full_name.split(".", 1)[1]: layer for full_name, layer in manager._lora_modules.items()}
     for module, layer in layers.items():
-        for i, engine_name in enumerate(_slices(manager, module, layer)):
-            if not layer._diffusion_lora_active_slices[i]:
+        for engine_name, slices in _slices(manager, module, layer, names):
+            if not any(layer._diffusion_lora_active_slices[i] for i in slices):
                 continue
-            wide_a = layer.lora_a_stacked[i][0, 0]
-            wide_b = layer.lora_b_stacked[i][0, 0]
+            wide_a = [layer.lora_a_stacked[i][0, 0] for i in slices]
+            wide_b = torch.cat([layer.lora_b_stacked[i][0, 0] for i in slices])
             # vllm's buffers have room for the largest rank; a smaller adapter leaves the rest at 0.
-            if bool(wide_a[push.rank :].any()) or bool(wide_b[:, push.rank :].any()):
+            if any(bool(a[push.rank :].any()) for a in wide_a) or bool(wide_b[:, push.rank :].any()):
                 raise AdapterMismatchError(f"{module}: the engine's buffer holds a rank above {push.rank}")
-            a = wide_a[: push.rank]
+            if not all(torch.equal(a, wide_a[0]) for a in wide_a):
+                raise AdapterMismatchError(f"{module}: the engine holds different A matrices for one layer's slices")
+            a = wide_a[0][: push.rank]
             b = wide_b[:, : push.rank]
             if engine_name in names:
                 held[names[engine_name]] = a, b
@@ -91,16 +94,19 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
     return unpaired(held)
 
 
-def _slices(manager: Any, module: str, layer: Any) -> list[str]:
-    """Names of what a layer computes: itself, or the projections that vllm-omni fuses into it."""
+def _slices(manager: Any, module: str, layer: Any, pushed: Container[str]) -> list[tuple[str, list[int]]]:
+    """What a layer computes, with the slices that are of it: itself, or the projections that vllm-omni fuses into it.
+
+    A layer of several slices that is one in the adapter too has the same A for all, and its B is cut along them.
+    """
     count = getattr(layer, "n_slices", 1)
-    if count == 1:
-        return [module]
+    if count == 1 or module in pushed:
+        return [(module, list(range(count)))]
     prefix, _, suffix = module.rpartition(".")
     parts = manager._get_packed_sublayer_suffixes(suffix, count)
     if parts is None:
         raise AdapterMismatchError(f"{module}: vllm-omni does not say which {count} projections it fuses")
-    return [f"{prefix}.{part}" for part in parts]
+    return [(f"{prefix}.{part}", [i]) for i, part in enumerate(parts)]
 
 
 class RolloutWorker(CustomPipelineWorkerExtension):

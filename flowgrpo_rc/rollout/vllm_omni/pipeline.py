@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -28,16 +29,12 @@ EXTRA = "flowgrpo"
 """Where a request's ``extra_args`` hold what vllm-omni has no field for, and a result's metadata what came of it."""
 SHARED = ("request_id", "window_size", "noise_level", "sde_type", "record_means")
 """What all images of one ``RolloutRequest`` have in common and vllm-omni has no field for."""
-PROMPT_FIELDS = ("embeds", "mask", "pooled")
-"""What an image's prompt carries of ``Prompts``, each after ``prompt_`` or ``negative_``."""
+PROMPT_FIELDS = ("embeds", "mask", "pooled", "references")
+"""The tensors that an image's prompt carries of ``Prompts``, each after ``prompt_`` or ``negative_``."""
 
 
 class VllmFamily(DiffusionModel):
-    """Put before a family's adapter: vllm-omni's transformers have no config, and answers of two kinds."""
-
-    @property
-    def _channels(self) -> int:
-        return self.transformer.in_channels
+    """Put before a family's adapter: vllm-omni's transformers have answers of two kinds."""
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
         output = transformer(**inputs, return_dict=False)
@@ -45,15 +42,28 @@ class VllmFamily(DiffusionModel):
 
 
 class NoEncoder(nn.Module):
-    """Where vllm-omni builds a text encoder: nothing is read or held for it."""
+    """Where vllm-omni builds a text encoder or its processor: nothing is read or held for it.
+
+    It has what vllm-omni's pipelines touch of theirs while they are built.
+    """
+
+    config = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+        self.lm_head = nn.Identity()
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> "NoEncoder":
         """As of transformers' classes."""
         return cls()
+
+    def get_input_embeddings(self) -> Any:
+        """What a pipeline may tie ``lm_head`` to."""
+        return SimpleNamespace(weight=None)
+
+    def set_processor(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to process."""
 
 
 class Rollout:
@@ -63,7 +73,7 @@ class Rollout:
     supports_step_execution: ClassVar[bool] = False
     family: ClassVar[type[DiffusionModel]]
     text_encoders: ClassVar[tuple[str, ...]]
-    """What builds text encoders, as the module of vllm-omni's pipeline names it."""
+    """What builds text encoders and their processors, as the module of vllm-omni's pipeline names it."""
     _encoder_modules: ClassVar[list[str]] = []
     od_config: OmniDiffusionConfig
     weights_sources: list[Any]
@@ -74,11 +84,11 @@ class Rollout:
         with _replaced(sys.modules[super().__init__.__module__], self._stand_ins(od_config)):
             super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         encoders: list[str] = super()._encoder_modules  # type: ignore[misc]
-        for name in encoders:
-            setattr(self, name, None)
         # Some pipelines leave the reading of their text encoders to what reads their transformer.
         self.weights_sources = [source for source in self.weights_sources if source.subfolder not in encoders]
         _name_fused_layers(self.transformer)
+        if not hasattr(self.transformer, "config"):
+            self.transformer.config = od_config.tf_model_config
         self.model: Any = None
 
     def _stand_ins(self, od_config: OmniDiffusionConfig) -> dict[str, Any]:
@@ -181,7 +191,7 @@ def _prompts(req: DiffusionRequestBatch, name: str, device: torch.device) -> Pro
     for field in PROMPT_FIELDS:
         rows = [prompt[f"{name}_{field}"] for prompt in req.prompts]
         fields[field] = None if rows[0] is None else torch.stack(rows).to(device)
-    return Prompts(**fields)
+    return Prompts(**fields, reference_grids=req.prompts[0][f"{name}_reference_grids"])
 
 
 def _row(echo: Echo, i: int) -> Echo:

@@ -17,6 +17,8 @@ from torch import nn
 
 CHOICE = ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")
 """The one function in which vllm chooses; its layers look it up there each time that they have been loaded."""
+UNCALLED = {"silu_and_mul": "silu_and_mul(Tensor! out, Tensor input) -> ()"}
+"""Kernels that vllm's activations look up when they are made and do not call on a CPU, with torch's declarations."""
 _MISSING_KERNEL = re.compile(r"'_\w*C\w*' object has no attribute '(\w+)'")
 """What torch says when an operator of vllm's compiled library ``_C`` (``_moe_C``, ``_C_cache_ops``) is not there."""
 _REMEDY = "install the versions of constraints-vllm.txt, or set actor_rollout_ref.rollout.name=diffusers"
@@ -38,6 +40,7 @@ def keep_plain_torch() -> None:
             f"the processor offers, built or not; {_REMEDY} ({error})"
         ) from error
     setattr(module, function, _use_torch)
+    _declare_uncalled()
 
 
 def check_plain_torch(model: nn.Module) -> None:
@@ -65,6 +68,17 @@ def with_cause(error: str) -> str:
         "processor offers; scripts/install_vllm_omni_cpu.sh builds none. Remedy: "
         "actor_rollout_ref.rollout.dtype=float32, or actor_rollout_ref.rollout.name=diffusers)"
     )
+
+
+def _declare_uncalled() -> None:
+    """Give what is looked up in vain a declaration without a kernel: a call would be an error of torch's."""
+    for name, declaration in UNCALLED.items():
+        if not hasattr(torch.ops._C, name):
+            _DECLARATIONS.define(declaration)
+
+
+_DECLARATIONS = torch.library.Library("_C", "FRAGMENT")
+"""torch forgets a declaration with the library that it was made in."""
 
 
 def _use_torch(layer: Any, remove_weight: bool) -> None:

@@ -11,6 +11,11 @@ _FAMILIES = "flowgrpo_rc.rollout.vllm_omni.families"
 
 _FLUX_EMBEDDERS = ("time_text_embed.*", "x_embedder", "context_embedder", "proj_out")
 
+_FLUX2_EMBEDDERS = (
+    *("time_guidance_embed.*", "x_embedder", "context_embedder", "proj_out", "norm_out.linear"),
+    "*_stream_modulation*.linear",
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineEntry:
@@ -31,5 +36,10 @@ PIPELINES = {
         takes_no_adapter=("time_text_embed.*", "norm_out.linear", "*.norm1.linear", "*.norm1_context.linear"),
     ),
     "FluxPipeline": PipelineEntry(rollout=f"{_FAMILIES}.flux:FluxRollout", takes_no_adapter=_FLUX_EMBEDDERS),
+    "Flux2KleinPipeline": PipelineEntry(
+        rollout=f"{_FAMILIES}.flux2:Flux2KleinRollout", takes_no_adapter=_FLUX2_EMBEDDERS
+    ),
+    "Flux2Pipeline": PipelineEntry(rollout=f"{_FAMILIES}.flux2:Flux2Rollout", takes_no_adapter=_FLUX2_EMBEDDERS),
+    "ZImagePipeline": PipelineEntry(rollout=f"{_FAMILIES}.z_image:ZImageRollout"),
 }
 """Class name in a pipeline's ``model_index.json`` -> how vllm-omni draws it."""
