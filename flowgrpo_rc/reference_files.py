@@ -56,7 +56,7 @@ class ReferenceReader:
         if isinstance(value, Mapping):  # as Hugging Face's datasets write images
             given = value.get("bytes") or value.get("path")
         if isinstance(given, bytes):
-            return _looked_at(given, "in the prompt file", source, content=given)
+            return replace(_looked_at(given, "in the prompt file", source), content=given)
         if isinstance(given, str) and given.strip():
             return self._at(given, source)
         raise ValueError(
@@ -69,7 +69,7 @@ class ReferenceReader:
             raise ValueError(f"{source}: {IMAGES_KEY!r} holds {text[:80]!r}; a path cannot hold a NUL character")
         path = os.path.abspath(os.path.join(os.path.dirname(source), os.path.expanduser(text)))
         if path not in self._files:
-            self._files[path] = _looked_at(_content(path, text, source), path, source, path=path)
+            self._files[path] = replace(_looked_at(_content(path, text, source), path, source), path=path)
         return replace(self._files[path], source=source)
 
 
@@ -92,7 +92,7 @@ def _content(path: str, text: str, source: str) -> bytes:
         ) from error
 
 
-def _looked_at(content: bytes, name: str, source: str, **where: Any) -> ReferenceImage:
+def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
     """The image of these bytes, which must be a whole one."""
     from PIL import Image, UnidentifiedImageError
 
@@ -116,7 +116,7 @@ def _looked_at(content: bytes, name: str, source: str, **where: Any) -> Referenc
         raise ValueError(f"{named} is damaged or cut off ({one_line(error, 200)}); save it again") from error
     if fault is not None:
         raise ValueError(f"{named} {fault}")
-    return ReferenceImage(content_digest(content), width, height, source, **where)
+    return ReferenceImage(content_digest(content), width, height, source)
 
 
 def _upright_size(content: bytes) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""FLUX.1 (``FluxPipeline``, dev and schnell; ``FluxKontextPipeline``): arithmetic as in diffusers' pipelines, one step at
-a time."""
+"""FLUX.1 (``FluxPipeline``, dev and schnell) and its editor (``FluxKontextPipeline``): arithmetic as in diffusers'
+pipelines, one step at a time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -127,8 +127,10 @@ class FluxKontext(Flux):
         """Width and height: of ``area`` pixels, or of those that the model was trained with the nearest in shape."""
         if area is not None:
             return scaled_size(image, area, self._multiple)
+        from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
         ratio = image.width / image.height
-        _, width, height = min((abs(ratio - w / h), w, h) for w, h in pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS)
+        _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
         return width // self._multiple * self._multiple, height // self._multiple * self._multiple
 
     def _tokens_of(self, image: ReferenceImage, width: int, height: int) -> Tensor:

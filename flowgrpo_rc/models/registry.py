@@ -45,6 +45,7 @@ class FamilyEntry:
 FAMILIES = {
     "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage", negative_prompt=" "),
     "FluxPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:Flux"),
+    "FluxKontextPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:FluxKontext", images=(1, 1)),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,
