@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import tiny_sd3
-
-from tiny_families import flux
+from tiny_families import flux, stable_diffusion_3
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -59,7 +57,7 @@ def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
 
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
-        build=tiny_sd3.build,
+        build=stable_diffusion_3.build,
         call=_sd3_call,
         guidances=((1.0, None), (4.5, None)),
         idle=("transformer_blocks.2.attn.add_q_proj",),
