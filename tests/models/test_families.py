@@ -75,7 +75,7 @@ def asked(name, texts):
             content = file.getvalue()
             digest = hashlib.sha256(content).hexdigest()
             references.append(ReferenceImage(digest, *image.size, "here", content=content))
-        prompts.append(Prompt(text, tuple(references)))
+        prompts.append(Prompt(text, tuple(references), TINY[name].reference_area if references else None))
     return prompts
 
 
@@ -100,9 +100,9 @@ def drawn_by_the_pipeline(name, pipe, guidance, size, negative, steps=STEPS):
     images = []
     for rows in batches:
         texts = [PROMPTS[i] for i in rows]
-        references = {"images": pictures(name)[rows[0]]} if family.images else {}
-        images.append(
-            pipe(
+        references = {"images": pictures(name)[rows[0]], "size": size} if family.images else {}
+        with family.during_call():
+            drawn = pipe(
                 **family.call(texts, [negative] * len(rows), *guidance, family.length, **references),
                 height=size[0],
                 width=size[1],
@@ -110,8 +110,8 @@ def drawn_by_the_pipeline(name, pipe, guidance, size, negative, steps=STEPS):
                 generator=[torch.Generator().manual_seed(SEEDS[i]) for i in rows],
                 output_type="np",
                 callback_on_step_end=keep,
-            ).images
-        )
+            )
+        images.append(drawn.images)
     return torch.cat(latents), np.concatenate(images)
 
 

@@ -6,13 +6,14 @@ A family has a module here with its ``build()``, and an entry in ``TINY``. The t
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from tiny_families import aura_flow, cogview4, flux, flux2, lumina2, stable_diffusion_3, z_image
+from tiny_families import aura_flow, cogview4, flux, flux2, lumina2, qwen_image_edit, stable_diffusion_3, z_image
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -27,7 +28,7 @@ class TinyFamily:
 
     call: Callable[..., dict[str, Any]]
     """``call(prompts, negative, true_cfg_scale, guidance_scale, length)``: the pipeline's own arguments; with
-    ``images`` also ``images=`` a list of PIL images, those of the one prompt."""
+    ``images`` also ``images=``, a list of PIL images, those of the one prompt, and ``size=``, height and width."""
 
     guidances: tuple[tuple[float, float | None], ...] = ((1.0, None), (4.0, None))
     """Pairs of ``true_cfg_scale`` and ``guidance_scale``, the last one the strongest."""
@@ -43,6 +44,11 @@ class TinyFamily:
 
     alone: bool = False
     """Whether the pipeline is called prompt by prompt: what it makes of one depends on the others of its batch."""
+    reference_area: int | None = None
+    """Pixels that the reference images are scaled to, which ``call`` has the pipeline do too."""
+
+    during_call: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered while the pipeline draws."""
 
     idle: tuple[str, ...] = ()
     """Endings of the names of LoRA layers that act on nothing, such as the last block's queries of the text."""
@@ -73,12 +79,23 @@ def run_overrides(name: str, path: str, folder: Path) -> list[str]:
             Image.new("RGB", size, (20 * i, 60 * k, 120)).save(folder / file)
         lines.append(json.dumps({"prompt": f'the text "{i}{i}"', "images": names}))
     (folder / "prompts.jsonl").write_text("\n".join(lines))
+    if family.reference_area is not None:
+        overrides.append(f"{rollout}.pipeline.reference_area={family.reference_area}")
     return [*overrides, *(f"data.{part}_files={folder / 'prompts.jsonl'}" for part in ("train", "val"))]
 
 
 def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
     return {"prompt": prompts, "guidance_scale": true_cfg_scale, "max_sequence_length": length}
 
+
+_EDIT = {
+    "call": qwen_image_edit.call,
+    "length": 128,
+    "images": ((50, 70),),
+    "reference_area": qwen_image_edit.AREA,
+    "during_call": qwen_image_edit.small_references,
+    "idle": ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
+}
 
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
@@ -178,6 +195,21 @@ TINY: dict[str, TinyFamily] = {
         length=64,
         guidances=((1.0, 1.0), (1.0, 4.0)),
         images=((64, 96),),
+    ),
+    "qwen_image_edit": TinyFamily(
+        build=lambda: qwen_image_edit.build("QwenImageEditPipeline"),
+        **_EDIT | {"images": ((60, 40),)},
+    ),
+    "qwen_image_edit_plus": TinyFamily(build=qwen_image_edit.build, **_EDIT),
+    "qwen_image_edit_plus_2511": TinyFamily(
+        build=lambda: qwen_image_edit.build(zero_cond_t=True), **_EDIT | {"images": ((60, 40), (30, 50))}
+    ),
+    "flux_kontext": TinyFamily(
+        build=lambda: flux.build(pipeline="FluxKontextPipeline"),
+        call=flux.call_kontext,
+        guidances=((1.0, 3.5), (4.0, 1.0)),
+        images=((60, 40),),
+        reference_area=32 * 32,
     ),
 }
 """By the names of the tests."""

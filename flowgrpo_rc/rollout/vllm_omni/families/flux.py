@@ -3,7 +3,7 @@
 from vllm_omni.diffusion.models.flux import FluxPipeline
 
 from flowgrpo_rc.models.flux import Flux
-from flowgrpo_rc.rollout.vllm_omni.pipeline import NoEncoder, Rollout, VllmFamily
+from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
 
 
 class VllmFlux(VllmFamily, Flux):

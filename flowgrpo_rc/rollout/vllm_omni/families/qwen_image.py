@@ -8,7 +8,7 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.qwen_image import QwenImage
-from flowgrpo_rc.rollout.vllm_omni.pipeline import NoEncoder, Rollout, VllmFamily
+from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
 
 
 class VllmQwenImage(VllmFamily, QwenImage):

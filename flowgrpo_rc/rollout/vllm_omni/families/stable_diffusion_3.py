@@ -3,7 +3,7 @@
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
-from flowgrpo_rc.rollout.vllm_omni.pipeline import NoEncoder, Rollout, VllmFamily
+from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
 
 
 class VllmStableDiffusion3(VllmFamily, StableDiffusion3):
