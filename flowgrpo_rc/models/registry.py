@@ -45,6 +45,12 @@ class FamilyEntry:
 FAMILIES = {
     "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage", negative_prompt=" "),
     "FluxPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:Flux"),
+    "ChromaPipeline": FamilyEntry(adapter="flowgrpo_rc.models.chroma:Chroma", guidance_scale_is_cfg=True),
+    "BriaPipeline": FamilyEntry(adapter="flowgrpo_rc.models.bria:Bria", guidance_scale_is_cfg=True),
+    "SanaPipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.sana:Sana", guidance_scale_is_cfg=True, dispatches_attention=False
+    ),
+    "WanPipeline": FamilyEntry(adapter="flowgrpo_rc.models.wan:Wan", guidance_scale_is_cfg=True),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,

@@ -10,7 +10,7 @@ from typing import Any
 
 import tiny_sd3
 
-from tiny_families import flux
+from tiny_families import bria, chroma, flux, sana, wan
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -50,6 +50,11 @@ def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
     return {"prompt": prompts, "guidance_scale": true_cfg_scale, "max_sequence_length": length}
 
 
+_GUIDED_BY_CFG = (
+    ({"height": 36}, "height=36, width=32: this model draws multiples of 8 pixels"),
+    ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+)
+
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
         build=tiny_sd3.build,
@@ -77,6 +82,32 @@ TINY: dict[str, TinyFamily] = {
         build=lambda: flux.build(guidance_embeds=False, dynamic=False),
         call=flux.call,
         refused=(({"guidance_scale": 3.5}, "guidance_scale: got 3.5 for this model; it takes none; set it to null"),),
+    ),
+    "chroma": TinyFamily(build=chroma.build, call=chroma.call, refused=_GUIDED_BY_CFG),
+    "bria": TinyFamily(build=bria.build, call=chroma.call, refused=_GUIDED_BY_CFG),
+    "bria_static": TinyFamily(
+        build=lambda: bria.build(dynamic=False, shift_factor=None), call=chroma.call, refused=_GUIDED_BY_CFG
+    ),
+    "sana": TinyFamily(
+        build=sana.build,
+        call=sana.call,
+        sizes=((64, 64), (32, 96)),
+        refused=(
+            ({"width": 48}, "height=32, width=48: this model draws multiples of 32 pixels"),
+            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+        ),
+    ),
+    "sana_with_variance": TinyFamily(
+        build=lambda: sana.build(out_channels=2 * sana.CHANNELS), call=sana.call, sizes=((64, 64), (32, 96))
+    ),
+    "wan": TinyFamily(build=wan.build, call=wan.call, refused=_GUIDED_BY_CFG),
+    "wan_ti2v": TinyFamily(
+        build=lambda: wan.build(expand_timesteps=True),
+        call=wan.call,
+        refused=(
+            ({"height": 40}, "this model draws multiples of 16 pixels"),
+            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+        ),
     ),
 }
 """By the names of the tests."""
