@@ -4,8 +4,8 @@ import shutil
 
 import numpy as np
 import pytest
-import tiny_sd3
 import torch
+from tiny_families import stable_diffusion_3 as tiny_sd3
 from tolerances import EMBEDDING, LATENT, LOG_PROB, guided
 from torch.testing import assert_close
 

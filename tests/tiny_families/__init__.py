@@ -8,9 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import tiny_sd3
-
-from tiny_families import bria, chroma, flux, sana, wan
+from tiny_families import bria, chroma, flux, sana, stable_diffusion_3, wan
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -57,7 +55,7 @@ _GUIDED_BY_CFG = (
 
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
-        build=tiny_sd3.build,
+        build=stable_diffusion_3.build,
         call=_sd3_call,
         guidances=((1.0, None), (4.5, None)),
         idle=("transformer_blocks.2.attn.add_q_proj",),
