@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
 from flowgrpo_rc.models.chroma import Chroma
@@ -28,7 +28,8 @@ class Bria(Chroma):
         # A VAE without a shift is not for low precision; the pipeline does this to the one that it is made with.
         if not pipe.vae.config.shift_factor:
             pipe.vae.config.shift_factor = 0
-            nn.Module.to(pipe.vae, torch.float32)
+            with only_errors("diffusers.models.modeling_utils"):  # of modules to keep in float32, of which it has none
+                pipe.vae.to(torch.float32)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_families import PROMPTS, TINY
+from tiny_families import PROMPTS, TINY, run_overrides
 from tolerances import LATENT, LOG_PROB, guided
 from torch.testing import assert_close
 
@@ -291,21 +291,10 @@ def test_requests_that_the_model_cannot_serve(name, model):
         PromptEncoder(model, model.longest_prompt + 1)
 
 
-def test_a_run_has_no_gap_and_moves_every_weight(name, folder, small_config):
+def test_a_run_has_no_gap_and_moves_every_weight(name, folder, small_config, tmp_path):
     """Two steps of the trainer from a new adapter; the second moves the first matrices too."""
     family = TINY[name]
-    if family.images:
-        pytest.skip("its prompts have images, which tests/trainer/test_editing.py gives it")
-    scale, embedded = family.guidances[-1]
-    trainer = FlowGRPOTrainer(
-        small_config(
-            f"actor_rollout_ref.model.path={folder}",
-            "actor_rollout_ref.rollout.dtype=float32",
-            f"actor_rollout_ref.rollout.pipeline.max_sequence_length={family.length}",
-            f"actor_rollout_ref.rollout.pipeline.true_cfg_scale={scale}",
-            f"actor_rollout_ref.rollout.pipeline.guidance_scale={'null' if embedded is None else embedded}",
-        )
-    )
+    trainer = FlowGRPOTrainer(small_config(*run_overrides(name, folder, tmp_path / "data")))
     before = adapter_state(trainer.run.actor.transformer)
     metrics = trainer.fit().root / "metrics.jsonl"
     after = adapter_state(trainer.run.actor.transformer)
