@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.parts import refuse_two_transformers
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.quiet import only_errors
@@ -48,6 +49,7 @@ class FakePipeline:
         self.class_name = str(index.get("_class_name"))
         if self.class_name not in FAMILIES:
             raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(FAMILIES)}")
+        refuse_two_transformers(path, index)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         """The mode under which the networks were built and must be run."""
         networks = {
@@ -58,7 +60,7 @@ class FakePipeline:
         self.transformer: Any = networks["transformer"]
         self.vae: Any = networks["vae"]
         self.text_encoders = [network for name, network in networks.items() if name.startswith("text_encoder")]
-        self.model: Any = self._adapter()
+        self.model: Any = self._adapter(index)
         """What says how the networks are called: a ``models.base.DiffusionModel``, or what has its part of it."""
 
     def _network(self, name: str, entry: list[str], dtype: torch.dtype) -> nn.Module:
@@ -80,13 +82,17 @@ class FakePipeline:
             ) from error
         return network.requires_grad_(False).eval()
 
-    def _adapter(self) -> Any:
+    def _adapter(self, index: dict[str, Any]) -> Any:
         import diffusers
 
         pipeline_class = getattr(diffusers, self.class_name)
-        # What a pipeline takes besides has no weights, or is not called here.
-        parts = dict.fromkeys(pipeline_class._get_signature_types())
-        pipe = pipeline_class(**(parts | {"transformer": self.transformer, "vae": self.vae}))
+        needed, optional = pipeline_class._get_signature_keys(pipeline_class)
+        # Of what a pipeline takes besides, parts have no weights or are not called here; settings are as in its index.
+        settings = {name: index[name] for name in optional if name in index and not isinstance(index[name], list)}
+        # A pipeline may bring its VAE into another precision, which fake tensors cannot be.
+        self.vae.to = lambda *_arguments, **_settings: self.vae
+        parts = dict.fromkeys(needed) | {"transformer": self.transformer, "vae": self.vae}
+        pipe = pipeline_class(**parts, **settings)
         return resolve_name(FAMILIES[self.class_name].adapter)(pipe)
 
 

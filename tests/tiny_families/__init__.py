@@ -13,7 +13,20 @@ from typing import Any
 
 from PIL import Image
 
-from tiny_families import aura_flow, cogview4, flux, flux2, lumina2, qwen_image_edit, stable_diffusion_3, z_image
+from tiny_families import (
+    aura_flow,
+    bria,
+    chroma,
+    cogview4,
+    flux,
+    flux2,
+    lumina2,
+    qwen_image_edit,
+    sana,
+    stable_diffusion_3,
+    wan,
+    z_image,
+)
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -96,6 +109,10 @@ _EDIT = {
     "during_call": qwen_image_edit.small_references,
     "idle": ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
 }
+_GUIDED_BY_CFG = (
+    ({"height": 36}, "height=36, width=32: this model draws multiples of 8 pixels"),
+    ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+)
 
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
@@ -210,6 +227,32 @@ TINY: dict[str, TinyFamily] = {
         guidances=((1.0, 3.5), (4.0, 1.0)),
         images=((60, 40),),
         reference_area=32 * 32,
+    ),
+    "chroma": TinyFamily(build=chroma.build, call=chroma.call, refused=_GUIDED_BY_CFG),
+    "bria": TinyFamily(build=bria.build, call=chroma.call, refused=_GUIDED_BY_CFG),
+    "bria_static": TinyFamily(
+        build=lambda: bria.build(dynamic=False, shift_factor=None), call=chroma.call, refused=_GUIDED_BY_CFG
+    ),
+    "sana": TinyFamily(
+        build=sana.build,
+        call=sana.call,
+        sizes=((64, 64), (32, 96)),
+        refused=(
+            ({"width": 48}, "height=32, width=48: this model draws multiples of 32 pixels"),
+            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+        ),
+    ),
+    "sana_with_variance": TinyFamily(
+        build=lambda: sana.build(out_channels=2 * sana.CHANNELS), call=sana.call, sizes=((64, 64), (32, 96))
+    ),
+    "wan": TinyFamily(build=wan.build, call=wan.call, refused=_GUIDED_BY_CFG),
+    "wan_ti2v": TinyFamily(
+        build=lambda: wan.build(expand_timesteps=True),
+        call=wan.call,
+        refused=(
+            ({"height": 40}, "this model draws multiples of 16 pixels"),
+            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+        ),
     ),
 }
 """By the names of the tests."""
