@@ -95,7 +95,7 @@ class MaskedAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         attention_mask: Tensor | None,
-        image_rotary_emb: tuple[Tensor, Tensor],
+        image_rotary_emb: Any,
     ) -> tuple[Tensor, Tensor]:
         """The image's and the prompt's answers ``(B, tokens, D)``.
 
