@@ -116,11 +116,10 @@ SIZES = {
 def save_model(size: Size, folder: Path) -> int:
     """Write a random Stable Diffusion 3 of this size; returns the parameters of its transformer."""
     sys.path.insert(0, str(TESTS))
-    import tiny_sd3
     from diffusers import SD3Transformer2DModel
+    from tiny_families import stable_diffusion_3
 
-    tiny_sd3.CLIP_TOKENS = CLIP_TOKENS
-    pipe = tiny_sd3.build()
+    pipe = stable_diffusion_3.build(clip_tokens=CLIP_TOKENS)
     torch.manual_seed(1)
     settings = dict(pipe.transformer.config) | {
         "num_layers": size.blocks,

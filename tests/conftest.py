@@ -58,7 +58,7 @@ def tiny_model():
 @pytest.fixture(scope="session")
 def tiny_sd3_path(tmp_path_factory):
     """A random Stable Diffusion 3 in a folder, as a user has one."""
-    import tiny_sd3
+    from tiny_families import stable_diffusion_3 as tiny_sd3
 
     return tiny_sd3.save(tmp_path_factory.mktemp("models") / "tiny_sd3")
 

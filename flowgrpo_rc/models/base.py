@@ -402,13 +402,12 @@ class DiffusionModel(ABC):
             config.get("max_shift", default_max_shift),
         )
 
-    def _scale_and_shift(self) -> dict[str, list[Any]]:
-        """``_factors`` of a VAE whose latents have one scale, and one shift if any."""
+    def _scale_and_shift(self, *, shifted: bool = True) -> dict[str, list[Any]]:
+        """``_factors`` of a VAE whose latents have one scale, and are ``shifted`` by one number or not."""
         vae = self.pipe.vae.config
         scale = vae.scaling_factor
-        shift = vae.get("shift_factor")
         found = {"1 / the vae's scaling_factor": [1 / scale if scale else None]}
-        return found if shift is None else found | {"the vae's shift_factor": [shift]}
+        return found | ({"the vae's shift_factor": [vae.shift_factor]} if shifted else {})
 
     def _decode_scaled_and_shifted(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:
         """``_decode`` of such a VAE."""

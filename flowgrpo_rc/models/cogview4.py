@@ -25,6 +25,7 @@ class CogView4(SpatialLatents):
     default_lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
     longest_prompt = 1024
     masks_prompts = True
+    shifts_latents = False
     text_width = "text_embed_dim"
 
     def __init__(self, pipe: Any) -> None:

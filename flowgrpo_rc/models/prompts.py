@@ -43,7 +43,7 @@ class PromptEncoder:
             PromptStoreError: what the store holds of one is damaged, or what it lacks cannot be added.
         """
         length = max_sequence_length or self._max_length
-        keys = [(as_prompt(prompt), length) for prompt in prompts]
+        keys: list[PromptKey] = [(prompt, length) for prompt in prompts]
         rows: dict[PromptKey, EncodedPrompt] = {}
         if self._store is not None:
             rows = {key: self._store.read(key) for key in dict.fromkeys(keys) if key in self._store}
@@ -84,8 +84,7 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
     for (length, *_), group in groups.items():
         for start in range(0, len(group), PROMPTS_AT_ONCE):
             part = group[start : start + PROMPTS_AT_ONCE]
-            encoded = model.encode([as_prompt(prompt) for prompt, _ in part], length)
-            rows = dict(zip(part, encoded, strict=True))
+            rows = dict(zip(part, model.encode([prompt for prompt, _ in part], length), strict=True))
             _check_finite(rows)
             yield rows
 

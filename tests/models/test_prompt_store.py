@@ -213,7 +213,7 @@ def test_processes_share_the_work_and_then_all_read(tmp_path):
     for thread in threads:
         thread.join()
     assert [done[index].encoded for index in range(2)] == [4, 3]
-    assert all(key in store for store in stores for key in sets[0].keys)
+    assert all(key in store for store in stores for key in sets[0].keys(loaders[0].model))
 
 
 def test_a_machine_that_does_not_see_the_others_store_encodes_all(tmp_path, monkeypatch):

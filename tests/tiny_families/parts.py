@@ -29,14 +29,14 @@ def vae(latent_channels=16, **settings):
     return found
 
 
-def clip_tokenizer():
-    """A token a character, and one a character that ends a word."""
+def clip_tokenizer(tokens=CLIP_TOKENS):
+    """A token a character, and one a character that ends a word; prompts are cut to ``tokens``."""
     from transformers import CLIPTokenizer
 
     characters = string.printable.strip()
-    tokens = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=CLIP_TOKENS)
+    known = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
+    vocab = {token: i for i, token in enumerate(known)}
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=tokens)
 
 
 def clip_config(width, tokenizer):
@@ -50,7 +50,7 @@ def clip_config(width, tokenizer):
         projection_dim=width,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=CLIP_TOKENS,
+        max_position_embeddings=tokenizer.model_max_length,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

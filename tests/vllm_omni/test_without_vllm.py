@@ -7,8 +7,8 @@ from multiprocessing import Pipe
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import tiny_sd3
 import torch
+from tiny_families import stable_diffusion_3 as tiny_sd3
 
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
