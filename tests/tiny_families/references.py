@@ -15,8 +15,8 @@ def pictures(sizes, count):
     ]
 
 
-def asked(sizes, texts):
-    """Texts, each with images of these sizes."""
+def asked(sizes, texts, area=None):
+    """Texts, each with images of these sizes, which are scaled to ``area`` pixels."""
     from flowgrpo_rc.prompt import Prompt, ReferenceImage
 
     prompts = []
@@ -28,5 +28,5 @@ def asked(sizes, texts):
             content = file.getvalue()
             digest = hashlib.sha256(content).hexdigest()
             references.append(ReferenceImage(digest, *image.size, "here", content=content))
-        prompts.append(Prompt(text, tuple(references)))
+        prompts.append(Prompt(text, tuple(references), area if references else None))
     return prompts

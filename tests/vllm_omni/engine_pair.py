@@ -79,10 +79,10 @@ def zero_adapter(pair):
 
 def request_for(model, family=None, *, steps=5, cfg=1.0, guidance=None, sde_type="sde", window=2, seed=0):
     """Two images of each of three prompts; ``window=0`` is the deterministic ODE."""
-    images, length = ((), 64) if family is None else (family.images, family.length)
+    images, area, length = ((), None, 64) if family is None else (family.images, family.reference_area, family.length)
     encoder = PromptEncoder(model, length)
-    prompts = encoder(asked(images, PROMPTS))
-    negative = encoder(asked(images, [model.negative_prompt] * 3)) if cfg > 1 else None
+    prompts = encoder(asked(images, PROMPTS, area))
+    negative = encoder(asked(images, [model.negative_prompt] * 3, area)) if cfg > 1 else None
     return RolloutRequest(
         conditioning=Conditioning(prompts, negative, cfg, guidance, 32, 32),
         prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
