@@ -36,7 +36,7 @@ def build(pipeline="QwenImageEditPlusPipeline", **settings):
                 vae=_vae(),
                 text_encoder=example.make_text_encoder(tokenizer),
                 tokenizer=tokenizer,
-                processor=processor_class(_image_processor(), tokenizer),
+                processor=processor_class(_image_processor(), tokenizer, **_video_processor()),
                 transformer=diffusers.QwenImageTransformer2DModel(
                     patch_size=2,
                     in_channels=4 * CHANNELS,
@@ -118,6 +118,14 @@ def _image_processor():
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56)
+
+
+def _video_processor():
+    """What the processor's class asks for where torchvision is installed."""
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    return {"video_processor": transformers.Qwen2VLVideoProcessor()} if is_torchvision_available() else {}
 
 
 def _vae():

@@ -20,7 +20,10 @@ FAMILIES: dict[str, TinyFamily | None] = {
     "qwen_image": None,
     **{
         name: TINY[name]
-        for name in ("stable_diffusion_3", "flux_dev", "flux2_klein_references", "flux2_dev", "z_image")
+        for name in (
+            *("stable_diffusion_3", "flux_dev", "flux_kontext", "flux2_klein_references", "flux2_dev", "z_image"),
+            *("qwen_image_edit", "qwen_image_edit_plus_2511", "wan", "wan_ti2v"),
+        )
     },
 }
 """The models that vllm-omni draws; ``None`` is the shipped one."""

@@ -31,15 +31,21 @@ class PipelineEntry:
 
 PIPELINES = {
     "QwenImagePipeline": PipelineEntry(rollout=f"{_FAMILIES}.qwen_image:QwenImageRollout"),
+    "QwenImageEditPipeline": PipelineEntry(rollout=f"{_FAMILIES}.qwen_image:QwenImageEditRollout"),
+    "QwenImageEditPlusPipeline": PipelineEntry(rollout=f"{_FAMILIES}.qwen_image:QwenImageEditPlusRollout"),
     "StableDiffusion3Pipeline": PipelineEntry(
         rollout=f"{_FAMILIES}.stable_diffusion_3:StableDiffusion3Rollout",
         takes_no_adapter=("time_text_embed.*", "norm_out.linear", "*.norm1.linear", "*.norm1_context.linear"),
     ),
     "FluxPipeline": PipelineEntry(rollout=f"{_FAMILIES}.flux:FluxRollout", takes_no_adapter=_FLUX_EMBEDDERS),
+    "FluxKontextPipeline": PipelineEntry(
+        rollout=f"{_FAMILIES}.flux:FluxKontextRollout", takes_no_adapter=_FLUX_EMBEDDERS
+    ),
     "Flux2KleinPipeline": PipelineEntry(
         rollout=f"{_FAMILIES}.flux2:Flux2KleinRollout", takes_no_adapter=_FLUX2_EMBEDDERS
     ),
     "Flux2Pipeline": PipelineEntry(rollout=f"{_FAMILIES}.flux2:Flux2Rollout", takes_no_adapter=_FLUX2_EMBEDDERS),
     "ZImagePipeline": PipelineEntry(rollout=f"{_FAMILIES}.z_image:ZImageRollout"),
+    "WanPipeline": PipelineEntry(rollout=f"{_FAMILIES}.wan:WanRollout"),
 }
 """Class name in a pipeline's ``model_index.json`` -> how vllm-omni draws it."""

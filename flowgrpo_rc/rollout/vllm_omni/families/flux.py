@@ -1,8 +1,8 @@
-"""FLUX.1 in vllm-omni."""
+"""FLUX.1 and FLUX.1-Kontext in vllm-omni."""
 
-from vllm_omni.diffusion.models.flux import FluxPipeline
+from vllm_omni.diffusion.models.flux import FluxKontextPipeline, FluxPipeline
 
-from flowgrpo_rc.models.flux import Flux
+from flowgrpo_rc.models.flux import Flux, FluxKontext
 from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
 
 
@@ -14,4 +14,15 @@ class FluxRollout(Rollout, FluxPipeline):
     """Sampling for ``FluxPipeline``."""
 
     family = VllmFlux
+    text_encoders = ("CLIPTextModel", "T5EncoderModel")
+
+
+class VllmFluxKontext(VllmFamily, FluxKontext):
+    """FLUX.1-Kontext around vllm-omni's pipeline."""
+
+
+class FluxKontextRollout(Rollout, FluxKontextPipeline):
+    """Sampling for ``FluxKontextPipeline``."""
+
+    family = VllmFluxKontext
     text_encoders = ("CLIPTextModel", "T5EncoderModel")

@@ -1,18 +1,21 @@
-"""Qwen-Image in vllm-omni."""
+"""Qwen-Image and Qwen-Image-Edit in vllm-omni."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
+from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit import QwenImageEditPipeline
+from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit_plus import QwenImageEditPlusPipeline
 
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.qwen_image import QwenImage
+from flowgrpo_rc.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
 
 
-class VllmQwenImage(VllmFamily, QwenImage):
-    """Qwen-Image around vllm-omni's pipeline."""
+class VllmQwenFamily(VllmFamily):
+    """What vllm-omni's transformer of all Qwen-Image pipelines is told besides."""
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
@@ -21,8 +24,34 @@ class VllmQwenImage(VllmFamily, QwenImage):
         return {**inputs, "txt_seq_lens": [prompts.embeds.shape[1]] * len(latents)}
 
 
+class VllmQwenImage(VllmQwenFamily, QwenImage):
+    """Qwen-Image around vllm-omni's pipeline."""
+
+
 class QwenImageRollout(Rollout, QwenImagePipeline):
     """Sampling for ``QwenImagePipeline``."""
 
     family = VllmQwenImage
     text_encoders = ("Qwen2_5_VLForConditionalGeneration",)
+
+
+class VllmQwenImageEdit(VllmQwenFamily, QwenImageEdit):
+    """Qwen-Image-Edit around vllm-omni's pipeline."""
+
+
+class QwenImageEditRollout(Rollout, QwenImageEditPipeline):
+    """Sampling for ``QwenImageEditPipeline``."""
+
+    family = VllmQwenImageEdit
+    text_encoders = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLProcessor")
+
+
+class VllmQwenImageEditPlus(VllmQwenFamily, QwenImageEditPlus):
+    """Qwen-Image-Edit-Plus around vllm-omni's pipeline."""
+
+
+class QwenImageEditPlusRollout(Rollout, QwenImageEditPlusPipeline):
+    """Sampling for ``QwenImageEditPlusPipeline``."""
+
+    family = VllmQwenImageEditPlus
+    text_encoders = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLProcessor")
