@@ -24,7 +24,7 @@ def build(*, expand_timesteps=False, shift=3.0):
                 ),
                 transformer=diffusers.WanTransformer3DModel(
                     num_attention_heads=2,
-                    attention_head_dim=16,
+                    attention_head_dim=12,
                     in_channels=CHANNELS,
                     out_channels=CHANNELS,
                     text_dim=T5_WIDTH,

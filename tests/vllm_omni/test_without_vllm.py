@@ -60,6 +60,8 @@ def test_names_in_vllm_omni():
     assert engine_module("transformer_blocks.0.attn.to_out.0", ()) == "transformer_blocks.0.attn.to_out"
     assert engine_module("a.attn.to_out.0", ("a.attn.to_out.0",)) == "a.attn.to_out.0"
     assert engine_module("transformer_blocks.0.attn.to_add_out", ()) == "transformer_blocks.0.attn.to_add_out"
+    assert engine_module("blocks.0.ffn.net.0.proj", ()) == "blocks.0.ffn.net_0.proj"
+    assert engine_module("blocks.0.ffn.net.2", ("blocks.0.ffn.net.2",)) == "blocks.0.ffn.net.2"
     assert engine_module("transformer_blocks.0.img_mod.0", ()) == "transformer_blocks.0.img_mod.0"
 
 

@@ -83,5 +83,8 @@ def unpaired(held: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 def engine_module(module: str, present: Container[str]) -> str:
     """The actor's module name as vllm-omni has it, whose model has the modules ``present``."""
-    # Diffusers' to_out is a list of a linear layer and a dropout; some of vllm-omni's are the layer itself.
-    return module.removesuffix(".0") if module.endswith(".to_out.0") and module not in present else module
+    if module in present:
+        return module
+    # Diffusers' to_out is a list of a linear layer and a dropout, and its net a list of what a feed-forward layer does
+    # one after the other; vllm-omni's may be the linear layer itself, and parts of other names.
+    return module.removesuffix(".0") if module.endswith(".to_out.0") else module.replace(".ffn.net.", ".ffn.net_")

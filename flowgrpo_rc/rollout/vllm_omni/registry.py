@@ -46,6 +46,8 @@ PIPELINES = {
     ),
     "Flux2Pipeline": PipelineEntry(rollout=f"{_FAMILIES}.flux2:Flux2Rollout", takes_no_adapter=_FLUX2_EMBEDDERS),
     "ZImagePipeline": PipelineEntry(rollout=f"{_FAMILIES}.z_image:ZImageRollout"),
-    "WanPipeline": PipelineEntry(rollout=f"{_FAMILIES}.wan:WanRollout"),
+    "WanPipeline": PipelineEntry(
+        rollout=f"{_FAMILIES}.wan:WanRollout", takes_no_adapter=("condition_embedder.*", "proj_out")
+    ),
 }
 """Class name in a pipeline's ``model_index.json`` -> how vllm-omni draws it."""

@@ -22,6 +22,12 @@ class WanRollout(Rollout, Wan22Pipeline):
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)
+        width = od_config.tf_model_config.attention_head_dim
+        if 2 * (width // 6) != width // 3:
+            raise ValueError(
+                f"transformer/config.json: attention_head_dim={width}; vllm-omni divides its positions unlike diffusers "
+                "there, use actor_rollout_ref.rollout.name=diffusers"
+            )
         self.config = SimpleNamespace(expand_timesteps=self.expand_timesteps)
         # vllm-omni builds one with a shift of its own, whatever the model's configuration says.
         settings = diffusers.FlowMatchEulerDiscreteScheduler.load_config(od_config.model, subfolder="scheduler")
