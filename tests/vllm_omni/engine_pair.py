@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +104,9 @@ def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, al
     """Both engines; the caller closes ``vllm``. A start takes ten to twenty seconds."""
     torch.set_num_threads(1)
     model = load_model(path)
+    if family is not None:
+        for weights in Path(path).glob("text_encoder*/*.safetensors"):
+            weights.unlink()  # vllm-omni does without them
     lora = ModelConfig(path=path, lora_rank=4, lora_alpha=alpha)
     vllm = VllmOmniEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu", timeouts=TIMEOUTS)
     diffusers = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu")

@@ -199,3 +199,12 @@ def test_non_finite_latents_are_refused(pair):
     pair.sync({name: torch.full_like(tensor, torch.inf) for name, tensor in state.items()}, 1)
     with pytest.raises(RolloutError, match="non-finite latents"):
         pair.vllm.generate(pair.request())
+
+
+def test_a_wan_whose_positions_vllm_omni_divides_otherwise_is_refused():
+    """A head of 128 is 44, 42 and 42 in both; one of 16 is 8, 4 and 4 in diffusers, 6, 5 and 5 in vllm-omni."""
+    from flowgrpo_rc.rollout.vllm_omni.families.wan import check_head_width
+
+    check_head_width(128)
+    with pytest.raises(ValueError, match="attention_head_dim=16, which vllm-omni divides"):
+        check_head_width(16)

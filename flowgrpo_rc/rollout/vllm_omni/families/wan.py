@@ -1,6 +1,7 @@
 """Wan in vllm-omni, as images of one frame."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 from vllm_omni.diffusion.data import OmniDiffusionConfig
@@ -22,13 +23,20 @@ class WanRollout(Rollout, Wan22Pipeline):
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)
-        width = od_config.tf_model_config.attention_head_dim
-        if 2 * (width // 6) != width // 3:
-            raise ValueError(
-                f"transformer/config.json: attention_head_dim={width}; vllm-omni divides its positions unlike diffusers "
-                "there, use actor_rollout_ref.rollout.name=diffusers"
-            )
+        check_head_width(od_config.tf_model_config.attention_head_dim)
         self.config = SimpleNamespace(expand_timesteps=self.expand_timesteps)
         # vllm-omni builds one with a shift of its own, whatever the model's configuration says.
-        settings = diffusers.FlowMatchEulerDiscreteScheduler.load_config(od_config.model, subfolder="scheduler")
+        settings: Any = diffusers.FlowMatchEulerDiscreteScheduler.load_config(od_config.model, subfolder="scheduler")
         self.scheduler = getattr(diffusers, settings["_class_name"]).from_config(settings)
+
+
+def check_head_width(width: int) -> None:
+    """Raise ``ValueError`` where vllm-omni's positions are not those of diffusers.
+
+    Both give rows and columns an even part of a head's ``width``, and time the rest; vllm-omni then cuts at thirds.
+    """
+    if 2 * (width // 6) != width // 3:
+        raise ValueError(
+            f"transformer/config.json: attention_head_dim={width}, which vllm-omni divides among time, rows and "
+            "columns unlike diffusers; use actor_rollout_ref.rollout.name=diffusers"
+        )
