@@ -60,6 +60,9 @@ class TinyFamily:
     reference_area: int | None = None
     """Pixels that the reference images are scaled to, which ``call`` has the pipeline do too."""
 
+    before_loading: Callable[[], Any] = lambda: None
+    """Called in every process that loads the model from its folder."""
+
     during_call: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered while the pipeline draws."""
 
@@ -71,8 +74,10 @@ class TinyFamily:
 
 
 def run_overrides(name: str, path: str, folder: Path) -> list[str]:
-    """A run of the family's model at ``path`` in float32, guided; the prompts of one with images go to ``folder``."""
+    """A run of the family's model at ``path`` in float32, guided; the prompts of one with images go to ``folder`` where
+    it is not there."""
     family = TINY[name]
+    family.before_loading()
     scale, embedded = family.guidances[-1]
     rollout = "actor_rollout_ref.rollout"
     overrides = [
@@ -84,7 +89,15 @@ def run_overrides(name: str, path: str, folder: Path) -> list[str]:
     ]
     if not family.images:
         return overrides
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():  # one process has written them for all
+        _write_prompts(family, folder)
+    if family.reference_area is not None:
+        overrides.append(f"{rollout}.pipeline.reference_area={family.reference_area}")
+    return [*overrides, *(f"data.{part}_files={folder / 'prompts.jsonl'}" for part in ("train", "val"))]
+
+
+def _write_prompts(family: TinyFamily, folder: Path) -> None:
+    folder.mkdir(parents=True)
     lines = []
     for i in range(8):
         names = [f"{i}_{k}.png" for k in range(len(family.images))]
@@ -92,9 +105,6 @@ def run_overrides(name: str, path: str, folder: Path) -> list[str]:
             Image.new("RGB", size, (20 * i, 60 * k, 120)).save(folder / file)
         lines.append(json.dumps({"prompt": f'the text "{i}{i}"', "images": names}))
     (folder / "prompts.jsonl").write_text("\n".join(lines))
-    if family.reference_area is not None:
-        overrides.append(f"{rollout}.pipeline.reference_area={family.reference_area}")
-    return [*overrides, *(f"data.{part}_files={folder / 'prompts.jsonl'}" for part in ("train", "val"))]
 
 
 def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
@@ -106,6 +116,7 @@ _EDIT = {
     "length": 128,
     "images": ((50, 70),),
     "reference_area": qwen_image_edit.AREA,
+    "before_loading": qwen_image_edit.read_without_torchvision,
     "during_call": qwen_image_edit.small_references,
     "idle": ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
 }

@@ -32,7 +32,7 @@ def build(pipeline="QwenImageEditPlusPipeline", **settings):
         torch.manual_seed(0)
         return parts.ready(
             kind(
-                scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
+                scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
                 vae=_vae(),
                 text_encoder=example.make_text_encoder(tokenizer),
                 tokenizer=tokenizer,
