@@ -21,10 +21,13 @@ class Bria(Chroma):
     """
 
     def __init__(self, pipe: Any) -> None:
+        from diffusers import BriaTransformer2DModel
+
         super().__init__(pipe)
         blocks = ["BriaTransformerBlock", "BriaSingleTransformerBlock"]
         pipe.transformer._repeated_blocks = blocks  # diffusers compiles what is named here
-        pipe.transformer._no_split_modules = blocks  # each is divided over processes by itself
+        # The blocks that are divided over processes: of the class, for a transformer is divided as soon as it is read.
+        BriaTransformer2DModel._no_split_modules = blocks
         # A VAE without a shift is not for low precision; the pipeline does this to the one that it is made with.
         if not pipe.vae.config.shift_factor:
             pipe.vae.config.shift_factor = 0
