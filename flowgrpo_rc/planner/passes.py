@@ -266,9 +266,13 @@ class Passes:
         """One run with so many blocks of every kind."""
         resident = [*self.transformer.parameters(), *self.transformer.buffers()]
         whole = WholePrompts(self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length))
-        with self._pipeline.fake, self._with_blocks(depths) as kept, LiveBytes(resident) as live, _labels(kept, live):
-            with whole:
-                run(live)
+        with ExitStack() as inside:
+            for mode in (self._pipeline.fake, whole):
+                inside.enter_context(mode)
+            kept = inside.enter_context(self._with_blocks(depths))
+            live = inside.enter_context(LiveBytes(resident))
+            inside.enter_context(_labels(kept, live))
+            run(live)
         return _usage(live)
 
     @contextmanager
