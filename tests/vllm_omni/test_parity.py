@@ -130,7 +130,9 @@ def test_sync_leaves_the_trainers_tensors_alone(pair):
     assert all(torch.equal(state[name], before[name]) for name in state)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["qwen_image", "stable_diffusion_3", "flux_dev", "flux2_klein_references", "z_image", "wan"]
+)
 def test_a_scale_that_is_no_power_of_two_and_bfloat16(path_of, family):
     """alpha / rank = 1.5 rounds B once more than PEFT does; means stay a rounding apart, the digest is exact."""
     pair = make_pair(path_of(family), FAMILIES[family], dtype=torch.bfloat16, alpha=6)
