@@ -1,14 +1,12 @@
 """Every model family against diffusers' own pipeline: what it draws, how it is scored, and what becomes of its LoRA."""
 
-import hashlib
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tiny_families import PROMPTS, TINY, run_overrides
+from tiny_families.references import asked, pictures
 from tolerances import LATENT, LOG_PROB, guided
 from torch.testing import assert_close
 
@@ -23,7 +21,6 @@ from flowgrpo_rc.models.lora import (
     load_lora,
     save_lora,
 )
-from flowgrpo_rc.prompt import Prompt, ReferenceImage
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.seeds import seed_for
 from flowgrpo_rc.sde import log_prob, transition
@@ -56,35 +53,16 @@ def model(folder):
     return loaded
 
 
-def pictures(name):
-    """The reference images of each prompt."""
-    generator = np.random.default_rng(0)
-    return [
-        [Image.fromarray(generator.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in TINY[name].images]
-        for _ in PROMPTS
-    ]
-
-
-def asked(name, texts):
-    """Texts with the pictures of their places."""
-    prompts = []
-    for text, images in zip(texts, pictures(name), strict=True):
-        references = []
-        for image in images:
-            file = io.BytesIO()
-            image.save(file, format="PNG")
-            content = file.getvalue()
-            digest = hashlib.sha256(content).hexdigest()
-            references.append(ReferenceImage(digest, *image.size, "here", content=content))
-        prompts.append(Prompt(text, tuple(references), TINY[name].reference_area if references else None))
-    return prompts
-
-
 def conditioning(name, model, guidance, size):
     scale, embedded = guidance
-    encoder = PromptEncoder(model, TINY[name].length)
-    negative = encoder(asked(name, [model.negative_prompt] * len(PROMPTS))) if scale > 1 else None
-    return Conditioning(encoder(asked(name, PROMPTS)), negative, scale, embedded, *size)
+    family = TINY[name]
+    encoder = PromptEncoder(model, family.length)
+
+    def encoded(texts):
+        return encoder(asked(family.images, texts, family.reference_area))
+
+    negative = encoded([model.negative_prompt] * len(PROMPTS)) if scale > 1 else None
+    return Conditioning(encoded(PROMPTS), negative, scale, embedded, *size)
 
 
 def drawn_by_the_pipeline(name, pipe, guidance, size, negative, steps=STEPS):
@@ -101,7 +79,7 @@ def drawn_by_the_pipeline(name, pipe, guidance, size, negative, steps=STEPS):
     images = []
     for rows in batches:
         texts = [PROMPTS[i] for i in rows]
-        references = {"images": pictures(name)[rows[0]], "size": size} if family.images else {}
+        references = {"images": pictures(family.images, len(PROMPTS))[rows[0]], "size": size} if family.images else {}
         with family.during_call():
             drawn = pipe(
                 **family.call(texts, [negative] * len(rows), *guidance, family.length, **references),

@@ -25,8 +25,8 @@ class PipelineEntry:
     """Where its ``Rollout`` is, as ``module:class``; the module imports vllm-omni's pipeline."""
 
     takes_no_adapter: tuple[str, ...] = ()
-    """The linear layers that vllm-omni gives no adapter, because they are no layers of vllm's, or because they are
-    fused and it does not say of what: patterns of ``fnmatch`` for the full names of the trainer's layers."""
+    """The linear layers that vllm-omni gives no adapter, because they are no layers of vllm's: patterns of ``fnmatch``
+    for the full names of the trainer's layers."""
 
 
 PIPELINES = {
