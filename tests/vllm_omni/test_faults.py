@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.testing import assert_close
@@ -160,10 +161,11 @@ def test_model_that_cannot_be_loaded_ends_in_one_line(pair, tmp_path, monkeypatc
 def test_no_orphan_when_the_trainer_is_killed(tmp_path):
     """kill -9 leaves the trainer no time to close anything."""
     script = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from engine_pair import make_pair;"
+        "import sys, time; sys.path[:0] = sys.argv[1:]; from engine_pair import make_pair;"
         "pair = make_pair(); print(pair.vllm.pid, flush=True); time.sleep(120)"
     )
-    command = [sys.executable, "-c", script, os.path.dirname(__file__)]
+    folder = Path(__file__).parent
+    command = [sys.executable, "-c", script, str(folder), str(folder.parent)]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     try:

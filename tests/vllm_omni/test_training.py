@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tiny_families import TINY, run_overrides
 from tolerances import LOG_RATIO, adam
 
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
@@ -51,3 +52,23 @@ def test_a_run_is_the_diffusers_engines_even_when_the_engine_is_killed_in_it(sma
     gaps = [row["rollout_sync/engine_gap_abs_mean"] for row in got if "reward/mean" in row]  # not of the validation
     assert len(gaps) == 3
     assert max(gaps) < LOG_RATIO
+
+
+@pytest.mark.slow
+def test_a_run_with_reference_images_is_the_diffusers_engines(small_config, tmp_path):
+    """From prompt files with two images a prompt to the update; the second step samples with a pushed adapter."""
+    model = str(tmp_path / "model")
+    TINY["qwen_image_edit_plus_2511"].build().save_pretrained(model)
+    settings = run_overrides("qwen_image_edit_plus_2511", model, tmp_path / "data")
+    expected, got = (
+        rows_of(
+            FlowGRPOTrainer(small_config(*settings, f"actor_rollout_ref.rollout.name={name}", folder=name)).fit().root
+        )
+        for name in ("diffusers", "vllm_omni")
+    )
+    assert len(got) == len(expected)
+    for row, other in zip(got, expected, strict=True):
+        if "reward/mean" in row:
+            assert row["rollout_sync/engine_gap_abs_mean"] < LOG_RATIO
+            assert row["reward/mean"] == pytest.approx(other["reward/mean"], rel=0, abs=1e-4)
+            assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=2 * adam())
