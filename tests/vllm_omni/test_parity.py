@@ -143,6 +143,7 @@ def test_a_scale_that_is_no_power_of_two_and_bfloat16(path_of, family):
     result = pair.vllm.generate(request)
     check_rollout(request, result, pair.model, HeldAdapter(2, digest), "bfloat16")
     gap = (result.batch["rollout_means"] - pair.diffusers.generate(request).batch["rollout_means"]).abs()
+    print(family, f"bfloat16 means apart by {gap.mean():.2g}, at most {gap.max():.2g}")
     assert 0 < gap.max() < 0.3
     assert gap.mean() < 0.02
     # the window ends with the schedule; images are the trainer's decoding of it, its VAE in float32
@@ -163,7 +164,7 @@ def test_every_linear_layer_binds(pair):
         plain, layer = next((name, layer) for name, layer in layers.items() if fnmatchcase(name, pattern))
         a, b = torch.zeros(4, layer.in_features), torch.zeros(layer.out_features, 4)
         more = {**state, f"{plain}.lora_A.default.weight": a, f"{plain}.lora_B.default.weight": b}
-        with pytest.raises(AdapterMismatchError, match=f"unbound modules=.'{plain}'.|{plain}: vllm-omni does not say"):
+        with pytest.raises(AdapterMismatchError, match=rf"unbound modules=\['{plain}'\]"):
             pair.vllm._process.call("sync", AdapterPush(more, 2, 4, 8))
 
 

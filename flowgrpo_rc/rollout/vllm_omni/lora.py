@@ -1,6 +1,5 @@
 """The adapter inside vllm-omni's worker: tensors in, bound layers, and what those layers hold read back."""
 
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
     aliases: list[tuple[str, Any, Tensor, Tensor]] = []
     layers = {full_name.split(".", 1)[1]: layer for full_name, layer in manager._lora_modules.items()}
     for module, layer in layers.items():
-        for engine_name, slices in _slices(manager, module, layer, names):
+        for engine_name, slices in _slices(manager, module, layer):
             if not any(layer._diffusion_lora_active_slices[i] for i in slices):
                 continue
             wide_a = [layer.lora_a_stacked[i][0, 0] for i in slices]
@@ -94,18 +93,16 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
     return unpaired(held)
 
 
-def _slices(manager: Any, module: str, layer: Any, pushed: Container[str]) -> list[tuple[str, list[int]]]:
+def _slices(manager: Any, module: str, layer: Any) -> list[tuple[str, list[int]]]:
     """What a layer computes, with the slices that are of it: itself, or the projections that vllm-omni fuses into it.
 
     A layer of several slices that is one in the adapter too has the same A for all, and its B is cut along them.
     """
     count = getattr(layer, "n_slices", 1)
-    if count == 1 or module in pushed:
-        return [(module, list(range(count)))]
     prefix, _, suffix = module.rpartition(".")
-    parts = manager._get_packed_sublayer_suffixes(suffix, count)
+    parts = None if count == 1 else manager._get_packed_sublayer_suffixes(suffix, count)
     if parts is None:
-        raise AdapterMismatchError(f"{module}: vllm-omni does not say which {count} projections it fuses")
+        return [(module, list(range(count)))]
     return [(f"{prefix}.{part}", [i]) for i, part in enumerate(parts)]
 
 
