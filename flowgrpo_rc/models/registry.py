@@ -45,6 +45,10 @@ class FamilyEntry:
 FAMILIES = {
     "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage", negative_prompt=" "),
     "FluxPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:Flux"),
+    "Flux2KleinPipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.flux2:Flux2Klein", guidance_scale_is_cfg=True, images=(0, 10)
+    ),
+    "Flux2Pipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux2:Flux2", takes_cfg=False, images=(0, 10)),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,

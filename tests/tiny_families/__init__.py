@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiny_families import flux, stable_diffusion_3
+from tiny_families import flux, flux2, stable_diffusion_3
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -75,6 +75,38 @@ TINY: dict[str, TinyFamily] = {
         build=lambda: flux.build(guidance_embeds=False, dynamic=False),
         call=flux.call,
         refused=(({"guidance_scale": 3.5}, "guidance_scale: got 3.5 for this model; it takes none; set it to null"),),
+    ),
+    "flux2_klein": TinyFamily(
+        build=flux2.build_klein,
+        call=flux2.klein_call,
+        length=64,
+        refused=(
+            ({"height": 34}, "this model draws multiples of 4 pixels"),
+            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
+        ),
+    ),
+    "flux2_klein_references": TinyFamily(
+        build=flux2.build_klein,
+        call=flux2.klein_call,
+        length=64,
+        images=((64, 96), (82, 70)),
+    ),
+    "flux2_dev": TinyFamily(
+        build=flux2.build_dev,
+        call=flux2.dev_call,
+        length=64,
+        guidances=((1.0, 1.0), (1.0, 4.0)),
+        refused=(
+            ({"guidance_scale": None}, "guidance_scale: got None for this model; it is guidance-distilled"),
+            ({"true_cfg_scale": 4.0}, "true_cfg_scale: got 4; this model has the guidance in its transformer"),
+        ),
+    ),
+    "flux2_dev_reference": TinyFamily(
+        build=flux2.build_dev,
+        call=flux2.dev_call,
+        length=64,
+        guidances=((1.0, 1.0), (1.0, 4.0)),
+        images=((64, 96),),
     ),
 }
 """By the names of the tests."""
