@@ -56,5 +56,17 @@ FAMILIES = {
         # Its T5 is by far its largest part, and the two CLIPs do without it.
         optional_parts=("text_encoder_3", "tokenizer_3"),
     ),
+    "ZImagePipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.z_image:ZImage", guidance_scale_is_cfg=True, cfg_above_guidance=1.0
+    ),
+    "Lumina2Pipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.lumina2:Lumina2", guidance_scale_is_cfg=True, dispatches_attention=False
+    ),
+    "CogView4Pipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.cogview4:CogView4", guidance_scale_is_cfg=True, dispatches_attention=False
+    ),
+    "AuraFlowPipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.aura_flow:AuraFlow", guidance_scale_is_cfg=True, dispatches_attention=False
+    ),
 }
 """Class name in a pipeline's ``model_index.json`` -> its family."""

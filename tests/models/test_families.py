@@ -96,7 +96,7 @@ def drawn_by_the_pipeline(name, pipe, guidance, size, negative, steps=STEPS):
             latents.append(tensors["latents"].clone())
         return {}
 
-    batches = [[i] for i in range(len(PROMPTS))] if family.images else [list(range(len(PROMPTS)))]
+    batches = [[i] for i in range(len(PROMPTS))] if family.images or family.alone else [list(range(len(PROMPTS)))]
     images = []
     for rows in batches:
         texts = [PROMPTS[i] for i in rows]

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tiny_families import flux, flux2, stable_diffusion_3
+from tiny_families import (
+    aura_flow,
+    cogview4,
+    flux,
+    flux2,
+    lumina2,
+    stable_diffusion_3,
+    z_image,
+)
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -36,6 +44,9 @@ class TinyFamily:
 
     images: tuple[tuple[int, int], ...] = ()
     """Widths and heights of each prompt's reference images; the pipeline is then called prompt by prompt."""
+
+    alone: bool = False
+    """Whether the pipeline is called prompt by prompt: what it makes of one depends on the others of its batch."""
 
     idle: tuple[str, ...] = ()
     """Endings of the names of LoRA layers that act on nothing, such as the last block's queries of the text."""
@@ -107,6 +118,45 @@ TINY: dict[str, TinyFamily] = {
         length=64,
         guidances=((1.0, 1.0), (1.0, 4.0)),
         images=((64, 96),),
+    ),
+    "z_image": TinyFamily(
+        build=z_image.build,
+        call=z_image.call,
+        length=96,
+        refused=(
+            ({"height": 36}, "this model draws multiples of 8 pixels"),
+            ({"width": 72}, "this model has positions for at most 64x64 pixels"),
+            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=5"),
+        ),
+    ),
+    "lumina2": TinyFamily(
+        build=lumina2.build,
+        call=lumina2.call,
+        length=80,
+        refused=(
+            ({"height": 40}, "this model draws multiples of 16 pixels"),
+            ({"width": 144}, "this model has positions for at most 128x128 pixels"),
+            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
+        ),
+    ),
+    "cogview4": TinyFamily(
+        build=cogview4.build,
+        call=cogview4.call,
+        length=48,
+        alone=True,
+        refused=(
+            ({"height": 36}, "this model draws multiples of 8 pixels"),
+            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
+        ),
+    ),
+    "aura_flow": TinyFamily(
+        build=aura_flow.build,
+        call=aura_flow.call,
+        refused=(
+            ({"height": 36}, "this model draws multiples of 8 pixels"),
+            ({"width": 72}, "this model has positions for at most 64x64 pixels"),
+            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
+        ),
     ),
 }
 """By the names of the tests."""

@@ -83,6 +83,14 @@ def t5(width, tokenizer):
     )
 
 
+def louder(network, factor):
+    """The network with its matrices scaled up: with the small weights of a new one, prompts hardly show."""
+    for parameter in network.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= factor
+    return network
+
+
 def ready(pipe):
     """The pipeline in evaluation mode and silent."""
     for part in pipe.components.values():

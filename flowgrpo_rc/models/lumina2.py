@@ -1,0 +1,88 @@
+"""Lumina-Image 2.0 (``Lumina2Pipeline``): arithmetic as in diffusers' pipeline, step by step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.spatial_latents import SpatialLatents
+from flowgrpo_rc.prompt import Prompt, texts
+
+BEFORE_PROMPT = " <Prompt Start> "
+"""What the pipeline writes between its system prompt and a prompt."""
+
+
+class Lumina2(SpatialLatents):
+    """Adapter of ``diffusers.Lumina2Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
+
+    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance. The pipeline's
+    ``cfg_normalization`` and ``cfg_trunc_ratio`` are as by default: on, and at the end of the schedule. Only a blank
+    negative prompt is encoded without the system prompt, as the pipeline encodes all of them.
+    """
+
+    default_lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    masks_prompts = True
+    text_width = "cap_feat_dim"
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(pipe)
+        # The image has the position behind its caption.
+        self.longest_prompt = int(pipe.transformer.config.axes_lens[0]) - 1
+
+    def check_request(
+        self,
+        height: int,
+        width: int,
+        guidance_scale: float | None,
+        true_cfg_scale: float = 1.0,
+        section: str = "pipeline",
+    ) -> None:
+        super().check_request(height, width, guidance_scale, true_cfg_scale, section)
+        self._check_positions(height, width, section, self.transformer.config.axes_lens[1:])
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        before = self.pipe.system_prompt + BEFORE_PROMPT
+        # A text that says nothing is a negative prompt, and the pipeline gives those no system prompt.
+        said = [before + text if text.strip() else text for text in texts(prompts)]
+        embeds, mask = self.pipe._get_gemma_prompt_embeds(said, self.pipe.text_encoder.device, max_sequence_length)
+        lengths = mask.sum(1).tolist()
+        return [EncodedPrompt(row[:length].cpu()) for row, length in zip(embeds, lengths, strict=True)]
+
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """The system prompt's tokens count."""
+        tokenizer = self.pipe.tokenizer
+        before = len(tokenizer(self.pipe.system_prompt + BEFORE_PROMPT).input_ids)
+        return [(tokenizer, max_sequence_length - before)]
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        name = "pixels to a side of a latent, for the pipeline and for the vae,"
+        blocks = len(self.pipe.vae.config.block_out_channels)
+        return [*super()._sizes(), (name, self.pipe.vae_scale_factor, 2 ** (blocks - 1))]
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        return {
+            "hidden_states": latents.to(dtype),
+            "timestep": 1 - timesteps / self.pipe.scheduler.config.num_train_timesteps,
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "encoder_attention_mask": prompts._real(),
+        }
+
+    def _velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
+        """The transformer's time runs from noise to image, and so does what it answers."""
+        return -output
+
+    def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+        """The pipeline gives every row of the latents the length of its conditional prediction."""
+        guided = super()._guide(cond, uncond, scale)
+        return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        """The pipeline computes the shift from the number of channels where others take that of tokens."""
+        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        return {"sigmas": sigmas, "mu": self._dynamic_shift(config, self._channels, 1.15)}

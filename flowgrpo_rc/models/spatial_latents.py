@@ -1,0 +1,61 @@
+"""What families have in common whose latents are the feature maps of an ``AutoencoderKL``, unpacked."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt
+
+
+class SpatialLatents(DiffusionModel):
+    """A family whose latents are ``(channels, H / 8, W / 8)``, with one text encoder.
+
+    A family, which is a subclass, names the width of its prompts and calls its transformer.
+    """
+
+    text_width: str
+    """The entry of the transformer's configuration that is the width of a prompt's embeddings."""
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(pipe)
+        if not pipe.transformer._repeated_blocks:  # diffusers compiles what is named here
+            kinds = pipe.transformer._no_split_modules
+            pipe.transformer._repeated_blocks = [kind for kind in kinds if kind.endswith("Block")]
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipe.vae_scale_factor
+        return self._channels, height // factor, width // factor
+
+    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        return torch.randn(self.latent_shape(height, width), generator=generator)
+
+    def blank_prompt(self) -> EncodedPrompt:
+        return EncodedPrompt(torch.zeros(1, self.transformer.config[self.text_width]))
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        parts = self.pipe
+        latents = parts.vae.config.latent_channels
+        sizes = [("the transformer's in_channels and the vae's latent_channels", self._channels, latents)]
+        if parts.text_encoder is not None:
+            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
+            name = f"the transformer's {self.text_width} and the text_encoder's width"
+            sizes.append((name, self.transformer.config[self.text_width], width))
+        return sizes
+
+    def _factors(self) -> dict[str, list[Any]]:
+        return self._scale_and_shift()
+
+    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        return self._decode_scaled_and_shifted(latents)
+
+    def _check_positions(self, height: int, width: int, section: str, most: Sequence[int]) -> None:
+        """Raise ``ValueError`` for a size of more rows or columns of tokens than there are positions, ``most`` of
+        each."""
+        rows, columns = (number * self._multiple for number in most)
+        if height > rows or width > columns:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model has positions for at "
+                f"most {rows}x{columns} pixels"
+            )

@@ -1,0 +1,93 @@
+"""A `CogView4Pipeline` in miniature, with random weights."""
+
+import torch
+
+from tiny_families import parts
+
+WIDTH = 32
+
+
+def build():
+    """Like CogView4."""
+    from diffusers import CogView4Pipeline, FlowMatchEulerDiscreteScheduler
+
+    tokenizer = _tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return parts.ready(
+            CogView4Pipeline(
+                scheduler=FlowMatchEulerDiscreteScheduler(
+                    base_shift=0.25, max_shift=0.75, use_dynamic_shifting=True, time_shift_type="linear"
+                ),
+                vae=parts.vae(scaling_factor=1.0, shift_factor=0.0),
+                text_encoder=_text_encoder(tokenizer),
+                tokenizer=tokenizer,
+                transformer=_transformer(),
+            )
+        )
+
+
+def call(prompts, negative, true_cfg_scale, guidance_scale, length):
+    """Of the pipeline's arguments, those that a family names in its own way."""
+    return {
+        "prompt": prompts,
+        "negative_prompt": negative,
+        "guidance_scale": true_cfg_scale,
+        "max_sequence_length": length,
+    }
+
+
+def _transformer():
+    from diffusers import CogView4Transformer2DModel
+
+    transformer = CogView4Transformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=WIDTH,
+        time_embed_dim=32,
+        condition_dim=8,
+    )
+    return parts.louder(transformer, 1.5)
+
+
+def _text_encoder(tokenizer):
+    from transformers import GlmConfig, GlmModel
+
+    return GlmModel(
+        GlmConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def _tokenizer():
+    """A token a byte, behind the two that GLM begins every text with; padded on the left."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "[gMASK]", "<sop>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    begin = [(token, vocab[token]) for token in special[1:]]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A", pair="[gMASK] <sop> $A $B", special_tokens=begin
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=special[1:],
+        padding_side="left",
+    )

@@ -1,0 +1,92 @@
+"""A `ZImagePipeline` in miniature, with random weights."""
+
+import torch
+
+from tiny_families import parts
+
+WIDTH = 32
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build(*, dynamic=False):
+    """Like Z-Image and Z-Image-Turbo; the template makes captions on both sides of 32 tokens."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
+
+    tokenizer = _tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return parts.ready(
+            ZImagePipeline(
+                scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic),
+                vae=parts.vae(),
+                text_encoder=_text_encoder(tokenizer),
+                tokenizer=tokenizer,
+                transformer=_transformer(),
+            )
+        )
+
+
+def call(prompts, negative, true_cfg_scale, guidance_scale, length):
+    """Of the pipeline's arguments, those that a family names in its own way."""
+    return {
+        "prompt": prompts,
+        "negative_prompt": negative,
+        "guidance_scale": true_cfg_scale - 1,
+        "max_sequence_length": length,
+    }
+
+
+def _transformer():
+    from diffusers import ZImageTransformer2DModel
+
+    transformer = ZImageTransformer2DModel(
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=WIDTH,
+        axes_dims=[4, 6, 6],
+        axes_lens=[256, 8, 8],
+    )
+    # Zeros in a new transformer; trained ones are not.
+    for token in (transformer.x_pad_token, transformer.cap_pad_token):
+        torch.nn.init.normal_(token)
+    return transformer
+
+
+def _text_encoder(tokenizer):
+    from transformers import Qwen3Config, Qwen3Model
+
+    return Qwen3Model(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def _tokenizer():
+    """A token a byte, and Qwen's chat tokens."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(alphabet)},
+        merges=[],
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
