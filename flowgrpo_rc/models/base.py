@@ -426,8 +426,14 @@ def compute_dtype(transformer: nn.Module) -> torch.dtype:
     diffusers' ``dtype`` says the same and looks through all modules for it, at every call: on a tiny model a twentieth
     of a forward.
     """
+    return next(p.dtype for name, p in transformer.named_parameters() if not keeps_float32(transformer, name))
+
+
+def keeps_float32(transformer: nn.Module, name: str) -> bool:
+    """Whether a parameter, with this full ``name``, stays in float32 by its transformer's class, whatever precision the
+    transformer is loaded in."""
     kept = getattr(transformer, "_keep_in_fp32_modules", None) or ()
-    return next(p.dtype for name, p in transformer.named_parameters() if not any(part in name for part in kept))
+    return not {*kept}.isdisjoint(name.split("."))
 
 
 def _check_pixels(finite: Tensor, latents: Tensor, dtype: torch.dtype) -> None:

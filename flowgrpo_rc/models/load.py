@@ -14,7 +14,13 @@ from torch import nn
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImageError, UnsupportedSchedulerError
+from flowgrpo_rc.models.base import (
+    FLOW_SOLVERS,
+    Conditioning,
+    DiffusionModel,
+    NonFiniteImageError,
+    UnsupportedSchedulerError,
+)
 from flowgrpo_rc.models.digests import stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, describe
 from flowgrpo_rc.models.prompts import pad
@@ -296,6 +302,9 @@ def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
             f"{part.library} {library.__version__} does not have; correct it, or install the version that wrote it"
         )
     wanted = [kind for kind in pipeline_class._get_signature_types().get(part.name, ()) if isinstance(kind, type)]
+    if part.name == "scheduler":
+        # Pipelines are released with others than they say; which of them a policy can be made of, the model tells.
+        wanted = [getattr(library, name) for name in ("FlowMatchEulerDiscreteScheduler", *FLOW_SOLVERS)]
     # A tokenizer's slow and fast class are not derived from each other; what it does is checked when it is loaded.
     if (part.has_weights or part.name == "scheduler") and wanted and not issubclass(found, tuple(wanted)):
         raise UnsupportedModelError(

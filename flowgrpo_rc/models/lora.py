@@ -233,9 +233,11 @@ def save_lora(
 ) -> None:
     """Write the adapter in diffusers' LoRA format, ``lora_alpha`` included.
 
-    ``pipe.load_lora_weights(folder)`` on the same base model then draws the identical image. ``state`` gives other
+    ``pipe.load_lora_weights(folder)`` on the same base model then draws the identical image, and where the pipeline has
+    no such method ``pipe.transformer.load_lora_adapter(folder, weight_name=ADAPTER_FILE)``. ``state`` gives other
     weights for this adapter, named as ``adapter_state`` names them. The file may be read by whom the umask allows.
     """
+    from diffusers.loaders import QwenImageLoraLoaderMixin
     from diffusers.training_utils import _collate_lora_metadata
     from peft.utils import get_peft_model_state_dict
 
@@ -243,9 +245,9 @@ def save_lora(
     state = adapter_state(transformer) if state is None else state
     weights = get_peft_model_state_dict(transformer, state_dict=dict(state))
     layers = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
-    type(model.pipe).save_lora_weights(
-        str(folder), transformer_lora_layers=layers, **_collate_lora_metadata({"transformer": transformer})
-    )
+    # All pipelines that save a LoRA write the same file; one that saves none has it written by another's method.
+    save = getattr(type(model.pipe), "save_lora_weights", QwenImageLoraLoaderMixin.save_lora_weights)
+    save(str(folder), transformer_lora_layers=layers, **_collate_lora_metadata({"transformer": transformer}))
     give_umask_mode(folder)
 
 

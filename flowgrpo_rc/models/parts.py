@@ -93,13 +93,18 @@ class PipelineFiles:
         """The pipeline's class.
 
         Raises:
-            UnsupportedModelError: the index names none, or one without a family.
+            UnsupportedModelError: the index names none, or one without a family; or the pipeline has two transformers.
         """
         name = self.index.get("_class_name")
         if not isinstance(name, str):
             raise self.damaged(f"{INDEX}: _class_name is {show(name)}; it must name a pipeline class")
         if name not in FAMILIES:
             raise UnsupportedModelError(f"{FIELD}: {self.path} is a {name}; supported: {', '.join(FAMILIES)}")
+        if self.index.get("transformer_2") not in (None, *LEFT_OUT) or self.index.get("boundary_ratio") is not None:
+            raise UnsupportedModelError(
+                f"{FIELD}: {self.path} has two transformers, which take turns (transformer_2, boundary_ratio), and one "
+                "would be trained alone; take a model that has one, such as Wan 2.1 or Wan 2.2 TI2V-5B"
+            )
         return name
 
     @cached_property

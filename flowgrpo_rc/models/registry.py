@@ -49,6 +49,12 @@ FAMILIES = {
         adapter="flowgrpo_rc.models.flux2:Flux2Klein", guidance_scale_is_cfg=True, images=(0, 10)
     ),
     "Flux2Pipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux2:Flux2", takes_cfg=False, images=(0, 10)),
+    "ChromaPipeline": FamilyEntry(adapter="flowgrpo_rc.models.chroma:Chroma", guidance_scale_is_cfg=True),
+    "BriaPipeline": FamilyEntry(adapter="flowgrpo_rc.models.bria:Bria", guidance_scale_is_cfg=True),
+    "SanaPipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.sana:Sana", guidance_scale_is_cfg=True, dispatches_attention=False
+    ),
+    "WanPipeline": FamilyEntry(adapter="flowgrpo_rc.models.wan:Wan", guidance_scale_is_cfg=True),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,

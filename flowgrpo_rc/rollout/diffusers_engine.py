@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.checks import choice
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.attention import NATIVE, use_attention_backend
-from flowgrpo_rc.models.base import DiffusionModel
+from flowgrpo_rc.models.base import DiffusionModel, keeps_float32
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import (
     ACTOR_ADAPTER,
@@ -166,15 +166,28 @@ class DiffusersEngine:
 
 
 def _all_in(transformer: nn.Module, dtype: torch.dtype) -> bool:
-    return all(parameter.dtype == dtype for parameter in base_parameters(transformer).values())
+    return all(p.dtype == _held_in(transformer, name, dtype) for name, p in base_parameters(transformer).items())
+
+
+def _held_in(transformer: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """What diffusers holds a parameter in, of a transformer that it loads in ``dtype``."""
+    return torch.float32 if keeps_float32(transformer, name) else dtype
 
 
 def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A second base model in ``dtype``; storage is shared where nothing has to be converted."""
     # What stands in the memo counts as copied already: modules are copied around parameters that have been converted
     # one by one, so that no second set of them in the old precision is ever there.
-    memo = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in transformer.parameters()}
+    memo = {
+        id(p): nn.Parameter(p.detach().to(_held_in(transformer, name, dtype)), requires_grad=False)
+        for name, p in transformer.named_parameters()
+    }
     copied: Any = copy.deepcopy(transformer, memo)
     for adapter in list(getattr(copied, "peft_config", {})):
         copied.delete_adapters(adapter)
-    return nn.Module.to(copied, dtype)  # buffers
+    for module in copied.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            # Those that are in no file are as the class makes them in every precision.
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+    return copied

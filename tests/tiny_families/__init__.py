@@ -10,11 +10,15 @@ from typing import Any
 
 from tiny_families import (
     aura_flow,
+    bria,
+    chroma,
     cogview4,
     flux,
     flux2,
     lumina2,
+    sana,
     stable_diffusion_3,
+    wan,
     z_image,
 )
 
@@ -58,6 +62,11 @@ class TinyFamily:
 def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
     return {"prompt": prompts, "guidance_scale": true_cfg_scale, "max_sequence_length": length}
 
+
+_GUIDED_BY_CFG = (
+    ({"height": 36}, "height=36, width=32: this model draws multiples of 8 pixels"),
+    ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+)
 
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
@@ -156,6 +165,32 @@ TINY: dict[str, TinyFamily] = {
             ({"height": 36}, "this model draws multiples of 8 pixels"),
             ({"width": 72}, "this model has positions for at most 64x64 pixels"),
             ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
+        ),
+    ),
+    "chroma": TinyFamily(build=chroma.build, call=chroma.call, refused=_GUIDED_BY_CFG),
+    "bria": TinyFamily(build=bria.build, call=chroma.call, refused=_GUIDED_BY_CFG),
+    "bria_static": TinyFamily(
+        build=lambda: bria.build(dynamic=False, shift_factor=None), call=chroma.call, refused=_GUIDED_BY_CFG
+    ),
+    "sana": TinyFamily(
+        build=sana.build,
+        call=sana.call,
+        sizes=((64, 64), (32, 96)),
+        refused=(
+            ({"width": 48}, "height=32, width=48: this model draws multiples of 32 pixels"),
+            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
+        ),
+    ),
+    "sana_with_variance": TinyFamily(
+        build=lambda: sana.build(out_channels=2 * sana.CHANNELS), call=sana.call, sizes=((64, 64), (32, 96))
+    ),
+    "wan": TinyFamily(build=wan.build, call=wan.call, refused=_GUIDED_BY_CFG),
+    "wan_ti2v": TinyFamily(
+        build=lambda: wan.build(expand_timesteps=True),
+        call=wan.call,
+        refused=(
+            ({"height": 40}, "this model draws multiples of 16 pixels"),
+            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
         ),
     ),
 }

@@ -69,16 +69,55 @@ def t5(width, tokenizer):
     """A T5's encoder."""
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(
-        T5Config(
+    return T5EncoderModel(T5Config(**_t5_sizes(width, tokenizer)))
+
+
+def umt5(width, tokenizer):
+    """A UMT5's encoder."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(width, tokenizer)))
+
+
+def _t5_sizes(width, tokenizer):
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": width,
+        "d_kv": 24,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    }
+
+
+def gemma_tokenizer():
+    """A token a character of ASCII, and a token a byte for others."""
+    from transformers import GemmaTokenizer
+
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "\n", "▁", *string.printable.strip()]
+    tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+    return GemmaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], add_bos_token=True)
+
+
+def gemma2(width, tokenizer):
+    """A Gemma 2 without its head."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    return Gemma2Model(
+        Gemma2Config(
             vocab_size=len(tokenizer),
-            d_model=width,
-            d_kv=24,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
         )
     )
 

@@ -1,0 +1,71 @@
+"""Bria 3 (``BriaPipeline``): arithmetic as in diffusers' pipeline, one step at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.chroma import Chroma
+from flowgrpo_rc.models.flux import grid_positions
+from flowgrpo_rc.prompt import Prompt, texts
+from flowgrpo_rc.quiet import only_errors
+
+
+class Bria(Chroma):
+    """Adapter of ``diffusers.BriaPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
+
+    Prompts are padded to ``max_sequence_length`` with zeros, which count; the empty prompt is nothing but zeros.
+    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(pipe)
+        blocks = ["BriaTransformerBlock", "BriaSingleTransformerBlock"]
+        pipe.transformer._repeated_blocks = blocks  # diffusers compiles what is named here
+        pipe.transformer._no_split_modules = blocks  # each is divided over processes by itself
+        # A VAE without a shift is not for low precision; the pipeline does this to the one that it is made with.
+        if not pipe.vae.config.shift_factor:
+            pipe.vae.config.shift_factor = 0
+            nn.Module.to(pipe.vae, torch.float32)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        device = self.pipe.text_encoder.device
+        rows = []
+        for text in texts(prompts):
+            with only_errors("diffusers.pipelines.bria.pipeline_bria"):  # it warns of long prompts, as others here do
+                (embeds,) = self.pipe._get_t5_prompt_embeds(
+                    [text], max_sequence_length=max_sequence_length, device=device
+                )
+            rows.append(EncodedPrompt(embeds.cpu() if text else torch.zeros_like(embeds, device="cpu")))
+        return rows
+
+    def blank_prompt(self) -> EncodedPrompt:
+        return EncodedPrompt(torch.zeros(1, self.transformer.config.joint_attention_dim))
+
+    @property
+    def _multiple(self) -> int:
+        """``vae_scale_factor`` counts the packing already."""
+        return self.pipe.vae_scale_factor
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        rows = conditioning.height // self._multiple
+        columns = conditioning.width // self._multiple
+        return {
+            "hidden_states": latents.to(dtype),
+            "timestep": timesteps,
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
+            "img_ids": grid_positions(0, rows, columns, latents.device),
+        }
+
+    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        if config.use_dynamic_shifting:
+            return super()._schedule_arguments(config, num_inference_steps, tokens)
+        from diffusers.pipelines.bria.pipeline_bria import get_original_sigmas
+
+        return {"sigmas": get_original_sigmas(config.num_train_timesteps, num_inference_steps)}

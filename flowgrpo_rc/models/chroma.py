@@ -1,0 +1,78 @@
+"""Chroma (``ChromaPipeline``): arithmetic as in diffusers' pipeline, one step at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.flux import Flux, grid_positions
+from flowgrpo_rc.prompt import Prompt, texts
+
+
+class Chroma(Flux):
+    """Adapter of ``diffusers.ChromaPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
+
+    Prompts are padded to ``max_sequence_length``, and ``pooled`` is the pipeline's mask over them: 1 for their tokens
+    and for one of padding, else 0. The pipeline adds it to the scores of the attention, so that more padding counts
+    less than the prompt, but does count. ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
+    """
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        embeds, masks = self.pipe._get_t5_prompt_embeds(
+            texts(prompts), max_sequence_length=max_sequence_length, device=self.pipe.text_encoder.device
+        )
+        return [EncodedPrompt(row.cpu(), mask.cpu()) for row, mask in zip(embeds, masks, strict=True)]
+
+    def blank_prompt(self) -> EncodedPrompt:
+        return EncodedPrompt(torch.zeros(1, self.transformer.config.joint_attention_dim), torch.ones(1))
+
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """The T5 adds a token behind the prompt."""
+        return [(self.pipe.tokenizer, max_sequence_length - 1)]
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        parts = self.pipe
+        latents = 4 * parts.vae.config.latent_channels
+        sizes = [("the transformer's in_channels and four times the vae's latent_channels", self._channels, latents)]
+        if parts.text_encoder is not None:
+            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
+            name = "the transformer's joint_attention_dim and the text_encoder's width"
+            sizes.append((name, self.transformer.config.joint_attention_dim, width))
+        return sizes
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        assert prompts.pooled is not None
+        rows = conditioning.height // self._multiple
+        columns = conditioning.width // self._multiple
+        of_image = torch.ones(latents.shape[:2], dtype=dtype, device=latents.device)
+        return {
+            "hidden_states": latents.to(dtype),
+            "timestep": timesteps.to(dtype) / 1000,
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
+            "img_ids": grid_positions(0, rows, columns, latents.device),
+            "attention_mask": torch.cat([prompts.pooled.to(dtype), of_image], 1),
+        }
+
+    def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
+        """Blocks of one stream that are recomputed in the backward pass get the mask too: diffusers leaves it out
+        there, so that the actor's velocity would not be the one that the engine sampled with."""
+        mask = inputs.get("attention_mask")
+        if mask is None or not transformer.gradient_checkpointing:
+            return super()._call(transformer, inputs)
+        of_one_stream = set(transformer.single_transformer_blocks)
+        recompute = transformer._gradient_checkpointing_func
+
+        def with_mask(block: Any, *arguments: Any) -> Any:
+            return recompute(block, *arguments[:3], mask) if block in of_one_stream else recompute(block, *arguments)
+
+        transformer._gradient_checkpointing_func = with_mask
+        try:
+            return super()._call(transformer, inputs)
+        finally:
+            transformer._gradient_checkpointing_func = recompute

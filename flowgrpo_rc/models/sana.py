@@ -1,0 +1,92 @@
+"""Sana (``SanaPipeline``): arithmetic as in diffusers' pipeline, one step at a time."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.prompt import Prompt, texts
+
+
+class Sana(DiffusionModel):
+    """Adapter of ``diffusers.SanaPipeline``. Latents are ``(channels, H / 32, W / 32)``.
+
+    Prompts stand behind the pipeline's instruction to the language model, the empty prompt without. ``true_cfg_scale``
+    is what the pipeline calls ``guidance_scale``.
+    """
+
+    default_lora_targets = tuple(
+        f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+    longest_prompt = 512
+    masks_prompts = True
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(pipe)
+        pipe.transformer._repeated_blocks = ["SanaTransformerBlock"]  # diffusers compiles what is named here
+        call = inspect.signature(type(pipe).__call__)
+        self._instruction: list[str] = call.parameters["complex_human_instruction"].default
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipe.vae_scale_factor
+        return self._channels, height // factor, width // factor
+
+    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        return torch.randn(self.latent_shape(height, width), generator=generator)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        rows = []
+        for text in texts(prompts):
+            embeds, mask, _, _ = self.pipe.encode_prompt(
+                [text],
+                do_classifier_free_guidance=False,
+                device=self.pipe.text_encoder.device,
+                max_sequence_length=max_sequence_length,
+                complex_human_instruction=self._instruction if text.strip() else None,
+            )
+            rows.append(EncodedPrompt(embeds[0, : int(mask.sum())].cpu()))
+        return rows
+
+    def blank_prompt(self) -> EncodedPrompt:
+        return EncodedPrompt(torch.zeros(1, self.transformer.config.caption_channels))
+
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """A first token, and the last one of the instruction, are kept with those of the prompt."""
+        return [(self.pipe.tokenizer, max_sequence_length - 2)]
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        parts = self.pipe
+        latents = parts.vae.config.latent_channels
+        sizes = [("the transformer's in_channels and the vae's latent_channels", self._channels, latents)]
+        if parts.text_encoder is not None:
+            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
+            name = "the transformer's caption_channels and the text_encoder's width"
+            sizes.append((name, self.transformer.config.caption_channels, width))
+        return sizes
+
+    def _factors(self) -> dict[str, list[Any]]:
+        return self._scale_and_shift()
+
+    @property
+    def _multiple(self) -> int:
+        return self.pipe.vae_scale_factor * self.transformer.config.patch_size
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        return {
+            "hidden_states": latents.to(dtype),
+            "timestep": timesteps * self.transformer.config.timestep_scale,
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "encoder_attention_mask": prompts.mask,
+        }
+
+    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        return {"num_inference_steps": num_inference_steps}
+
+    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        return self._decode_scaled_and_shifted(latents)

@@ -1,0 +1,95 @@
+"""Wan (``WanPipeline``), whose images are videos of one frame: arithmetic as in diffusers' pipeline, step by step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.prompt import Prompt, texts
+
+
+class Wan(DiffusionModel):
+    """Adapter of ``diffusers.WanPipeline`` with ``num_frames=1``. Latents are ``(channels, 1, rows, columns)``.
+
+    Wan 2.1, and the one of 2.2 that has a single transformer, TI2V-5B, which is told the noise level of every token.
+    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
+    """
+
+    default_lora_targets = tuple(
+        f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+    longest_prompt = 512
+    masks_prompts = False  # its prompts are padded to one length with zeros that count
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipe.vae_scale_factor_spatial
+        return self._channels, 1, height // factor, width // factor
+
+    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        return torch.randn(self.latent_shape(height, width), generator=generator)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        embeds, _ = self.pipe.encode_prompt(
+            texts(prompts),
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+            device=self.pipe.text_encoder.device,
+        )
+        return [EncodedPrompt(row.cpu()) for row in embeds]
+
+    def blank_prompt(self) -> EncodedPrompt:
+        return EncodedPrompt(torch.zeros(1, self.transformer.config.text_dim))
+
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """The UMT5 adds a token behind the prompt."""
+        return [(self.pipe.tokenizer, max_sequence_length - 1)]
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        parts = self.pipe
+        vae = parts.vae.config
+        sizes = [
+            ("the transformer's in_channels and the vae's z_dim", self._channels, vae.z_dim),
+            ("the vae's z_dim and its latents_mean", vae.z_dim, len(vae.latents_mean)),
+            ("the vae's z_dim and its latents_std", vae.z_dim, len(vae.latents_std)),
+        ]
+        if parts.text_encoder is not None:
+            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
+            name = "the transformer's text_dim and the text_encoder's width"
+            sizes.append((name, self.transformer.config.text_dim, width))
+        return sizes
+
+    def _factors(self) -> dict[str, list[Any]]:
+        vae = self.pipe.vae.config
+        scales = [1 / std if std else None for std in vae.latents_std]
+        return {"the vae's latents_mean": list(vae.latents_mean), "1 / the vae's latents_std": scales}
+
+    @property
+    def _multiple(self) -> int:
+        return self.pipe.vae_scale_factor_spatial * self.transformer.config.patch_size[1]
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        if self.pipe.config.expand_timesteps:
+            tokens = (conditioning.height // self._multiple) * (conditioning.width // self._multiple)
+            timesteps = timesteps[:, None].expand(-1, tokens)
+        return {
+            "hidden_states": latents.to(dtype),
+            "timestep": timesteps,
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+        }
+
+    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        return {"num_inference_steps": num_inference_steps}
+
+    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        vae = self.pipe.vae
+        mean, std = (
+            torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        latents = latents.to(vae.device, vae.dtype) * std + mean
+        return vae.decode(latents, return_dict=False)[0][:, :, 0]
