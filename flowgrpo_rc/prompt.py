@@ -6,12 +6,21 @@ import hashlib
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from flowgrpo_rc.messages import one_line, reason
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+"""What reference images may be, as Pillow names them; of others some are programs that a decoder would run."""
 
 
 @dataclass(frozen=True)
 class ReferenceImage:
-    """An image that a prompt refers to. Two are the same when their files are, wherever they lie."""
+    """An image that a prompt refers to. Two are the same when their files are, wherever they lie.
+
+    ``numpy.asarray(image)`` gives its pixels, (H, W, 3) uint8 RGB.
+    """
 
     digest: str
     """SHA-256 of the file's bytes, hexadecimal."""
@@ -25,12 +34,54 @@ class ReferenceImage:
     content: bytes | None = field(default=None, compare=False, repr=False)
     """The bytes of the file, where the prompts hold them."""
 
+    def read(self) -> bytes:
+        """The bytes of its file.
+
+        Raises:
+            ValueError: the file is gone, or another than when the prompts were read; names source and file.
+        """
+        if self.content is not None:
+            return self.content
+        try:
+            found = Path(str(self.path)).read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"{self.source}: the image {self.path} cannot be read ({reason(error)}); it was there when the run "
+                "began, so put it back"
+            ) from error
+        if content_digest(found) != self.digest:
+            raise ValueError(
+                f"{self.source}: the image {self.path} has changed since the run began; leave it as it is while the "
+                "run lasts"
+            )
+        return found
+
     def open(self) -> Any:
-        """The picture, a ``PIL.Image.Image`` in RGB, upright."""
+        """The picture, a ``PIL.Image.Image`` in RGB, upright; decoded at every call.
+
+        Raises:
+            ValueError: as ``read``; or the file is damaged.
+        """
         from PIL import Image, ImageOps
 
-        with Image.open(io.BytesIO(self.content) if self.content is not None else str(self.path)) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+        content = self.read()
+        try:
+            with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+                upright = ImageOps.exif_transpose(image)
+            # A palette's transparent colours are converted only from there.
+            return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
+        except Exception as error:  # the decoders raise errors of every kind
+            name = self.path or "in the prompt file"
+            raise ValueError(
+                f"{self.source}: the image {name} is damaged or cut off ({one_line(error, 200)}); save it again"
+            ) from error
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy as np
+
+        if copy is False:
+            raise ValueError("the pixels of an image file are decoded anew, which needs memory of their own")
+        return np.asarray(self.open(), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -50,7 +101,7 @@ def grey_image(size: int) -> ReferenceImage:
     file = io.BytesIO()
     Image.new("RGB", (size, size), (128, 128, 128)).save(file, format="PNG")
     content = file.getvalue()
-    return ReferenceImage(hashlib.sha256(content).hexdigest(), size, size, "a grey image", content=content)
+    return ReferenceImage(content_digest(content), size, size, "a grey image", content=content)
 
 
 def as_prompt(prompt: str | Prompt) -> Prompt:
@@ -61,3 +112,8 @@ def as_prompt(prompt: str | Prompt) -> Prompt:
 def texts(prompts: Iterable[str | Prompt]) -> list[str]:
     """What the prompts say, without their images."""
     return [as_prompt(prompt).text for prompt in prompts]
+
+
+def content_digest(content: bytes) -> str:
+    """What tells a file's bytes from others, as ``ReferenceImage.digest`` has it."""
+    return hashlib.sha256(content).hexdigest()

@@ -29,10 +29,13 @@ def run_command(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.models import check_pipeline
     from flowgrpo_rc.trainer.encoding import fill_store, open_checked
     from flowgrpo_rc.trainer.peers import failing_together
+    from flowgrpo_rc.trainer.references import check_numbers
     from flowgrpo_rc.trainer.setup import make_accelerator, prompt_sets, read_prompts
 
-    check_pipeline(config.actor_rollout_ref.model.path)
+    pipeline_class = check_pipeline(config.actor_rollout_ref.model.path)
     sets = prompt_sets(config, *read_prompts(config))
+    for one in sets:
+        check_numbers(pipeline_class, one.records)
     accelerator = make_accelerator(config)
     with failing_together(lambda: None):
         loader, store = open_checked(config.actor_rollout_ref.model, sets, accelerator)

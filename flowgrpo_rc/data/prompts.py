@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from flowgrpo_rc.data.text import character_fault, is_blank, parse_row
 from flowgrpo_rc.messages import reason
 from flowgrpo_rc.paths import LFS_POINTER
+from flowgrpo_rc.prompt import ReferenceImage
+from flowgrpo_rc.reference_files import IMAGES_KEY, ReferenceReader
 
 NEGATIVE_KEY = "negative_prompt"
 COLUMNS_NAMED = 20
@@ -31,8 +33,11 @@ class PromptRecord:
     negative_prompt: str | None = None
     """What to steer away from under classifier-free guidance; None when the data set says nothing."""
 
+    images: tuple[ReferenceImage, ...] = ()
+    """What to edit or to follow, for the families that take references."""
+
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The other columns of the row, for reward functions."""
+    """The other columns of the row, for reward functions, and ``images`` where there are any."""
 
     source: str = ""
     """Where it stands, for messages: ``train.txt:3`` is line 3, ``train.parquet:3`` is row 3, counted from 1."""
@@ -48,7 +53,8 @@ def load_prompts(
     * ``.txt``: a prompt a line.
     * ``.jsonl``: an object a line. ``.parquet``: a row a prompt. The prompt, and the optional ``negative_prompt``,
       is a string or a list of chat messages ``{"role", "content"}``, of which the user's last counts. The
-      remaining columns become ``metadata``.
+      optional ``images`` is a path, relative to the prompt file, or a list of paths; in parquet also a file's bytes
+      or ``{"bytes", "path"}``. The remaining columns become ``metadata``.
 
     Blank lines are skipped in both text formats.
 
@@ -59,8 +65,8 @@ def load_prompts(
 
     Raises:
         ValueError: a file is missing, empty, damaged, of an unknown format or not what its name says, or a row has
-            no usable prompt: none, a blank one, or one that no tokenizer takes. The message names the file and the
-            line or row.
+            no usable prompt: none, a blank one, or one that no tokenizer takes; or an image that cannot be used. The
+            message names the file and the line or row.
     """
     paths = [Path(files)] if isinstance(files, (str, PathLike)) else [Path(file) for file in files]
     if not paths:
@@ -72,8 +78,20 @@ def load_prompts(
             raise ValueError(f"{path} holds no prompts; give a file with at least one")
         records.extend(read)
         if max_samples is not None and len(records) >= max_samples:
-            return records[:max_samples]
-    return records
+            break
+    images = ReferenceReader()
+    return [_with_images(record, images) for record in records[:max_samples]]
+
+
+def _with_images(record: PromptRecord, read: ReferenceReader) -> PromptRecord:
+    """The record with the references that its column ``images`` names."""
+    if IMAGES_KEY not in record.metadata:
+        return record
+    metadata = dict(record.metadata)
+    images = read(metadata.pop(IMAGES_KEY), record.source)
+    if images:
+        metadata[IMAGES_KEY] = list(images)
+    return replace(record, images=images, metadata=metadata)
 
 
 def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:

@@ -1,6 +1,8 @@
-"""FLUX.1 (``FluxPipeline``, dev and schnell): arithmetic as in diffusers' pipeline, one step at a time."""
+"""FLUX.1 (``FluxPipeline``, dev and schnell) and its editor (``FluxKontextPipeline``): arithmetic as in diffusers'
+pipelines, one step at a time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
-from flowgrpo_rc.prompt import Prompt, texts
+from flowgrpo_rc.models.reference_size import scaled_size
+from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
 
 
 class Flux(DiffusionModel):
@@ -93,6 +96,56 @@ class Flux(DiffusionModel):
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         unpacked = self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
         return self._decode_scaled_and_shifted(unpacked)
+
+
+class FluxKontext(Flux):
+    """Adapter of ``diffusers.FluxKontextPipeline``, which edits one image."""
+
+    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        device = torch.device("cpu")
+        channels = self._channels // 4
+        return self.pipe.prepare_latents(None, 1, channels, height, width, torch.float32, device, generator)[0][0]
+
+    def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
+        width, height = self._reference_size(image, area)
+        return height // self._multiple, width // self._multiple
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        encoded = super().encode(prompts, max_sequence_length)
+        return [self._followed_by_images(row, as_prompt(p)) for row, p in zip(encoded, prompts, strict=True)]
+
+    def _followed_by_images(self, encoded: EncodedPrompt, prompt: Prompt) -> EncodedPrompt:
+        if not prompt.images:
+            return encoded
+        area = prompt.reference_area
+        tokens = [self._tokens_of(image, *self._reference_size(image, area)) for image in prompt.images]
+        grids = tuple(self.reference_grid(image, area) for image in prompt.images)
+        return replace(encoded, references=torch.cat(tokens).cpu(), reference_grids=grids)
+
+    def _reference_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
+        """Width and height: of ``area`` pixels, or of those that the model was trained with the nearest in shape."""
+        if area is not None:
+            return scaled_size(image, area, self._multiple)
+        from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+        ratio = image.width / image.height
+        _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+        return width // self._multiple * self._multiple, height // self._multiple * self._multiple
+
+    def _tokens_of(self, image: ReferenceImage, width: int, height: int) -> Tensor:
+        vae = self.pipe.vae
+        pixels = self.pipe.image_processor.preprocess(image.open(), height, width).to(vae.device, vae.dtype)
+        latents = self.pipe._encode_vae_image(pixels, generator=None)
+        return self.pipe._pack_latents(latents, 1, *latents.shape[1:])[0]
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        both = self._with_references(latents, prompts)
+        inputs = super()._inputs(dtype, both, timesteps, prompts, conditioning)
+        places = [grid_positions(1, *grid, latents.device) for grid in prompts.reference_grids]
+        return inputs | {"img_ids": torch.cat([inputs["img_ids"], *places])}
 
 
 def grid_positions(first: int, rows: int, columns: int, device: torch.device) -> Tensor:

@@ -157,7 +157,8 @@ class PipelineLoader:
     @property
     def _encoding_parts(self) -> list[Part]:
         """What must be read to encode prompts."""
-        vae = [part for part in self._files.parts if part.name == "vae" and self.model.takes_images]
+        takes_images = FAMILIES[self._files.class_name].images[1] > 0
+        vae = [part for part in self._files.parts if part.name == "vae" and takes_images]
         return [*self._text_encoders, *vae]
 
     def _is_read(self, part: Part) -> bool:
@@ -169,7 +170,7 @@ class PipelineLoader:
     def _sample_prompt(self) -> Prompt:
         """A short prompt, with a grey image where the family needs one."""
         size = self.model.smallest_image
-        return Prompt("a", (grey_image(size),) * FAMILIES[self._files.class_name].images[0])
+        return Prompt("a", (grey_image(size),) * FAMILIES[self._files.class_name].images[0], size * size)
 
     @property
     def _text_encoders(self) -> list[Part]:
@@ -223,10 +224,11 @@ class PipelineLoader:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """Of each text encoder and tokenizer, by its name in the pipeline."""
+        """Of each text encoder and tokenizer, and of the VAE where it encodes images of prompts, by the name in the
+        pipeline."""
         tokenizers = {name: part for name, part in self._pipe.components.items() if name.startswith("tokenizer")}
         found = {name: tokenizer_digest(part) for name, part in tokenizers.items() if part is not None}
-        for part in self._text_encoders:
+        for part in self._encoding_parts:
             with _explaining(self._files, part.name):
                 found[part.name] = stored_network_digest(self._files, part)
         return found

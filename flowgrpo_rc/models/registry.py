@@ -55,6 +55,7 @@ FAMILIES = {
         adapter="flowgrpo_rc.models.sana:Sana", guidance_scale_is_cfg=True, dispatches_attention=False
     ),
     "WanPipeline": FamilyEntry(adapter="flowgrpo_rc.models.wan:Wan", guidance_scale_is_cfg=True),
+    "FluxKontextPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:FluxKontext", images=(1, 1)),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,

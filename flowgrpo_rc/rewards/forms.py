@@ -198,6 +198,8 @@ class PerImageReward:
                 "there"
             )
         found["extra_info"] = {**(extra or {}), "num_turns": None, "rollout_reward_scores": {}}
+        if "images" in row:
+            found["extra_info"].setdefault("images", row["images"])
         return {name: found[name] for name in self._takes if found[name] is not None}
 
     def _score_and_info(self, answer: Any, index: int) -> tuple[Any, dict[str, Any]]:

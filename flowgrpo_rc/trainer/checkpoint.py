@@ -117,6 +117,9 @@ def check_fingerprint(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
         if part == "rewards":
             _check_rewards(here, file.entry(saved, part, dict, "fingerprint") if part in saved else {}, folder)
             continue
+        if part == "references":
+            _check_references(here, file.entry(saved, part, str, "fingerprint") if part in saved else "", folder)
+            continue
         there = file.entry(saved, part, type(here), "fingerprint")
         if isinstance(here, str):
             if there != here:
@@ -141,6 +144,16 @@ def _check_rewards(here: Mapping[str, str], there: Mapping[str, str], folder: Pa
                 f"({there[name]!r:.300} there, {here[name]!r:.300} here). Give the same in reward.{name}'s settings, "
                 "or use trainer.resume_mode=disable to start afresh"
             )
+
+
+def _check_references(here: str, there: str, folder: Path) -> None:
+    """Raise ``CheckpointError`` where the training prompts have other reference images; checkpoints that tell of none
+    had none."""
+    if here != there:
+        raise CheckpointError(
+            f"{folder} was trained with other reference images ({there or 'none'} there, {here or 'none'} here). Give "
+            "the images of data.train_files as they were, or use trainer.resume_mode=disable to start afresh"
+        )
 
 
 class CheckpointStore:

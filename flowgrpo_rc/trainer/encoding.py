@@ -14,7 +14,9 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore, open_store
 from flowgrpo_rc.models.prompts import check_length, check_prompts, encode_in_groups
+from flowgrpo_rc.prompt import Prompt
 from flowgrpo_rc.rollout.config import PipelineConfig
+from flowgrpo_rc.trainer.references import check_grids
 
 BYTES_A_FILE = 64 * 2**20
 """Embeddings that are held before they are written, so that a kill costs no more, and tens of thousands of prompts
@@ -31,20 +33,24 @@ class PromptSet:
     """Where ``pipeline`` stands under ``actor_rollout_ref.rollout``."""
 
     @property
-    def positive(self) -> list[str]:
+    def positive(self) -> list[Prompt]:
         """The prompts, one a record."""
-        return [record.prompt for record in self.records]
+        return [self._asked(record.prompt, record) for record in self.records]
 
-    def negative(self, model: DiffusionModel) -> list[str]:
-        """The prompts to steer away from, one a record; none without guidance."""
+    def negative(self, model: DiffusionModel) -> list[Prompt]:
+        """The prompts to steer away from, one a record, with the images of the prompt; none without guidance."""
         if self.pipeline.true_cfg_scale <= 1:
             return []
-        return [record.negative_prompt or model.negative_prompt for record in self.records]
+        return [self._asked(record.negative_prompt or model.negative_prompt, record) for record in self.records]
 
     def keys(self, model: DiffusionModel) -> list[PromptKey]:
         """All of them as a store knows them."""
         both = (*self.positive, *self.negative(model))
         return [(prompt, self.pipeline.max_sequence_length) for prompt in both]
+
+    def _asked(self, text: str, record: PromptRecord) -> Prompt:
+        # The area says nothing of a prompt without images, which is the same whatever it is.
+        return Prompt(text, record.images, self.pipeline.reference_area if record.images else None)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any
 
 
 def check_sets(model: DiffusionModel, sets: Sequence[PromptSet], *, warn: bool) -> None:
-    """The model can draw what each set asks for, and its text encoders can read the prompts.
+    """The model can draw what each set asks for, its text encoders can read the prompts, and the reference images of
+    each set's prompts go into one batch.
 
     Raises:
         ValueError: they cannot; names the section or the prompt's place.
@@ -93,6 +100,7 @@ def check_sets(model: DiffusionModel, sets: Sequence[PromptSet], *, warn: bool) 
         cut = check_prompts(model, sources, asked.max_sequence_length, one.section)
         if cut and warn:
             warnings.warn(cut, stacklevel=2)
+        check_grids(model, one.records, asked, one.section)
 
 
 def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptSet], accelerator: Any) -> Encoding:

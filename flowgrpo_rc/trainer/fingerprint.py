@@ -17,13 +17,15 @@ _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 """How a VAE's configuration names what latents are multiplied by and shifted by."""
 
 
-def fingerprint(config: FlowGRPOConfig, model: DiffusionModel, reward: RewardMix | None = None) -> dict[str, Any]:
+def fingerprint(
+    config: FlowGRPOConfig, model: DiffusionModel, reward: RewardMix | None = None, references: str = ""
+) -> dict[str, Any]:
     """The fingerprint of a loaded model and of the adapter that the configuration gives it, as JSON gives it back.
 
     ``pipeline`` is the class of the pipeline; ``transformer`` has its settings and a digest of the first values of some
     of its frozen weights; ``lora`` rank, alpha and target modules of the adapter; ``parts`` what else shapes the
-    samples: text encoders, vocabularies, VAE and schedule; ``rewards`` a digest of each scorer's network. Of a sharded
-    transformer every process must ask.
+    samples: text encoders, vocabularies, VAE and schedule; ``rewards`` a digest of each scorer's network; and
+    ``references`` that of the training prompts' images. Of a sharded transformer every process must ask.
     """
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
@@ -38,6 +40,7 @@ def fingerprint(config: FlowGRPOConfig, model: DiffusionModel, reward: RewardMix
         "lora": {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets},
         "parts": _parts(model),
         "rewards": {} if reward is None else _rewards(reward),
+        "references": references,
     }
     return json.loads(json.dumps(found, default=str))  # tuples become lists, as in a checkpoint
 

@@ -32,6 +32,7 @@ from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import PromptSet, fill_store, open_checked
 from flowgrpo_rc.trainer.fingerprint import fingerprint
 from flowgrpo_rc.trainer.planned import check_memory
+from flowgrpo_rc.trainer.references import check_numbers, references_digest
 
 
 class Run:
@@ -53,6 +54,8 @@ class Run:
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
         self._read_prompts()
+        for one in self.prompt_sets:
+            check_numbers(pipeline_class, one.records)
         self.reward = build_reward(config.reward)
         self.observers: RewardMix | None = None
         """The scorers that only look, in validation; ``None`` where there are none."""
@@ -101,7 +104,7 @@ class Run:
         """Takes the images of every validation; ``None`` where none are kept."""
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
-        self.fingerprint = fingerprint(config, self.model, self.reward)
+        self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.guard = Guard(mode)
         self.clip_bands = ClipBands.configured(mode.diffusion_loss)
@@ -181,7 +184,7 @@ def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
 def _check_prompts(reward: RewardMix, asked: PromptSet) -> None:
     """Refuse prompts that a reward cannot score."""
     reward.check_prompts(
-        asked.positive,
+        [record.prompt for record in asked.records],
         image_size=(asked.pipeline.height, asked.pipeline.width),
         sources=[r.source or str(i) for i, r in enumerate(asked.records)],
         metadata=[r.metadata for r in asked.records],

@@ -1,6 +1,6 @@
 """Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine; and the grids of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -117,19 +117,24 @@ def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]
     """The images of these numbers, ``(n, H, W, 3)`` uint8."""
     rollout = run.config.actor_rollout_ref.rollout
     records = _records(run, drawn)
-    distinct = {(record.prompt, record.negative_prompt): record for record in records}
+    distinct = {_key(record): record for record in records}
     row = {key: i for i, key in enumerate(distinct)}
     pipeline = rollout.validation_pipeline
     trajectories = generate(
         RolloutRequest(
             conditioning=conditioning(list(distinct.values()), pipeline),
-            prompt_index=torch.tensor([row[record.prompt, record.negative_prompt] for record in records]),
+            prompt_index=torch.tensor([row[_key(record)] for record in records]),
             num_inference_steps=pipeline.num_inference_steps,
             seeds=[_seed(run, number) for number in drawn],
             window_starts=None,
         )
     )
     return trajectories.images.numpy()
+
+
+def _key(record: PromptRecord) -> Hashable:
+    """Equal where the model is asked for the same."""
+    return record.prompt, record.negative_prompt, record.images
 
 
 def _seed(run: Run, number: int) -> int:

@@ -76,7 +76,7 @@ def asked(name, texts):
             content = file.getvalue()
             digest = hashlib.sha256(content).hexdigest()
             references.append(ReferenceImage(digest, *image.size, "here", content=content))
-        prompts.append(Prompt(text, tuple(references)))
+        prompts.append(Prompt(text, tuple(references), TINY[name].reference_area if references else None))
     return prompts
 
 
@@ -101,18 +101,19 @@ def drawn_by_the_pipeline(name, pipe, guidance, size, negative, steps=STEPS):
     images = []
     for rows in batches:
         texts = [PROMPTS[i] for i in rows]
-        references = {"images": pictures(name)[rows[0]]} if family.images else {}
-        output = pipe(
-            **family.call(texts, [negative] * len(rows), *guidance, family.length, **references),
-            height=size[0],
-            width=size[1],
-            num_inference_steps=steps,
-            generator=[torch.Generator().manual_seed(SEEDS[i]) for i in rows],
-            output_type="np",
-            callback_on_step_end=keep,
-        )
+        references = {"images": pictures(name)[rows[0]], "size": size} if family.images else {}
+        with family.during_call():
+            drawn = pipe(
+                **family.call(texts, [negative] * len(rows), *guidance, family.length, **references),
+                height=size[0],
+                width=size[1],
+                num_inference_steps=steps,
+                generator=[torch.Generator().manual_seed(SEEDS[i]) for i in rows],
+                output_type="np",
+                callback_on_step_end=keep,
+            )
         # A video's only frame is the image.
-        images.append(output.frames[:, 0] if "frames" in output else output.images)
+        images.append(drawn.frames[:, 0] if "frames" in drawn else drawn.images)
     return torch.cat(latents), np.concatenate(images)
 
 
@@ -291,11 +292,26 @@ def test_requests_that_the_model_cannot_serve(name, model):
         PromptEncoder(model, model.longest_prompt + 1)
 
 
-def test_a_run_has_no_gap_and_moves_every_weight(name, folder, small_config):
+def prompt_file(name, folder):
+    """A file of prompts with their pictures; the settings that name it."""
+    rows = []
+    for i, images in enumerate(pictures(name) * 2):
+        files = [f"{i}_{j}.png" for j in range(len(images))]
+        for image, file in zip(images, files, strict=True):
+            image.save(folder / file)
+        rows.append({"prompt": f"{PROMPTS[i % 3]} {i}", "images": files})
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    area = TINY[name].reference_area
+    return (
+        f"data.train_files={folder / 'train.jsonl'}",
+        "data.val_files=null",
+        f"actor_rollout_ref.rollout.pipeline.reference_area={area or 'null'}",
+    )
+
+
+def test_a_run_has_no_gap_and_moves_every_weight(name, folder, small_config, tmp_path):
     """Two steps of the trainer from a new adapter; the second moves the first matrices too."""
     family = TINY[name]
-    if family.images:
-        pytest.skip("its prompts have images, which tests/trainer/test_editing.py gives it")
     scale, embedded = family.guidances[-1]
     trainer = FlowGRPOTrainer(
         small_config(
@@ -304,6 +320,7 @@ def test_a_run_has_no_gap_and_moves_every_weight(name, folder, small_config):
             f"actor_rollout_ref.rollout.pipeline.max_sequence_length={family.length}",
             f"actor_rollout_ref.rollout.pipeline.true_cfg_scale={scale}",
             f"actor_rollout_ref.rollout.pipeline.guidance_scale={'null' if embedded is None else embedded}",
+            *(prompt_file(name, tmp_path) if family.images else ()),
         )
     )
     before = adapter_state(trainer.run.actor.transformer)

@@ -5,6 +5,7 @@ A family has a module here with its ``build()``, and an entry in ``TINY``. The t
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class TinyFamily:
 
     call: Callable[..., dict[str, Any]]
     """``call(prompts, negative, true_cfg_scale, guidance_scale, length)``: the pipeline's own arguments; with
-    ``images`` also ``images=`` a list of PIL images, those of the one prompt."""
+    ``images`` also ``images=``, a list of PIL images, those of the one prompt, and ``size=``, height and width."""
 
     guidances: tuple[tuple[float, float | None], ...] = ((1.0, None), (4.0, None))
     """Pairs of ``true_cfg_scale`` and ``guidance_scale``, the last one the strongest."""
@@ -51,6 +52,11 @@ class TinyFamily:
 
     alone: bool = False
     """Whether the pipeline is called prompt by prompt: what it makes of one depends on the others of its batch."""
+    reference_area: int | None = None
+    """Pixels that the reference images are scaled to, which ``call`` has the pipeline do too."""
+
+    during_call: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered while the pipeline draws."""
 
     idle: tuple[str, ...] = ()
     """Endings of the names of LoRA layers that act on nothing, such as the last block's queries of the text."""
@@ -192,6 +198,13 @@ TINY: dict[str, TinyFamily] = {
             ({"height": 40}, "this model draws multiples of 16 pixels"),
             ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
         ),
+    ),
+    "flux_kontext": TinyFamily(
+        build=lambda: flux.build(pipeline="FluxKontextPipeline"),
+        call=flux.call_kontext,
+        guidances=((1.0, 3.5), (4.0, 1.0)),
+        images=((60, 40),),
+        reference_area=32 * 32,
     ),
 }
 """By the names of the tests."""

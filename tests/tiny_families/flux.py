@@ -46,3 +46,15 @@ def call(prompts, negative, true_cfg_scale, guidance_scale, length):
     guided = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
     steered = {"negative_prompt": negative, "true_cfg_scale": true_cfg_scale} if true_cfg_scale > 1 else {}
     return {"prompt": prompts, "max_sequence_length": length, **guided, **steered}
+
+
+def call_kontext(prompts, negative, true_cfg_scale, guidance_scale, length, images, size):
+    """The reference as near to 32 x 32 pixels as multiples of 8 come with its shape of 3 to 2: 39.2 x 26.1."""
+    from PIL.Image import Resampling
+
+    return {
+        **call(prompts, negative, true_cfg_scale, guidance_scale, length),
+        "image": [image.resize((40, 24), Resampling.LANCZOS) for image in images],
+        "_auto_resize": False,
+        "max_area": size[0] * size[1],
+    }

@@ -1,6 +1,7 @@
 """How much an image looks like a reference, for edits: ``clip_similarity``, ``dino_similarity``, ``siglip_similarity``.
 
-The reference is in the prompt file's column ``images``; of several the first counts.
+The reference is in the prompt file's column ``images``, of which the first counts: what an edit begins with. Where the
+model takes no images it is in the column ``reference``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import numpy as np
 import torch
 from PIL import Image
 
+from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer
 from flowgrpo_rc.rewards.errors import brief_repr
 
 COLUMN = "images"
-"""The column of the prompt file, and key of ``metadata``, that holds the reference."""
+"""The column of the prompt file, and key of ``metadata``, that holds the images which an edit begins with."""
+OTHER_COLUMN = "reference"
+"""The column that holds what the model is not shown; a path is relative to the working folder."""
 FORMS = "a path, an image file's bytes, a PIL image or a uint8 array (H, W, 3), or a list that begins with one"
 
 
@@ -73,12 +77,13 @@ class SimilarityReward(Scorer):
             value = self._reference(row, source)
             key = _key(value)
             if key not in seen:
-                self._open(value, source)
+                if not isinstance(value, ReferenceImage):  # looked at when the prompts were read
+                    self._open(value, source)
                 seen.add(key)
 
     def _reference(self, row: Mapping[str, Any], where: str) -> Any:
         """What stands for the reference in a row, of one of the forms."""
-        value = row.get(COLUMN)
+        value = row.get(COLUMN, row.get(OTHER_COLUMN))
         if isinstance(value, list | tuple):
             value = next(iter(value), None)
         # Hugging Face's datasets write images so.
@@ -87,12 +92,14 @@ class SimilarityReward(Scorer):
         if value is None:
             raise ValueError(
                 f"{where} has no {COLUMN!r}, with whose first image the reward {self.name!r} compares; add it as a "
-                f"column of a .parquet or .jsonl file: {FORMS}"
+                f"column of a .parquet or .jsonl file ({OTHER_COLUMN!r} where the model takes no images): {FORMS}"
             )
         return value
 
     def _open(self, value: Any, where: str) -> Image.Image:
         """The image of a reference; a file's pixels are not read yet."""
+        if isinstance(value, ReferenceImage):
+            return value.open()
         try:
             if isinstance(value, Image.Image):
                 return value
@@ -144,7 +151,7 @@ class SigLIPSimilarity(SimilarityReward):
 
 def _key(value: Any) -> Any:
     """Equal for equal references."""
-    if isinstance(value, str | bytes | os.PathLike):
+    if isinstance(value, str | bytes | os.PathLike | ReferenceImage):
         return value
     array = np.asarray(value)
     return array.shape, array.tobytes()

@@ -2,7 +2,8 @@
 
 ``json``, this package's own:
     ``{"images": [base64 of a PNG or JPEG], "prompts": [...], "metadata": [a dict an image]}`` is answered with
-    ``{"scores": [...], "info": {...}}``, or with ``{"error": words}`` and a status of 400 or more.
+    ``{"scores": [...], "info": {...}}``, or with ``{"error": words}`` and a status of 400 or more. Reference images in
+    the metadata are ``{"base64": of the file}``.
 
 ``verl_omni``, of its ``http_scorer_client``, pickled:
     ``{"images": [JPEG], "prompts": [...], "metadata": {}}`` is answered with ``{"scores": [...]}``, or with
@@ -11,7 +12,7 @@
 ``flow_grpo``, of its servers, pickled:
     ``{"images": [JPEG], "prompts": [...], "meta_datas": [a dict an image], "only_strict": True}``, of which each server
     reads what it needs, is answered with ``{"scores": [...], ...}`` (GenEval) or ``{"outputs": [...]}`` (DeQA,
-    UnifiedReward).
+    UnifiedReward). Reference images in the dicts are their files' bytes.
 
 Sources: verl-omni's ``docs/start/http_scorer.md`` and ``http_scorer_client.py`` at a1139ba, flow_grpo's ``rewards.py``
 at ac4c86e and the servers in yifan123/reward-server. Pickles are read by ``pickles.loads``, never by ``pickle``.
@@ -24,12 +25,14 @@ import binascii
 import json
 import math
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from flowgrpo_rc.prompt import ReferenceImage
+from flowgrpo_rc.reference_files import IMAGES_KEY, ReferenceReader
 from flowgrpo_rc.rewards.errors import brief_repr
 from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.remote import pickles
@@ -74,13 +77,16 @@ class JsonProtocol:
     def write_request(self, request: Request) -> bytes:
         """Raises ``ProtocolError`` for metadata that JSON cannot hold."""
         images = [base64.b64encode(data).decode() for data in request.files]
-        return _to_json({"images": images, "prompts": request.prompts, "metadata": request.metadata})
+        rows = [_with_files(row, lambda data: {"base64": base64.b64encode(data).decode()}) for row in request.metadata]
+        return _to_json({"images": images, "prompts": request.prompts, "metadata": rows})
 
     def read_request(self, body: bytes) -> Request:
         """Raises ``ValueError``, saying what is wrong."""
         content = _mapping("the request", parse_json(body))
-        files = [_from_base64(index, text) for index, text in enumerate(_list(content, "images"))]
-        return _request(files, content)
+        files = [_from_base64(f"images[{index}]", text) for index, text in enumerate(_list(content, "images"))]
+        request = _request(files, content)
+        rows = [_with_references(row, f"metadata[{index}]") for index, row in enumerate(request.metadata)]
+        return replace(request, metadata=rows)
 
     def write_answer(self, answer: Answer) -> bytes:
         return _to_json({"scores": np.asarray(answer.scores).tolist(), "info": _plain(answer.info)})
@@ -134,7 +140,10 @@ class FlowGrpoProtocol:
         content = {
             "images": request.files,
             "prompts": request.prompts,
-            "meta_datas": [{"prompt": p, **row} for p, row in zip(request.prompts, request.metadata, strict=True)],
+            "meta_datas": [
+                {"prompt": prompt, **_with_files(row, bytes)}
+                for prompt, row in zip(request.prompts, request.metadata, strict=True)
+            ],
             "only_strict": True,
         }
         return _to_pickle(content)
@@ -197,11 +206,32 @@ def _list(content: Mapping[str, Any], key: str) -> list[Any]:
     return content[key]
 
 
-def _from_base64(index: int, text: Any) -> bytes:
+def _from_base64(name: str, text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
-        raise ProtocolError(f"images[{index}] is not base64 text ({error})") from error
+        raise ProtocolError(f"{name} is not base64 text ({error})") from error
+
+
+def _with_files(row: Mapping[str, Any], write: Callable[[bytes], Any]) -> dict[str, Any]:
+    """The row with its reference images' files in the form that a protocol sends."""
+    images = row.get(IMAGES_KEY)
+    if not isinstance(images, list):
+        return dict(row)
+    sent = [write(image.read()) if isinstance(image, ReferenceImage) else image for image in images]
+    return {**row, IMAGES_KEY: sent}
+
+
+def _with_references(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """The row as ``_with_files`` was given it."""
+    images = row.get(IMAGES_KEY)
+    if not isinstance(images, list) or not all(isinstance(image, dict) and "base64" in image for image in images):
+        return row
+    files = [_from_base64(f"{name}.{IMAGES_KEY}", image["base64"]) for image in images]
+    try:
+        return {**row, IMAGES_KEY: list(ReferenceReader()(files, name))}
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
 
 
 def _to_json(content: Mapping[str, Any]) -> bytes:

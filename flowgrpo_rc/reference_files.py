@@ -1,0 +1,156 @@
+"""The column ``images`` of a prompt file: what it names is looked at once, and decoded when a model or a reward asks.
+
+Of an image the header is read, and as much as shows whether its file is whole: the checksums of a PNG, the end mark of
+a JPEG. Files of other formats are decoded once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc.messages import one_line, reason
+from flowgrpo_rc.paths import LFS_POINTER
+from flowgrpo_rc.prompt import IMAGE_FORMATS, ReferenceImage, content_digest
+
+IMAGES_KEY = "images"
+"""The column of reference images."""
+LARGEST_PIXELS = 8192 * 8192
+"""Of one image. A small file can claim to be a picture of any size."""
+_FORMS = "a path, an image file's bytes (parquet), a mapping with 'bytes' or 'path', or a list of these"
+_ORIENTATION = 0x0112
+"""The EXIF tag that says how a picture is to be turned; from 5 on its sides are exchanged."""
+_DEEP_MODES = ("I", "F")
+"""How the names of Pillow's modes begin whose values are no bytes."""
+_TOO_LARGE = f"is larger than {LARGEST_PIXELS:,} pixels; scale it down"
+
+
+class ReferenceReader:
+    """Reads references; each file once, however many rows name it."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, ReferenceImage] = {}
+
+    def __call__(self, value: Any, source: str) -> tuple[ReferenceImage, ...]:
+        """The images of one row.
+
+        Args:
+            value: what stands in the column; None and an empty list are no images.
+            source: the row, ``train.jsonl:3``. Relative paths begin at the folder of its file.
+
+        Raises:
+            ValueError: one is missing, damaged, cut off, animated, too large or no image; names the row.
+        """
+        if value is None:
+            return ()
+        several = value if isinstance(value, list | tuple) else [value]
+        return tuple(self._read(one, source) for one in several)
+
+    def _read(self, value: Any, source: str) -> ReferenceImage:
+        given = value
+        if isinstance(value, Mapping):  # as Hugging Face's datasets write images
+            given = value.get("bytes") or value.get("path")
+        if isinstance(given, bytes):
+            return replace(_looked_at(given, "in the prompt file", source), content=given)
+        if isinstance(given, str) and given.strip():
+            return self._at(given, source)
+        raise ValueError(
+            f"{source}: {IMAGES_KEY!r} holds a {type(value).__name__}{_keys(value)} that names no image; give {_FORMS},"
+            " or leave it out"
+        )
+
+    def _at(self, text: str, source: str) -> ReferenceImage:
+        if "\0" in text:
+            raise ValueError(f"{source}: {IMAGES_KEY!r} holds {text[:80]!r}; a path cannot hold a NUL character")
+        path = os.path.abspath(os.path.join(os.path.dirname(source), os.path.expanduser(text)))
+        if path not in self._files:
+            self._files[path] = replace(_looked_at(_content(path, text, source), path, source), path=path)
+        return replace(self._files[path], source=source)
+
+
+def _keys(value: Any) -> str:
+    return f" with the keys {', '.join(map(str, list(value)[:9])) or 'none'}" if isinstance(value, Mapping) else ""
+
+
+def _content(path: str, text: str, source: str) -> bytes:
+    """The bytes of a file; only a regular one is opened, as a pipe may never end."""
+    if not os.path.isfile(path):
+        remedy = "paths are relative to the prompt file's folder"
+        if "://" in text:
+            remedy = "it is an address; download the image and give its path"
+        raise ValueError(f"{source}: the image {path} does not exist or is not a file; {remedy}")
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{source}: the image {path} cannot be read ({reason(error)}); check its permissions"
+        ) from error
+
+
+def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
+    """The image of these bytes, which must be a whole one."""
+    from PIL import Image, UnidentifiedImageError
+
+    named = f"{source}: the image {name}"
+    if not content:
+        raise ValueError(f"{named} is empty; save it again, or leave it out")
+    if content.startswith(LFS_POINTER):
+        raise ValueError(f"{named} is a Git LFS pointer, not the file itself; run ``git lfs pull``")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sizes, which are judged here, and of odd metadata
+            with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+                fault = _fault(image)
+            width, height = (0, 0) if fault is not None else _upright_size(content)
+    except UnidentifiedImageError as error:
+        known = ", ".join(IMAGE_FORMATS)
+        raise ValueError(f"{named} is not an image of a known format; give one of {known}") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{named} {_TOO_LARGE}") from error
+    except Exception as error:  # the decoders raise errors of every kind
+        raise ValueError(f"{named} is damaged or cut off ({one_line(error, 200)}); save it again") from error
+    if fault is not None:
+        raise ValueError(f"{named} {fault}")
+    return ReferenceImage(content_digest(content), width, height, source)
+
+
+def _upright_size(content: bytes) -> tuple[int, int]:
+    """Width and height as the picture is shown; raises what the decoder raises where the file is damaged."""
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+        image.verify()
+    with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+        ended = image.format in ("JPEG", "MPO") and content.rstrip(b"\0").endswith(b"\xff\xd9")
+        if not ended and image.format != "PNG":
+            return ImageOps.exif_transpose(image).size
+        width, height = image.size
+        return (height, width) if _orientation(image, content) >= 5 else (width, height)
+
+
+def _fault(image: Any) -> str | None:
+    """What an image that can be decoded may not be."""
+    if image.width * image.height > LARGEST_PIXELS:
+        return _TOO_LARGE
+    if not all(image.size):
+        return f"has no pixels ({image.width} x {image.height}); save it again"
+    # A photograph with a preview behind it counts as two frames; the first is the photograph.
+    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    if frames > 1:
+        return f"holds {frames} pictures (an animation or several pages); save one of them"
+    if image.mode.startswith(_DEEP_MODES):
+        return f"has more than 8 bits a value (mode {image.mode}), which would be cut off; save it with 8"
+    return None
+
+
+def _orientation(image: Any, content: bytes) -> int:
+    # Pillow decodes a whole PNG to look for a tag behind the pixels.
+    if image.format == "PNG" and b"eXIf" not in content and b"tiff:Orientation" not in content:
+        return 1
+    found = image.getexif().get(_ORIENTATION, 1)
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
