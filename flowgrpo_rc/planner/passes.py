@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, Prompts
@@ -23,9 +24,12 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora
 from flowgrpo_rc.planner.live_bytes import LiveBytes
 from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, replace_tensors
+from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.sde import log_prob, transition
 
+LARGE = 4096
+"""Pixels to a side of a reference image that every family makes smaller."""
 SHORT = 2
 """Blocks of a kind in the shorter of the two runs that are compared: a first one and a last one."""
 
@@ -207,10 +211,17 @@ class Passes:
         model = self._pipeline.model
         one = model.blank_prompt()
         tokens = model.prompt_tokens(asked.max_sequence_length)
+        # Some families' vector has a number for every embedding.
+        vector = one.pooled if one.pooled is None or len(one.pooled) > len(one.embeds) else one.pooled.expand(tokens)
+        latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
+        grids = self._reference_grids()
+        references = sum(height * width for height, width in grids)
         prompts = Prompts(
             embeds=torch.empty(rows, tokens, one.embeds.shape[-1]),
-            mask=torch.empty(rows, tokens, dtype=torch.bool),
-            pooled=None if one.pooled is None else torch.empty(rows, len(one.pooled)),
+            mask=torch.empty(rows, tokens, dtype=torch.bool) if model.masks_prompts else None,
+            pooled=None if vector is None else torch.empty(rows, len(vector)),
+            references=torch.empty(rows, references, latents.shape[-1]) if grids else None,
+            reference_grids=grids,
         )
         conditioning = Conditioning(
             prompts=prompts,
@@ -220,8 +231,16 @@ class Passes:
             height=asked.height,
             width=asked.width,
         )
-        latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
         return latents, torch.empty(rows), conditioning
+
+    def _reference_grids(self) -> tuple[tuple[int, int], ...]:
+        """Of large square images, as few as the family takes; one where the settings say how large it shall be."""
+        area = self._rollout.pipeline.reference_area
+        images = self._pipeline.images if area is None else max(self._pipeline.images, 1)
+        if not images:
+            return ()
+        image = ReferenceImage("", LARGE, LARGE, "a reference image")
+        return (self._pipeline.model.reference_grid(image, area),) * images
 
     def _policy(self, state: tuple[Tensor, Tensor, Conditioning], *, detached: bool = False) -> tuple[Tensor, Tensor]:
         """Means and log-probs of a step, as the actor finds them."""
@@ -250,8 +269,11 @@ class Passes:
     def _at(self, depths: Sequence[int], run: Callable[[LiveBytes], None]) -> Usage:
         """One run with so many blocks of every kind."""
         resident = [*self.transformer.parameters(), *self.transformer.buffers()]
-        with self._pipeline.fake, self._with_blocks(depths) as kept, LiveBytes(resident) as live, _labels(kept, live):
-            run(live)
+        tokens = self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length)
+        known = _Lengths(tokens)
+        with self._pipeline.fake, known, self._with_blocks(depths) as kept, LiveBytes(resident) as live:
+            with _labels(kept, live):
+                run(live)
         return _usage(live)
 
     @contextmanager
@@ -284,6 +306,20 @@ def _refuse_single_blocks(lora: ModelConfig, places: Collection[str]) -> None:
             f"actor_rollout_ref.model.target_modules: {single[0]} names a single block; a plan takes layers that every "
             "block has, e.g. to_q"
         )
+
+
+class _Lengths(TorchDispatchMode):
+    """Inside, whole numbers that are read from a tensor are ``tokens``: families ask their masks how long prompts are,
+    which fake masks cannot tell."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
+            return self._tokens
+        return func(*args, **(kwargs or {}))
 
 
 _BACKWARD = "backward"

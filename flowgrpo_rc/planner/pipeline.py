@@ -48,6 +48,8 @@ class FakePipeline:
         self.class_name = str(index.get("_class_name"))
         if self.class_name not in FAMILIES:
             raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(FAMILIES)}")
+        self.images = FAMILIES[self.class_name].images[0]
+        """How many reference images a prompt has at least."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         """The mode under which the networks were built and must be run."""
         networks = {
@@ -58,7 +60,7 @@ class FakePipeline:
         self.transformer: Any = networks["transformer"]
         self.vae: Any = networks["vae"]
         self.text_encoders = [network for name, network in networks.items() if name.startswith("text_encoder")]
-        self.model: Any = self._adapter()
+        self.model: Any = self._adapter(index)
         """What says how the networks are called: a ``models.base.DiffusionModel``, or what has its part of it."""
 
     def _network(self, name: str, entry: list[str], dtype: torch.dtype) -> nn.Module:
@@ -80,14 +82,22 @@ class FakePipeline:
             ) from error
         return network.requires_grad_(False).eval()
 
-    def _adapter(self) -> Any:
+    def _adapter(self, index: dict[str, Any]) -> Any:
         import diffusers
 
         pipeline_class = getattr(diffusers, self.class_name)
-        # What a pipeline takes besides has no weights, or is not called here.
+        # What a pipeline takes besides has no weights, or is not called here; its own settings are no lists.
         parts = dict.fromkeys(pipeline_class._get_signature_types())
-        pipe = pipeline_class(**(parts | {"transformer": self.transformer, "vae": self.vae}))
-        return resolve_name(FAMILIES[self.class_name].adapter)(pipe)
+        parts |= {name: index[name] for name in parts if not isinstance(index.get(name, []), list)}
+        parts |= {"transformer": self.transformer, "vae": self.vae}
+        parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
+        # Modules with fake tensors cannot be cast, as some pipelines do to a VAE; those on the meta device can.
+        replace_tensors(self.vae, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        pipe = pipeline_class(**parts)
+        model = resolve_name(FAMILIES[self.class_name].adapter)(pipe)
+        with self.fake:
+            replace_tensors(self.vae, lambda tensor: torch.empty_like(tensor, device="cpu"))
+        return model
 
 
 def find_folder(path: str) -> Path:
@@ -146,4 +156,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise PlanError(f"{FIELD}: {file} cannot be read ({one_line(error, 200)})") from error
     if not isinstance(content, dict):
         raise PlanError(f"{FIELD}: {file} holds a JSON {type(content).__name__}; it must be an object")
-    return content
+    # Shipped pipelines name the part of another that theirs is, and what is different in it.
+    same = content.pop("_same_as", None)
+    return content if same is None else _read_json(SHIPPED / str(same) / file.name) | content
