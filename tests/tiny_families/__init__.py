@@ -4,10 +4,14 @@ A family has a module here with its ``build()``, and an entry in ``TINY``. The t
 ``tests/models/test_families.py`` and others then run for it.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from tiny_families import (
     aura_flow,
@@ -63,6 +67,31 @@ class TinyFamily:
 
     refused: tuple[tuple[dict[str, Any], str], ...] = ()
     """Arguments of ``check_request`` besides a size of 32, and what the refusal says."""
+
+
+def run_overrides(name: str, path: str, folder: Path) -> list[str]:
+    """A run of the family's model at ``path`` in float32, guided; the prompts of one with images go to ``folder``."""
+    family = TINY[name]
+    scale, embedded = family.guidances[-1]
+    rollout = "actor_rollout_ref.rollout"
+    overrides = [
+        f"actor_rollout_ref.model.path={path}",
+        f"{rollout}.dtype=float32",
+        f"{rollout}.pipeline.max_sequence_length={family.length}",
+        f"{rollout}.pipeline.true_cfg_scale={scale}",
+        f"{rollout}.pipeline.guidance_scale={'null' if embedded is None else embedded}",
+    ]
+    if not family.images:
+        return overrides
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i in range(8):
+        names = [f"{i}_{k}.png" for k in range(len(family.images))]
+        for k, (file, size) in enumerate(zip(names, family.images, strict=True)):
+            Image.new("RGB", size, (20 * i, 60 * k, 120)).save(folder / file)
+        lines.append(json.dumps({"prompt": f'the text "{i}{i}"', "images": names}))
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return [*overrides, *(f"data.{part}_files={folder / 'prompts.jsonl'}" for part in ("train", "val"))]
 
 
 def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
