@@ -44,7 +44,14 @@ class FamilyEntry:
 
 FAMILIES = {
     "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage", negative_prompt=" "),
+    "QwenImageEditPipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.qwen_image_edit:QwenImageEdit", negative_prompt=" ", images=(1, 1)
+    ),
+    "QwenImageEditPlusPipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.qwen_image_edit:QwenImageEditPlus", negative_prompt=" ", images=(1, 3)
+    ),
     "FluxPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:Flux"),
+    "FluxKontextPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:FluxKontext", images=(1, 1)),
     "Flux2KleinPipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.flux2:Flux2Klein", guidance_scale_is_cfg=True, images=(0, 10)
     ),
@@ -55,7 +62,6 @@ FAMILIES = {
         adapter="flowgrpo_rc.models.sana:Sana", guidance_scale_is_cfg=True, dispatches_attention=False
     ),
     "WanPipeline": FamilyEntry(adapter="flowgrpo_rc.models.wan:Wan", guidance_scale_is_cfg=True),
-    "FluxKontextPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:FluxKontext", images=(1, 1)),
     "StableDiffusion3Pipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.stable_diffusion_3:StableDiffusion3",
         guidance_scale_is_cfg=True,

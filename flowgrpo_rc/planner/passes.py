@@ -22,6 +22,7 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora
+from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.planner.live_bytes import LiveBytes
 from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, replace_tensors
 from flowgrpo_rc.prompt import ReferenceImage
@@ -236,11 +237,10 @@ class Passes:
     def _reference_grids(self) -> tuple[tuple[int, int], ...]:
         """Of large square images, as few as the family takes; one where the settings say how large it shall be."""
         area = self._rollout.pipeline.reference_area
-        images = self._pipeline.images if area is None else max(self._pipeline.images, 1)
-        if not images:
-            return ()
-        image = ReferenceImage("", LARGE, LARGE, "a reference image")
-        return (self._pipeline.model.reference_grid(image, area),) * images
+        fewest, most = FAMILIES[self._pipeline.class_name].images
+        images = fewest if area is None else min(max(fewest, 1), most)
+        large = ReferenceImage("", LARGE, LARGE, "a reference image")
+        return tuple(self._pipeline.model.reference_grid(large, area) for _ in range(images))
 
     def _policy(self, state: tuple[Tensor, Tensor, Conditioning], *, detached: bool = False) -> tuple[Tensor, Tensor]:
         """Means and log-probs of a step, as the actor finds them."""

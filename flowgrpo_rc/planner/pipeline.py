@@ -48,8 +48,6 @@ class FakePipeline:
         self.class_name = str(index.get("_class_name"))
         if self.class_name not in FAMILIES:
             raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(FAMILIES)}")
-        self.images = FAMILIES[self.class_name].images[0]
-        """How many reference images a prompt has at least."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         """The mode under which the networks were built and must be run."""
         networks = {

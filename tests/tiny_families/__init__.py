@@ -21,6 +21,7 @@ from tiny_families import (
     flux,
     flux2,
     lumina2,
+    qwen_image_edit,
     sana,
     stable_diffusion_3,
     wan,
@@ -59,6 +60,9 @@ class TinyFamily:
     reference_area: int | None = None
     """Pixels that the reference images are scaled to, which ``call`` has the pipeline do too."""
 
+    before_loading: Callable[[], Any] = lambda: None
+    """Called in every process that loads the model from its folder."""
+
     during_call: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered while the pipeline draws."""
 
@@ -70,8 +74,10 @@ class TinyFamily:
 
 
 def run_overrides(name: str, path: str, folder: Path) -> list[str]:
-    """A run of the family's model at ``path`` in float32, guided; the prompts of one with images go to ``folder``."""
+    """A run of the family's model at ``path`` in float32, guided; the prompts of one with images go to ``folder`` where
+    it is not there."""
     family = TINY[name]
+    family.before_loading()
     scale, embedded = family.guidances[-1]
     rollout = "actor_rollout_ref.rollout"
     overrides = [
@@ -83,7 +89,15 @@ def run_overrides(name: str, path: str, folder: Path) -> list[str]:
     ]
     if not family.images:
         return overrides
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():  # one process has written them for all
+        _write_prompts(family, folder)
+    if family.reference_area is not None:
+        overrides.append(f"{rollout}.pipeline.reference_area={family.reference_area}")
+    return [*overrides, *(f"data.{part}_files={folder / 'prompts.jsonl'}" for part in ("train", "val"))]
+
+
+def _write_prompts(family: TinyFamily, folder: Path) -> None:
+    folder.mkdir(parents=True)
     lines = []
     for i in range(8):
         names = [f"{i}_{k}.png" for k in range(len(family.images))]
@@ -91,7 +105,6 @@ def run_overrides(name: str, path: str, folder: Path) -> list[str]:
             Image.new("RGB", size, (20 * i, 60 * k, 120)).save(folder / file)
         lines.append(json.dumps({"prompt": f'the text "{i}{i}"', "images": names}))
     (folder / "prompts.jsonl").write_text("\n".join(lines))
-    return [*overrides, *(f"data.{part}_files={folder / 'prompts.jsonl'}" for part in ("train", "val"))]
 
 
 def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
@@ -102,6 +115,15 @@ _GUIDED_BY_CFG = (
     ({"height": 36}, "height=36, width=32: this model draws multiples of 8 pixels"),
     ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
 )
+_EDIT = {
+    "call": qwen_image_edit.call,
+    "length": 128,
+    "images": ((50, 70),),
+    "reference_area": qwen_image_edit.AREA,
+    "before_loading": qwen_image_edit.read_without_torchvision,
+    "during_call": qwen_image_edit.small_references,
+    "idle": ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
+}
 
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
@@ -130,6 +152,21 @@ TINY: dict[str, TinyFamily] = {
         build=lambda: flux.build(guidance_embeds=False, dynamic=False),
         call=flux.call,
         refused=(({"guidance_scale": 3.5}, "guidance_scale: got 3.5 for this model; it takes none; set it to null"),),
+    ),
+    "qwen_image_edit": TinyFamily(
+        build=lambda: qwen_image_edit.build("QwenImageEditPipeline"),
+        **_EDIT | {"images": ((60, 40),)},
+    ),
+    "qwen_image_edit_plus": TinyFamily(build=qwen_image_edit.build, **_EDIT),
+    "qwen_image_edit_plus_2511": TinyFamily(
+        build=lambda: qwen_image_edit.build(zero_cond_t=True), **_EDIT | {"images": ((60, 40), (30, 50))}
+    ),
+    "flux_kontext": TinyFamily(
+        build=lambda: flux.build(pipeline="FluxKontextPipeline"),
+        call=flux.call_kontext,
+        guidances=((1.0, 3.5), (4.0, 1.0)),
+        images=((60, 40),),
+        reference_area=32 * 32,
     ),
     "flux2_klein": TinyFamily(
         build=flux2.build_klein,

@@ -52,12 +52,12 @@ def _pipeline(kind, tokenizer, text_encoder, *, guidance_embeds, **settings):
     return parts.ready(pipe)
 
 
-def klein_call(prompts, negative, true_cfg_scale, guidance_scale, length, images=None):
+def klein_call(prompts, negative, true_cfg_scale, guidance_scale, length, images=None, size=None):
     """Of the pipeline's arguments, those that a family names in its own way; its negative prompt is fixed."""
     return {"prompt": prompts, "guidance_scale": true_cfg_scale, "max_sequence_length": length, "image": images}
 
 
-def dev_call(prompts, negative, true_cfg_scale, guidance_scale, length, images=None):
+def dev_call(prompts, negative, true_cfg_scale, guidance_scale, length, images=None, size=None):
     """As ``klein_call``; there is no negative prompt."""
     return {"prompt": prompts, "guidance_scale": guidance_scale, "max_sequence_length": length, "image": images}
 

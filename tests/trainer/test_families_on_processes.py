@@ -25,6 +25,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
     for name, family in TINY.items():
         family.build().save_pretrained(folder / name / "model")
+        run_overrides(name, str(folder / name / "model"), folder / name / "data")
     script = Path(__file__).with_name("families_on_processes.py")
     done = run_process(*TORCHRUN, script, folder, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
