@@ -21,6 +21,7 @@ class AuraFlow(SpatialLatents):
     default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
     longest_prompt = 512
     masks_prompts = False  # its prompts are padded to one length with zeros that count
+    shifts_latents = False
     text_width = "joint_attention_dim"
 
     def check_request(

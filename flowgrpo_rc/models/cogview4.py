@@ -25,6 +25,7 @@ class CogView4(SpatialLatents):
     default_lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
     longest_prompt = 1024
     masks_prompts = True
+    shifts_latents = False
     text_width = "text_embed_dim"
 
     def __init__(self, pipe: Any) -> None:
@@ -95,7 +96,7 @@ class MaskedAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         attention_mask: Tensor | None,
-        image_rotary_emb: tuple[Tensor, Tensor],
+        image_rotary_emb: Any,
     ) -> tuple[Tensor, Tensor]:
         """The image's and the prompt's answers ``(B, tokens, D)``.
 

@@ -82,7 +82,12 @@ def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> No
     for module in [*blocks, transformer]:
         fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, offload_policy=offload)
     # FSDP hangs the backward pass of its root on the output, which is a view: an operation in place would lose that.
-    transformer.register_forward_hook(lambda _module, _inputs, output: (output[0].clone(), *output[1:]))
+    transformer.register_forward_hook(lambda _module, _inputs, output: (_copied(output[0]), *output[1:]))
+
+
+def _copied(answer: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    """A transformer's answer, or its list of one for each image, in memory of its own."""
+    return [part.clone() for part in answer] if isinstance(answer, list) else answer.clone()
 
 
 @contextmanager

@@ -15,6 +15,8 @@ class SpatialLatents(DiffusionModel):
     A family, which is a subclass, names the width of its prompts and calls its transformer.
     """
 
+    shifts_latents = True
+    """Whether the pipeline adds the VAE's ``shift_factor`` before it decodes."""
     text_width: str
     """The entry of the transformer's configuration that is the width of a prompt's embeddings."""
 
@@ -45,10 +47,13 @@ class SpatialLatents(DiffusionModel):
         return sizes
 
     def _factors(self) -> dict[str, list[Any]]:
-        return self._scale_and_shift()
+        return self._scale_and_shift(shifted=self.shifts_latents)
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return self._decode_scaled_and_shifted(latents)
+        if self.shifts_latents:
+            return self._decode_scaled_and_shifted(latents)
+        vae = self.pipe.vae
+        return vae.decode(latents.to(vae.device, vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
 
     def _check_positions(self, height: int, width: int, section: str, most: Sequence[int]) -> None:
         """Raise ``ValueError`` for a size of more rows or columns of tokens than there are positions, ``most`` of

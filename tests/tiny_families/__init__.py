@@ -265,12 +265,5 @@ TINY: dict[str, TinyFamily] = {
             ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
         ),
     ),
-    "flux_kontext": TinyFamily(
-        build=lambda: flux.build(pipeline="FluxKontextPipeline"),
-        call=flux.call_kontext,
-        guidances=((1.0, 3.5), (4.0, 1.0)),
-        images=((60, 40),),
-        reference_area=32 * 32,
-    ),
 }
 """By the names of the tests."""
