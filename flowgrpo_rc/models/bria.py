@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
 from flowgrpo_rc.models.chroma import Chroma
@@ -21,26 +21,26 @@ class Bria(Chroma):
     """
 
     def __init__(self, pipe: Any) -> None:
+        from diffusers import BriaTransformer2DModel
+
         super().__init__(pipe)
         blocks = ["BriaTransformerBlock", "BriaSingleTransformerBlock"]
         pipe.transformer._repeated_blocks = blocks  # diffusers compiles what is named here
-        pipe.transformer._no_split_modules = blocks  # each is divided over processes by itself
+        # The blocks that are divided over processes: of the class, for a transformer is divided as soon as it is read.
+        BriaTransformer2DModel._no_split_modules = blocks
         # A VAE without a shift is not for low precision; the pipeline does this to the one that it is made with.
         if not pipe.vae.config.shift_factor:
             pipe.vae.config.shift_factor = 0
-            nn.Module.to(pipe.vae, torch.float32)
+            with only_errors("diffusers.models.modeling_utils"):  # of modules to keep in float32, of which it has none
+                pipe.vae.to(torch.float32)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        said = texts(prompts)
         device = self.pipe.text_encoder.device
-        rows = []
-        for text in texts(prompts):
-            with only_errors("diffusers.pipelines.bria.pipeline_bria"):  # it warns of long prompts, as others here do
-                (embeds,) = self.pipe._get_t5_prompt_embeds(
-                    [text], max_sequence_length=max_sequence_length, device=device
-                )
-            rows.append(EncodedPrompt(embeds.cpu() if text else torch.zeros_like(embeds, device="cpu")))
-        return rows
+        embeds = self.pipe._get_t5_prompt_embeds(said, max_sequence_length=max_sequence_length, device=device)
+        says = torch.tensor([bool(text) for text in said], device=device)
+        return [EncodedPrompt(row.cpu()) for row in embeds * says[:, None, None]]
 
     def blank_prompt(self) -> EncodedPrompt:
         return EncodedPrompt(torch.zeros(1, self.transformer.config.joint_attention_dim))

@@ -14,9 +14,9 @@ from flowgrpo_rc.prompt import Prompt, texts
 class Chroma(Flux):
     """Adapter of ``diffusers.ChromaPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
 
-    Prompts are padded to ``max_sequence_length``, and ``pooled`` is the pipeline's mask over them: 1 for their tokens
-    and for one of padding, else 0. The pipeline adds it to the scores of the attention, so that more padding counts
-    less than the prompt, but does count. ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
+    Prompts are padded to ``max_sequence_length``. The pipeline's mask is 1 for a prompt's tokens and one of padding,
+    and 0 for the rest; ``pooled`` holds the number of ones. The pipeline adds its mask to the scores of the attention,
+    so that masked embeddings count less, but do count. ``true_cfg_scale`` is what it calls ``guidance_scale``.
     """
 
     @torch.no_grad()
@@ -24,7 +24,9 @@ class Chroma(Flux):
         embeds, masks = self.pipe._get_t5_prompt_embeds(
             texts(prompts), max_sequence_length=max_sequence_length, device=self.pipe.text_encoder.device
         )
-        return [EncodedPrompt(row.cpu(), mask.cpu()) for row, mask in zip(embeds, masks, strict=True)]
+        # In float32, whatever the encoder computes in: bfloat16 has no whole numbers of three digits.
+        ones = masks.float().sum(1, keepdim=True).cpu()
+        return [EncodedPrompt(row.cpu(), number) for row, number in zip(embeds, ones, strict=True)]
 
     def blank_prompt(self) -> EncodedPrompt:
         return EncodedPrompt(torch.zeros(1, self.transformer.config.joint_attention_dim), torch.ones(1))
@@ -49,14 +51,15 @@ class Chroma(Flux):
         assert prompts.pooled is not None
         rows = conditioning.height // self._multiple
         columns = conditioning.width // self._multiple
-        of_image = torch.ones(latents.shape[:2], dtype=dtype, device=latents.device)
+        mask = torch.arange(prompts.embeds.shape[1], device=latents.device) < prompts.pooled
+        mask = torch.cat([mask, mask.new_ones(latents.shape[:2])], 1)
         return {
             "hidden_states": latents.to(dtype),
             "timestep": timesteps.to(dtype) / 1000,
             "encoder_hidden_states": prompts.embeds.to(dtype),
             "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
             "img_ids": grid_positions(0, rows, columns, latents.device),
-            "attention_mask": torch.cat([prompts.pooled.to(dtype), of_image], 1),
+            "attention_mask": mask.to(dtype),
         }
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:

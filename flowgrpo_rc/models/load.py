@@ -314,7 +314,8 @@ def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
     wanted = [kind for kind in pipeline_class._get_signature_types().get(part.name, ()) if isinstance(kind, type)]
     if part.name == "scheduler":
         # Pipelines are released with others than they say; which of them a policy can be made of, the model tells.
-        wanted = [getattr(library, name) for name in ("FlowMatchEulerDiscreteScheduler", *FLOW_SOLVERS)]
+        names = ("FlowMatchEulerDiscreteScheduler", *FLOW_SOLVERS)
+        wanted = [getattr(import_module("diffusers"), name) for name in names]
     # A tokenizer's slow and fast class are not derived from each other; what it does is checked when it is loaded.
     if (part.has_weights or part.name == "scheduler") and wanted and not issubclass(found, tuple(wanted)):
         raise UnsupportedModelError(

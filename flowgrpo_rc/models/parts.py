@@ -72,6 +72,17 @@ def describe(faults: Mapping[str, Collection[str]]) -> str:
     return "; ".join(told)
 
 
+def refuse_two_transformers(path: str, index: Mapping[str, Any]) -> None:
+    """Raise ``UnsupportedModelError`` where the pipeline at ``path`` has, by its index, a transformer for high noise
+    levels and another for low ones."""
+    if index.get("transformer_2") not in (None, *LEFT_OUT) or index.get("boundary_ratio") is not None:
+        raise UnsupportedModelError(
+            f"{FIELD}: {path} has two transformers, one for high noise and one for low (transformer_2, "
+            "boundary_ratio), and only one would be trained; take a model that has one, such as Wan 2.1 or Wan 2.2 "
+            "TI2V-5B"
+        )
+
+
 class PipelineFiles:
     """A pipeline's folder and what its index says of it. Files are named by their paths in it: ``vae/config.json``.
 
@@ -100,11 +111,7 @@ class PipelineFiles:
             raise self.damaged(f"{INDEX}: _class_name is {show(name)}; it must name a pipeline class")
         if name not in FAMILIES:
             raise UnsupportedModelError(f"{FIELD}: {self.path} is a {name}; supported: {', '.join(FAMILIES)}")
-        if self.index.get("transformer_2") not in (None, *LEFT_OUT) or self.index.get("boundary_ratio") is not None:
-            raise UnsupportedModelError(
-                f"{FIELD}: {self.path} has two transformers, which take turns (transformer_2, boundary_ratio), and one "
-                "would be trained alone; take a model that has one, such as Wan 2.1 or Wan 2.2 TI2V-5B"
-            )
+        refuse_two_transformers(self.path, self.index)
         return name
 
     @cached_property

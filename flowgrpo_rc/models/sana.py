@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from flowgrpo_rc.prompt import Prompt, texts
 class Sana(DiffusionModel):
     """Adapter of ``diffusers.SanaPipeline``. Latents are ``(channels, H / 32, W / 32)``.
 
-    Prompts stand behind the pipeline's instruction to the language model, the empty prompt without. ``true_cfg_scale``
-    is what the pipeline calls ``guidance_scale``.
+    Prompts stand behind the pipeline's instruction to its language model, blank ones alone without: the pipeline gives
+    it to no negative prompt. ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
     """
 
     default_lora_targets = tuple(
@@ -40,15 +41,16 @@ class Sana(DiffusionModel):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         rows = []
-        for text in texts(prompts):
-            embeds, mask, _, _ = self.pipe.encode_prompt(
-                [text],
+        for blank, group in groupby(texts(prompts), key=lambda text: not text.strip()):
+            embeds, masks, _, _ = self.pipe.encode_prompt(
+                list(group),
                 do_classifier_free_guidance=False,
                 device=self.pipe.text_encoder.device,
                 max_sequence_length=max_sequence_length,
-                complex_human_instruction=self._instruction if text.strip() else None,
+                complex_human_instruction=None if blank else self._instruction,
             )
-            rows.append(EncodedPrompt(embeds[0, : int(mask.sum())].cpu()))
+            lengths = masks.sum(1).tolist()
+            rows += [EncodedPrompt(row[:length].cpu()) for row, length in zip(embeds, lengths, strict=True)]
         return rows
 
     def blank_prompt(self) -> EncodedPrompt:
@@ -69,7 +71,7 @@ class Sana(DiffusionModel):
         return sizes
 
     def _factors(self) -> dict[str, list[Any]]:
-        return self._scale_and_shift()
+        return self._scale_and_shift(shifted=False)
 
     @property
     def _multiple(self) -> int:

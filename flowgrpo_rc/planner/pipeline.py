@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.parts import refuse_two_transformers
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.quiet import only_errors
@@ -48,6 +49,7 @@ class FakePipeline:
         self.class_name = str(index.get("_class_name"))
         if self.class_name not in FAMILIES:
             raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(FAMILIES)}")
+        refuse_two_transformers(path, index)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         """The mode under which the networks were built and must be run."""
         networks = {

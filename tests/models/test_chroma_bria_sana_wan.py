@@ -1,0 +1,204 @@
+"""What Chroma, Bria, Sana and Wan have of their own, besides what ``test_families.py`` asks of every family."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_families import PROMPTS, bria, chroma, sana, wan
+from tolerances import EMBEDDING, GRADIENT, LATENT
+from torch.testing import assert_close
+
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
+from flowgrpo_rc.models.bria import Bria
+from flowgrpo_rc.models.chroma import Chroma
+from flowgrpo_rc.models.load import check_pipeline
+from flowgrpo_rc.models.lora import adapter_parameters, attach_lora
+from flowgrpo_rc.models.sana import Sana
+from flowgrpo_rc.models.wan import Wan
+from flowgrpo_rc.planner.pipeline import FakePipeline
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+
+LORA = ModelConfig(lora_rank=4, lora_alpha=12)
+TOKENS = 24
+
+
+def state(model, seed=0):
+    """Latents of three images of 32 or 64 pixels to a side, a noise level, and the conditioning without guidance."""
+    size = 2 * model._multiple
+    latents = torch.randn(3, *model.latent_shape(size, size), generator=torch.Generator().manual_seed(seed))
+    cond = Conditioning(PromptEncoder(model, TOKENS)(PROMPTS), None, 1.0, None, size, size)
+    return latents, torch.full((3,), 500.0), cond
+
+
+# ---------------------------------------------------------------- Chroma
+
+
+def chroma_mask(model, prompts, length):
+    """The mask that the adapter gives the transformer."""
+    cond = Conditioning(PromptEncoder(model, length)(prompts), None, 1.0, None, 32, 32)
+    latents = torch.zeros(len(prompts), *model.latent_shape(32, 32))
+    return model._inputs(torch.float32, latents, torch.zeros(len(prompts)), cond.prompts, cond)["attention_mask"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [TOKENS, 300])
+def test_chroma_masks_as_its_pipeline_does(dtype, length):
+    """One embedding of padding is kept; 269, which is no number of bfloat16, is not rounded."""
+    pipe = chroma.build()
+    pipe.text_encoder.to(dtype)
+    prompts = [*PROMPTS, "long " * 53 + "x"]
+    _, of_text = pipe._get_t5_prompt_embeds(prompts, max_sequence_length=length)
+    expected = pipe._prepare_attention_mask(4, 16, torch.float32, of_text.float())
+    ours = chroma_mask(Chroma(pipe), prompts, length)
+    assert_close(ours, expected.float(), rtol=0, atol=0)
+    assert ours[2, :length].sum() == 4, "the start of a word, a character, the token that ends it, one of padding"
+
+
+def test_chroma_counts_masked_embeddings_too():
+    """The pipeline adds its mask to the scores, so that it is no mask of zeros and infinities."""
+    model = Chroma(chroma.build())
+    latents, level, cond = state(model)
+    with torch.no_grad():
+        velocity = model.velocity(model.transformer, latents, level, cond)
+        padding = torch.arange(TOKENS)[:, None] >= cond.prompts.pooled[2]
+        changed = cond.prompts.map(lambda tensor: tensor.clone())
+        changed.embeds[2] = torch.where(padding, 0.0, changed.embeds[2])
+        other = model.velocity(model.transformer, latents, level, replace(cond, prompts=changed))
+    assert (velocity[2] - other[2]).abs().max() > 1e-3
+    assert_close(velocity[:2], other[:2], rtol=0, atol=LATENT)
+
+
+def test_chroma_gives_recomputed_blocks_their_mask():
+    """diffusers' own gradient checkpointing leaves it out of half of the blocks."""
+    found = []
+    for recomputes in (False, True):
+        model = Chroma(chroma.build())
+        torch.manual_seed(0)
+        attach_lora(
+            model.transformer, model, ModelConfig(lora_rank=4, lora_init_weights="default"), dtype=torch.float32
+        )
+        parameters = adapter_parameters(model.transformer)
+        for name, parameter in parameters.items():
+            generator = torch.Generator().manual_seed(len(name))
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+        if recomputes:
+            model.transformer.enable_gradient_checkpointing()
+        velocity = model.velocity(model.transformer, *state(model))
+        velocity.square().sum().backward()
+        found.append((velocity.detach(), torch.cat([p.grad.flatten() for p in parameters.values()])))
+    (velocity, gradient), (again, gradient_again) = found
+    assert_close(again, velocity, rtol=0, atol=LATENT)
+    assert (gradient_again - gradient).norm() < GRADIENT * gradient.norm()
+
+
+# ---------------------------------------------------------------- Bria
+
+
+def test_bria_steers_away_from_zeros_where_no_negative_prompt_is_given():
+    pipe = bria.build()
+    _, expected, _ = pipe.encode_prompt([PROMPTS[0]], negative_prompt=None, max_sequence_length=TOKENS)
+    ours = PromptEncoder(Bria(pipe), TOKENS)(["", "bad"])
+    assert_close(ours.embeds[:1], expected, rtol=0, atol=0)
+    _, expected, _ = pipe.encode_prompt([PROMPTS[0]], negative_prompt=["bad"], max_sequence_length=TOKENS)
+    assert_close(ours.embeds[1:], expected, rtol=0, atol=EMBEDDING)
+
+
+def test_a_vae_without_a_shift_stays_in_float32(tmp_path):
+    bria.build(shift_factor=None).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype="bfloat16")
+    assert model.pipe.vae.dtype == torch.float32
+    assert model.transformer.dtype == torch.bfloat16
+    assert FakePipeline(str(tmp_path), torch.bfloat16).model.pipe.vae.config.shift_factor == 0
+
+
+# ---------------------------------------------------------------- Sana
+
+
+def test_sana_gives_its_instruction_to_prompts_and_not_to_blank_ones():
+    pipe = sana.build()
+    instruction = Sana(pipe)._instruction
+    assert instruction[-1] == "User Prompt: "
+    embeds, masks, blank, of_blank = pipe.encode_prompt(
+        list(PROMPTS), negative_prompt="", max_sequence_length=TOKENS, complex_human_instruction=instruction
+    )
+    ours = PromptEncoder(Sana(pipe), TOKENS)([*PROMPTS, ""])
+    lengths = [*masks.sum(1).tolist(), int(of_blank[0].sum())]
+    assert ours.mask.sum(1).tolist() == lengths
+    for row, expected, length in zip(ours.embeds, [*embeds, blank[0]], lengths, strict=True):
+        assert_close(row[:length], expected[:length], rtol=0, atol=EMBEDDING)
+
+
+def test_sana_takes_a_scheduler_that_makes_the_steps_itself(tmp_path):
+    import diffusers
+
+    pipe = sana.build()
+    released = Sana(pipe).schedule(5, 64, 64)
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    pipe.save_pretrained(tmp_path)
+    assert_close(load_model(str(tmp_path)).schedule(5, 64, 64).sigmas, released.sigmas, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- Wan
+
+
+@pytest.mark.parametrize(
+    "entries", [{"transformer_2": ["diffusers", "WanTransformer3DModel"]}, {"boundary_ratio": 0.875}]
+)
+@pytest.mark.parametrize("load", [check_pipeline, load_model, lambda path: FakePipeline(path, torch.float32)])
+def test_two_transformers_that_take_turns_are_refused(tmp_path, entries, load):
+    wan.build().save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | entries))
+    with pytest.raises(UnsupportedModelError, match=r"has two transformers, .* take a model that has one") as caught:
+        load(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_solver_whose_noise_levels_are_not_the_flows_is_refused(tmp_path):
+    wan.build().save_pretrained(tmp_path)
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_flow_sigmas": False}))
+    with pytest.raises(UnsupportedModelError, match="its scheduler is a UniPCMultistepScheduler; a policy is made of"):
+        load_model(str(tmp_path))
+
+
+def test_wan_2_2_is_told_the_noise_level_of_every_token():
+    for expands, shape in ((False, (3,)), (True, (3, 4))):
+        model = Wan(wan.build(expand_timesteps=expands))
+        latents, level, cond = state(model)
+        inputs = model._inputs(torch.float32, latents, level, cond.prompts, cond)
+        assert inputs["timestep"].shape == shape
+
+
+def test_a_copy_in_bfloat16_is_what_diffusers_loads_in_it(tmp_path):
+    """Norms and embeddings of time stay in float32, and positions are as exact as ever."""
+    pipe = wan.build()
+    pipe.save_pretrained(tmp_path)
+    expected = type(pipe.transformer).from_pretrained(tmp_path / "transformer", torch_dtype=torch.bfloat16)
+    model = load_model(str(tmp_path))
+    engine = DiffusersEngine(model, LORA, dtype=torch.bfloat16, micro_batch_size=2, device="cpu")
+    names = {key: key.replace(".base_layer", "") for key in engine.transformer.state_dict()}
+    ours = {names[key]: value for key, value in engine.transformer.state_dict().items() if ".lora_" not in key}
+    ours |= dict(engine.transformer.named_buffers())
+    theirs = expected.state_dict() | dict(expected.named_buffers())
+    assert ours.keys() == theirs.keys()
+    assert {value.dtype for value in theirs.values()} == {torch.float32, torch.bfloat16}
+    for name, value in theirs.items():
+        assert_close(ours[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("build", [chroma.build, bria.build, sana.build, wan.build])
+def test_in_bfloat16_the_engine_draws_with_the_actors_transformer(tmp_path, build):
+    build().save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype="bfloat16")
+    engine = DiffusersEngine(model, LORA, dtype=torch.bfloat16, micro_batch_size=2, device="cpu")
+    assert engine.transformer is model.transformer
+    engine.sync(
+        {name: value.detach() for name, value in adapter_parameters(engine.transformer, engine.adapter).items()}, 0
+    )
+    _, _, cond = state(model)
+    request = RolloutRequest(cond, torch.arange(3), 4, [1, 2, 3], torch.tensor([0, 0, 1]), 2, noise_level=0.7)
+    drawn = engine.generate(request)
+    assert drawn.images.float().std() > 10
+    assert bool(drawn.batch["rollout_log_probs"].isfinite().all())
