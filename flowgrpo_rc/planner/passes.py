@@ -269,11 +269,15 @@ class Passes:
     def _at(self, depths: Sequence[int], run: Callable[[LiveBytes], None]) -> Usage:
         """One run with so many blocks of every kind."""
         resident = [*self.transformer.parameters(), *self.transformer.buffers()]
-        tokens = self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length)
-        known = _Lengths(tokens)
-        with self._pipeline.fake, known, self._with_blocks(depths) as kept, LiveBytes(resident) as live:
-            with _labels(kept, live):
-                run(live)
+        lengths = _Lengths(self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length))
+        with (
+            self._pipeline.fake,
+            lengths,
+            self._with_blocks(depths) as kept,
+            LiveBytes(resident) as live,
+            _labels(kept, live),
+        ):
+            run(live)
         return _usage(live)
 
     @contextmanager

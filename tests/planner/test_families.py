@@ -36,6 +36,20 @@ def pipe(name):
     return TINY[name].build()
 
 
+VARIANTS = {
+    "flux_schnell": "flux_dev",
+    "flux2_klein_references": "flux2_klein",
+    "flux2_dev": "flux2_klein",
+    "flux2_dev_reference": "flux2_klein",
+    "qwen_image_edit": "qwen_image_edit_plus",
+    "qwen_image_edit_plus_2511": "qwen_image_edit_plus",
+    "bria_static": "bria",
+    "sana_with_variance": "sana",
+    "wan_ti2v": "wan",
+}
+"""Families whose blocks are those of another one."""
+
+
 def passes_of(folder, name):
     """With the family's strongest guidance."""
     family = TINY[name]
@@ -53,6 +67,8 @@ def passes_of(folder, name):
     return Passes(pipeline, LORA, "float32", RolloutConfig(pipeline=asked), autocast=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TINY if name not in VARIANTS], scope="module")
 def test_depth_scales_as_a_run_of_all_blocks_does(name, pipe, tmp_path, monkeypatch):
     """Within a thousandth; operations to the last one."""
     folder = write_tiny(tmp_path, pipe, deeper=True)
