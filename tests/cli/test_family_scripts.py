@@ -1,4 +1,4 @@
-"""The full-size scripts of the families, each run for a step with a tiny model of the family in the released one's place.
+"""The full-size scripts of the families, each run for a step with a tiny model of the family in place of its own.
 
 Every setting of the real script stays; what is substituted comes on top, as a user's own overrides do.
 """
