@@ -28,6 +28,7 @@ COUNTS = {
     "Qwen/Qwen-Image": QWEN_IMAGE,
     "Qwen/Qwen-Image-Edit": QWEN_IMAGE,
     "Qwen/Qwen-Image-Edit-2509": QWEN_IMAGE,
+    "Qwen/Qwen-Image-Edit-2511": QWEN_IMAGE,
     "stabilityai/stable-diffusion-3.5-medium": (2_243_171_520, KL_VAE, [CLIP_L, CLIP_G, T5_XXL]),
     "stabilityai/stable-diffusion-3.5-large": (8_056_627_520, KL_VAE, [CLIP_L, CLIP_G, T5_XXL]),
     "black-forest-labs/FLUX.1-dev": FLUX_DEV,
