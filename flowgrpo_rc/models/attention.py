@@ -69,7 +69,8 @@ def check_attention_backend(
                 "torch's scaled_dot_product_attention; set it to null"
             )
         return
-    masks = resolve_name(family.adapter).masks_prompts
+    adapter = resolve_name(family.adapter)
+    masks = adapter.masks_prompts or adapter.masks_attention
     fault = _fault(name, _head(folder), masks, dtype, device, trains)
     if fault:
         how = " with a mask" * masks + " and a gradient" * trains

@@ -144,6 +144,8 @@ class DiffusionModel(ABC):
 
     masks_prompts: bool
     """Whether the transformer is told which embeddings of a prompt are padding, and leaves them out."""
+    masks_attention = False
+    """Whether its attention takes a mask though it leaves none of them out."""
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe

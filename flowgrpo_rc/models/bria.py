@@ -20,6 +20,8 @@ class Bria(Chroma):
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
     """
 
+    masks_attention = False
+
     def __init__(self, pipe: Any) -> None:
         from diffusers import BriaTransformer2DModel
 
@@ -27,7 +29,8 @@ class Bria(Chroma):
         blocks = ["BriaTransformerBlock", "BriaSingleTransformerBlock"]
         pipe.transformer._repeated_blocks = blocks  # diffusers compiles what is named here
         # The blocks that are divided over processes: of the class, for a transformer is divided as soon as it is read.
-        BriaTransformer2DModel._no_split_modules = blocks
+        kind: Any = BriaTransformer2DModel
+        kind._no_split_modules = blocks
         # A VAE without a shift is not for low precision; the pipeline does this to the one that it is made with.
         if not pipe.vae.config.shift_factor:
             pipe.vae.config.shift_factor = 0

@@ -19,6 +19,8 @@ class Chroma(Flux):
     so that masked embeddings count less, but do count. ``true_cfg_scale`` is what it calls ``guidance_scale``.
     """
 
+    masks_attention = True
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         embeds, masks = self.pipe._get_t5_prompt_embeds(

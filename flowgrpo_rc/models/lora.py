@@ -244,7 +244,7 @@ def save_lora(
     folder.mkdir(parents=True, exist_ok=True)
     state = adapter_state(transformer) if state is None else state
     weights = get_peft_model_state_dict(transformer, state_dict=dict(state))
-    layers = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
+    layers: dict[str, Any] = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
     # All pipelines that save a LoRA write the same file; one that saves none has it written by another's method.
     save = getattr(type(model.pipe), "save_lora_weights", QwenImageLoraLoaderMixin.save_lora_weights)
     save(str(folder), transformer_lora_layers=layers, **_collate_lora_metadata({"transformer": transformer}))

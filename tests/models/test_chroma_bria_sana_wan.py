@@ -9,7 +9,7 @@ from tiny_families import PROMPTS, bria, chroma, sana, wan
 from tolerances import EMBEDDING, GRADIENT, LATENT
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, attention, load_model
 from flowgrpo_rc.models.bria import Bria
 from flowgrpo_rc.models.chroma import Chroma
 from flowgrpo_rc.models.load import check_pipeline
@@ -69,11 +69,22 @@ def test_chroma_counts_masked_embeddings_too():
     assert_close(velocity[:2], other[:2], rtol=0, atol=LATENT)
 
 
-def test_chroma_gives_recomputed_blocks_their_mask():
-    """diffusers' own gradient checkpointing leaves it out of half of the blocks."""
+def test_an_attention_backend_for_chroma_must_take_a_mask(monkeypatch, tmp_path):
+    monkeypatch.setattr(attention, "_fault", lambda name, head, masks, *rest: "no mask" if masks else "")
+    arguments = {"folder": str(tmp_path), "dtype": torch.float32, "device": "cpu", "trains": False}
+    attention.check_attention_backend("here", "flash", "BriaPipeline", **arguments)
+    with pytest.raises(ValueError, match="does not compute attention with a mask"):
+        attention.check_attention_backend("here", "flash", "ChromaPipeline", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("family", "build"), [(Chroma, chroma.build), (Bria, bria.build), (Sana, sana.build), (Wan, wan.build)]
+)
+def test_recomputed_blocks_are_computed_as_before(family, build):
+    """diffusers' own gradient checkpointing leaves the mask out of half of Chroma's blocks."""
     found = []
     for recomputes in (False, True):
-        model = Chroma(chroma.build())
+        model = family(build())
         torch.manual_seed(0)
         attach_lora(
             model.transformer, model, ModelConfig(lora_rank=4, lora_init_weights="default"), dtype=torch.float32
