@@ -11,6 +11,7 @@
 #   NUM_GPUS   processes on this machine          (default: 4)
 #   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
 #   PROMPTS, IMAGES, SIZE, CLIP                   (default: 48 prompts x 16 images of 512 pixels to a side, clip 1e-4)
+#   MICRO      images of a micro-batch            (default: 4)
 #
 # From Flow-Factory's examples/grpo/lora, which have one recipe for every family: LoRA of rank 64 and alpha 128 from
 # Gaussian weights, learning rate 3e-4, weight decay 1e-4, clip 1e-4, no KL, 48 prompts x 16 images a batch, two updates
@@ -54,7 +55,7 @@ exec "${LAUNCH[@]}" train \
     actor_rollout_ref.actor.optim.lr=3e-4 \
     actor_rollout_ref.actor.optim.weight_decay=0.0001 \
     actor_rollout_ref.actor.ppo_mini_batch_size="$((PROMPTS / 2))" \
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="${MICRO:-4}" \
     actor_rollout_ref.actor.ema_decay=0.974 \
     actor_rollout_ref.actor.diffusion_loss.clip_ratio="${CLIP:-0.0001}" \
     actor_rollout_ref.rollout.name="$ENGINE" \
