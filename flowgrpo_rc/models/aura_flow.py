@@ -22,7 +22,6 @@ class AuraFlow(SpatialLatents):
     longest_prompt = 512
     masks_prompts = False  # its prompts are padded to one length with zeros that count
     shifts_latents = False
-    text_width = "joint_attention_dim"
 
     def check_request(
         self,
@@ -49,10 +48,6 @@ class AuraFlow(SpatialLatents):
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         tokenizer = self.pipe.tokenizer
         return [(tokenizer, max_sequence_length - tokenizer.num_special_tokens_to_add())]
-
-    @property
-    def _multiple(self) -> int:
-        return self.pipe.vae_scale_factor * self.transformer.config.patch_size
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning

@@ -142,6 +142,9 @@ class DiffusionModel(ABC):
     longest_prompt: int
     """The largest ``max_sequence_length`` that ``encode`` takes."""
 
+    text_width = "joint_attention_dim"
+    """The entry of the transformer's configuration that is the width of a prompt's embeddings."""
+
     masks_prompts: bool
     """Whether the transformer is told which embeddings of a prompt are padding, and leaves them out."""
     masks_attention = False
@@ -251,9 +254,7 @@ class DiffusionModel(ABC):
         """A token of zeros as wide as the transformer takes it; no text encoder is needed for it."""
         config = self.transformer.config
         pooled = config.get("pooled_projection_dim")
-        return EncodedPrompt(
-            torch.zeros(1, config.joint_attention_dim), None if pooled is None else torch.zeros(pooled)
-        )
+        return EncodedPrompt(torch.zeros(1, config[self.text_width]), None if pooled is None else torch.zeros(pooled))
 
     def velocity(
         self,

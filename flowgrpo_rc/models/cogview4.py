@@ -51,10 +51,6 @@ class CogView4(SpatialLatents):
     def prompt_tokens(self, max_sequence_length: int) -> int:
         return -(-max_sequence_length // 16) * 16
 
-    @property
-    def _multiple(self) -> int:
-        return self.pipe.vae_scale_factor * self.transformer.config.patch_size
-
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Lumina2(SpatialLatents):
     ) -> dict[str, Any]:
         return {
             "hidden_states": latents.to(dtype),
-            "timestep": 1 - timesteps / self.pipe.scheduler.config.num_train_timesteps,
+            "timestep": 1 - timesteps / 1000,
             "encoder_hidden_states": prompts.embeds.to(dtype),
             "encoder_attention_mask": prompts._real(),
         }

@@ -6,19 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt
+from flowgrpo_rc.models.base import DiffusionModel
 
 
 class SpatialLatents(DiffusionModel):
-    """A family whose latents are ``(channels, H / 8, W / 8)``, with one text encoder.
+    """A family whose latents are ``(channels, H / 8, W / 8)``, and whose transformer cuts them into patches itself.
 
-    A family, which is a subclass, names the width of its prompts and calls its transformer.
+    ``_sizes`` is for one text encoder.
     """
 
     shifts_latents = True
     """Whether the pipeline adds the VAE's ``shift_factor`` before it decodes."""
-    text_width: str
-    """The entry of the transformer's configuration that is the width of a prompt's embeddings."""
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
@@ -33,8 +31,9 @@ class SpatialLatents(DiffusionModel):
     def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
         return torch.randn(self.latent_shape(height, width), generator=generator)
 
-    def blank_prompt(self) -> EncodedPrompt:
-        return EncodedPrompt(torch.zeros(1, self.transformer.config[self.text_width]))
+    @property
+    def _multiple(self) -> int:
+        return self.pipe.vae_scale_factor * self.transformer.config.get("patch_size", 2)
 
     def _sizes(self) -> list[tuple[str, int, int]]:
         parts = self.pipe

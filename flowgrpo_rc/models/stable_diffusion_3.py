@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.spatial_latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, texts
 
 
-class StableDiffusion3(DiffusionModel):
+class StableDiffusion3(SpatialLatents):
     """Adapter of ``diffusers.StableDiffusion3Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
 
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
@@ -21,11 +22,6 @@ class StableDiffusion3(DiffusionModel):
     longest_prompt = 512
     masks_prompts = False  # its prompts are padded to one length with embeddings that count
 
-    def __init__(self, pipe: Any) -> None:
-        super().__init__(pipe)
-        if not pipe.transformer._repeated_blocks:
-            pipe.transformer._repeated_blocks = ["JointTransformerBlock"]  # diffusers compiles what is named here
-
     def check_request(
         self,
         height: int,
@@ -35,19 +31,8 @@ class StableDiffusion3(DiffusionModel):
         section: str = "pipeline",
     ) -> None:
         super().check_request(height, width, guidance_scale, true_cfg_scale, section)
-        largest = int(self.transformer.config.pos_embed_max_size) * self._multiple
-        if max(height, width) > largest:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model has positions for at "
-                f"most {largest} pixels to a side"
-            )
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        factor = self.pipe.vae_scale_factor
-        return self._channels, height // factor, width // factor
-
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        return torch.randn(self.latent_shape(height, width), generator=generator)
+        side = int(self.transformer.config.pos_embed_max_size)
+        self._check_positions(height, width, section, (side, side))
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
@@ -92,13 +77,6 @@ class StableDiffusion3(DiffusionModel):
             sizes.append((name, transformer.joint_attention_dim, width))
         return sizes
 
-    def _factors(self) -> dict[str, list[Any]]:
-        return self._scale_and_shift()
-
-    @property
-    def _multiple(self) -> int:
-        return self.pipe.vae_scale_factor * self.pipe.patch_size
-
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
@@ -113,6 +91,3 @@ class StableDiffusion3(DiffusionModel):
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         mu = {"mu": self._dynamic_shift(config, tokens, 1.16)} if config.get("use_dynamic_shifting") else {}
         return {"num_inference_steps": num_inference_steps, **mu}
-
-    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return self._decode_scaled_and_shifted(latents)

@@ -156,6 +156,12 @@ class MemoryPlan:
 def _largest(fits: Callable[[int], bool], most: int) -> int:
     """Largest number from 1 to ``most`` that fits, where whatever is below one that fits does too; 0 for none."""
     low = 0
+    # From below: where a transformer goes through its rows one by one, a pass of many takes long to plan.
+    reach = 1
+    while reach <= most and fits(reach):
+        low = reach
+        reach *= 2
+    most = min(most, reach - 1)
     while low < most:
         middle = (low + most + 1) // 2
         if fits(middle):

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, Prompts
@@ -102,6 +102,20 @@ def kinds_of(transformer: nn.Module) -> list[Kind]:
                 found.append(Kind(type(block).__name__, place, (block,)))
             before = shape
     return found
+
+
+class WholePrompts(TorchFunctionMode):
+    """Inside, every prompt has all its ``tokens``, for a family that reads their numbers off the mask, which is fake
+    and holds none."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.item and isinstance(args[0], FakeTensor) and not args[0].is_floating_point():
+            return self._tokens
+        return func(*args, **(kwargs or {}))
 
 
 class Passes:
@@ -269,14 +283,13 @@ class Passes:
     def _at(self, depths: Sequence[int], run: Callable[[LiveBytes], None]) -> Usage:
         """One run with so many blocks of every kind."""
         resident = [*self.transformer.parameters(), *self.transformer.buffers()]
-        lengths = _Lengths(self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length))
-        with (
-            self._pipeline.fake,
-            lengths,
-            self._with_blocks(depths) as kept,
-            LiveBytes(resident) as live,
-            _labels(kept, live),
-        ):
+        whole = WholePrompts(self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length))
+        with ExitStack() as inside:
+            for mode in (self._pipeline.fake, whole):
+                inside.enter_context(mode)
+            kept = inside.enter_context(self._with_blocks(depths))
+            live = inside.enter_context(LiveBytes(resident))
+            inside.enter_context(_labels(kept, live))
             run(live)
         return _usage(live)
 
@@ -310,20 +323,6 @@ def _refuse_single_blocks(lora: ModelConfig, places: Collection[str]) -> None:
             f"actor_rollout_ref.model.target_modules: {single[0]} names a single block; a plan takes layers that every "
             "block has, e.g. to_q"
         )
-
-
-class _Lengths(TorchDispatchMode):
-    """Inside, whole numbers that are read from a tensor are ``tokens``: families ask their masks how long prompts are,
-    which fake masks cannot tell."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self._tokens = tokens
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.int64:
-            return self._tokens
-        return func(*args, **(kwargs or {}))
 
 
 _BACKWARD = "backward"

@@ -163,7 +163,7 @@ def test_requests_that_the_model_cannot_serve(tiny_sd3_model):
     tiny_sd3_model.check_request(32, 160, None)
     with pytest.raises(ValueError, match="height=36, width=32: this model draws multiples of 8 pixels"):
         tiny_sd3_model.check_request(36, 32, None)
-    with pytest.raises(ValueError, match="height=32, width=168: this model has positions for at most 160 pixels"):
+    with pytest.raises(ValueError, match="height=32, width=168: this model has positions for at most 160x160 pixels"):
         tiny_sd3_model.check_request(32, 168, None)
     with pytest.raises(ValueError, match="guidance_scale: got 4.5 .* set guidance_scale=null and true_cfg_scale=4.5"):
         tiny_sd3_model.check_request(32, 32, 4.5)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_pipelines import write
+from tiny_families import TINY
 
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.config import ModelConfig
@@ -161,6 +162,30 @@ def test_targets_in_single_blocks_are_refused(folder, family):
     place = "transformer_blocks.1.attn.to_q"
     with pytest.raises(PlanError, match=f"target_modules: {place} names a single block"):
         passes_of(folder, family, target_modules=[place])
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_every_family_can_be_planned(name, tmp_path):
+    """Twice the rows, twice the work; a mask without values stands for prompts that are whole."""
+    family = TINY[name]
+    family.build().save_pretrained(tmp_path)
+    scale, embedded = family.guidances[-1]
+    asked = PipelineConfig(
+        height=32, width=32, true_cfg_scale=scale, guidance_scale=embedded, max_sequence_length=family.length
+    )
+    planned = Passes(
+        FakePipeline(str(tmp_path), torch.float32),
+        ModelConfig(lora_rank=4),
+        "float32",
+        RolloutConfig(pipeline=asked),
+        autocast=False,
+    )
+    one, two = (
+        planned.update(rows, recompute=False, reference=False, detached=False, accumulates=False) for rows in (1, 2)
+    )
+    assert one.peak > 0
+    assert two.forward_flops == 2 * one.forward_flops > 0
+    assert two.backward_flops == 2 * one.backward_flops > 0
 
 
 def test_what_the_model_cannot_draw_is_refused(folder, family):
