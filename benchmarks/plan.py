@@ -184,16 +184,19 @@ def depth(name: str) -> dict[str, Any]:
     import torch
 
     from flowgrpo_rc.models.config import ModelConfig
+    from flowgrpo_rc.models.registry import FAMILIES
     from flowgrpo_rc.planner import passes
     from flowgrpo_rc.planner.pipeline import FakePipeline
     from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig
 
-    scale = 3.5 if "FLUX" in name else None
-    asked = RolloutConfig(pipeline=PipelineConfig(max_sequence_length=256, true_cfg_scale=4.0, guidance_scale=scale))
     peaks = []
     for short in (passes.SHORT, 1000):
         passes.SHORT = short
         pipeline = FakePipeline(name, torch.bfloat16)
+        scale = 3.5 if pipeline.transformer.config.get("guidance_embeds") else None
+        cfg = 4.0 if FAMILIES[pipeline.class_name].takes_cfg else 1.0
+        guided = PipelineConfig(max_sequence_length=256, true_cfg_scale=cfg, guidance_scale=scale)
+        asked = RolloutConfig(pipeline=guided)
         of = passes.Passes(pipeline, ModelConfig(lora_rank=64), "float32", asked, autocast=False)
         peaks.append(of.update(8, recompute=True, reference=False, detached=False, accumulates=True).peak)
     scaled, whole = peaks

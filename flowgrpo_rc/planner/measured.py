@@ -10,6 +10,9 @@ from flowgrpo_rc.planner.passes import Passes, Usage
 from flowgrpo_rc.planner.pipeline import FakePipeline, bytes_of, parameters_of
 from flowgrpo_rc.planner.settings import PlannedRun
 
+MOST_ROWS = 32
+"""A transformer that takes its rows one by one, as Z-Image's does, needs a second for so many."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -89,8 +92,9 @@ class Measured:
         return self._known["decode", images]
 
     def _at_rows(self, rows: int, name: tuple[Any, ...], measure: Callable[[int], Usage]) -> Usage:
-        """Measured at the configured micro-batch and at twice its rows; any other number lies on the line of both."""
-        usual = self.run.micro_rows(1)
+        """Measured at the configured micro-batch, or at ``MOST_ROWS``, and at twice its rows; any other number lies on
+        the line of both."""
+        usual = min(self.run.micro_rows(1), MOST_ROWS)
         for at in {usual} if rows == usual else {usual, 2 * usual}:
             if (*name, at) not in self._known:
                 self._known[(*name, at)] = measure(at)

@@ -29,6 +29,8 @@ from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.sde import log_prob, transition
 
+LARGE = 4096
+"""Pixels to a side of a reference image that every family makes smaller."""
 SHORT = 2
 """Blocks of a kind in the shorter of the two runs that are compared: a first one and a last one."""
 
@@ -224,14 +226,16 @@ class Passes:
         model = self._pipeline.model
         one = model.blank_prompt()
         tokens = model.prompt_tokens(asked.max_sequence_length)
+        # Some families' vector has a number for every embedding.
+        vector = one.pooled if one.pooled is None or len(one.pooled) > len(one.embeds) else one.pooled.expand(tokens)
         latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
         grids = self._reference_grids()
-        references = torch.empty(rows, sum(r * c for r, c in grids), latents.shape[-1]) if grids else None
+        references = sum(height * width for height, width in grids)
         prompts = Prompts(
             embeds=torch.empty(rows, tokens, one.embeds.shape[-1]),
-            mask=torch.empty(rows, tokens, dtype=torch.bool),
-            pooled=None if one.pooled is None else torch.empty(rows, len(one.pooled)),
-            references=references,
+            mask=torch.empty(rows, tokens, dtype=torch.bool) if model.masks_prompts else None,
+            pooled=None if vector is None else torch.empty(rows, len(vector)),
+            references=torch.empty(rows, references, latents.shape[-1]) if grids else None,
             reference_grids=grids,
         )
         conditioning = Conditioning(
@@ -245,11 +249,12 @@ class Passes:
         return latents, torch.empty(rows), conditioning
 
     def _reference_grids(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns in tokens of as many square reference images as a prompt must have."""
-        fewest, _ = FAMILIES[self._pipeline.class_name].images
-        square = ReferenceImage("", 1024, 1024, "a square")
+        """Of large square images, as few as the family takes; one where the settings say how large it shall be."""
         area = self._rollout.pipeline.reference_area
-        return tuple(self._pipeline.model.reference_grid(square, area) for _ in range(fewest))
+        fewest, most = FAMILIES[self._pipeline.class_name].images
+        images = fewest if area is None else min(max(fewest, 1), most)
+        large = ReferenceImage("", LARGE, LARGE, "a reference image")
+        return tuple(self._pipeline.model.reference_grid(large, area) for _ in range(images))
 
     def _policy(self, state: tuple[Tensor, Tensor, Conditioning], *, detached: bool = False) -> tuple[Tensor, Tensor]:
         """Means and log-probs of a step, as the actor finds them."""

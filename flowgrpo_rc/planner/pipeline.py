@@ -86,14 +86,19 @@ class FakePipeline:
         import diffusers
 
         pipeline_class = getattr(diffusers, self.class_name)
-        needed, optional = pipeline_class._get_signature_keys(pipeline_class)
-        # Of what a pipeline takes besides, parts have no weights or are not called here; settings are as in its index.
-        settings = {name: index[name] for name in optional if name in index and not isinstance(index[name], list)}
-        # A pipeline may bring its VAE into another precision, which fake tensors cannot be.
-        self.vae.to = lambda *_arguments, **_settings: self.vae
-        parts = dict.fromkeys(needed) | {"transformer": self.transformer, "vae": self.vae}
-        pipe = pipeline_class(**parts, **settings)
-        return resolve_name(FAMILIES[self.class_name].adapter)(pipe)
+        # What a pipeline takes besides has no weights, or is not called here; its own settings are no lists.
+        parts = dict.fromkeys(pipeline_class._get_signature_types())
+        parts |= {name: index[name] for name in parts if not isinstance(index.get(name, []), list)}
+        parts |= {"transformer": self.transformer, "vae": self.vae}
+        parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
+        # Modules with fake tensors cannot be cast, as some pipelines do to a VAE; those on the meta device can.
+        replace_tensors(self.vae, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        with only_errors("diffusers.models.modeling_utils"):
+            pipe = pipeline_class(**parts)
+        model = resolve_name(FAMILIES[self.class_name].adapter)(pipe)
+        with self.fake:
+            replace_tensors(self.vae, lambda tensor: torch.empty_like(tensor, device="cpu"))
+        return model
 
 
 def find_folder(path: str) -> Path:
@@ -152,4 +157,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise PlanError(f"{FIELD}: {file} cannot be read ({one_line(error, 200)})") from error
     if not isinstance(content, dict):
         raise PlanError(f"{FIELD}: {file} holds a JSON {type(content).__name__}; it must be an object")
-    return content
+    # Shipped pipelines name the part of another that theirs is, and what is different in it.
+    same = content.pop("_same_as", None)
+    return content if same is None else _read_json(SHIPPED / str(same) / file.name) | content

@@ -61,3 +61,22 @@ def write(folder, family, **changes):
         tiny = shipped("assets") / "tiny_qwen_image" / "vae" / "config.json"
         (Path(folder) / "vae" / "config.json").write_text(tiny.read_text())
     return str(folder)
+
+
+DEPTHS = {"num_layers", "num_single_layers", "num_mmdit_layers", "num_single_dit_layers", "n_layers"}
+"""Under these names transformers have their numbers of blocks."""
+
+
+def write_tiny(folder, pipe, *, deeper=False):
+    """The configuration files of a pipeline's transformer and VAE; ``deeper``: with five blocks of every kind."""
+    pipe.save_config(folder)
+    index_file = Path(folder) / "model_index.json"
+    index = json.loads(index_file.read_text())
+    index_file.write_text(json.dumps({k: v for k, v in index.items() if not k.startswith("text_encoder")}))
+    for part in ("transformer", "vae"):
+        getattr(pipe, part).save_config(Path(folder) / part)
+    if deeper:
+        file = Path(folder) / "transformer" / "config.json"
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps(content | dict.fromkeys(DEPTHS & content.keys(), 5)))
+    return str(folder)

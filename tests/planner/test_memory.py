@@ -9,9 +9,11 @@ from small_pipelines import write
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.planner import measured
 from flowgrpo_rc.planner import memory as room
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import GIB, Gpus
+from flowgrpo_rc.planner.measured import Measured
 from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.settings import PlannedRun
@@ -151,8 +153,18 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
 
 def test_rows_between_measured_ones_lie_on_their_line(plan):
     how = {"recompute": True, "accumulates": True}
-    measured = plan.actor._passes.update(14, reference=False, detached=False, **how)  # and not at 8 and 16
-    assert plan.actor.update(14, **how).peak == pytest.approx(measured.peak, rel=0.01)
+    own = plan.actor._passes.update(14, reference=False, detached=False, **how)  # and not at 8 and 16
+    assert plan.actor.update(14, **how).peak == pytest.approx(own.peak, rel=0.01)
+
+
+def test_a_large_micro_batch_lies_on_the_line_of_smaller_ones(run, monkeypatch):
+    large = run.with_actor(ppo_micro_batch_rows=48)
+    monkeypatch.setattr(measured, "MOST_ROWS", 16)
+    scaled = Measured(large).update(48, recompute=True, accumulates=False)
+    monkeypatch.setattr(measured, "MOST_ROWS", 48)
+    whole = Measured(large).update(48, recompute=True, accumulates=False)
+    assert scaled.peak == pytest.approx(whole.peak, rel=1e-3)
+    assert scaled.backward_flops == whole.backward_flops
 
 
 def test_changes_are_told_until_the_run_fits(run, plan):

@@ -1,0 +1,147 @@
+"""Plans of every model family: scaled to full depth, against real steps, and against operations counted by hand."""
+
+from copy import deepcopy
+from dataclasses import replace
+from pkgutil import resolve_name
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_pipelines import write_tiny
+from tiny_families import TINY
+from torch.overrides import TorchFunctionMode
+
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.lora import adapter_parameters, attach_lora
+from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.planner import passes
+from flowgrpo_rc.planner.live_bytes import LiveBytes
+from flowgrpo_rc.planner.passes import Passes
+from flowgrpo_rc.planner.pipeline import FakePipeline
+from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig
+from flowgrpo_rc.sde import log_prob, transition
+
+LORA = ModelConfig(lora_rank=4)
+ROWS = 3
+PLAIN = {"recompute": False, "reference": False, "detached": False, "accumulates": False}
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pipe(name):
+    return TINY[name].build()
+
+
+VARIANTS = {
+    "flux_schnell": "flux_dev",
+    "flux2_klein_references": "flux2_klein",
+    "flux2_dev": "flux2_klein",
+    "flux2_dev_reference": "flux2_klein",
+    "qwen_image_edit": "qwen_image_edit_plus",
+    "qwen_image_edit_plus_2511": "qwen_image_edit_plus",
+    "bria_static": "bria",
+    "sana_with_variance": "sana",
+    "wan_ti2v": "wan",
+}
+"""Families whose blocks are those of another one."""
+
+
+def passes_of(folder, name):
+    """With the family's strongest guidance."""
+    family = TINY[name]
+    height, width = family.sizes[0]
+    cfg, guidance = family.guidances[-1]
+    asked = PipelineConfig(
+        height=height,
+        width=width,
+        true_cfg_scale=cfg,
+        guidance_scale=guidance,
+        max_sequence_length=family.length,
+        reference_area=height * width if family.images else None,
+    )
+    pipeline = FakePipeline(folder, torch.float32)
+    return Passes(pipeline, LORA, "float32", RolloutConfig(pipeline=asked), autocast=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TINY if name not in VARIANTS], scope="module")
+def test_depth_scales_as_a_run_of_all_blocks_does(name, pipe, tmp_path, monkeypatch):
+    """Within a thousandth; operations to the last one."""
+    folder = write_tiny(tmp_path, pipe, deeper=True)
+    how = PLAIN | {"recompute": True, "accumulates": True}
+    scaled = passes_of(folder, name)
+    assert sum(len(kind.blocks) for kind in scaled.kinds) > 4
+    update = scaled.update(ROWS, **how)
+    monkeypatch.setattr(passes, "SHORT", 100)
+    whole = passes_of(folder, name)
+    expected = whole.update(ROWS, **how)
+    assert whole.lora_parameters == scaled.lora_parameters
+    assert update.peak == pytest.approx(expected.peak, rel=1e-3)
+    for flops in ("forward_flops", "backward_flops", "recomputed_flops"):
+        assert getattr(update, flops) == getattr(expected, flops)
+
+
+class Counted(TorchFunctionMode):
+    """Operations of products, attention and convolutions, from the shapes that a model calls them with."""
+
+    flops = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunction():
+            out = func(*args, **(kwargs or {}))
+        if func is F.linear:
+            self.flops += 2 * out.numel() * args[1].shape[1]
+        elif func in (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm):
+            self.flops += 2 * out.numel() * args[0].shape[-1]
+        elif func in (F.conv2d, F.conv3d, torch.conv2d, torch.conv3d):
+            self.flops += 2 * out.numel() * args[1][0].numel()
+        elif func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            self.flops += 4 * out.numel() * given["key"].shape[-2]
+        return out
+
+
+def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, pipe, tmp_path):
+    fake = passes_of(write_tiny(tmp_path, pipe), name)
+    expected = fake.update(ROWS, **PLAIN)
+    with fake._pipeline.fake:
+        state = fake._state(ROWS)
+
+    generator = torch.Generator().manual_seed(0)
+    given = []
+
+    def real(tensor):
+        made = torch.rand(tensor.shape, generator=generator)
+        given.append(made >= 0 if tensor.dtype == torch.bool else made)
+        return given[-1]
+
+    latents, level = real(state[0]), real(state[1])
+    prompts = state[2].prompts.map(real)
+    conditioning = replace(state[2], prompts=prompts, negative=prompts if state[2].negative else None)
+    pipe = deepcopy(pipe)
+    model = resolve_name(FAMILIES[type(pipe).__name__].adapter)(pipe)
+    transformer = model.transformer.requires_grad_(False)
+    attach_lora(transformer, model, LORA, dtype=torch.float32)
+
+    def forward():
+        velocity = model.velocity(transformer, latents, level * 1000, conditioning)
+        made = transition(latents, velocity, level, level / 2, noise_level=0.7, sde_type="sde")
+        return log_prob(made, latents, sde_type="sde")
+
+    def step():
+        forward().sum().backward()
+        for parameter in adapter_parameters(transformer).values():
+            parameter.grad = None
+
+    step()  # what is computed once and kept
+    with LiveBytes([*transformer.parameters(), *transformer.buffers(), *given]) as live:
+        step()
+    assert live.peak + sum(tensor.nbytes for tensor in given) == pytest.approx(expected.peak, rel=5e-3)
+    assert sum(stretch.flops for stretch in live.stretches) == expected.forward_flops + expected.backward_flops
+    with Counted() as counted, torch.no_grad():
+        forward()
+    assert counted.flops == expected.forward_flops > 0
