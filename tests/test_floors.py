@@ -12,6 +12,7 @@ BASE = {
     "lazy",
     "paths",
     "prompt",
+    "reference_files",
     "checks",
     "dtypes",
     "field_docs",

@@ -47,6 +47,16 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return short_digest(json.dumps(content).encode())
 
 
+def processor_digest(processor: Any) -> str:
+    """Of how a processor of texts and images prepares both.
+
+    What prepares images is part of it, which depends on whether torchvision is installed: the two resize differently.
+    """
+    settings = {k: v for k, v in processor.image_processor.to_dict().items() if k not in _ACT_ON_NOTHING}
+    content = [type(processor.image_processor).__name__, settings, tokenizer_digest(processor.tokenizer)]
+    return short_digest(json.dumps(content, sort_keys=True, default=str).encode())
+
+
 def stored_network_digest(files: PipelineFiles, part: Part) -> str:
     """Of a network's configuration and of values of each of its tensors, as they are in its files.
 

@@ -15,7 +15,7 @@ from torch import nn
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImageError, UnsupportedSchedulerError
-from flowgrpo_rc.models.digests import stored_network_digest, tokenizer_digest
+from flowgrpo_rc.models.digests import processor_digest, stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, describe
 from flowgrpo_rc.models.prompts import pad
 from flowgrpo_rc.models.registry import FAMILIES
@@ -27,6 +27,8 @@ SUPPORTED_PIPELINES = FAMILIES.keys()
 """Pipeline classes with an adapter in this package."""
 TEXT = "text_encoder"
 """How the names of text encoders begin in a pipeline."""
+PROCESSOR = "processor"
+"""The name of what prepares texts and images for a text encoder that is shown both."""
 
 
 def read_pipeline_class(path: str) -> str:
@@ -85,9 +87,8 @@ class PipelineLoader:
         self._device = device
         with quiet_loading("diffusers", "transformers"):
             # What is none of ours, such as an image encoder, the pipeline reads by itself.
-            ours = [
-                part for part in files.parts if part.has_weights or part.name.startswith(("tokenizer", "scheduler"))
-            ]
+            names = ("tokenizer", "scheduler", PROCESSOR)
+            ours = [part for part in files.parts if part.has_weights or part.name.startswith(names)]
             parts = dict.fromkeys(files.left_out) | {part.name: self._without_weights(part) for part in ours}
             with _explaining(files, INDEX):
                 self._pipe = pipeline_class.from_pretrained(str(files.folder), **parts)
@@ -175,7 +176,10 @@ class PipelineLoader:
         kind = self._classes[part.name]
         folder = str(files.folder / part.name)
         if not part.has_weights:
-            with _explaining(files, f"{part.name} cannot be read as a {part.class_name}"):
+            with (
+                _explaining(files, f"{part.name} cannot be read as a {part.class_name}"),
+                _naming_torchvision(files, part),
+            ):
                 return kind.from_pretrained(folder)
         from accelerate import init_empty_weights
 
@@ -215,10 +219,13 @@ class PipelineLoader:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """Of each text encoder and tokenizer, and of the VAE where it encodes images of prompts, by the name in the
+        """Of each text encoder and tokenizer, and of processor and VAE where prompts have images, by the name in the
         pipeline."""
         tokenizers = {name: part for name, part in self._pipe.components.items() if name.startswith("tokenizer")}
         found = {name: tokenizer_digest(part) for name, part in tokenizers.items() if part is not None}
+        processor = self._pipe.components.get(PROCESSOR)
+        if processor is not None:
+            found[PROCESSOR] = processor_digest(processor)
         for part in self._encoding_parts:
             with _explaining(self._files, part.name):
                 found[part.name] = stored_network_digest(self._files, part)
@@ -401,6 +408,23 @@ def _check_finite(files: PipelineFiles, name: str, network: Any, dtype: str) -> 
     if wrong:
         faults = describe({"of its weights hold values that are not finite": wrong})
         raise files.damaged(f"{name}: {faults} in {dtype}")
+
+
+@contextmanager
+def _naming_torchvision(files: PipelineFiles, part: Part) -> Iterator[None]:
+    """transformers' processors of images and videos insist on torchvision, which reads the videos, and what they raise
+    without it depends on the files."""
+    from transformers.utils import is_torchvision_available
+
+    try:
+        yield
+    except Exception as error:
+        if part.name != PROCESSOR or is_torchvision_available():
+            raise
+        raise UnsupportedModelError(
+            f"{FIELD}: {files.path} prepares reference images with a {part.class_name}, for which transformers needs "
+            "torchvision; pip install 'flowgrpo_rc[edit]'"
+        ) from error
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class QwenImage(DiffusionModel):
         parts = self.pipe
         vae = parts.vae.config
         # The pipeline drops the template before the prompt by a number of tokens that it has as a constant.
-        begins = parts.tokenizer(parts.prompt_template_encode.split("{}")[0]).input_ids
+        begins = parts.tokenizer(self._beginning()).input_ids
         left_out = parts.prompt_template_encode_start_idx
         sizes = [
             ("the tokenizer's tokens of the prompt template and those that the pipeline drops", len(begins), left_out),
@@ -61,6 +61,10 @@ class QwenImage(DiffusionModel):
             name = "the transformer's joint_attention_dim and the text_encoder's width"
             sizes.append((name, self.transformer.config.joint_attention_dim, width))
         return sizes
+
+    def _beginning(self) -> str:
+        """What the prompt template has before all that a prompt says."""
+        return self.pipe.prompt_template_encode.split("{}")[0]
 
     def _factors(self) -> dict[str, list[Any]]:
         vae = self.pipe.vae.config

@@ -44,6 +44,12 @@ class FamilyEntry:
 
 FAMILIES = {
     "QwenImagePipeline": FamilyEntry(adapter="flowgrpo_rc.models.qwen_image:QwenImage", negative_prompt=" "),
+    "QwenImageEditPipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.qwen_image_edit:QwenImageEdit", negative_prompt=" ", images=(1, 1)
+    ),
+    "QwenImageEditPlusPipeline": FamilyEntry(
+        adapter="flowgrpo_rc.models.qwen_image_edit:QwenImageEditPlus", negative_prompt=" ", images=(1, 3)
+    ),
     "FluxPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:Flux"),
     "FluxKontextPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:FluxKontext", images=(1, 1)),
     "StableDiffusion3Pipeline": FamilyEntry(

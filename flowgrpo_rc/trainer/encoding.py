@@ -33,11 +33,11 @@ class PromptSet:
     """Where ``pipeline`` stands under ``actor_rollout_ref.rollout``."""
 
     @property
-    def positive(self) -> list[Prompt]:
+    def positive(self) -> list[str | Prompt]:
         """The prompts, one a record."""
         return [self._asked(record.prompt, record) for record in self.records]
 
-    def negative(self, model: DiffusionModel) -> list[Prompt]:
+    def negative(self, model: DiffusionModel) -> list[str | Prompt]:
         """The prompts to steer away from, one a record, with the images of the prompt; none without guidance."""
         if self.pipeline.true_cfg_scale <= 1:
             return []
@@ -48,9 +48,8 @@ class PromptSet:
         both = (*self.positive, *self.negative(model))
         return [(prompt, self.pipeline.max_sequence_length) for prompt in both]
 
-    def _asked(self, text: str, record: PromptRecord) -> Prompt:
-        # The area says nothing of a prompt without images, which is the same whatever it is.
-        return Prompt(text, record.images, self.pipeline.reference_area if record.images else None)
+    def _asked(self, text: str, record: PromptRecord) -> str | Prompt:
+        return Prompt(text, record.images, self.pipeline.reference_area) if record.images else text
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_encoded(t
 
 
 def of(*prompts, **pipeline):
-    records = [SimpleNamespace(prompt=prompt, negative_prompt=None, source="here") for prompt in prompts]
+    records = [SimpleNamespace(prompt=prompt, negative_prompt=None, images=(), source="here") for prompt in prompts]
     return PromptSet(records, PipelineConfig(max_sequence_length=64, **pipeline))
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from tiny_families import flux, stable_diffusion_3
+from tiny_families import flux, qwen_image_edit, stable_diffusion_3
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -55,6 +55,15 @@ def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
     return {"prompt": prompts, "guidance_scale": true_cfg_scale, "max_sequence_length": length}
 
 
+_EDIT = {
+    "call": qwen_image_edit.call,
+    "length": 128,
+    "images": ((50, 70),),
+    "reference_area": qwen_image_edit.AREA,
+    "during_call": qwen_image_edit.small_references,
+    "idle": ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
+}
+
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
         build=stable_diffusion_3.build,
@@ -82,6 +91,14 @@ TINY: dict[str, TinyFamily] = {
         build=lambda: flux.build(guidance_embeds=False, dynamic=False),
         call=flux.call,
         refused=(({"guidance_scale": 3.5}, "guidance_scale: got 3.5 for this model; it takes none; set it to null"),),
+    ),
+    "qwen_image_edit": TinyFamily(
+        build=lambda: qwen_image_edit.build("QwenImageEditPipeline"),
+        **_EDIT | {"images": ((60, 40),)},
+    ),
+    "qwen_image_edit_plus": TinyFamily(build=qwen_image_edit.build, **_EDIT),
+    "qwen_image_edit_plus_2511": TinyFamily(
+        build=lambda: qwen_image_edit.build(zero_cond_t=True), **_EDIT | {"images": ((60, 40), (30, 50))}
     ),
     "flux_kontext": TinyFamily(
         build=lambda: flux.build(pipeline="FluxKontextPipeline"),
