@@ -21,7 +21,7 @@ from flowgrpo_rc.models.prompts import pad
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.prompt import Prompt, grey_image
-from flowgrpo_rc.quiet import quiet_loading
+from flowgrpo_rc.quiet import IMPORTS, only_errors, quiet_loading
 
 SUPPORTED_PIPELINES = FAMILIES.keys()
 """Pipeline classes with an adapter in this package."""
@@ -75,7 +75,8 @@ class PipelineLoader:
         import diffusers
 
         files = _find(path)
-        pipeline_class = getattr(diffusers, files.class_name)
+        with only_errors(IMPORTS):
+            pipeline_class = getattr(diffusers, files.class_name)
         if not os.path.isdir(resolve_asset(path)):
             with _explaining(files, "the download failed"):
                 files = PipelineFiles(path, Path(pipeline_class.download(path)))

@@ -14,6 +14,8 @@ from flowgrpo_rc.quiet import only_errors
 PROMPTS_AT_ONCE = 8
 """Prompts per call of the text encoder: a 7B encoder's activations for hundreds of them would fill a GPU."""
 
+TOKENIZATION = "transformers.tokenization_utils_base"
+"""Warns of long texts, without naming them."""
 PROMPTS_TOKENIZED_AT_ONCE = 1000
 """Prompts per call of the tokenizers: a bound on the tokens that are held at a time."""
 
@@ -81,10 +83,14 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
     groups: dict[tuple[int, ...], list[PromptKey]] = {}
     for key, tokens in zip(keys, _token_counts(model, keys), strict=True):
         groups.setdefault((key[1], *(min(count, key[1]) for count in tokens)), []).append(key)
+    # Pipelines warn of every prompt whose end is cut off; ``check_prompts`` says it of all in a line.
+    warn = (TOKENIZATION, type(model.pipe).__module__)
     for (length, *_), group in groups.items():
         for start in range(0, len(group), PROMPTS_AT_ONCE):
             part = group[start : start + PROMPTS_AT_ONCE]
-            rows = dict(zip(part, model.encode([prompt for prompt, _ in part], length), strict=True))
+            with only_errors(*warn):
+                encoded = model.encode([prompt for prompt, _ in part], length)
+            rows = dict(zip(part, encoded, strict=True))
             _check_finite(rows)
             yield rows
 
@@ -99,7 +105,7 @@ def _token_counts(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[
 
 
 def _tokens(tokenizer: Any, said: list[str]) -> list[list[int]]:
-    with only_errors("transformers.tokenization_utils_base"):  # it warns of long texts, without naming them
+    with only_errors(TOKENIZATION):
         return tokenizer(said, add_special_tokens=False).input_ids
 
 

@@ -4,10 +4,14 @@ A family has a module here with its ``build()``, and an entry in ``TINY``. The t
 ``tests/models/test_families.py`` and others then run for it.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from tiny_families import flux, qwen_image_edit, stable_diffusion_3
 
@@ -41,6 +45,9 @@ class TinyFamily:
     reference_area: int | None = None
     """Pixels that the reference images are scaled to, which ``call`` has the pipeline do too."""
 
+    before_loading: Callable[[], Any] = lambda: None
+    """Called in every process that loads the model from its folder."""
+
     during_call: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered while the pipeline draws."""
 
@@ -49,6 +56,40 @@ class TinyFamily:
 
     refused: tuple[tuple[dict[str, Any], str], ...] = ()
     """Arguments of ``check_request`` besides a size of 32, and what the refusal says."""
+
+
+def run_overrides(name: str, path: str, folder: Path) -> list[str]:
+    """A run of the family's model at ``path`` in float32, guided; the prompts of one with images go to ``folder`` where
+    it is not there."""
+    family = TINY[name]
+    family.before_loading()
+    scale, embedded = family.guidances[-1]
+    rollout = "actor_rollout_ref.rollout"
+    overrides = [
+        f"actor_rollout_ref.model.path={path}",
+        f"{rollout}.dtype=float32",
+        f"{rollout}.pipeline.max_sequence_length={family.length}",
+        f"{rollout}.pipeline.true_cfg_scale={scale}",
+        f"{rollout}.pipeline.guidance_scale={'null' if embedded is None else embedded}",
+    ]
+    if not family.images:
+        return overrides
+    if not folder.exists():  # one process has written them for all
+        _write_prompts(family, folder)
+    if family.reference_area is not None:
+        overrides.append(f"{rollout}.pipeline.reference_area={family.reference_area}")
+    return [*overrides, *(f"data.{part}_files={folder / 'prompts.jsonl'}" for part in ("train", "val"))]
+
+
+def _write_prompts(family: TinyFamily, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    lines = []
+    for i in range(8):
+        names = [f"{i}_{k}.png" for k in range(len(family.images))]
+        for k, (file, size) in enumerate(zip(names, family.images, strict=True)):
+            Image.new("RGB", size, (20 * i, 60 * k, 120)).save(folder / file)
+        lines.append(json.dumps({"prompt": f'the text "{i}{i}"', "images": names}))
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
 
 
 def _sd3_call(prompts, negative, true_cfg_scale, guidance_scale, length):
@@ -60,6 +101,7 @@ _EDIT = {
     "length": 128,
     "images": ((50, 70),),
     "reference_area": qwen_image_edit.AREA,
+    "before_loading": qwen_image_edit.read_without_torchvision,
     "during_call": qwen_image_edit.small_references,
     "idle": ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
 }

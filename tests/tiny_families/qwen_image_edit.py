@@ -22,9 +22,12 @@ CHANNELS = 4
 def build(pipeline="QwenImageEditPlusPipeline", **settings):
     """Like Qwen-Image-Edit-2509, or with the other class like Qwen-Image-Edit; ``settings`` of the transformer."""
     import diffusers
+    import transformers
 
     example = _example()
     processor_class = read_without_torchvision()
+    # The class of the library, which is there with torchvision, takes a processor of videos too.
+    videos = [] if hasattr(processor_class, "without_videos") else [transformers.Qwen2VLVideoProcessor()]
     kind = getattr(diffusers, pipeline)
     blank = kind(scheduler=None, vae=None, text_encoder=None, tokenizer=None, processor=None, transformer=None)
     tokenizer = example.make_tokenizer(blank.prompt_template_encode, "the text 42")
@@ -32,11 +35,11 @@ def build(pipeline="QwenImageEditPlusPipeline", **settings):
         torch.manual_seed(0)
         return parts.ready(
             kind(
-                scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
+                scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
                 vae=_vae(),
                 text_encoder=example.make_text_encoder(tokenizer),
                 tokenizer=tokenizer,
-                processor=processor_class(_image_processor(), tokenizer),
+                processor=processor_class(_image_processor(), tokenizer, *videos),
                 transformer=diffusers.QwenImageTransformer2DModel(
                     patch_size=2,
                     in_channels=4 * CHANNELS,

@@ -1,0 +1,61 @@
+"""Every model family on two processes, whole and sharded, against one process."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests_support import run_process
+from tiny_families import TINY, run_overrides
+from tolerances import of_metric
+
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder for each family, with its model and the runs on two processes."""
+    folder = tmp_path_factory.mktemp("families")
+    for name, family in TINY.items():
+        family.build().save_pretrained(folder / name / "model")
+        run_overrides(name, str(folder / name / "model"), folder / name / "data")
+    script = Path(__file__).with_name("families_on_processes.py")
+    done = run_process(*TORCHRUN, script, folder, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMING_PREFIXES)} for line in lines]
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_sharded_equals_whole_to_the_bit(runs, name):
+    whole, sharded = runs / name / "whole", runs / name / "sharded"
+    assert len(rows(whole)) >= 2
+    assert rows(whole) == rows(sharded)
+    for one, other in zip(load_file(whole / ADAPTER).values(), load_file(sharded / ADAPTER).values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_two_processes_equal_one(runs, name, small_config):
+    own = runs / name
+    trainer = FlowGRPOTrainer(small_config(*run_overrides(name, str(own / "model"), own / "data")))
+    dimensions = torch.Size(trainer.run.model.latent_shape(32, 32)).numel()
+    alone = rows(trainer.fit().root)
+    together = rows(own / "whole")
+    assert len(alone) == len(together)
+    for a, b in zip(alone, together, strict=True):
+        assert a.keys() == b.keys()
+        for metric in a:
+            bound = of_metric(metric, a, dimensions=dimensions, pixels=3072, steps=2)
+            assert b[metric] == pytest.approx(a[metric], abs=bound), metric
