@@ -72,7 +72,7 @@ def build() -> StableDiffusion3Pipeline:
             qk_norm="rms_norm",
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
-        vae=make_vae(LATENT_CHANNELS, (8, 16, 32)),
+        vae=make_vae(LATENT_CHANNELS, (8, 16, 32), groups=8),
         text_encoder=clip(tokenizers[0]),
         tokenizer=tokenizers[0],
         text_encoder_2=clip(tokenizers[1]),

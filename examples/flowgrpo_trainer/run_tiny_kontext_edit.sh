@@ -42,9 +42,9 @@ exec flowgrpo-rc train \
     reward.reward_functions.same_style.weight=1.0 \
     trainer.experiment_name=tiny_kontext_edit \
     trainer.default_local_dir="$OUTPUTS/flowgrpo_rc/tiny_kontext_edit" \
-    trainer.total_training_steps=100 \
-    trainer.test_freq=25 \
-    trainer.save_freq=50 \
+    trainer.total_training_steps=60 \
+    trainer.test_freq=20 \
+    trainer.save_freq=60 \
     trainer.log_val_generations=24 \
     trainer.resume_mode=disable \
     "$@"

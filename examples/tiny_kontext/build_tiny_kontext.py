@@ -2,7 +2,7 @@
 
     python examples/tiny_kontext/build_tiny_kontext.py
 
-takes about MINUTES minutes of one core; the defaults are those of the shipped model, `assets/tiny_kontext`, and of its
+takes four to five minutes of one core; the defaults are those of the shipped model, `assets/tiny_kontext`, and of its
 prompts and references, `assets/tiny_edit`. It learns from pairs of pictures, two numbers in one style, to turn one into
 the other. Training of the transformer stops early on purpose, so that about 60 % of the OCR reward is reached and
 reinforcement learning has room to improve it. The result depends on the seed alone on a given machine and thread count.
@@ -46,6 +46,7 @@ class EditSettings:
     vae_steps: int
     vae_batch_size: int
     vae_learning_rate: float
+    vae_ground_weight: float
     flow_steps: int
     flow_batch_size: int
     flow_learning_rate: float
@@ -67,7 +68,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vae-steps", type=int, default=1200)
     parser.add_argument("--vae-batch-size", type=int, default=32)
     parser.add_argument("--vae-learning-rate", type=float, default=4e-3)
-    parser.add_argument("--flow-steps", type=int, default=2000)
+    parser.add_argument("--vae-ground-weight", type=float, default=2.0, help="of the mean colours of large squares")
+    parser.add_argument("--flow-steps", type=int, default=1000)
     parser.add_argument("--flow-batch-size", type=int, default=64)
     parser.add_argument("--flow-learning-rate", type=float, default=2e-3)
     parser.add_argument("--flow-ema-decay", type=float, default=0.99)
@@ -90,6 +92,7 @@ def train(settings: EditSettings) -> FluxKontextPipeline:
         steps=settings.vae_steps,
         batch_size=settings.vae_batch_size,
         learning_rate=settings.vae_learning_rate,
+        ground_weight=settings.vae_ground_weight,
         seed=settings.seed,
     )
     train_flow(

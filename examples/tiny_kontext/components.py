@@ -35,7 +35,7 @@ def build_pipeline(seed: int) -> FluxKontextPipeline:
     enlarge_embeddings(clip)
     pipeline = FluxKontextPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
-        vae=make_vae(LATENT_CHANNELS, (8, 16, 24)),
+        vae=make_vae(LATENT_CHANNELS, (8, 16, 24), groups=1),
         text_encoder=clip.eval(),
         tokenizer=tokenizer,
         text_encoder_2=make_t5(tokenizer_2, T5_WIDTH).eval(),

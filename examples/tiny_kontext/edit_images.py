@@ -16,8 +16,8 @@ from number_images import NUMBERS, Colour, draw_in_style, load_fonts, random_shi
 from PIL import Image, ImageFont
 from torch import Tensor
 
-PAPER_SATURATION, PAPER_VALUE = (0.0, 0.45), (0.82, 1.0)
-INK_SATURATION, INK_VALUE = (0.3, 1.0), (0.0, 0.5)
+PAPER_SATURATION, PAPER_VALUE = (0.2, 0.7), (0.85, 1.0)
+INK_SATURATION, INK_VALUE = (0.3, 1.0), (0.0, 0.4)
 """Light paper and dark ink, of any hue."""
 TRAIN_REFERENCES, TEST_REFERENCES = 24, 12
 

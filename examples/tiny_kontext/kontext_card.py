@@ -66,9 +66,9 @@ references that they are asked for with, from reinforcement learning only.
 ## Training
 
 By `examples/tiny_kontext/build_tiny_kontext.py`, in {minutes:.0f} minutes of one core with the settings below. First
-the VAE on the pictures (squared error + 0.1 absolute error + 0.001 KL divergence), then the transformer with the
-rectified-flow loss on the VAE's latents, with those of the reference behind them. Both use one-cycle learning rates;
-of the transformer, the weights' moving average is kept.
+the VAE on the pictures (squared error + 0.1 absolute error + 0.001 KL divergence + squared error of the mean colours
+of squares of 8 pixels), then the transformer with the rectified-flow loss on the VAE's latents, with those of the
+reference behind them. Both use one-cycle learning rates; of the transformer, the weights' moving average is kept.
 
 {settings}
 
