@@ -19,16 +19,16 @@ exec flowgrpo-rc train \
     actor_rollout_ref.model.path=asset:tiny_kontext \
     actor_rollout_ref.model.lora_rank=8 \
     actor_rollout_ref.model.lora_alpha=16 \
-    actor_rollout_ref.actor.optim.lr=1e-3 \
+    actor_rollout_ref.actor.optim.lr=5e-3 \
     actor_rollout_ref.actor.optim.lr_scheduler_type=linear \
-    actor_rollout_ref.actor.ppo_mini_batch_size=4 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=8 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48 \
     actor_rollout_ref.actor.diffusion_loss.clip_ratio=1e-3 \
     actor_rollout_ref.rollout.n=12 \
     actor_rollout_ref.rollout.dtype=bfloat16 \
     actor_rollout_ref.rollout.micro_batch_size=96 \
     actor_rollout_ref.rollout.algo.noise_level=0.7 \
-    actor_rollout_ref.rollout.algo.sde_window_size=2 \
+    actor_rollout_ref.rollout.algo.sde_window_size=4 \
     actor_rollout_ref.rollout.algo.sde_window_range="[0,4]" \
     actor_rollout_ref.rollout.pipeline.height=32 \
     actor_rollout_ref.rollout.pipeline.width=32 \
@@ -42,9 +42,9 @@ exec flowgrpo-rc train \
     reward.reward_functions.same_style.weight=1.0 \
     trainer.experiment_name=tiny_kontext_edit \
     trainer.default_local_dir="$OUTPUTS/flowgrpo_rc/tiny_kontext_edit" \
-    trainer.total_training_steps=60 \
+    trainer.total_training_steps=80 \
     trainer.test_freq=20 \
-    trainer.save_freq=60 \
+    trainer.save_freq=80 \
     trainer.log_val_generations=24 \
     trainer.resume_mode=disable \
     "$@"
