@@ -19,7 +19,8 @@ exec flowgrpo-rc train \
     actor_rollout_ref.model.path=asset:tiny_kontext \
     actor_rollout_ref.model.lora_rank=8 \
     actor_rollout_ref.model.lora_alpha=16 \
-    actor_rollout_ref.actor.optim.lr=5e-3 \
+    actor_rollout_ref.actor.optim.lr=2e-3 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
     actor_rollout_ref.actor.optim.lr_scheduler_type=linear \
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48 \
@@ -42,9 +43,9 @@ exec flowgrpo-rc train \
     reward.reward_functions.same_style.weight=1.0 \
     trainer.experiment_name=tiny_kontext_edit \
     trainer.default_local_dir="$OUTPUTS/flowgrpo_rc/tiny_kontext_edit" \
-    trainer.total_training_steps=80 \
+    trainer.total_training_steps=100 \
     trainer.test_freq=20 \
-    trainer.save_freq=80 \
+    trainer.save_freq=100 \
     trainer.log_val_generations=24 \
     trainer.resume_mode=disable \
     "$@"
