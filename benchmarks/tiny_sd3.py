@@ -10,7 +10,6 @@ stops early, so that reinforcement learning has something to improve. It is no p
 
 import argparse
 import json
-import string
 import sys
 import time
 from pathlib import Path
@@ -19,17 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from flowgrpo_rc.rewards import OCRReward
 from flowgrpo_rc.rewards.config import OCRConfig
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "examples" / "tiny_qwen_image"))
+sys.path += [str(HERE.parent / "examples" / folder) for folder in ("tiny_qwen_image", "tiny_kontext")]
+from image_vae import make_vae, normalised_latents, train_vae  # noqa: E402
 from number_images import IMAGE_SIZE, NUMBERS, make_dataset, prompt_for  # noqa: E402
-from training import Average, Descent, autoencoding_loss, on_the_line, round_to_half  # noqa: E402
+from text_encoders import clip_config, clip_tokenizer, enlarge_embeddings  # noqa: E402
+from training import Average, Descent, on_the_line  # noqa: E402
 
 FOLDER = HERE.parent / "outputs" / "tiny_sd3"
 SCORES = "scores.json"
@@ -43,41 +44,18 @@ NO_T5_TOKENS = 1
 WIDTH = 128
 
 
-def tokenizer() -> CLIPTokenizer:
-    """A token a character, and one a character that ends a word."""
-    characters = string.printable.strip()
-    tokens = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
-    return CLIPTokenizer(
-        vocab={token: number for number, token in enumerate(tokens)}, merges=[], model_max_length=CLIP_TOKENS
-    )
-
-
 def clip(tokens: CLIPTokenizer) -> CLIPTextModelWithProjection:
     """Two random layers. They stay random: the transformer learns to read digits and places from them."""
-    config = CLIPTextConfig(
-        vocab_size=len(tokens),
-        hidden_size=CLIP_WIDTH,
-        intermediate_size=2 * CLIP_WIDTH,
-        projection_dim=CLIP_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=CLIP_TOKENS,
-        bos_token_id=tokens.bos_token_id,
-        eos_token_id=tokens.eos_token_id,
-        pad_token_id=tokens.pad_token_id,
-    )
-    model = CLIPTextModelWithProjection(config)
+    model = CLIPTextModelWithProjection(clip_config(tokens, CLIP_WIDTH))
     # The pipeline takes the embeddings before the last layer, where nothing has normalised them.
-    for embedding in (module for module in model.modules() if isinstance(module, nn.Embedding)):
-        nn.init.normal_(embedding.weight)
+    enlarge_embeddings(model)
     return model
 
 
 def build() -> StableDiffusion3Pipeline:
     """The untrained pipeline. 32 pixels become 8 x 8 latents of 8 channels, and those 16 tokens."""
     torch.manual_seed(SEED)
-    tokenizers = [tokenizer(), tokenizer()]
-    blocks = 3
+    tokenizers = [clip_tokenizer(CLIP_TOKENS), clip_tokenizer(CLIP_TOKENS)]
     pipe = StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(
             sample_size=8,
@@ -94,16 +72,7 @@ def build() -> StableDiffusion3Pipeline:
             qk_norm="rms_norm",
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
-        vae=AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * blocks,
-            up_block_types=("UpDecoderBlock2D",) * blocks,
-            block_out_channels=(8, 16, 32),
-            layers_per_block=1,
-            norm_num_groups=8,
-            latent_channels=LATENT_CHANNELS,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        ),
+        vae=make_vae(LATENT_CHANNELS, (8, 16, 32), groups=8),
         text_encoder=clip(tokenizers[0]),
         tokenizer=tokenizers[0],
         text_encoder_2=clip(tokenizers[1]),
@@ -113,29 +82,6 @@ def build() -> StableDiffusion3Pipeline:
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def train_vae(vae: AutoencoderKL, images: Tensor, *, steps: int, batch_size: int, learning_rate: float) -> None:
-    """Learn to reconstruct the pictures, then put the latents' mean and deviation into the configuration."""
-    generator = torch.Generator().manual_seed(SEED)
-    descent = Descent("vae", torch.optim.Adam(vae.parameters(), lr=learning_rate), learning_rate, steps)
-    vae.train()
-    for _ in range(steps):
-        batch = images[torch.randint(len(images), (batch_size,), generator=generator)]
-        posterior = vae.encode(batch).latent_dist
-        latents = posterior.mean + posterior.std * torch.randn(posterior.mean.shape, generator=generator)
-        decoded = vae.decode(latents).sample
-        descent.step(autoencoding_loss(decoded, batch, posterior))
-    vae.eval().requires_grad_(False)
-    round_to_half(vae)
-    latents = encode_all(vae, images)
-    vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
-
-
-@torch.no_grad()
-def encode_all(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    """The posterior means of all pictures, not normalised."""
-    return torch.cat([vae.encode(batch).latent_dist.mean for batch in images.split(256)])
 
 
 def train_flow(
@@ -212,9 +158,8 @@ def main() -> int:
     start = time.process_time()
     pipe = build()
     images, labels = make_dataset(PICTURES, SEED)
-    train_vae(pipe.vae, images, steps=arguments.vae_steps, batch_size=32, learning_rate=4e-3)
-    vae = pipe.vae.config
-    latents = (encode_all(pipe.vae, images) - vae.shift_factor) * vae.scaling_factor
+    train_vae(pipe.vae, images, steps=arguments.vae_steps, batch_size=32, learning_rate=4e-3, seed=SEED)
+    latents = normalised_latents(pipe.vae, images)
     train_flow(pipe, latents, labels, steps=arguments.flow_steps, batch_size=64, learning_rate=1e-3)
     scores: dict[str, Any] = {"6 steps": score(pipe, 6, 3)}
     scores |= {"vae_steps": arguments.vae_steps, "flow_steps": arguments.flow_steps}

@@ -17,6 +17,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 IMAGE_SIZE = 32
+Colour = tuple[int, int, int]
+"""Red, green and blue, 0 to 255."""
 NUMBERS = tuple(f"{number:02d}" for number in range(100))
 HELD_OUT_NUMBERS = 20
 
@@ -34,20 +36,17 @@ def prompt_for(number: str) -> str:
     return f'the text "{number}"'
 
 
-def split_prompts(seed: int) -> tuple[list[str], list[str]]:
-    """80 prompts to train on and 20 held-out ones: a seeded choice among the numbers, each list in
-    order."""
+def split_numbers(seed: int) -> tuple[list[str], list[str]]:
+    """80 numbers to train on and 20 held-out ones: a seeded choice, each list in order."""
     held_out = set(random.Random(seed).sample(NUMBERS, HELD_OUT_NUMBERS))
-    train = [prompt_for(number) for number in NUMBERS if number not in held_out]
-    test = [prompt_for(number) for number in NUMBERS if number in held_out]
-    return train, test
+    return [n for n in NUMBERS if n not in held_out], [n for n in NUMBERS if n in held_out]
 
 
 def write_prompts(folder: Path, seed: int) -> None:
     """Write `train.txt` and `test.txt`, one prompt a line."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, prompts in zip(("train.txt", "test.txt"), split_prompts(seed), strict=True):
-        (folder / name).write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    for name, numbers in zip(("train.txt", "test.txt"), split_numbers(seed), strict=True):
+        (folder / name).write_text("".join(f"{prompt_for(number)}\n" for number in numbers), encoding="utf-8")
 
 
 def load_fonts() -> list[ImageFont.FreeTypeFont]:
@@ -63,15 +62,28 @@ def load_fonts() -> list[ImageFont.FreeTypeFont]:
 def draw_number(number: str, font: ImageFont.FreeTypeFont, rng: np.random.Generator) -> Image.Image:
     """One picture of `number`; place and shades are drawn from `rng`."""
     paper, ink = int(rng.integers(*PAPER)), int(rng.integers(*INK))
-    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (paper,) * 3)
+    return draw_in_style(number, font, (paper,) * 3, (ink,) * 3, random_shift(rng))
+
+
+def random_shift(rng: np.random.Generator) -> tuple[int, int]:
+    """By how many pixels a number is off the centre, to the right and down."""
+    right, down = rng.integers(-MAX_SHIFT, MAX_SHIFT + 1, size=2)
+    return int(right), int(down)
+
+
+def draw_in_style(
+    number: str, font: ImageFont.FreeTypeFont, paper: Colour, ink: Colour, shift: tuple[int, int]
+) -> Image.Image:
+    """The picture of `number` that these decide; `shift` is from the centre, and smaller where a wide font leaves less
+    room."""
+    image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), paper)
     left, top, right, bottom = font.getbbox(number)
-    shift = rng.integers(-MAX_SHIFT, MAX_SHIFT + 1, size=2)
-    x = (IMAGE_SIZE - (right - left)) / 2 + float(shift[0])
-    y = (IMAGE_SIZE - (bottom - top)) / 2 + float(shift[1])
+    x = (IMAGE_SIZE - (right - left)) / 2 + shift[0]
+    y = (IMAGE_SIZE - (bottom - top)) / 2 + shift[1]
     # A wide font leaves less room than MAX_SHIFT: keep the number inside the picture.
     x = min(max(x, 1.0), IMAGE_SIZE - 1.0 - (right - left))
     y = min(max(y, 1.0), IMAGE_SIZE - 1.0 - (bottom - top))
-    ImageDraw.Draw(image).text((x - left, y - top), number, font=font, fill=(ink,) * 3)
+    ImageDraw.Draw(image).text((x - left, y - top), number, font=font, fill=ink)
     return image
 
 

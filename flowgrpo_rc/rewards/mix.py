@@ -53,9 +53,14 @@ class RewardResult:
         }
 
     @property
+    def reader(self) -> str | None:
+        """The first function that gave captions, ``info["text"]``; None when none did."""
+        return next((name for name, info in self.info.items() if "text" in info), None)
+
+    @property
     def texts(self) -> list[str] | None:
-        """The captions that the first function with ``info["text"]`` gave, None when none did."""
-        return next((info["text"] for info in self.info.values() if "text" in info), None)
+        """The captions that ``reader`` gave."""
+        return None if self.reader is None else self.info[self.reader]["text"]
 
 
 class RewardMix:

@@ -4,12 +4,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rewards import PartialScoring, RewardMix, RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import PipelineConfig
@@ -21,6 +23,8 @@ from flowgrpo_rc.trainer.setup import Run
 
 CELL = 96
 """Pixels of an image's side."""
+REFERENCE = 48
+"""Pixels of the side of a reference, which stands before its image."""
 CAPTION = 34
 """Pixels of the two lines under an image."""
 TITLE = 26
@@ -44,6 +48,10 @@ class Sample:
     reward: float
     text: str | None = None
     """What an OCR reward read."""
+    text_score: float | None = None
+    """What that reward gave for it; ``None``: the whole reward."""
+    reference: ReferenceImage | None = None
+    """The first image that it was to edit."""
 
 
 def validate(
@@ -95,11 +103,15 @@ def _score(
     results = [reward] if run.observers is None else [reward, _reward(run, run.observers, images, records)]
     scores = {name: values for one in results for name, values in (one.parts | one.inner_parts).items()}
     texts = reward.texts or [None] * kept
+    text_scores = [None] * kept if reward.reader is None else reward.parts[reward.reader].tolist()
     scored = []
     for i, index in enumerate(drawn[:kept]):
         parts = {name: float(values[i]) for name, values in scores.items()}
         total = float(reward.total[i])
-        sample = Sample(images[i], records[i].prompt, total, texts[i]) if index < shown else None
+        sample = None
+        if index < shown:
+            reference = next(iter(records[i].images), None)
+            sample = Sample(images[i], records[i].prompt, total, texts[i], text_scores[i], reference)
         keep(DumpedImage(index, images[i], records[i].prompt, _seed(run, index), total, parts))
         scored.append((index, {"mean": total} | parts, sample))
     return scored
@@ -147,31 +159,47 @@ def _records(run: Run, numbers: list[int]) -> list[PromptRecord]:
 
 
 def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 12) -> None:
-    """Write one PNG with captioned images under a title."""
+    """Write one PNG with captioned images under a title, each behind its reference where there are any.
+
+    Raises:
+        ValueError: a reference is gone or has changed.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(11)
+    across = CELL + (REFERENCE + 2 if any(sample.reference for sample in samples) else 0)
+    columns = max(1, columns * (CELL + GAP) // (across + GAP))
     rows = -(-len(samples) // columns)
-    width = GAP + columns * (CELL + GAP)
+    width = GAP + columns * (across + GAP)
     height = GAP + TITLE + rows * (CELL + CAPTION + GAP)
     canvas = Image.new("RGB", (width, height), "white")
     pen = ImageDraw.Draw(canvas)
     pen.text((GAP, GAP), title, fill="black", font=ImageFont.load_default(15))
     for i, sample in enumerate(samples):
-        x = GAP + (i % columns) * (CELL + GAP)
+        x = GAP + (i % columns) * (across + GAP)
         y = GAP + TITLE + (i // columns) * (CELL + CAPTION + GAP)
-        picture = Image.fromarray(sample.image)
-        # Small images keep their pixels sharp: what the model drew is to be seen, not what smoothing makes of it.
-        scale = Image.Resampling.NEAREST if max(picture.size) < CELL else Image.Resampling.LANCZOS
-        canvas.paste(picture.resize((CELL, CELL), scale), (x, y))
+        if sample.reference is not None:
+            canvas.paste(_square(sample.reference.open(), REFERENCE), (x, y))
+        right = x + across - CELL
+        canvas.paste(_square(Image.fromarray(sample.image), CELL), (right, y))
         prompt = sample.prompt if len(sample.prompt) <= 17 else f"{sample.prompt[:16]}…"
-        pen.rectangle((x, y, x + CELL - 1, y + CELL - 1), outline="#bbbbbb")
+        pen.rectangle((right, y, right + CELL - 1, y + CELL - 1), outline="#bbbbbb")
         pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
         score = f"{sample.reward:.2f}"
         colour = "black"
         if sample.text is not None:  # only what was read is right or wrong
             score += f' read "{sample.text}"'
-            colour = "#0a7d32" if sample.reward >= 0.999 else "#b3261e"
+            read = sample.reward if sample.text_score is None else sample.text_score
+            colour = "#0a7d32" if read >= 0.999 else "#b3261e"
         pen.text((x, y + CELL + 16), score[:20], fill=colour, font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))
+
+
+def _square(picture: Any, side: int) -> Any:
+    """Of ``side`` pixels. Small images keep their pixels sharp: what the model drew is to be seen, not what smoothing
+    makes of it."""
+    from PIL import Image
+
+    scale = Image.Resampling.NEAREST if max(picture.size) < side else Image.Resampling.LANCZOS
+    return picture.resize((side, side), scale)

@@ -1,5 +1,6 @@
 """What people look at: metrics lines, grids, the closing table."""
 
+import io
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowgrpo_rc.prompt import ReferenceImage, content_digest
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures
 from flowgrpo_rc.run_folder import RunFolder
@@ -174,3 +176,27 @@ def test_the_score_is_coloured_where_a_text_was_read(tmp_path, text, reward, cha
     pixels = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB")).astype(int)
     coloured = pixels[np.ptp(pixels, axis=-1) > 60]
     assert coloured.size == 0 if channel is None else set(coloured.argmax(1)) == {channel}
+
+
+def test_a_wrong_reading_is_red_whatever_other_rewards_gave(tmp_path):
+    blank = np.full((8, 8, 3), 255, np.uint8)
+    save_grid(tmp_path / "grid.png", "", [Sample(blank, "a", 1.4, "47", text_score=0.5)], columns=1)
+    pixels = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB")).astype(int)
+    assert set(pixels[np.ptp(pixels, axis=-1) > 60].argmax(1)) == {0}
+
+
+def test_an_edit_stands_behind_its_reference(tmp_path):
+    """A cell is as much wider as the reference is; a picture that has none keeps its place."""
+    file = io.BytesIO()
+    Image.new("RGB", (20, 30), (0, 0, 255)).save(file, format="PNG")
+    content = file.getvalue()
+    blue = ReferenceImage(content_digest(content), 20, 30, "rows:1", content=content)
+    red = np.full((32, 32, 3), (255, 0, 0), np.uint8)
+    samples = [Sample(red, "make it red", 1.0, reference=reference) for reference in (blue, None, blue)]
+    save_grid(tmp_path / "grid.png", "", samples, columns=3)
+    picture = np.asarray(Image.open(tmp_path / "grid.png"))
+    assert picture.shape[1] == 8 + 2 * (96 + 50 + 8)
+    for i, reference in enumerate((0, 255, 0)):
+        y, x = 8 + 26 + (i // 2) * (96 + 34 + 8) + 10, 8 + (i % 2) * (96 + 50 + 8)
+        assert tuple(picture[y, x + 10]) == (reference, reference, 255)
+        assert tuple(picture[y, x + 50 + 10]) == (255, 0, 0)

@@ -1,0 +1,202 @@
+"""The shipped tiny editing model: what the page and the tests take for granted about it, and that its scripts work."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from tests_support import run_process, run_side_by_side
+from tolerances import LATENT
+from torch.testing import assert_close
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.data import load_prompts
+from flowgrpo_rc.models import Conditioning, PromptEncoder, load_model
+from flowgrpo_rc.prompt import Prompt
+from flowgrpo_rc.rewards import load_function
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODEL = REPOSITORY / "assets" / "tiny_kontext"
+EDITS = REPOSITORY / "assets" / "tiny_edit"
+EXAMPLES = REPOSITORY / "examples"
+SCRIPT = EXAMPLES / "flowgrpo_trainer" / "run_tiny_kontext_edit.sh"
+REWARD = EXAMPLES / "tiny_kontext" / "style_reward.py"
+STEPS = 6
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def records():
+    return load_prompts([EDITS / "train.jsonl", EDITS / "test.jsonl"])
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    from diffusers import FluxKontextPipeline
+
+    pipeline = FluxKontextPipeline.from_pretrained(MODEL)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def same_style():
+    return load_function(str(REWARD), "same_style")
+
+
+def draw(pipeline, records, seeds=None, output_type="np"):
+    """By diffusers' own call, a picture a record, from noise of its seed."""
+    references = np.stack([np.asarray(record.images[0], dtype=np.float32) for record in records]) / 255
+    return pipeline(
+        image=torch.from_numpy(references).permute(0, 3, 1, 2),
+        prompt=[record.prompt for record in records],
+        height=32,
+        width=32,
+        max_area=32 * 32,
+        _auto_resize=False,
+        num_inference_steps=STEPS,
+        max_sequence_length=TOKENS,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds or range(len(records))],
+        output_type=output_type,
+    ).images
+
+
+def test_files_are_small_and_name_no_absolute_path():
+    files = [file for file in MODEL.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 1.8e6
+    assert sum(file.stat().st_size for file in EDITS.rglob("*.*")) < 1e5
+    for file in files:
+        if "config" in file.name or file.name == "model_index.json":
+            assert '"/' not in file.read_text(encoding="utf-8"), file
+
+
+def test_weights_in_float32_are_those_of_the_files(pipeline):
+    for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+        for weight in getattr(pipeline, part).parameters():
+            assert weight.dtype == torch.float32
+            assert torch.equal(weight, weight.half().float())
+
+
+def test_numbers_and_references_are_held_out(records):
+    train, test = records[:80], records[80:]
+    assert sorted(record.prompt for record in records) == [f'make it "{number:02d}"' for number in range(100)]
+    assert len(test) == 20
+    digests = [{record.images[0].digest for record in part} for part in (train, test)]
+    assert [len(part) for part in digests] == [24, 12]
+    assert not digests[0] & digests[1]
+
+
+@pytest.mark.portable
+def test_the_adapter_draws_what_the_pipeline_draws(pipeline, records):
+    """Four prompts with a reference each, in one batch; every image from noise of its own."""
+    chosen = records[80:84]
+    expected = draw(pipeline, chosen, seeds=range(4), output_type="latent")
+    model = load_model(str(MODEL))
+    prompts = PromptEncoder(model, TOKENS)([Prompt(r.prompt, r.images, 1024) for r in chosen])
+    conditioning = Conditioning(prompts, None, 1.0, None, 32, 32)
+    schedule = model.schedule(STEPS, 32, 32)
+    latents = torch.stack([model.initial_noise(torch.Generator().manual_seed(i), 32, 32) for i in range(4)])
+    for t, sigma, following in zip(schedule.timesteps, schedule.sigmas[:-1], schedule.sigmas[1:], strict=True):
+        with torch.no_grad():
+            velocity = model.velocity(model.transformer, latents, t.expand(4), conditioning)
+        latents = latents + (following - sigma) * velocity
+    assert_close(latents, expected, atol=LATENT, rtol=0)
+
+
+def test_an_edit_follows_its_prompt_and_its_reference(pipeline, records, same_style):
+    """The number that OCR reads is mostly the one asked for, and the colours are the reference's and no other's."""
+    pytest.importorskip("rapidocr")
+    from flowgrpo_rc.rewards import OCRReward
+
+    chosen = records[::4]
+    images = (draw(pipeline, chosen) * 255).round().astype(np.uint8)
+    prompts = [record.prompt for record in chosen]
+    scores, _ = OCRReward()(images, prompts)
+    assert 0.4 <= scores.mean() <= 0.85
+    own = same_style(images, prompts, [record.metadata for record in chosen])
+    others = same_style(images, prompts, [record.metadata for record in chosen[1:] + chosen[:1]])
+    assert own.mean() > others.mean() + 0.3
+
+
+def test_the_style_is_that_of_paper_and_ink(same_style):
+    """A reference in red on white: itself, blue ink, and so far off that nothing is left."""
+    picture = np.full((32, 32, 3), 255, np.uint8)
+    picture[10:20, 10:20] = (160, 0, 0)
+    other = picture.copy()
+    other[10:20, 10:20] = (0, 0, 160)
+    dark = np.zeros_like(picture)
+    images = np.stack([picture, other, dark])
+    scores = same_style(images, ["a"] * 3, [{"images": [picture]}] * 3)
+    apart = (160 + 160) / 3 / 2  # of the ink alone, whose weight is a half
+    np.testing.assert_allclose(scores, [1.0, max(0.0, 1 - apart / 48), 0.0])
+    paler = picture.copy()
+    paler[picture.sum(axis=2) == 765] = (231, 255, 255)
+    np.testing.assert_allclose(same_style(paler[None], ["a"], [{"images": [picture]}]), [1 - 24 / 3 / 2 / 48])
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    """What the script gives the command line, read by a program in its place that writes its arguments down."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "flowgrpo-rc").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / "flowgrpo-rc").chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "OUTPUTS": str(folder)}
+    command, *given = run_process("bash", SCRIPT, env=environment).stdout.splitlines()
+    assert command == "train"
+    return given
+
+
+@pytest.mark.slow
+def test_the_example_script_trains(overrides, tmp_path):
+    """Two steps on fewer images; the adapter moves, and the grids show the references."""
+    fewer = (
+        "data.val_max_samples=2",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.val_kwargs.n=1",
+        "trainer.total_training_steps=2",
+        "trainer.device=cpu",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        f"actor_rollout_ref.model.prompt_store={tmp_path / 'store'}",
+    )
+    root = FlowGRPOTrainer(compose("flowgrpo_trainer", [*overrides, *fewer])).fit().root
+    rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["reward/mean"] == pytest.approx(row["reward/ocr"] + row["reward/same_style"])
+        assert row["reward/same_style"] > 0.3
+    adapter = load_file(root / "lora" / "pytorch_lora_weights.safetensors")
+    assert any(value.abs().max() > 0 for name, value in adapter.items() if "lora_B" in name)
+    with Image.open(root / "samples" / "step_00000.png") as grid:
+        pixels = np.asarray(grid)
+    reference = np.asarray(load_prompts(EDITS / "test.jsonl")[0].images[0])
+    assert tuple(pixels[8 + 26, 8]) == tuple(reference[0, 0])
+
+
+@pytest.mark.slow
+def test_build_script_runs_and_repeats(tmp_path):
+    folders = [tmp_path / name for name in ("first", "second")]
+    small = ("--pairs", "100", "--vae-steps", "3", "--flow-steps", "3", "--eval-seeds", "0")
+    script = EXAMPLES / "tiny_kontext" / "build_tiny_kontext.py"
+    run_side_by_side(*([sys.executable, script, "--output", folder / "model", *small] for folder in folders))
+    first, second = folders
+    weights = sorted(file.relative_to(first) for file in first.rglob("*.safetensors"))
+    assert len(weights) == 4
+    for file in weights:
+        assert (first / file).read_bytes() == (second / file).read_bytes(), file
+    written = sorted(file.relative_to(EDITS) for file in EDITS.rglob("*") if file.is_file())
+    assert len(written) == 38
+    for file in written:
+        if file.suffix == ".png":  # compressed as the zlib in use does; the pixels are the same
+            with Image.open(first / "tiny_edit" / file) as one, Image.open(EDITS / file) as other:
+                np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        else:
+            assert (first / "tiny_edit" / file).read_bytes() == (EDITS / file).read_bytes()
+    assert "Not measured." in (first / "model" / "README.md").read_text(encoding="utf-8")
