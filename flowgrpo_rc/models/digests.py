@@ -42,8 +42,10 @@ def spread(tensor: Tensor) -> Tensor:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of the vocabulary and of how it cuts texts."""
-    content = (sorted(tokenizer.get_vocab().items()), [tokenizer(text).input_ids for text in _TEXTS])
+    """Of the vocabulary, of how it cuts texts and of the chat template, if any, that it puts them in."""
+    content = [sorted(tokenizer.get_vocab().items()), [tokenizer(text).input_ids for text in _TEXTS]]
+    if tokenizer.chat_template is not None:
+        content.append(tokenizer.chat_template)
     return short_digest(json.dumps(content).encode())
 
 

@@ -75,7 +75,8 @@ def embeds_guidance(pipeline_class: str, folder: str) -> bool | None:
     if FAMILIES[pipeline_class].guidance_scale_is_cfg:
         return False
     config = _read(Path(folder) / "transformer" / "config.json")
-    embeds = config.get("guidance_embeds", False) if config else None
+    # A transformer that is made for embedded guidance alone may say nothing of it.
+    embeds = config.get("guidance_embeds", not FAMILIES[pipeline_class].takes_cfg) if config else None
     return embeds if isinstance(embeds, bool) else None
 
 

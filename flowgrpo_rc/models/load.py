@@ -91,8 +91,11 @@ class PipelineLoader:
             names = ("tokenizer", "scheduler", PROCESSOR)
             ours = [part for part in files.parts if part.has_weights or part.name.startswith(names)]
             parts = dict.fromkeys(files.left_out) | {part.name: self._without_weights(part) for part in ours}
+            # What a processor's tokenizer is, diffusers would refuse in its place.
+            later = {part.name: parts[part.name] for part in ours if part.is_processor}
             with _explaining(files, INDEX):
-                self._pipe = pipeline_class.from_pretrained(str(files.folder), **parts)
+                self._pipe = pipeline_class.from_pretrained(str(files.folder), **parts | dict.fromkeys(later))
+            self._pipe.register_modules(**later)
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
                 _check_tokenizer(files, name, part)
@@ -289,7 +292,7 @@ def _find(path: str) -> PipelineFiles:
 
 
 def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
-    """The class that the index names, if the pipeline takes it in this place."""
+    """The class that the index names, if the pipeline takes it in this place; of a processor its tokenizer's."""
     if part.library not in ("diffusers", "transformers"):
         raise UnsupportedModelError(
             f"{FIELD}: {files.path} takes its {part.name} from {part.library!r}; only parts of diffusers and "
@@ -309,11 +312,13 @@ def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
             f"{FIELD}: {files.path}/{INDEX} names {part.class_name} as its {part.name}; {pipeline_class.__name__} "
             f"takes {' or '.join(kind.__name__ for kind in wanted)}"
         )
-    return found
+    # It is given texts alone, and its other half, for images, would need torchvision.
+    return library.PreTrainedTokenizerFast if part.is_processor else found
 
 
 def _check_complete(files: PipelineFiles, pipeline_class: Any) -> None:
-    needed = set(pipeline_class._get_signature_types()) - {*pipeline_class._optional_components}
+    # Without its settings, which are arguments with a default.
+    needed = set(pipeline_class._get_signature_keys(pipeline_class)[0]) - {*pipeline_class._optional_components}
     missing = sorted(needed - {part.name for part in files.parts} - {*files.left_out})
     if missing:
         raise files.damaged(f"{INDEX} names no {', '.join(missing)}, which a {pipeline_class.__name__} needs")

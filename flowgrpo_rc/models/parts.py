@@ -59,6 +59,11 @@ class Part:
         """Whether it is a neural network of the pipeline that is used here."""
         return self.name in ("transformer", "vae") or self.name.startswith("text_encoder")
 
+    @property
+    def is_processor(self) -> bool:
+        """Whether it is a processor, of texts and images, in a tokenizer's place."""
+        return self.name.startswith("tokenizer") and self.class_name.endswith("Processor")
+
 
 def describe(faults: Mapping[str, Collection[str]]) -> str:
     """What is wrong with which tensors: ``3 missing (a, b, c); 5 unexpected (d, e, f, ...)``; empty without a fault."""

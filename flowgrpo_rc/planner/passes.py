@@ -21,8 +21,10 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora
+from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.planner.live_bytes import LiveBytes
 from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, replace_tensors
+from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.sde import log_prob, transition
 
@@ -207,10 +209,15 @@ class Passes:
         model = self._pipeline.model
         one = model.blank_prompt()
         tokens = model.prompt_tokens(asked.max_sequence_length)
+        latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
+        grids = self._reference_grids()
+        references = torch.empty(rows, sum(r * c for r, c in grids), latents.shape[-1]) if grids else None
         prompts = Prompts(
             embeds=torch.empty(rows, tokens, one.embeds.shape[-1]),
             mask=torch.empty(rows, tokens, dtype=torch.bool),
             pooled=None if one.pooled is None else torch.empty(rows, len(one.pooled)),
+            references=references,
+            reference_grids=grids,
         )
         conditioning = Conditioning(
             prompts=prompts,
@@ -220,8 +227,14 @@ class Passes:
             height=asked.height,
             width=asked.width,
         )
-        latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
         return latents, torch.empty(rows), conditioning
+
+    def _reference_grids(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns in tokens of as many square reference images as a prompt must have."""
+        fewest, _ = FAMILIES[self._pipeline.class_name].images
+        square = ReferenceImage("", 1024, 1024, "a square")
+        area = self._rollout.pipeline.reference_area
+        return tuple(self._pipeline.model.reference_grid(square, area) for _ in range(fewest))
 
     def _policy(self, state: tuple[Tensor, Tensor, Conditioning], *, detached: bool = False) -> tuple[Tensor, Tensor]:
         """Means and log-probs of a step, as the actor finds them."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from tiny_families import flux, qwen_image_edit, stable_diffusion_3
+from tiny_families import flux, flux2, qwen_image_edit, stable_diffusion_3
 
 PROMPTS = ('the text "42"', "a prompt of a few more words than the others have", "x")
 """Of three lengths."""
@@ -148,6 +148,38 @@ TINY: dict[str, TinyFamily] = {
         guidances=((1.0, 3.5), (4.0, 1.0)),
         images=((60, 40),),
         reference_area=32 * 32,
+    ),
+    "flux2_klein": TinyFamily(
+        build=flux2.build_klein,
+        call=flux2.klein_call,
+        length=64,
+        refused=(
+            ({"height": 34}, "this model draws multiples of 4 pixels"),
+            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
+        ),
+    ),
+    "flux2_klein_references": TinyFamily(
+        build=flux2.build_klein,
+        call=flux2.klein_call,
+        length=64,
+        images=((64, 96), (82, 70)),
+    ),
+    "flux2_dev": TinyFamily(
+        build=flux2.build_dev,
+        call=flux2.dev_call,
+        length=64,
+        guidances=((1.0, 1.0), (1.0, 4.0)),
+        refused=(
+            ({"guidance_scale": None}, "guidance_scale: got None for this model; it is guidance-distilled"),
+            ({"true_cfg_scale": 4.0}, "true_cfg_scale: got 4; this model has the guidance in its transformer"),
+        ),
+    ),
+    "flux2_dev_reference": TinyFamily(
+        build=flux2.build_dev,
+        call=flux2.dev_call,
+        length=64,
+        guidances=((1.0, 1.0), (1.0, 4.0)),
+        images=((64, 96),),
     ),
 }
 """By the names of the tests."""

@@ -22,12 +22,9 @@ CHANNELS = 4
 def build(pipeline="QwenImageEditPlusPipeline", **settings):
     """Like Qwen-Image-Edit-2509, or with the other class like Qwen-Image-Edit; ``settings`` of the transformer."""
     import diffusers
-    import transformers
 
     example = _example()
     processor_class = read_without_torchvision()
-    # The class of the library, which is there with torchvision, takes a processor of videos too.
-    videos = [] if hasattr(processor_class, "without_videos") else [transformers.Qwen2VLVideoProcessor()]
     kind = getattr(diffusers, pipeline)
     blank = kind(scheduler=None, vae=None, text_encoder=None, tokenizer=None, processor=None, transformer=None)
     tokenizer = example.make_tokenizer(blank.prompt_template_encode, "the text 42")
@@ -39,7 +36,7 @@ def build(pipeline="QwenImageEditPlusPipeline", **settings):
                 vae=_vae(),
                 text_encoder=example.make_text_encoder(tokenizer),
                 tokenizer=tokenizer,
-                processor=processor_class(_image_processor(), tokenizer, *videos),
+                processor=processor_class(_image_processor(), tokenizer, **_video_processor()),
                 transformer=diffusers.QwenImageTransformer2DModel(
                     patch_size=2,
                     in_channels=4 * CHANNELS,
@@ -121,6 +118,14 @@ def _image_processor():
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56)
+
+
+def _video_processor():
+    """What the processor's class asks for where torchvision is installed."""
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    return {"video_processor": transformers.Qwen2VLVideoProcessor()} if is_torchvision_available() else {}
 
 
 def _vae():

@@ -102,6 +102,8 @@ class RemoteReward:
                 raise ValueError(f"{field}: no prompt has a column {column!r}; there are {', '.join(known) or 'none'}")
         for row, source in zip(rows, sources, strict=True):
             for column, value in self._sent(row).items():
+                if protocols.are_references(value):  # files, which every protocol can send
+                    continue
                 try:
                     self._protocol.write_request(protocols.Request(files=[], prompts=[], metadata=[{column: value}]))
                 except protocols.ProtocolError as error:

@@ -27,7 +27,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -213,13 +213,15 @@ def _from_base64(name: str, text: Any) -> bytes:
         raise ProtocolError(f"{name} is not base64 text ({error})") from error
 
 
+def are_references(value: Any) -> TypeGuard[list[ReferenceImage]]:
+    """Whether this is what the column ``images`` of a prompt file gives."""
+    return isinstance(value, list) and all(isinstance(image, ReferenceImage) for image in value)
+
+
 def _with_files(row: Mapping[str, Any], write: Callable[[bytes], Any]) -> dict[str, Any]:
     """The row with its reference images' files in the form that a protocol sends."""
     images = row.get(IMAGES_KEY)
-    if not isinstance(images, list):
-        return dict(row)
-    sent = [write(image.read()) if isinstance(image, ReferenceImage) else image for image in images]
-    return {**row, IMAGES_KEY: sent}
+    return {**row, IMAGES_KEY: [write(image.read()) for image in images]} if are_references(images) else dict(row)
 
 
 def _with_references(row: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,0 +1,180 @@
+"""FLUX.2 klein and dev (``Flux2KleinPipeline``, ``Flux2Pipeline``): arithmetic as in diffusers' pipelines."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
+from flowgrpo_rc.quiet import IMPORTS, only_errors
+
+LARGEST_REFERENCE = 1024 * 1024
+"""Pixels of a reference image that the pipelines take as it is; they make a larger one smaller."""
+MARK = "@"
+"""A prompt that no chat template has in itself."""
+
+
+class Flux2Klein(DiffusionModel):
+    """Adapter of ``diffusers.Flux2KleinPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
+
+    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
+    """
+
+    default_lora_targets = tuple(f"attn.{layer}" for layer in (*JOINT_ATTENTION, "to_qkv_mlp_proj", "to_out"))
+    """The attention; blocks that have one stream for image and prompt compute their feed-forward layer with it."""
+    longest_prompt = 512
+    masks_prompts = False  # its prompts are padded to one length with embeddings that count
+    text_layers: tuple[int, ...] = (9, 18, 27)
+    """The layers of the text encoder whose outputs stand side by side in an embedding."""
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return (height // self._multiple) * (width // self._multiple), self._channels
+
+    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        # On the CPU whatever the engine runs on, so that a seed gives one image everywhere.
+        device = torch.device("cpu")
+        channels = self._channels // 4
+        return self.pipe.prepare_latents(1, channels, height, width, torch.float32, device, generator)[0][0]
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        embeds, _ = self.pipe.encode_prompt(
+            texts(prompts),
+            device=self.pipe.text_encoder.device,
+            max_sequence_length=max_sequence_length,
+            text_encoder_out_layers=self.text_layers,
+        )
+        references = [self._references(as_prompt(prompt)) for prompt in prompts]
+        return [EncodedPrompt(row.cpu(), None, *images) for row, images in zip(embeds, references, strict=True)]
+
+    def _references(self, prompt: Prompt) -> tuple[Tensor | None, tuple[tuple[int, int], ...]]:
+        """The packed tokens of a prompt's images, scaled as latents are, with their grids."""
+        if not prompt.images:
+            return None, ()
+        area = prompt.reference_area or LARGEST_REFERENCE
+        grids = tuple(self.reference_grid(image, area) for image in prompt.images)
+        processor = self.pipe.image_processor
+        pixels = []
+        for image, (rows, columns) in zip(prompt.images, grids, strict=True):
+            picture = processor._resize_if_exceeds_area(image.open(), area)
+            size = {"height": rows * self._multiple, "width": columns * self._multiple}
+            pixels.append(processor.preprocess(picture, **size, resize_mode="crop"))
+        vae = self.pipe.vae
+        tokens, _ = self.pipe.prepare_image_latents(pixels, 1, None, vae.device, vae.dtype)
+        return tokens[0].cpu(), grids
+
+    def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
+        """As the pipelines' own, which scale down what is larger than ``area`` and cut off what is no whole token.
+
+        Raises:
+            ValueError: the image is smaller or more oblong than the pipelines take it, or ``area`` leaves no token.
+        """
+        area = area or LARGEST_REFERENCE
+        here = f"{image.source}: got a reference image of {image.width}x{image.height} pixels"
+        short, long = sorted((image.width, image.height))
+        if short < 64 or long > 8 * short:
+            raise ValueError(f"{here}; this model takes at least 64 to a side and at most 8 times as many to the other")
+        scale = min(1.0, math.sqrt(area / (short * long)))
+        rows, columns = (int(side * scale) // self._multiple for side in (image.height, image.width))
+        if not rows * columns:
+            raise ValueError(f"{here}, of which reference_area={area} leaves less than a token; set it higher")
+        return rows, columns
+
+    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
+        """Of the chat template, what stands before a prompt takes room; what stands behind it is cut off first."""
+        tokenizer = self.pipe.tokenizer
+        before, _, _ = self._chat(MARK).partition(MARK)
+        return [(tokenizer, max_sequence_length - len(tokenizer(before, add_special_tokens=False).input_ids))]
+
+    def _chat(self, prompt: str) -> str:
+        """What the text encoder reads of a prompt: its chat template with the prompt in it."""
+        messages = [{"role": "user", "content": prompt}]
+        return self.pipe.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+
+    def _sizes(self) -> list[tuple[str, int, int]]:
+        vae = self.pipe.vae
+        encoder = self.pipe.text_encoder
+        latents = 4 * vae.config.latent_channels
+        prompts = self._chat(MARK).count(MARK)
+        sizes = [
+            ("the transformer's in_channels and four times the vae's latent_channels", self._channels, latents),
+            ("the vae's batch-norm statistics and four times its latent_channels", vae.bn.num_features, latents),
+            ("the prompts in the tokenizer's chat template and those that it is given", prompts, 1),
+        ]
+        if encoder is not None:
+            width = len(self.text_layers) * encoder.get_input_embeddings().weight.shape[1]
+            name = "the transformer's joint_attention_dim and the widths of the text_encoder's layers"
+            last = max(self.text_layers)
+            there = encoder.config.get_text_config().num_hidden_layers
+            sizes += [
+                (name, self.transformer.config.joint_attention_dim, width),
+                ("the last layer that is read and the text_encoder's layers", last, min(last, there)),
+            ]
+        return sizes
+
+    def _factors(self) -> dict[str, list[Any]]:
+        mean, std = self._statistics()
+        scales = {"1 / the vae's batch-norm deviations": (1 / std).flatten().tolist()}
+        return scales | {"the vae's batch-norm means": mean.flatten().tolist()}
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation ``(channels, 1, 1)`` of packed latents."""
+        bn = self.pipe.vae.bn
+        std = torch.sqrt(bn.running_var + self.pipe.vae.config.batch_norm_eps)
+        return bn.running_mean[:, None, None], std[:, None, None]
+
+    def _inputs(
+        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
+        target = (conditioning.height // self._multiple, conditioning.width // self._multiple)
+        # The target's time is 0, that of the first reference 10, of the second 20.
+        grids = enumerate([target, *prompts.reference_grids])
+        image = torch.cat([_positions(10 * i, rows, columns, 1) for i, (rows, columns) in grids])
+        text = _positions(0, 1, 1, prompts.embeds.shape[1])
+        return {
+            "hidden_states": self._with_references(latents, prompts).to(dtype),
+            "timestep": timesteps.to(dtype) / 1000,
+            "guidance": self._embedded_guidance(timesteps, conditioning),
+            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "txt_ids": text.to(latents.device).expand(len(latents), -1, -1),
+            "img_ids": image.to(latents.device).expand(len(latents), -1, -1),
+        }
+
+    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        with only_errors(IMPORTS):
+            from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        return {"sigmas": sigmas, "mu": compute_empirical_mu(tokens, num_inference_steps)}
+
+    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        vae = self.pipe.vae
+        grid = (height // self._multiple, width // self._multiple)
+        mean, std = self._statistics()
+        packed = latents.to(vae.device, vae.dtype).transpose(1, 2).unflatten(2, grid) * std + mean
+        return vae.decode(self.pipe._unpatchify_latents(packed), return_dict=False)[0]
+
+
+class Flux2(Flux2Klein):
+    """Adapter of ``diffusers.Flux2Pipeline``, FLUX.2-dev: its transformer embeds the guidance, and its text encoder is
+    a Mistral 3, which reads a system message before the prompt."""
+
+    text_layers = (10, 20, 30)
+
+    def _chat(self, prompt: str) -> str:
+        with only_errors(IMPORTS):
+            from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        (messages,) = format_input([prompt], self.pipe.system_message)
+        return self.pipe.tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def _positions(time: int, rows: int, columns: int, tokens: int) -> Tensor:
+    """Positions ``(rows * columns * tokens, 4)``: time, row, column, token."""
+    return torch.cartesian_prod(torch.tensor([time]), *(torch.arange(n) for n in (rows, columns, tokens)))
