@@ -166,7 +166,9 @@ def test_the_example_script_trains(overrides, tmp_path):
         f"trainer.default_local_dir={tmp_path / 'run'}",
         f"actor_rollout_ref.model.prompt_store={tmp_path / 'store'}",
     )
-    root = FlowGRPOTrainer(compose("flowgrpo_trainer", [*overrides, *fewer])).fit().root
+    settings = dict(override.split("=", 1) for override in (*overrides, *fewer))
+    config = compose("flowgrpo_trainer", [f"{key}={value}" for key, value in settings.items()])
+    root = FlowGRPOTrainer(config).fit().root
     rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
