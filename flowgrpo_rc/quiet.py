@@ -7,6 +7,8 @@ from importlib import import_module
 
 IMPORTS = "transformers.utils.import_utils"
 """Says of image processors that pipelines name and nobody here uses that they do without torchvision."""
+TOKENIZATION = "transformers.tokenization_utils_base"
+"""Warns of texts that are longer than a tokenizer's model reads, without naming them."""
 _TALK_OF_LOADING = (
     IMPORTS,
     "diffusers.models.modeling_utils",

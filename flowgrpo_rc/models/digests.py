@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.parts import Part, PipelineFiles
+from flowgrpo_rc.quiet import TOKENIZATION, only_errors
 
 VALUES_A_TENSOR = 64
 """How many values of every tensor count, evenly spread: reading all of a text encoder takes as long as loading it."""
@@ -43,7 +44,9 @@ def spread(tensor: Tensor) -> Tensor:
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Of the vocabulary, of how it cuts texts and of the chat template, if any, that it puts them in."""
-    content = [sorted(tokenizer.get_vocab().items()), [tokenizer(text).input_ids for text in _TEXTS]]
+    with only_errors(TOKENIZATION):
+        tokens = [tokenizer(text).input_ids for text in _TEXTS]
+    content = [sorted(tokenizer.get_vocab().items()), tokens]
     if tokenizer.chat_template is not None:
         content.append(tokenizer.chat_template)
     return short_digest(json.dumps(content).encode())

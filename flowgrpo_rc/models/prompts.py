@@ -9,13 +9,11 @@ from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt, Prompts
 from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore
 from flowgrpo_rc.prompt import Prompt, as_prompt, texts
-from flowgrpo_rc.quiet import only_errors
+from flowgrpo_rc.quiet import TOKENIZATION, only_errors
 
 PROMPTS_AT_ONCE = 8
 """Prompts per call of the text encoder: a 7B encoder's activations for hundreds of them would fill a GPU."""
 
-TOKENIZATION = "transformers.tokenization_utils_base"
-"""Warns of long texts, without naming them."""
 PROMPTS_TOKENIZED_AT_ONCE = 1000
 """Prompts per call of the tokenizers: a bound on the tokens that are held at a time."""
 
