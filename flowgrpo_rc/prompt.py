@@ -92,6 +92,8 @@ class Prompt:
     images: tuple[ReferenceImage, ...] = ()
     reference_area: int | None = None
     """Pixels that each image is scaled to before the VAE encodes it; ``None``: as many as the pipeline's own call."""
+    negative: bool = False
+    """Whether it is one to steer away from; set for the families alone whose pipelines encode those otherwise."""
 
 
 def grey_image(size: int) -> ReferenceImage:
@@ -107,6 +109,11 @@ def grey_image(size: int) -> ReferenceImage:
 def as_prompt(prompt: str | Prompt) -> Prompt:
     """A text alone is a prompt without images."""
     return Prompt(prompt) if isinstance(prompt, str) else prompt
+
+
+def is_negative(prompt: Prompt) -> bool:
+    """Whether a family that encodes negative prompts otherwise has one before it: no other prompt is blank."""
+    return prompt.negative or not prompt.text.strip()
 
 
 def texts(prompts: Iterable[str | Prompt]) -> list[str]:

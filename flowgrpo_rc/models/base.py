@@ -147,6 +147,10 @@ class DiffusionModel(ABC):
 
     masks_prompts: bool
     """Whether the transformer is told which embeddings of a prompt are padding, and leaves them out."""
+
+    instructs_prompts: bool = False
+    """Whether the pipeline puts an instruction before prompts and none before negative ones. ``encode`` is then given
+    negative prompts as such; a blank text always is one."""
     masks_attention = False
     """Whether its attention takes a mask though it leaves none of them out."""
 

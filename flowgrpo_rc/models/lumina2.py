@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
 from flowgrpo_rc.models.spatial_latents import SpatialLatents
-from flowgrpo_rc.prompt import Prompt, texts
+from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative
 
 BEFORE_PROMPT = " <Prompt Start> "
 """What the pipeline writes between its system prompt and a prompt."""
@@ -19,12 +19,13 @@ class Lumina2(SpatialLatents):
     """Adapter of ``diffusers.Lumina2Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
 
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance. The pipeline's
-    ``cfg_normalization`` and ``cfg_trunc_ratio`` are as by default: on, and at the end of the schedule. Only a blank
-    negative prompt is encoded without the system prompt, as the pipeline encodes all of them.
+    ``cfg_normalization`` and ``cfg_trunc_ratio`` are as by default: on, and at the end of the schedule. Its system
+    prompt stands before prompts, and not before negative ones.
     """
 
     default_lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     masks_prompts = True
+    instructs_prompts = True
     text_width = "cap_feat_dim"
 
     def __init__(self, pipe: Any) -> None:
@@ -46,8 +47,7 @@ class Lumina2(SpatialLatents):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         before = self.pipe.system_prompt + BEFORE_PROMPT
-        # A text that says nothing is a negative prompt, and the pipeline gives those no system prompt.
-        said = [before + text if text.strip() else text for text in texts(prompts)]
+        said = [prompt.text if is_negative(prompt) else before + prompt.text for prompt in map(as_prompt, prompts)]
         embeds, mask = self.pipe._get_gemma_prompt_embeds(said, self.pipe.text_encoder.device, max_sequence_length)
         lengths = mask.sum(1).tolist()
         return [EncodedPrompt(row[:length].cpu()) for row, length in zip(embeds, lengths, strict=True)]

@@ -274,7 +274,10 @@ def _name(key: PromptKey) -> str:
     asked, length = key
     prompt = as_prompt(asked)
     said = f"{length} {prompt.text}"
-    if prompt.images:  # a text alone, whatever it says, has no NUL character
+    # A text alone, whatever it says, has no NUL character.
+    if prompt.negative:
+        said = f"{said}\0negative"
+    if prompt.images:
         digests = " ".join(image.digest for image in prompt.images)
         said = f"{said}\0{prompt.reference_area} {digests}"
     return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:32]

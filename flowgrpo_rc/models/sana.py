@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts
-from flowgrpo_rc.prompt import Prompt, texts
+from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative, texts
 
 
 class Sana(DiffusionModel):
     """Adapter of ``diffusers.SanaPipeline``. Latents are ``(channels, H / 32, W / 32)``.
 
-    Prompts stand behind the pipeline's instruction to its language model, blank ones alone without: the pipeline gives
-    it to no negative prompt. ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
+    Prompts stand behind the pipeline's instruction to its language model, negative ones alone. ``true_cfg_scale`` is
+    what the pipeline calls ``guidance_scale``.
     """
 
     default_lora_targets = tuple(
@@ -24,6 +24,7 @@ class Sana(DiffusionModel):
     )
     longest_prompt = 512
     masks_prompts = True
+    instructs_prompts = True
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
@@ -41,13 +42,13 @@ class Sana(DiffusionModel):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         rows = []
-        for blank, group in groupby(texts(prompts), key=lambda text: not text.strip()):
+        for negative, group in groupby(map(as_prompt, prompts), key=is_negative):
             embeds, masks, _, _ = self.pipe.encode_prompt(
-                list(group),
+                texts(group),
                 do_classifier_free_guidance=False,
                 device=self.pipe.text_encoder.device,
                 max_sequence_length=max_sequence_length,
-                complex_human_instruction=None if blank else self._instruction,
+                complex_human_instruction=None if negative else self._instruction,
             )
             lengths = masks.sum(1).tolist()
             rows += [EncodedPrompt(row[:length].cpu()) for row, length in zip(embeds, lengths, strict=True)]

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore, open_store
 from flowgrpo_rc.models.prompts import check_length, check_prompts, encode_in_groups
-from flowgrpo_rc.prompt import Prompt
+from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.trainer.references import check_grids
 
@@ -41,7 +41,8 @@ class PromptSet:
         """The prompts to steer away from, one a record, with the images of the prompt; none without guidance."""
         if self.pipeline.true_cfg_scale <= 1:
             return []
-        return [self._asked(record.negative_prompt or model.negative_prompt, record) for record in self.records]
+        asked = [self._asked(record.negative_prompt or model.negative_prompt, record) for record in self.records]
+        return [replace(as_prompt(one), negative=True) for one in asked] if model.instructs_prompts else asked
 
     def keys(self, model: DiffusionModel) -> list[PromptKey]:
         """All of them as a store knows them."""

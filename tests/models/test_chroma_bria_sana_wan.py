@@ -17,6 +17,7 @@ from flowgrpo_rc.models.lora import adapter_parameters, attach_lora
 from flowgrpo_rc.models.sana import Sana
 from flowgrpo_rc.models.wan import Wan
 from flowgrpo_rc.planner.pipeline import FakePipeline
+from flowgrpo_rc.prompt import Prompt
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=12)
@@ -126,14 +127,15 @@ def test_a_vae_without_a_shift_stays_in_float32(tmp_path):
 # ---------------------------------------------------------------- Sana
 
 
-def test_sana_gives_its_instruction_to_prompts_and_not_to_blank_ones():
+@pytest.mark.parametrize("said", ["", "bad"])
+def test_sana_gives_its_instruction_to_prompts_and_not_to_negative_ones(said):
     pipe = sana.build()
     instruction = Sana(pipe)._instruction
     assert instruction[-1] == "User Prompt: "
     embeds, masks, blank, of_blank = pipe.encode_prompt(
-        list(PROMPTS), negative_prompt="", max_sequence_length=TOKENS, complex_human_instruction=instruction
+        list(PROMPTS), negative_prompt=said, max_sequence_length=TOKENS, complex_human_instruction=instruction
     )
-    ours = PromptEncoder(Sana(pipe), TOKENS)([*PROMPTS, ""])
+    ours = PromptEncoder(Sana(pipe), TOKENS)([*PROMPTS, Prompt(said, negative=True)])
     lengths = [*masks.sum(1).tolist(), int(of_blank[0].sum())]
     assert ours.mask.sum(1).tolist() == lengths
     for row, expected, length in zip(ours.embeds, [*embeds, blank[0]], lengths, strict=True):

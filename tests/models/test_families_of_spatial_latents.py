@@ -12,6 +12,7 @@ from flowgrpo_rc.models.cogview4 import CogView4
 from flowgrpo_rc.models.lora import linear_layers
 from flowgrpo_rc.models.lumina2 import Lumina2
 from flowgrpo_rc.models.z_image import ZImage
+from flowgrpo_rc.prompt import Prompt
 
 ADAPTERS = {"z_image": ZImage, "lumina2": Lumina2, "cogview4": CogView4, "aura_flow": AuraFlow}
 SHORT, LONG = "x", "a caption of so many letters that it takes more than thirty-two tokens"
@@ -111,7 +112,10 @@ def test_lumina2_gives_prompts_alone_its_system_prompt():
     model = Lumina2(lumina2.build())
     pipe = model.pipe
     said, said_mask, unsaid, unsaid_mask = pipe.encode_prompt(["a cat"], negative_prompt=[""], max_sequence_length=80)
-    prompt, negative = (row.embeds for row in model.encode(["a cat", ""], 80))
+    _, _, bad, bad_mask = pipe.encode_prompt(["a cat"], negative_prompt=["bad"], max_sequence_length=80)
+    asked = ["a cat", "", Prompt("bad", negative=True)]
+    prompt, negative, steered = (row.embeds for row in model.encode(asked, 80))
+    assert_close(steered, bad[0][bad_mask[0].bool()], atol=EMBEDDING, rtol=0)
     assert_close(prompt, said[0][said_mask[0].bool()], atol=EMBEDDING, rtol=0)
     assert_close(negative, unsaid[0][unsaid_mask[0].bool()], atol=EMBEDDING, rtol=0)
     assert len(negative) == 1

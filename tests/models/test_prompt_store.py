@@ -17,9 +17,10 @@ from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.models import PipelineLoader, PromptEncoder, PromptStore, PromptStoreError, UnsupportedModelError
 from flowgrpo_rc.models import load as loading
 from flowgrpo_rc.models.base import EncodedPrompt
-from flowgrpo_rc.models.prompt_store import open_store
+from flowgrpo_rc.models.prompt_store import _name, open_store
 from flowgrpo_rc.models.prompts import encode_in_groups
 from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.prompt import Prompt
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import encoding as filling
@@ -160,6 +161,16 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_encoded(t
 def of(*prompts, **pipeline):
     records = [SimpleNamespace(prompt=prompt, negative_prompt=None, images=(), source="here") for prompt in prompts]
     return PromptSet(records, PipelineConfig(max_sequence_length=64, **pipeline))
+
+
+def test_a_family_that_instructs_prompts_is_told_which_are_negative():
+    """They are two prompts then, also where they say the same."""
+    one = of("a", true_cfg_scale=2.0)
+    instructing = SimpleNamespace(negative_prompt="a", instructs_prompts=True)
+    assert one.negative(instructing) == [Prompt("a", negative=True)]
+    assert one.keys(instructing) == [("a", 64), (Prompt("a", negative=True), 64)]
+    assert len({_name(key) for key in one.keys(instructing)}) == 2
+    assert one.negative(SimpleNamespace(negative_prompt="a", instructs_prompts=False)) == ["a"]
 
 
 def test_prompts_of_training_validation_and_guidance_are_encoded_once(tmp_path, loads):

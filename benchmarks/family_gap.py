@@ -1,0 +1,210 @@
+"""What rounding alone costs each model family: ``flowgrpo-rc probe`` on the tiny pipelines of the tests.
+
+    python benchmarks/family_gap.py                        # bfloat16, fp8, and the rounding of the timestep alone
+    python benchmarks/family_gap.py --engine vllm_omni     # with the Python of `make vllm`: bfloat16 through vllm-omni
+    python benchmarks/family_gap.py --report               # writes the table of docs/families.md; runs nothing
+    python benchmarks/family_gap.py --round-timestep -m flowgrpo_rc.cli.main probe <arguments>
+
+The actor computes in float32 and bypass mode is judged at a clip of 1e-3. The pipelines have random weights and one or
+two blocks, so that the figures compare families and ways of rounding; a released model has its own. Some pipelines
+round the timestep to the transformer's precision before it is embedded. ``--round-timestep`` runs a command whose
+engine rounds it to bfloat16 and nothing else, so that this part of the gap is seen alone. Resumable: what the results
+hold is not run again.
+"""
+
+import argparse
+import copy
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+from training_runs import COMMAND, write_table
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent / "tests"
+sys.path.insert(0, str(TESTS))
+RESULTS = HERE / "results" / "family_gap.jsonl"
+PAGE = HERE.parent / "docs" / "families.md"
+TIMESTEP = "timestep"
+"""A rollout in float32 but for its timesteps."""
+ROLLOUT = "actor_rollout_ref.rollout"
+PRECISIONS = {
+    "bfloat16": [f"{ROLLOUT}.dtype=bfloat16"],
+    "fp8": [f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.quantization=fp8"],
+    TIMESTEP: [f"{ROLLOUT}.dtype=float32"],
+}
+COLUMNS = {
+    "bfloat16": "bfloat16",
+    TIMESTEP: "timestep alone",
+    "fp8": "fp8",
+    "vllm_omni bfloat16": "vllm-omni, bfloat16",
+}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("diffusers", "vllm_omni"), default="diffusers")
+    parser.add_argument("--only", default="", help="families whose name holds this text")
+    parser.add_argument("--report", action="store_true", help="write the table; runs nothing")
+    arguments = parser.parse_args()
+    if not arguments.report:
+        measure(arguments.engine, arguments.only)
+    write_table(PAGE, RESULTS, table(read()))
+
+
+def read() -> dict[tuple[str, str], dict[str, Any]]:
+    """The results, by family and way of rounding."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {(row["family"], row["rounding"]): row for row in map(json.loads, lines)}
+
+
+def measure(engine: str, only: str) -> None:
+    """Probe what the results lack, and add it to them."""
+    from tiny_families import TINY
+
+    found = read()
+    commit = describe()["commit"]
+    for family in (name for name in TINY if only in name):
+        if engine == "vllm_omni":
+            roundings = {"vllm_omni bfloat16": [*PRECISIONS["bfloat16"], f"{ROLLOUT}.name=vllm_omni"]}
+        else:
+            roundings = {name: value for name, value in PRECISIONS.items() if name != TIMESTEP or rounds(family)}
+        for rounding, overrides in roundings.items():
+            if (family, rounding) in found:
+                continue
+            probe_json = probe(family, rounding, overrides)
+            if probe_json is None:
+                continue
+            row = {"family": family, "rounding": rounding, **kept(probe_json), "commit": commit}
+            found[family, rounding] = row
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(family, rounding, f"{row['gap']:.2e}", f"drift {row['drift']:.4f}", row["clip"], flush=True)
+
+
+def rounds(family: str) -> bool:
+    """Whether the family's transformer is told the timestep in its own precision."""
+    import torch
+    from tiny_families import TINY
+
+    from flowgrpo_rc.models import Conditioning, load_model
+    from flowgrpo_rc.models.prompts import pad
+
+    with tempfile.TemporaryDirectory() as folder:
+        TINY[family].build().save_pretrained(folder)
+        model = load_model(folder)
+    embedded = 1.0 if model.transformer.config.get("guidance_embeds") else None
+    size = model.smallest_image
+    cond = Conditioning(pad([model.blank_prompt()]), None, 1.0, embedded, size, size)
+    latents = torch.zeros(1, *model.latent_shape(size, size))
+    inputs = model._inputs(torch.bfloat16, latents, torch.full((1,), 500.0), cond.prompts, cond)
+    return "timestep" in inputs and inputs["timestep"].dtype == torch.bfloat16
+
+
+def probe(family: str, rounding: str, overrides: list[str]) -> dict[str, Any] | None:
+    """The ``probe.json`` of a family's tiny pipeline; None where the engine does not draw it."""
+    from tiny_families import TINY, run_overrides
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        TINY[family].build().save_pretrained(folder / "model")
+        program = [*COMMAND, "probe"]
+        if rounding == TIMESTEP:
+            program = [str(Path(__file__)), "--round-timestep", *program]
+        own = [
+            one
+            for one in run_overrides(family, str(folder / "model"), folder / "data")
+            if not one.startswith(f"{ROLLOUT}.dtype")
+        ]
+        done = subprocess.run(
+            [
+                *(sys.executable, *program, "--config-name", "tiny_qwen_image_ocr", "--out", str(folder / "out")),
+                *own,
+                *overrides,
+                "actor_rollout_ref.actor.diffusion_loss.clip_ratio=1e-3",
+                "algorithm.rollout_correction.bypass_mode=true",
+                "reward.functions.ocr=0",
+                f"reward.custom_reward_function.path={TESTS / 'brightness_reward.py'}",
+            ],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "FLOWGRPO_RC_CACHE": str(folder / "cache")},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        if done.returncode == 2 and "rollout.name=vllm_omni draws" in done.stderr:
+            return None
+        if done.returncode not in (0, 3, 4):
+            raise RuntimeError(f"{family}, {rounding}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+        return json.loads((folder / "out" / "probe.json").read_text())
+
+
+def kept(found: dict[str, Any]) -> dict[str, Any]:
+    """What the results keep of a ``probe.json``."""
+    drift = next((one["value"] for one in found["advice"]["judged"] if one["what"] == "drift"), 0.0)
+    overall = found["overall"]
+    return {
+        "gap": overall["abs_mean"],
+        "nats": overall["nats"],
+        "outside": overall["clipped"],
+        "drift": drift,
+        "verdict": found["advice"]["verdict"],
+        "clip": found["advice"]["clip_ratio"],
+        "images": found["images"],
+    }
+
+
+def table(found: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """A row a family, and for each way of rounding the mean absolute log ratio, the drift and the clip that follows."""
+    lines = [f"| tiny pipeline | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for family in dict.fromkeys(name for name, _ in found):
+        cells = [cell(found.get((family, rounding))) for rounding in COLUMNS]
+        lines.append(f"| `{family}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """``gap; drift; clip``, or nothing."""
+    if row is None:
+        return ""
+    clip = "decoupled" if row["clip"] is None else f"{row['clip']:g}"
+    return f"{row['gap']:.1e}; {row['drift']:.4f}; {clip}"
+
+
+def run_with_rounded_timesteps(program: list[str]) -> None:
+    """Run ``program``, whose rollouts are told every timestep as bfloat16 has it."""
+    import torch
+
+    from flowgrpo_rc.rollout import diffusers_engine
+
+    own_sampler = diffusers_engine.RequestSampler
+
+    def sampler(model: Any, *arguments: Any) -> Any:
+        rounding = copy.copy(model)
+        own_inputs = model._inputs
+
+        def inputs(*values: Any) -> dict[str, Any]:
+            told = own_inputs(*values)
+            # The pipeline divides in bfloat16, and the transformer multiplies again.
+            low = (1000 * told["timestep"]).to(torch.bfloat16) / 1000
+            return told | {"timestep": (low * 1000).float() / 1000}
+
+        rounding._inputs = inputs
+        return own_sampler(rounding, *arguments)
+
+    diffusers_engine.RequestSampler = sampler
+    sys.argv = program[1:] if program[0] == "-m" else program
+    runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--round-timestep"]:
+        run_with_rounded_timesteps(sys.argv[2:])
+    else:
+        main()
