@@ -226,15 +226,13 @@ class Passes:
         model = self._pipeline.model
         one = model.blank_prompt()
         tokens = model.prompt_tokens(asked.max_sequence_length)
-        # Some families' vector has a number for every embedding.
-        vector = one.pooled if one.pooled is None or len(one.pooled) > len(one.embeds) else one.pooled.expand(tokens)
         latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
         grids = self._reference_grids()
         references = sum(height * width for height, width in grids)
         prompts = Prompts(
             embeds=torch.empty(rows, tokens, one.embeds.shape[-1]),
             mask=torch.empty(rows, tokens, dtype=torch.bool) if model.masks_prompts else None,
-            pooled=None if vector is None else torch.empty(rows, len(vector)),
+            pooled=None if one.pooled is None else torch.empty(rows, len(one.pooled)),
             references=torch.empty(rows, references, latents.shape[-1]) if grids else None,
             reference_grids=grids,
         )
