@@ -86,7 +86,7 @@ def measure(engine: str, only: str) -> None:
             found[family, rounding] = row
             with RESULTS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(family, rounding, f"{row['gap']:.2e}", f"drift {row['drift']:.4f}", row["clip"], flush=True)
+            print(family, rounding, f"{row['gap']:.2e}", f"drift {row['drift']:.4f}", row["clip"] or "decoupled", flush=True)
 
 
 def rounds(family: str) -> bool:
@@ -155,7 +155,7 @@ def kept(found: dict[str, Any]) -> dict[str, Any]:
         "outside": overall["clipped"],
         "drift": drift,
         "verdict": found["advice"]["verdict"],
-        "clip": found["advice"]["clip_ratio"],
+        "clip": found["advice"]["clip_ratio"] if found["advice"]["mode"] == "bypass" else None,
         "images": found["images"],
     }
 
