@@ -2,6 +2,7 @@
 
     python benchmarks/family_gap.py                        # bfloat16, fp8, and the rounding of the timestep alone
     python benchmarks/family_gap.py --engine vllm_omni     # with the Python of `make vllm`: bfloat16 through vllm-omni
+    python benchmarks/family_gap.py --only qwen_image_edit # likewise, for Qwen-Image-Edit, which needs torchvision
     python benchmarks/family_gap.py --report               # writes the table of docs/families.md; runs nothing
     python benchmarks/family_gap.py --round-timestep -m flowgrpo_rc.cli.main probe <arguments>
 
@@ -39,6 +40,8 @@ PRECISIONS = {
     "fp8": [f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.quantization=fp8"],
     TIMESTEP: [f"{ROLLOUT}.dtype=float32"],
 }
+UNAVAILABLE = ("rollout.name=vllm_omni draws", "needs torchvision")
+"""Of refusals that leave a cell empty: another engine or environment has it."""
 COLUMNS = {
     "bfloat16": "bfloat16",
     TIMESTEP: "timestep alone",
@@ -86,7 +89,14 @@ def measure(engine: str, only: str) -> None:
             found[family, rounding] = row
             with RESULTS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(family, rounding, f"{row['gap']:.2e}", f"drift {row['drift']:.4f}", row["clip"] or "decoupled", flush=True)
+            print(
+                family,
+                rounding,
+                f"{row['gap']:.2e}",
+                f"drift {row['drift']:.4f}",
+                row["clip"] or "decoupled",
+                flush=True,
+            )
 
 
 def rounds(family: str) -> bool:
@@ -109,7 +119,7 @@ def rounds(family: str) -> bool:
 
 
 def probe(family: str, rounding: str, overrides: list[str]) -> dict[str, Any] | None:
-    """The ``probe.json`` of a family's tiny pipeline; None where the engine does not draw it."""
+    """The ``probe.json`` of a family's tiny pipeline; None where it cannot be drawn in this environment."""
     from tiny_families import TINY, run_overrides
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -138,7 +148,7 @@ def probe(family: str, rounding: str, overrides: list[str]) -> dict[str, Any] | 
             text=True,
             timeout=1200,
         )
-        if done.returncode == 2 and "rollout.name=vllm_omni draws" in done.stderr:
+        if done.returncode == 2 and any(reason in done.stderr for reason in UNAVAILABLE):
             return None
         if done.returncode not in (0, 3, 4):
             raise RuntimeError(f"{family}, {rounding}: exit code {done.returncode}\n{done.stderr[-2000:]}")

@@ -1,6 +1,5 @@
 """Plans of every model family: scaled to full depth, against real steps, and against operations counted by hand."""
 
-from copy import deepcopy
 from dataclasses import replace
 from pkgutil import resolve_name
 
@@ -24,16 +23,6 @@ from flowgrpo_rc.sde import log_prob, transition
 LORA = ModelConfig(lora_rank=4)
 ROWS = 3
 PLAIN = {"recompute": False, "reference": False, "detached": False, "accumulates": False}
-
-
-@pytest.fixture(scope="module", params=list(TINY))
-def name(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def pipe(name):
-    return TINY[name].build()
 
 
 VARIANTS = {
@@ -68,10 +57,10 @@ def passes_of(folder, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TINY if name not in VARIANTS], scope="module")
-def test_depth_scales_as_a_run_of_all_blocks_does(name, pipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [name for name in TINY if name not in VARIANTS])
+def test_depth_scales_as_a_run_of_all_blocks_does(name, tmp_path, monkeypatch):
     """Within a thousandth; operations to the last one."""
-    folder = write_tiny(tmp_path, pipe, deeper=True)
+    folder = write_tiny(tmp_path, TINY[name].build(), deeper=True)
     how = PLAIN | {"recompute": True, "accumulates": True}
     scaled = passes_of(folder, name)
     assert sum(len(kind.blocks) for kind in scaled.kinds) > 4
@@ -105,7 +94,9 @@ class Counted(TorchFunctionMode):
         return out
 
 
-def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, pipe, tmp_path):
+@pytest.mark.parametrize("name", list(TINY))
+def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, tmp_path):
+    pipe = TINY[name].build()
     fake = passes_of(write_tiny(tmp_path, pipe), name)
     expected = fake.update(ROWS, **PLAIN)
     with fake._pipeline.fake:
@@ -122,7 +113,6 @@ def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, p
     latents, level = real(state[0]), real(state[1])
     prompts = state[2].prompts.map(real)
     conditioning = replace(state[2], prompts=prompts, negative=prompts if state[2].negative else None)
-    pipe = deepcopy(pipe)
     model = resolve_name(FAMILIES[type(pipe).__name__].adapter)(pipe)
     transformer = model.transformer.requires_grad_(False)
     attach_lora(transformer, model, LORA, dtype=torch.float32)
