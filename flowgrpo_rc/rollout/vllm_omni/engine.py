@@ -85,7 +85,7 @@ class VllmOmniEngine:
             model=resolve_asset(lora.path),
             pipeline=pipeline,
             dtype=dtype_name(dtype),
-            vae_dtype=dtype_name(model.pipe.vae.dtype),
+            vae_dtype=lora.dtype,
             batch_guidance=model.batch_guidance,
             max_batch=micro_batch_size,
             attention=attn_backend,
