@@ -295,16 +295,20 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", ["idle", "in a call", "thread"])
-def test_no_orphan_when_the_trainer_is_killed(how):
-    """kill -9 leaves the trainer no time to close anything."""
+@pytest.mark.parametrize("how", ["idle", "in a call", "thread", "interrupted"])
+def test_no_orphan_when_the_trainer_ends(how):
+    """kill -9 leaves the trainer no time to close anything; Ctrl-C signals the trainer's whole group of processes."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
-    command = [sys.executable, "-c", TRAINER, how]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "start_new_session": True}
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, how], env=os.environ | {"PYTHONPATH": path}, **pipes)
     assert trainer.stdout is not None
     try:
         engine = int(trainer.stdout.readline())
         assert is_running(engine)
+        if how == "interrupted":
+            assert os.getpgid(engine) != trainer.pid
+            os.killpg(trainer.pid, signal.SIGINT)
+            trainer.wait(TIMEOUT)
     finally:
         end(trainer.pid)
         trainer.wait(TIMEOUT)
