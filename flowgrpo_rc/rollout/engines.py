@@ -37,7 +37,15 @@ class EngineEntry:
     """Whether the engine acts on ``rollout.quantization``; an engine that does not refuses the setting."""
 
     takes_actors_transformer: bool = False
-    """Whether the engine samples with the actor's own transformer, or a copy of it where its weights must differ."""
+    """Whether the engine samples with the actor's own transformer, or a copy of it where its weights must differ. Its
+    ``from_config`` also takes ``alone``, which says that there is no actor beside it."""
+
+    reads_weights: bool = False
+    """Whether the engine reads the weights from the pipeline's files itself, so that ``model`` may lack them."""
+
+    digest_rule: str | None = None
+    """``module:function`` that takes the sections ``rollout`` and ``model`` and gives the engine's ``digest_of``
+    without an engine. ``None`` for an engine that samples in the trainer's process alone."""
 
 
 ENGINES: dict[str, EngineEntry] = {
@@ -46,11 +54,14 @@ ENGINES: dict[str, EngineEntry] = {
         attention_backends=ATTENTION_BACKENDS,
         quantizes=True,
         takes_actors_transformer=True,
+        digest_rule="flowgrpo_rc.rollout.diffusers_engine:digest_rule",
     ),
     "vllm_omni": EngineEntry(
         "flowgrpo_rc.rollout.vllm_omni:VllmOmniEngine",
         check="flowgrpo_rc.rollout.vllm_omni.versions:check_versions",
         attention_backends=("TORCH_SDPA", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB"),
+        reads_weights=True,
+        digest_rule="flowgrpo_rc.rollout.vllm_omni.adapter:digest_rule",
     ),
 }
 
