@@ -3,13 +3,16 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
+from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutHandle, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.host import check_elsewhere
+from flowgrpo_rc.rollout.placement import Share, device_groups
 from flowgrpo_rc.rollout.process.environment import check_devices, engine_environment, inside, with_threads
 from flowgrpo_rc.rollout.process.parent import EngineProcess, Launch
 
@@ -75,3 +78,38 @@ class ProcessHandle:
             raise
         except RolloutError as error:
             raise RolloutError(f"rollout engine {self.name}: {error}") from error
+
+
+def check_process(rollout: RolloutConfig, share: Share) -> None:
+    """As ``PlacementEntry.check``: this process sees its devices, and there is one for each process."""
+    check_devices(*(device for group in _own_groups(rollout, share) for device in group))
+
+
+def process_handles(
+    rollout: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, share: Share
+) -> list[RolloutHandle]:
+    """As ``PlacementEntry.handles``: this trainer process's engines on this machine."""
+    groups = _own_groups(rollout, share) or [(str(device),)]
+    made: list[RolloutHandle] = []
+    for place, group in enumerate(groups):
+        number = share.index + place * share.count
+        if rollout.name == "vllm_omni":
+            from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
+
+            made.append(VllmOmniHandle.from_config(rollout, model, lora, group, number))
+        else:
+            made.append(ProcessHandle(rollout, lora, group[0], number))
+    return made
+
+
+def _own_groups(rollout: RolloutConfig, share: Share) -> list[tuple[str, ...]]:
+    """The devices of this trainer process's engines; none where they are on its own."""
+    if rollout.devices is None:
+        return []
+    groups = device_groups(rollout.devices)
+    if len(groups) < share.count:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.devices: has {len(groups)} engines for the {share.count} trainer processes of "
+            "this machine; name at least one for each, or start fewer processes"
+        )
+    return groups[share.index :: share.count]
