@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutHandle, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.host import check_elsewhere
 from flowgrpo_rc.rollout.placement import Share, device_groups
 from flowgrpo_rc.rollout.process.environment import check_devices, engine_environment, inside, with_threads
@@ -80,26 +82,26 @@ class ProcessHandle:
             raise RolloutError(f"rollout engine {self.name}: {error}") from error
 
 
-def check_process(rollout: RolloutConfig, share: Share) -> None:
-    """As ``PlacementEntry.check``: this process sees its devices, and there is one for each process."""
-    check_devices(*(device for group in _own_groups(rollout, share) for device in group))
-
-
 def process_handles(
     rollout: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, share: Share
 ) -> list[RolloutHandle]:
-    """As ``PlacementEntry.handles``: this trainer process's engines on this machine."""
-    groups = _own_groups(rollout, share) or [(str(device),)]
-    made: list[RolloutHandle] = []
-    for place, group in enumerate(groups):
-        number = share.index + place * share.count
-        if rollout.name == "vllm_omni":
-            from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
+    """As ``PlacementEntry.handles``: this trainer process's engines on this machine, none of them started.
 
-            made.append(VllmOmniHandle.from_config(rollout, model, lora, group, number))
-        else:
-            made.append(ProcessHandle(rollout, lora, group[0], number))
-    return made
+    Raises:
+        ImportError, ValueError: as ``check_process``, ``ProcessHandle`` and the engine's own handle.
+    """
+    numbered = enumerate(_own_groups(rollout, share) or [(str(device),)])
+    groups = {share.index + place * share.count: group for place, group in numbered}
+    own = ENGINES[rollout.name].handle
+    if own is None:
+        return [ProcessHandle(rollout, lora, device, number) for number, (device,) in groups.items()]
+    make = resolve_name(own).from_config
+    return [make(rollout, model, lora, devices, number) for number, devices in groups.items()]
+
+
+def check_process(rollout: RolloutConfig, share: Share) -> None:
+    """As ``PlacementEntry.check``: this process sees its devices, and there is one for each process."""
+    check_devices(*(device for group in _own_groups(rollout, share) for device in group))
 
 
 def _own_groups(rollout: RolloutConfig, share: Share) -> list[tuple[str, ...]]:
