@@ -50,6 +50,7 @@ from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
 from flowgrpo_rc.trainer.scoring import RolloutScoring, names_of_all
 from flowgrpo_rc.trainer.setup import Run
+from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import save_grid, validate
 
@@ -108,6 +109,7 @@ class FlowGRPOTrainer:
             )
         self.run.guard.say = self.logger.alert
         self._resume()
+        self.timeline = Timeline(self.run.engine, rank, self.accelerator.num_processes)
         self.mode = self.run.guard.mode
         """The mode in force: the configured one, or what the guard has put in its place."""
         rollout = config.actor_rollout_ref.rollout
@@ -379,13 +381,16 @@ class FlowGRPOTrainer:
         while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
             with self.profiler(self.step + 1):
                 metrics = self.train_step()
+            # Before the validation: after one that fails in one process, processes may wait for each other no more.
+            line, of_engines = self.timeline.take(self.timer.take_spans())
             last = not self.interrupted
             try:
                 if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
                     metrics |= self._validate()
             finally:  # the step is done, whatever becomes of its validation
                 with self.timer("log"):
-                    self._log(metrics | self._times())
+                    self._log(metrics | self._times() | of_engines)
+                    self._write_timeline(line)
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
@@ -416,6 +421,11 @@ class FlowGRPOTrainer:
                 f"{error}. Kept: the rows before it, and the newest complete checkpoint ({newest}); free some space "
                 "and start again with trainer.resume_mode=auto"
             ) from error
+
+    def _write_timeline(self, line: dict[str, Any]) -> None:
+        if self._main:
+            with self._wanted_output(str(self.folder.timeline)):
+                self.folder.append_to_timeline({"step": self.step, **line})
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
