@@ -183,6 +183,10 @@ class RunFolder:
         """All complete lines of ``metrics.jsonl``; a line cut off by a kill is left out."""
         return read_rows(self.metrics)[0] if self.metrics.is_file() else []
 
+    def timeline_lines(self) -> list[dict[str, Any]]:
+        """The same of ``timeline.jsonl``."""
+        return read_rows(self.timeline)[0] if self.timeline.is_file() else []
+
     def grids(self) -> dict[int, Path]:
         """The sample grids by their step, in order."""
         found = {_GRID.fullmatch(grid.name): grid for grid in self.samples.glob("step_*.png")}

@@ -585,7 +585,7 @@ class FlowGRPOTrainer:
         adapters: list[Path] = []
         if self._main:
             adapters = self._write_adapters()
-            history = History(self.folder.rows(), self.config.to_dict())
+            history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
             files = [*self._draw(history), self.folder.metrics, *adapters]
             self.logger.summary(history, [str(path) for path in files])
         self.run.engine.close()
