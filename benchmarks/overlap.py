@@ -22,6 +22,7 @@ processes share the machine's cores.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -224,7 +225,7 @@ def asleep(folder: Path, machine: Machine, *, split: bool, unit: float, steps: i
         return found
 
     setup.build_engine = build
-    DiffusionActor.update = update
+    DiffusionActor.update = update  # type: ignore[method-assign]
     try:
         config = compose(
             "tiny_qwen_image_ocr",
@@ -254,7 +255,7 @@ def measured(folder: RunFolder) -> dict[str, Any]:
     """Wall time of every step but the first, and what it was spent on."""
     rows = folder.rows()[1:]
     ends = [line["stages"][-1][2] for line in folder.timeline_lines()]
-    walls = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    walls = [end - begin for begin, end in itertools.pairwise(ends)]
     found: dict[str, Any] = {"seconds": statistics.median(walls), "steps": walls}
     for name in ("timing_s/rollout", "timing_s/update", "timing_s/reward", *OF_ENGINES):
         if all(name in row for row in rows):
