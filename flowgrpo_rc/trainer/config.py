@@ -280,7 +280,7 @@ class FlowGRPOConfig:
                 "actor_rollout_ref.model.torch_compile: got true with a sharded transformer, whose blocks call out to "
                 f"gather their weights; set it to false, or {FSDP_FIELD}.shard=false"
             )
-        if not ENGINES[rollout.name].takes_actors_transformer:
+        if not ENGINES[rollout.name].takes_actors_transformer or rollout.placement != "trainer":
             return
         for name, actors in (
             ("quantization", None),
