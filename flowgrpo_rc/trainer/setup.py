@@ -104,6 +104,8 @@ class Run:
         """Takes the images of every validation; ``None`` where none are kept."""
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
+        self.older_adapters: dict[int, dict[str, torch.Tensor]] = {}
+        """Of the run that this one continues: the actor's adapter before earlier batches, by their steps."""
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.guard = Guard(mode)
