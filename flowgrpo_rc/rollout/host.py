@@ -62,17 +62,25 @@ class EngineHost:
         self.engine.close()
 
 
-def digest_rule(rollout: RolloutConfig, model: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:
-    """``RolloutEngine.digest_of`` of the engine that a host with these sections has, from ``state`` alone.
+def check_elsewhere(rollout: RolloutConfig) -> None:
+    """Refuse an engine that samples in the trainer's process alone.
 
     Raises:
-        ValueError: the engine samples in the trainer's process alone.
+        ValueError: names the engine.
     """
-    rule = ENGINES[rollout.name].digest_rule
-    if rule is None:
+    if ENGINES[rollout.name].digest_rule is None:
         able = ", ".join(name for name, entry in ENGINES.items() if entry.digest_rule)
         raise ValueError(
             f"actor_rollout_ref.rollout.name: got {rollout.name}, which has no digest_rule in ENGINES and samples in "
             f"the trainer's process alone; elsewhere there are {able}"
         )
-    return resolve_name(rule)(rollout, model)
+
+
+def digest_rule(rollout: RolloutConfig, model: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:
+    """``RolloutEngine.digest_of`` of the engine that a host with these sections has, from ``state`` alone.
+
+    Raises:
+        ValueError: see ``check_elsewhere``.
+    """
+    check_elsewhere(rollout)
+    return resolve_name(str(ENGINES[rollout.name].digest_rule))(rollout, model)
