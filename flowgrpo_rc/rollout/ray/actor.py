@@ -11,13 +11,11 @@ import traceback
 from typing import Any
 
 from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.rollout.process.environment import without_process_group
 from flowgrpo_rc.threads import limit_spinning
 
 LIFE = "life"
 """The concurrency group that answers while the engine is at work."""
-_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The trainer's process group is not the engine's."""
-_PRESET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 Failure = tuple[str, str]
 """An error as it goes back: the name of its class and its text in a line."""
 
@@ -26,12 +24,6 @@ class EngineActor:
     """One engine on one node of the cluster; ``load`` comes before ``sync`` and ``generate``."""
 
     def __init__(self) -> None:
-        # Before torch is imported. A node's daemon may have been started by a trainer that has a process group.
-        for name in [name for name in os.environ if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_")]:
-            del os.environ[name]
-        for name, value in _PRESET.items():
-            os.environ.setdefault(name, value)
-        limit_spinning(os.environ)
         self._host: Any = None
 
     def where(self) -> tuple[str, int]:
@@ -41,10 +33,20 @@ class EngineActor:
     def alive(self) -> None:
         """A sign of life, whatever the engine computes."""
 
-    def load(self, sections: bytes, device: str) -> Failure | None:
-        """Load the model; ``sections`` are a ``RolloutConfig`` and a ``ModelConfig``."""
+    def load(self, sections: bytes, device: str, threads: int | None) -> Failure | None:
+        """Load the model; ``sections`` are a ``RolloutConfig`` and a ``ModelConfig``.
+
+        ``threads`` are those of a computation on the host; ``None``: as Ray has set them, by ``num_cpus``.
+        """
 
         def build() -> None:
+            # Before torch is imported. A node's daemon may have been started by a trainer that has a process group.
+            for name in os.environ.keys() - without_process_group(os.environ).keys():
+                del os.environ[name]
+            if threads is not None:
+                os.environ["OMP_NUM_THREADS"] = str(threads)
+            limit_spinning(os.environ)
+
             from flowgrpo_rc.rollout.host import EngineHost
 
             rollout, model = pickle.loads(sections)

@@ -24,16 +24,15 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.process.environment import without_process_group
+from flowgrpo_rc.rollout.process.protocol import receive, send
 from flowgrpo_rc.rollout.ray.messages import CLOSE, LOST, READY, Answer, Ask, DriverSettings
-from flowgrpo_rc.rollout.vllm_omni.protocol import receive, send
 
 ADAPTERS = 2
 """How many adapters Ray's store keeps: with requests ahead, engines may still want the one before the newest."""
 _REACH_S = 10.0
 """Seconds for an answer that has come to reach the thread that waits for it."""
 _HERE = "actor_rollout_ref.rollout"
-_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The trainer's process group is not Ray's."""
 
 
 class RayConnection:
@@ -54,6 +53,8 @@ class RayConnection:
             num_gpus=rollout.ray.num_gpus,
             num_cpus=rollout.ray.num_cpus,
             sections=pickle.dumps((rollout, model)),
+            # On the host, the last bits depend on it; beside a GPU it would be more than Ray has set aside.
+            threads=None if rollout.ray.num_gpus else torch.get_num_threads(),
             timeouts=rollout.process,
             parent=os.getpid(),
         )
@@ -301,10 +302,9 @@ def _end(process: "subprocess.Popen[bytes]", log: Path | None) -> None:
 def _environment(device: Any, *, starts_ray: bool) -> dict[str, str]:
     """The trainer's environment without its process group; a Ray that is started in it has all GPUs but the trainer's.
 
-    The actors' own is that of their node, where Ray sets ``CUDA_VISIBLE_DEVICES`` to the GPUs that it gave them and
-    ``OMP_NUM_THREADS`` to ``num_cpus`` unless it is set.
+    The actors' own is that of their node, where Ray sets ``CUDA_VISIBLE_DEVICES`` to the GPUs that it gave them.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in _DISTRIBUTED and not k.startswith("TORCHELASTIC_")}
+    environment = without_process_group(os.environ)
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     device = torch.device(device)
     if starts_ray and device.type == "cuda":

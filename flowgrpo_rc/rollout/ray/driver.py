@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rollout.placement import JOINED
+from flowgrpo_rc.rollout.process.protocol import receive, send
 from flowgrpo_rc.rollout.ray.actor import LIFE, EngineActor
 from flowgrpo_rc.rollout.ray.messages import CLOSE, LOST, READY, Answer, Ask, DriverSettings
-from flowgrpo_rc.rollout.vllm_omni.protocol import receive, send
 
 _HERE = "actor_rollout_ref.rollout.ray"
 _REACH_SECONDS = 10.0
@@ -135,7 +135,8 @@ class _Cluster:
             self.end(engine)
             raise EngineFailed(LOST, f"no node of the Ray cluster had room for it within {limit:g} s: {self._room()}")
         place = self._ray.get(where)
-        loading = actor.load.remote(self._settings.sections, _device(self._settings.num_gpus))
+        device = _device(self._settings.num_gpus)
+        loading = actor.load.remote(self._settings.sections, device, self._settings.threads)
         # Loading a large model may keep the interpreter busy for long.
         left = deadline - time.monotonic()
         _raise_failure(self._wait(engine, loading, left, "starting", silence=left))

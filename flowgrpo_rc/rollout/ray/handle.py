@@ -1,30 +1,17 @@
 """Engines on a Ray cluster, as a ``RolloutPool`` has them."""
 
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.host import check_elsewhere
+from flowgrpo_rc.rollout.ray import check_ray
 from flowgrpo_rc.rollout.ray.connection import RayConnection
-
-_HERE = "actor_rollout_ref.rollout"
-
-
-def check_ray() -> None:
-    """Make sure that Ray is installed; imports nothing of it.
-
-    Raises:
-        ImportError: it is not; names the extra.
-    """
-    if find_spec("ray") is None:
-        raise ImportError(
-            f"{_HERE}.placement=ray needs Ray, which is not installed: pip install 'flowgrpo_rc[ray]' on every node, "
-            f"or set {_HERE}.placement=process"
-        )
 
 
 def ray_handles(rollout: RolloutConfig, model: ModelConfig, device: Any) -> list["RayHandle"]:
@@ -40,6 +27,7 @@ def ray_handles(rollout: RolloutConfig, model: ModelConfig, device: Any) -> list
         ValueError: no cluster is named, and several trainer processes would each start a Ray of their own.
     """
     check_ray()
+    check_elsewhere(rollout)
     connection = RayConnection(rollout, model, device)
     return [RayHandle(connection, index) for index in range(rollout.engines)]
 
@@ -53,6 +41,7 @@ class RayHandle:
 
     def __init__(self, connection: RayConnection, index: int) -> None:
         self.name = f"ray {index}"
+        self._has_worked = False
         self._connection = connection
         self._index = index
         connection.join(index)
@@ -63,10 +52,18 @@ class RayHandle:
         """Have Ray find a place for the engine, and load the model there.
 
         Raises:
-            EngineLostError: no cluster answers, or no node has room.
-            RolloutError: the model cannot be loaded there.
+            EngineLostError: no cluster answers, or no node has room; or the model, which has been loaded before, cannot
+                be loaded in this place.
+            RolloutError: the model cannot be loaded.
         """
-        self.place = self._connection.start(self._index)
+        try:
+            with self._naming():
+                self.place = self._connection.start(self._index)
+        except RolloutError as error:
+            if self._has_worked:
+                raise EngineLostError(str(error)) from error
+            raise
+        self._has_worked = True
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
         """Send the adapter, which goes to Ray once for all engines; returns the digest read back from the engine.
@@ -74,7 +71,8 @@ class RayHandle:
         Raises:
             EngineLostError, AdapterMismatchError, RolloutError: see ``RolloutHandle``.
         """
-        return self._connection.sync(self._index, state, version)
+        with self._naming():
+            return self._connection.sync(self._index, state, version)
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample every image of the request.
@@ -82,8 +80,19 @@ class RayHandle:
         Raises:
             EngineLostError, RolloutError: see ``RolloutHandle``.
         """
-        return self._connection.generate(self._index, request)
+        with self._naming():
+            return self._connection.generate(self._index, request)
 
     def close(self) -> None:
         """End the actor, and with that of the last handle the connection to Ray."""
         self._connection.leave(self._index)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Adds the engine to an error that ends the run; a pool adds it to the loss of one."""
+        try:
+            yield
+        except EngineLostError:
+            raise
+        except RolloutError as error:
+            raise RolloutError(f"rollout engine {self.name}: {error}") from error

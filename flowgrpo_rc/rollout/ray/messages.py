@@ -25,6 +25,8 @@ class DriverSettings:
     """For each engine."""
     sections: bytes
     """Pickled ``RolloutConfig`` and ``ModelConfig``."""
+    threads: int | None
+    """For each engine's computations; ``None``: ``num_cpus``, unless a node's environment says something else."""
     timeouts: EngineTimeouts
     parent: int
     """Process id of the trainer."""
