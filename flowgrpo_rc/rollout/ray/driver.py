@@ -117,12 +117,14 @@ class _Cluster:
             configure_logging=False,
             log_to_driver=False,
         )
+        self._head = self._ray.get_runtime_context().gcs_address
         actor = self._ray.remote(concurrency_groups={LIFE: 1}, max_restarts=0)(EngineActor)
         self._new = actor.options(num_gpus=settings.num_gpus, num_cpus=settings.num_cpus)
 
     def start(self, engine: int, argument: None, payload: bytes) -> tuple[str, int]:
         """Start an engine, in the place of one that is gone; returns its node's name and its process."""
         self.end(engine)
+        _reach(self._head)
         limit = self._settings.timeouts.start_timeout_s
         deadline = time.monotonic() + limit
         if self._settings.address is None:
