@@ -47,6 +47,10 @@ class EngineEntry:
     """``module:function`` that takes the sections ``rollout`` and ``model`` and gives the engine's ``digest_of``
     without an engine. ``None`` for an engine that samples in the trainer's process alone."""
 
+    handle: str | None = None
+    """``module:class`` of a ``RolloutHandle`` for an engine that has a process of its own anyway, with the class method
+    ``from_config(config, model, lora, devices, number)``. ``None``: ``ProcessHandle`` puts it into one."""
+
 
 ENGINES: dict[str, EngineEntry] = {
     "diffusers": EngineEntry(
@@ -62,6 +66,7 @@ ENGINES: dict[str, EngineEntry] = {
         attention_backends=("TORCH_SDPA", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB"),
         reads_weights=True,
         digest_rule="flowgrpo_rc.rollout.vllm_omni.adapter:digest_rule",
+        handle="flowgrpo_rc.rollout.vllm_omni.handle:VllmOmniHandle",
     ),
 }
 

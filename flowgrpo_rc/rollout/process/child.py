@@ -68,6 +68,8 @@ def _end_with_trainer(start: Start) -> None:
     def watch() -> None:
         while os.getppid() == start.parent:
             time.sleep(HEARTBEAT_SECONDS)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # with what it has started
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

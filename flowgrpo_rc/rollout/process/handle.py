@@ -1,17 +1,41 @@
 """An engine in a process of its own on one device of this machine, as a ``RolloutPool`` takes it."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pkgutil import resolve_name
 
 from torch import Tensor
 
+from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutHandle, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.host import check_elsewhere
 from flowgrpo_rc.rollout.process.environment import check_devices, engine_environment, inside, with_threads
 from flowgrpo_rc.rollout.process.parent import EngineProcess, Launch
+
+
+def process_handles(
+    groups: Sequence[Sequence[str]], rollout: RolloutConfig, model: DiffusionModel, lora: ModelConfig
+) -> list[RolloutHandle]:
+    """A handle for each group of devices of this machine; nothing is started.
+
+    Args:
+        groups: as ``placement.device_groups`` gives them; only an engine with a handle of its own takes several.
+        rollout: the section ``actor_rollout_ref.rollout``.
+        model: the trainer's, which tells names and shapes.
+        lora: the section ``actor_rollout_ref.model``.
+
+    Raises:
+        ImportError, ValueError: as ``ProcessHandle`` and the engine's own handle.
+    """
+    own = ENGINES[rollout.name].handle
+    if own is None:
+        return [ProcessHandle(rollout, lora, device, number) for number, (device,) in enumerate(groups)]
+    make = resolve_name(own).from_config
+    return [make(rollout, model, lora, devices, number) for number, devices in enumerate(groups)]
 
 
 class ProcessHandle:

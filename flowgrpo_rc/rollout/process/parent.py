@@ -1,6 +1,7 @@
 """The trainer's hold on an engine's process: start, call, notice death and silence, end."""
 
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -52,6 +53,8 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         """``None``: there is no process to call."""
+        self._killed = False
+        """Whether it has been ended; its number may be another's by then."""
         self._started = False
         """Whether it has ever been ready."""
         self._closed = False
@@ -132,6 +135,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the trainer's to answer
             )
+            self._killed = False
 
     def _ask_to_end(self, connection: Connection) -> None:
         assert self._process is not None
@@ -154,10 +158,13 @@ class EngineProcess:
                 self.log.unlink(missing_ok=True)
 
     def _kill(self) -> None:
-        if self._process is not None:
-            with suppress(OSError):
-                self._process.kill()
-            self._process.wait()
+        """End it and the processes that it has started, which are of its group; waits for itself alone."""
+        if self._process is None or self._killed:
+            return
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._killed = True
 
     def _send(self, message: Any, doing: str) -> None:
         assert self._connection is not None

@@ -31,7 +31,7 @@ class VllmOmniHandle:
         lora: the section ``actor_rollout_ref.model``.
         dtype: of vllm-omni's transformer and adapter.
         micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
-        devices: of this engine, as the trainer's process names them.
+        devices: of this engine, as the trainer's process names them; over several GPUs vllm-omni divides each layer.
         timeouts: when to give the process up.
         attn_backend: vllm-omni's name of the way to compute attention; ``None`` leaves the choice to it.
         number: tells it from the other engines of a pool.
@@ -61,6 +61,11 @@ class VllmOmniHandle:
         _check_pipeline(pipeline, model)
         check_targets(target_layers(model.transformer, model, lora), PIPELINES[pipeline].takes_no_adapter)
         check_devices(*devices)
+        if len(devices) > 1 and "cpu" in devices:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.devices: got {JOINED.join(devices)}; vllm-omni divides a model over GPUs "
+                "alone, so name cpu by itself"
+            )
         self.name = f"vllm_omni {number} ({JOINED.join(devices)})"
         self.adapter_version = -1
         self._lora = lora
@@ -75,6 +80,7 @@ class VllmOmniHandle:
             max_batch=micro_batch_size,
             attention=attn_backend,
             init_timeout=timeouts.start_timeout_s,
+            tensor_parallel=len(devices),
         )
         self.process = EngineProcess(
             Launch(

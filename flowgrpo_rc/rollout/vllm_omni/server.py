@@ -44,6 +44,7 @@ class _Server:
             max_cpu_loras=2,
             custom_pipeline_args={"pipeline_class": PIPELINES[settings.pipeline].rollout.replace(":", ".")},
             worker_extension_cls=f"{here}.lora.RolloutWorker",
+            tensor_parallel_size=settings.tensor_parallel,
             init_timeout=settings.init_timeout,
             stage_init_timeout=settings.init_timeout,
         )

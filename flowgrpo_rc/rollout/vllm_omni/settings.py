@@ -23,3 +23,5 @@ class Settings:
     """vllm-omni's name of the way to compute attention; null leaves the choice to it."""
     init_timeout: float
     """Seconds until vllm-omni gives the loading of the model up."""
+    tensor_parallel: int = 1
+    """Over how many GPUs each layer is divided."""
