@@ -193,7 +193,9 @@ class _Driver:
         try:
             self._result(self._ready, self._timeouts.start_timeout_s, "connecting to Ray")
         except RolloutError as error:
-            self._end(str(error))
+            if not self.has_ended:  # it has said all there is in its log
+                self._end(str(error))
+                self._log.unlink(missing_ok=True)
             raise
 
     def call(
