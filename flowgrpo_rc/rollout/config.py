@@ -9,6 +9,7 @@ from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.placement import (
+    IN_TRAINER,
     JOINED,
     PLACEMENTS,
     EngineTimeouts,
@@ -253,7 +254,7 @@ class RolloutConfig:
     """The most batches that the adapter which draws may be older than the actor's: ``ahead`` and ``adapter_lag`` above
     it are refused. Null sets no bound."""
 
-    placement: str = "trainer"
+    placement: str = IN_TRAINER
     """Where engines run: ``trainer`` has one beside the actor, on its device, and the two take turns; ``process`` has
     processes of their own on this machine, one for each of ``devices``; ``ray`` has actors anywhere in a Ray cluster,
     with the extra ``ray``."""

@@ -1,7 +1,7 @@
 """The rollout engines by name: the table that the configuration checks against. Importing this loads no torch.
 
-A new engine is a class of its own and a row here. The class follows ``rollout.base.RolloutEngine`` and has the class
-method ``from_config(config, model, lora, device)``.
+A new engine is a class of its own and a row here, and so is another place for engines to run. The class follows
+``rollout.base.RolloutEngine`` and has the class method ``from_config(config, model, lora, device)``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
+from flowgrpo_rc.rollout.placement import ALONE, IN_TRAINER, Share
 
 if TYPE_CHECKING:
     from flowgrpo_rc.models.base import DiffusionModel
@@ -71,6 +72,38 @@ ENGINES: dict[str, EngineEntry] = {
 }
 
 
+@dataclass(frozen=True)
+class PlacementEntry:
+    """Where engines away from the trainer come from."""
+
+    handles: str
+    """``module:function`` that takes what ``build_engine`` takes and gives a ``RolloutHandle`` for each engine."""
+
+    check: str
+    """``module:function`` that takes the section ``rollout`` and the trainer's share of its machine, and raises
+    ``ImportError`` or ``ValueError`` where there can be no such handles; called before anything expensive is loaded."""
+
+
+ELSEWHERE: dict[str, PlacementEntry] = {
+    "process": PlacementEntry(
+        "flowgrpo_rc.rollout.process.handle:process_handles", "flowgrpo_rc.rollout.process.handle:check_process"
+    ),
+}
+
+
+def check_placement(config: RolloutConfig, share: Share = ALONE) -> None:
+    """Make sure that engines can be where ``config.placement`` puts them.
+
+    Raises:
+        ImportError, ValueError: they cannot; names the field and the remedy.
+    """
+    if config.placement != IN_TRAINER:
+        from flowgrpo_rc.rollout.host import check_elsewhere
+
+        check_elsewhere(config)
+        resolve_name(ELSEWHERE[config.placement].check)(config, share)
+
+
 def check_engine(name: str) -> None:
     """Make sure that the packages of the engine ``name`` are there.
 
@@ -82,10 +115,31 @@ def check_engine(name: str) -> None:
         resolve_name(check)()
 
 
-def build_engine(config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any) -> RolloutEngine:
-    """The engine ``config.name`` around the trainer's ``model``, before the actor attaches its adapter.
+def build_engine(
+    config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, share: Share = ALONE
+) -> RolloutEngine:
+    """The engine ``config.name`` around the trainer's ``model``, before the actor attaches its adapter; or where
+    ``config.placement`` puts engines elsewhere, a ``RolloutPool`` of them.
+
+    Args:
+        config, lora: the sections ``rollout`` and ``model``.
+        model: the trainer's.
+        device: the trainer's.
+        share: which of the trainer processes of this machine this one is.
 
     Raises:
-        ImportError, ValueError, RolloutError: see ``VllmOmniEngine``.
+        ImportError, ValueError, RolloutError: see ``check_placement`` and the engine; or one does not start.
     """
-    return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)
+    if config.placement == IN_TRAINER:
+        return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)
+    from flowgrpo_rc.dtypes import torch_dtype
+    from flowgrpo_rc.rollout.host import digest_rule
+    from flowgrpo_rc.rollout.pool import RolloutPool
+
+    handles = resolve_name(ELSEWHERE[config.placement].handles)(config, model, lora, device, share)
+    return RolloutPool(
+        handles,
+        digest_of=digest_rule(config, lora),
+        dtype=torch_dtype(config.dtype),
+        micro_batch_size=config.micro_batch_size,
+    )

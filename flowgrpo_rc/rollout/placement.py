@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from flowgrpo_rc.checks import fit_fields, non_negative, positive
 from flowgrpo_rc.field_docs import documented_fields
 
-PLACEMENTS = ("trainer", "process", "ray")
+IN_TRAINER = "trainer"
+"""The placement of an engine beside the actor."""
+PLACEMENTS = (IN_TRAINER, "process", "ray")
 """What ``rollout.placement`` may be."""
 SHORTEST_SILENCE = 3.0
 """Seconds. An engine's process that is at work may give no sign of life for a second or two."""
@@ -16,6 +18,20 @@ _HERE = "actor_rollout_ref.rollout"
 _DEVICE = re.compile(r"cpu|[a-z]+:\d+")
 JOINED = "+"
 """Joins the devices of one engine in an entry of ``rollout.devices``."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the trainer processes of a machine one is; they share out its engines."""
+
+    index: int
+    """From 0."""
+    count: int
+    """How many there are."""
+
+
+ALONE = Share(0, 1)
+"""One trainer process on its machine."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -159,7 +159,7 @@ class RolloutPool:
         dtype: torch.dtype,
         micro_batch_size: int,
     ) -> None:
-        self.digest_of = digest_of
+        self._digest_of = digest_of
         self.adapter_version = -1
         self._dtype = dtype
         self._size = micro_batch_size
@@ -187,6 +187,10 @@ class RolloutPool:
             raise
 
     # ------------------------------------------------------------------ what the trainer calls
+
+    def digest_of(self, state: Mapping[str, Tensor]) -> str:
+        """The digest of an adapter that holds exactly ``state``, after the engines' rounding."""
+        return self._digest_of(state)
 
     def push(self, state: Mapping[str, Tensor], version: int) -> HeldAdapter:
         """Give the engines this adapter for all requests to come; does not wait for them.

@@ -117,12 +117,12 @@ class AdapterSync:
     def actor_at_rollout_version(self) -> Iterator[None]:
         """Inside, the actor has the adapter that drew the batch to learn from; afterwards its own again, bit for
         bit."""
-        drew = self._of_this_batch
-        if not self.behind or drew.state is None:
+        drew = self._of_this_batch.state if self.behind else None
+        if drew is None:
             yield
             return
         own = adapter_state(self._actor.transformer)  # a copy, which loading the other one leaves alone
-        load_adapter_state(self._actor.transformer, drew.state)
+        load_adapter_state(self._actor.transformer, drew)
         try:
             yield
         finally:

@@ -365,6 +365,7 @@ class FlowGRPOTrainer:
                         self._loop(stop)
                         self._finish()
             finally:
+                self.run.engine.close()
                 self.run.end_rewards()
                 self.logger.close()
                 self.folder.close()

@@ -1,9 +1,10 @@
 """An engine in a process of its own on one device of this machine, as a ``RolloutPool`` takes it."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pkgutil import resolve_name
+from typing import Any
 
 from torch import Tensor
 
@@ -13,29 +14,9 @@ from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutHandl
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.host import check_elsewhere
+from flowgrpo_rc.rollout.placement import Share, device_groups
 from flowgrpo_rc.rollout.process.environment import check_devices, engine_environment, inside, with_threads
 from flowgrpo_rc.rollout.process.parent import EngineProcess, Launch
-
-
-def process_handles(
-    groups: Sequence[Sequence[str]], rollout: RolloutConfig, model: DiffusionModel, lora: ModelConfig
-) -> list[RolloutHandle]:
-    """A handle for each group of devices of this machine; nothing is started.
-
-    Args:
-        groups: as ``placement.device_groups`` gives them; only an engine with a handle of its own takes several.
-        rollout: the section ``actor_rollout_ref.rollout``.
-        model: the trainer's, which tells names and shapes.
-        lora: the section ``actor_rollout_ref.model``.
-
-    Raises:
-        ImportError, ValueError: as ``ProcessHandle`` and the engine's own handle.
-    """
-    own = ENGINES[rollout.name].handle
-    if own is None:
-        return [ProcessHandle(rollout, lora, device, number) for number, (device,) in enumerate(groups)]
-    make = resolve_name(own).from_config
-    return [make(rollout, model, lora, devices, number) for number, devices in enumerate(groups)]
 
 
 class ProcessHandle:
@@ -99,3 +80,38 @@ class ProcessHandle:
             raise
         except RolloutError as error:
             raise RolloutError(f"rollout engine {self.name}: {error}") from error
+
+
+def process_handles(
+    rollout: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, share: Share
+) -> list[RolloutHandle]:
+    """As ``PlacementEntry.handles``: this trainer process's engines on this machine, none of them started.
+
+    Raises:
+        ImportError, ValueError: as ``check_process``, ``ProcessHandle`` and the engine's own handle.
+    """
+    numbered = enumerate(_own_groups(rollout, share) or [(str(device),)])
+    groups = {share.index + place * share.count: group for place, group in numbered}
+    own = ENGINES[rollout.name].handle
+    if own is None:
+        return [ProcessHandle(rollout, lora, device, number) for number, (device,) in groups.items()]
+    make = resolve_name(own).from_config
+    return [make(rollout, model, lora, devices, number) for number, devices in groups.items()]
+
+
+def check_process(rollout: RolloutConfig, share: Share) -> None:
+    """As ``PlacementEntry.check``: this process sees its devices, and there is one for each process."""
+    check_devices(*(device for group in _own_groups(rollout, share) for device in group))
+
+
+def _own_groups(rollout: RolloutConfig, share: Share) -> list[tuple[str, ...]]:
+    """The devices of this trainer process's engines; none where they are on its own."""
+    if rollout.devices is None:
+        return []
+    groups = device_groups(rollout.devices)
+    if len(groups) < share.count:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.devices: has {len(groups)} engines for the {share.count} trainer processes of "
+            "this machine; name at least one for each, or start fewer processes"
+        )
+    return groups[share.index :: share.count]
