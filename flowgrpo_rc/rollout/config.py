@@ -354,6 +354,11 @@ class RolloutConfig:
                     f"{_HERE}.devices: got {JOINED.join(joined[0])}; the {self.name} engine computes on one device, so "
                     f"give each engine its own, or set {_HERE}.name=vllm_omni"
                 )
+        if self.placement == "ray" and self.ray.num_gpus > 1 and self.name != "vllm_omni":
+            raise ValueError(
+                f"{_HERE}.ray.num_gpus: got {self.ray.num_gpus:g}; the {self.name} engine computes on one device, so "
+                f"give it 1, or set {_HERE}.name=vllm_omni"
+            )
         if self.engines != 1 and self.placement != "ray":
             raise ValueError(
                 f"{_HERE}.engines: got {self.engines} with placement={self.placement}; only Ray finds places for "
