@@ -17,7 +17,8 @@ from tests_support import TIMEOUT, descendants, end
 
 import flowgrpo_rc.rollout.ray as room
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig
-from flowgrpo_rc.rollout.placement import ProcessConfig, RayConfig
+from flowgrpo_rc.rollout.engines import check_placement
+from flowgrpo_rc.rollout.placement import ProcessConfig, RayConfig, Share
 from flowgrpo_rc.rollout.ray import check_ray
 from flowgrpo_rc.rollout.ray.connection import RayConnection
 from flowgrpo_rc.rollout.ray.driver import _device
@@ -98,11 +99,12 @@ def test_what_has_not_been_started_is_lost():
 
 
 def test_several_trainer_processes_share_a_cluster_that_is_there(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ValueError, match=r"rollout.ray.address: got null with 4 trainer processes .*address=auto$"):
-        one_handle()
+        check_placement(config(), Share(0, 4))
+    check_placement(config(), Share(0, 1))
     monkeypatch.setenv("RAY_ADDRESS", "node0:6379")
+    check_placement(config(), Share(0, 4))
     assert one_handle()._connection._settings.address == "node0:6379"
     assert one_handle("node1:6379")._connection._settings.address == "node1:6379"
 

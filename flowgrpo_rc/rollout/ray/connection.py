@@ -35,18 +35,17 @@ _REACH_S = 10.0
 _HERE = "actor_rollout_ref.rollout"
 
 
+def cluster_address(rollout: RolloutConfig) -> str | None:
+    """Of the cluster that engines run on; ``None``: Ray is started on this machine."""
+    return rollout.ray.address or os.environ.get("RAY_ADDRESS") or None
+
+
 class RayConnection:
     """What the handles of a trainer process share: the process that speaks to Ray, which is started when it is needed
     and started anew where it has ended."""
 
     def __init__(self, rollout: RolloutConfig, model: ModelConfig, device: Any) -> None:
-        address = rollout.ray.address or os.environ.get("RAY_ADDRESS") or None
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if address is None and processes > 1:
-            raise ValueError(
-                f"{_HERE}.ray.address: got null with {processes} trainer processes on this machine, each of which "
-                f"would start a Ray of its own; start one with `ray start --head` and set {_HERE}.ray.address=auto"
-            )
+        address = cluster_address(rollout)
         self._timeouts = rollout.process
         self._settings = DriverSettings(
             address=address,
