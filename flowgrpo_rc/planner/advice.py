@@ -111,7 +111,7 @@ def _engine_dtype(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
 
 def _sleep(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
     rollout = run.rollout
-    if rollout.name != "vllm_omni" or rollout.placement != "trainer" or run.engine_sleeps:
+    if rollout.name != "vllm_omni" or rollout.is_elsewhere or run.engine_sleeps:
         return None
     changed = run.with_rollout(vllm_omni=replace(rollout.vllm_omni, sleep=True))
     why = "the engine's weights cross to the host's memory and back in every step"
@@ -119,7 +119,7 @@ def _sleep(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
 
 
 def _in_process(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
-    if run.samples_in_trainer or run.rollout.placement != "trainer":
+    if run.samples_in_trainer or run.rollout.is_elsewhere:
         return None
     override = f"{ROLLOUT}.name=diffusers"
     if run.engine_sleeps:

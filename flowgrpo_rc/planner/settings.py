@@ -44,7 +44,7 @@ class PlannedRun:
     @property
     def samples_in_trainer(self) -> bool:
         """Whether the engine is in the trainer's process."""
-        return ENGINES[self.rollout.name].takes_actors_transformer and self.rollout.placement == "trainer"
+        return ENGINES[self.rollout.name].takes_actors_transformer and not self.rollout.is_elsewhere
 
     @property
     def shares_weights(self) -> bool:
