@@ -81,7 +81,7 @@ class RayConfig:
     """The section ``rollout.ray``: the cluster that engines run on with ``placement=ray``."""
 
     address: str | None = None
-    """Address of a running cluster, as ``ray.init`` takes it; ``auto`` finds the one of this machine. Null joins the
+    """Address of a running cluster that this machine belongs to, ``host:port``; ``auto`` finds it. Null joins the
     cluster that the variable ``RAY_ADDRESS`` names, and without one starts Ray on this machine for the run."""
 
     num_gpus: float = 1.0
@@ -92,6 +92,11 @@ class RayConfig:
 
     def __post_init__(self) -> None:
         fit_fields(f"{_HERE}.ray", self)
+        if self.address is not None and self.address.startswith("ray://"):
+            raise ValueError(
+                f"{_HERE}.ray.address: got {self.address!r}, Ray's way in from outside; engines are asked from a "
+                "machine of the cluster, so run `ray start --address=HEAD:6379` on this one and set it to auto"
+            )
         non_negative(f"{_HERE}.ray.num_gpus", self.num_gpus)
         non_negative(f"{_HERE}.ray.num_cpus", self.num_cpus)
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):

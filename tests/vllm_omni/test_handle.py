@@ -18,8 +18,7 @@ from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutConfig, RolloutError, RolloutPool
 from flowgrpo_rc.rollout.base import RolloutHandle
 from flowgrpo_rc.rollout.host import EngineHost, digest_rule
-from flowgrpo_rc.rollout.placement import ProcessConfig
-from flowgrpo_rc.rollout.placement import ALONE
+from flowgrpo_rc.rollout.placement import ALONE, ProcessConfig
 from flowgrpo_rc.rollout.process.handle import ProcessHandle, process_handles
 
 LORA = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=6)
@@ -58,7 +57,7 @@ def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
     """A handle never starts anew by itself: the pool does, and gives it the adapter again."""
     beside, state = engine
     rule = digest_rule(ROLLOUT, LORA)
-    (handle,) = process_handles(ROLLOUT, model, LORA, "cpu", ALONE)
+    (handle,) = process_handles(ROLLOUT, LORA, "cpu", ALONE, model)
     assert isinstance(handle, RolloutHandle)
     assert handle.name == "vllm_omni 0 (cpu)"
     pool = RolloutPool([handle], digest_of=rule, dtype=torch.float32, micro_batch_size=4)
@@ -79,7 +78,7 @@ def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
 @pytest.mark.slow
 def test_a_handle_that_was_lost_holds_no_adapter(model, engine):
     _, state = engine
-    (handle,) = process_handles(ROLLOUT, model, LORA, "cpu", ALONE)
+    (handle,) = process_handles(ROLLOUT, LORA, "cpu", ALONE, model)
     try:
         handle.start()
         with pytest.raises(AdapterMismatchError, match="1 of"):

@@ -1,6 +1,7 @@
 """What an engine's process finds when it starts: its devices, its threads, and nothing of the trainer's launcher."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from flowgrpo_rc.threads import limit_spinning
@@ -18,7 +19,7 @@ def engine_environment(*devices: Any) -> dict[str, str]:
     """
     import torch
 
-    own = {k: v for k, v in os.environ.items() if k not in _DISTRIBUTED and not k.startswith("TORCHELASTIC_")}
+    own = without_process_group(os.environ)
     environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | own
     limit_spinning(environment)
     if not torch.accelerator.is_available():
@@ -27,6 +28,11 @@ def engine_environment(*devices: Any) -> dict[str, str]:
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu, own.get("CUDA_VISIBLE_DEVICES")) for gpu in gpus)
     return environment
+
+
+def without_process_group(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without what a launcher tells the trainer's processes of each other."""
+    return {k: v for k, v in environment.items() if k not in _DISTRIBUTED and not k.startswith("TORCHELASTIC_")}
 
 
 def with_threads(environment: dict[str, str]) -> dict[str, str]:
