@@ -2,9 +2,10 @@
 
     python benchmarks/overlap.py --out benchmarks/results/overlap.json
     python benchmarks/overlap.py --what ahead --out benchmarks/results/overlap_ahead.json
+    python benchmarks/overlap.py --what streamed --out benchmarks/results/overlap_streamed.json
     python benchmarks/overlap.py --what process --out benchmarks/results/overlap_process.json
 
-Steps of the tiny Qwen-Image run. With ``rewards`` and ``ahead``, engines, scorers and updates sleep, much longer than
+Steps of the tiny Qwen-Image run. With all but ``process``, engines, scorers and updates sleep, much longer than
 anything is computed: so neither the number of cores nor other work on the machine decides.
 
 ``rewards``: every micro-batch of the rollout sleeps, and so does the scorer for each micro-batch, equally long.
@@ -16,6 +17,8 @@ ones wait for the last micro-batch alone.
 sleeps; or they are split, engines drawing one batch ahead (``rollout.ahead=1``). ``seconds`` is a step's wall time,
 ``expected`` what the sleeps come to, ``over_slower`` the wall time over the slower of rollout (of the engine that drew
 longest) and update.
+
+``streamed``: the same of machines with slow rewards, which score micro-batch by micro-batch as they are drawn.
 
 ``process``: nothing sleeps; the engine draws in the trainer's process, or in one of its own, in turn or ahead. The two
 processes share the machine's cores.
@@ -30,6 +33,7 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +125,14 @@ def of_rewards(args: argparse.Namespace) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- drawing ahead, asleep
 
-WHOLE_BATCH = """
+OF_BATCH = """
 import time
 
 def sleeps(images, prompts, metadata, seconds):
-    time.sleep(seconds)
+    time.sleep(seconds * len(images) / 12)
     return images.reshape(len(images), -1).mean(1) / 255
+
+sleeps.streams = STREAMS
 """
 CHUNKS = 12
 """Micro-batches of a batch: 1, 2, 3 and 4 engines share them evenly."""
@@ -142,7 +148,7 @@ class Machine:
     update: float
     """Likewise."""
     reward: float
-    """Of a batch, all at once when it is drawn; no GPU of these works meanwhile."""
+    """Of a batch; no GPU of these scores."""
     turns: int
     """GPUs that take turns."""
     trainer: int
@@ -150,10 +156,11 @@ class Machine:
     engines: int
     """GPUs of engines."""
 
-    def expected(self, *, split: bool) -> float:
-        """Of a step, in units."""
+    def expected(self, *, split: bool, streams: bool) -> float:
+        """Of a step, in units. Images that were drawn ahead are scored when the trainer comes to them."""
         if not split:
-            return self.rollout + self.reward + self.update
+            hidden = min(self.rollout, self.reward) * (1 - 1 / CHUNKS) if streams else 0.0
+            return self.rollout + self.reward - hidden + self.update
         return max(self.rollout * self.turns / self.engines, self.reward + self.update * self.turns / self.trainer)
 
 
@@ -201,10 +208,10 @@ class SleepingHandle:
         """Nothing to end."""
 
 
-def asleep(folder: Path, machine: Machine, *, split: bool, unit: float, steps: int) -> dict[str, Any]:
+def asleep(folder: Path, machine: Machine, *, split: bool, streams: bool, unit: float, steps: int) -> dict[str, Any]:
     """A run on such a machine: seconds of its steps, without the first, and of their parts."""
     scorer = folder / "scorer.py"
-    scorer.write_text(WHOLE_BATCH)
+    scorer.write_text(OF_BATCH.replace("STREAMS", str(streams)))
     engines = machine.engines if split else machine.turns
     chunk_s = machine.rollout * machine.turns * unit / CHUNKS
     update_s = machine.update * unit * (machine.turns / machine.trainer if split else 1)
@@ -266,15 +273,17 @@ def measured(folder: RunFolder) -> dict[str, Any]:
 OF_ENGINES = ("timing_s/engine_draw", "timing_s/engine_draw_max", "perf/engines_busy", "perf/trainer_waits")
 
 
-def of_ahead(args: argparse.Namespace) -> dict[str, Any]:
-    """The part ``ahead``."""
-    results: dict[str, Any] = {"unit_s": args.unit, "machines": []}
+def of_ahead(args: argparse.Namespace, *, streams: bool = False) -> dict[str, Any]:
+    """The parts ``ahead`` and ``streamed``."""
+    results: dict[str, Any] = {"unit_s": args.unit, "streams": streams, "machines": []}
     for machine in MACHINES:
+        if streams and not machine.reward:
+            continue
         entry: dict[str, Any] = asdict(machine)
         for name, split in (("take_turns", False), ("split_ahead", True)):
             with tempfile.TemporaryDirectory() as folder:
-                found = asleep(Path(folder), machine, split=split, unit=args.unit, steps=args.steps)
-            found["expected"] = args.unit * machine.expected(split=split)
+                found = asleep(Path(folder), machine, split=split, streams=streams, unit=args.unit, steps=args.steps)
+            found["expected"] = args.unit * machine.expected(split=split, streams=streams)
             slower = max(found["timing_s/engine_draw_max"], found["timing_s/update"])
             found["over_slower"] = found["seconds"] / slower
             entry[name] = found
@@ -317,7 +326,12 @@ def of_process(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-WHAT = {"rewards": of_rewards, "ahead": of_ahead, "process": of_process}
+WHAT = {
+    "rewards": of_rewards,
+    "ahead": of_ahead,
+    "streamed": partial(of_ahead, streams=True),
+    "process": of_process,
+}
 
 
 def main() -> None:
