@@ -157,10 +157,17 @@ class Machine:
     """GPUs of engines."""
 
     def expected(self, *, split: bool, streams: bool) -> float:
-        """Of a step, in units. Images that were drawn ahead are scored when the trainer comes to them."""
+        """Of a step, in units. Images that were drawn ahead are scored when the trainer comes to them.
+
+        Engines that began together deliver together, in rounds: rewards that stream begin after the first round and end
+        after those of the last.
+        """
         if not split:
-            hidden = min(self.rollout, self.reward) * (1 - 1 / CHUNKS) if streams else 0.0
-            return self.rollout + self.reward - hidden + self.update
+            rounds = CHUNKS / self.turns
+            scored = self.rollout + self.reward
+            if streams:
+                scored = max(self.rollout + self.reward / rounds, self.rollout / rounds + self.reward)
+            return scored + self.update
         return max(self.rollout * self.turns / self.engines, self.reward + self.update * self.turns / self.trainer)
 
 
