@@ -21,7 +21,7 @@ longest) and update.
 ``streamed``: the same of machines with slow rewards, which score micro-batch by micro-batch as they are drawn.
 
 ``process``: nothing sleeps; the engine draws in the trainer's process, or in one of its own, in turn or ahead. The two
-processes share the machine's cores.
+processes share the machine's cores, of which each uses as many as it has threads.
 """
 
 import argparse
@@ -284,9 +284,9 @@ def of_ahead(args: argparse.Namespace, *, streams: bool = False) -> dict[str, An
     """The parts ``ahead`` and ``streamed``."""
     results: dict[str, Any] = {"unit_s": args.unit, "streams": streams, "machines": []}
     for machine in MACHINES:
-        if streams and not machine.reward:
+        if (streams and not machine.reward) or args.only not in machine.name:
             continue
-        entry: dict[str, Any] = asdict(machine)
+        entry: dict[str, Any] = {**asdict(machine), "load_average": os.getloadavg()}
         for name, split in (("take_turns", False), ("split_ahead", True)):
             with tempfile.TemporaryDirectory() as folder:
                 found = asleep(Path(folder), machine, split=split, streams=streams, unit=args.unit, steps=args.steps)
@@ -314,7 +314,7 @@ PLACES = {
 
 def of_process(args: argparse.Namespace) -> dict[str, Any]:
     """The part ``process``."""
-    results: dict[str, Any] = {"load_average": os.getloadavg(), "places": {}}
+    results: dict[str, Any] = {"load_average": os.getloadavg(), "threads": args.threads, "places": {}}
     for name, settings in PLACES.items():
         with tempfile.TemporaryDirectory() as folder:
             config = compose(
@@ -346,10 +346,12 @@ def main() -> None:
     parser.add_argument("--what", choices=WHAT, default="rewards")
     parser.add_argument("--seconds", type=float, default=1.0, help="rewards: sleep of a micro-batch")
     parser.add_argument("--unit", type=float, default=8.0, help="ahead: seconds of a unit, which a rollout takes")
+    parser.add_argument("--only", default="", help="ahead, streamed: machines whose names hold this")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="threads of the trainer, and of each engine's process")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     results = {"machine": describe(), **WHAT[args.what](args)}
     if args.out:
         args.out.write_text(json.dumps(results, indent=2) + "\n")
