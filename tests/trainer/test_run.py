@@ -520,9 +520,7 @@ def test_a_run_without_a_checkpoint_moves_the_earlier_records_aside(small_config
     settings = ("trainer.resume_mode=auto", "trainer.test_freq=1")
     folder = FlowGRPOTrainer(small_config(*settings)).fit().root
     shutil.rmtree(folder / "checkpoints")
-    before = {
-        p.name: p.read_bytes() for p in (folder / "metrics.jsonl", folder / "config.yaml", folder / "summary.png")
-    }
+    before = {name.replace(".1", ""): (folder / name.replace(".1", "")).read_bytes() for name in ASIDE}
     grids = names(folder / "samples")
     capsys.readouterr()
     trainer = FlowGRPOTrainer(small_config(*settings, "trainer.total_training_steps=1"))
@@ -536,7 +534,7 @@ def test_a_run_without_a_checkpoint_moves_the_earlier_records_aside(small_config
     assert [r["step"] for r in rows_of(trainer.fit().root)] == [0, 1]
 
 
-ASIDE = ("config.1.yaml", "metrics.1.jsonl", "summary.1.png")
+ASIDE = ("config.1.yaml", "metrics.1.jsonl", "summary.1.png", "timeline.1.jsonl")
 
 
 def test_without_a_console_what_moves_aside_is_a_warning(small_config):
