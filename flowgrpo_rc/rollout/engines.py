@@ -88,6 +88,7 @@ ELSEWHERE: dict[str, PlacementEntry] = {
     "process": PlacementEntry(
         "flowgrpo_rc.rollout.process.handle:process_handles", "flowgrpo_rc.rollout.process.handle:check_process"
     ),
+    "ray": PlacementEntry("flowgrpo_rc.rollout.ray.handle:ray_handles", "flowgrpo_rc.rollout.ray:check_ray"),
 }
 
 

@@ -26,13 +26,13 @@ from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutReque
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.process.environment import without_process_group
 from flowgrpo_rc.rollout.process.protocol import receive, send
+from flowgrpo_rc.rollout.ray import address_of
 from flowgrpo_rc.rollout.ray.messages import CLOSE, LOST, READY, Answer, Ask, DriverSettings
 
 ADAPTERS = 2
 """How many adapters Ray's store keeps: with requests ahead, engines may still want the one before the newest."""
 _REACH_S = 10.0
 """Seconds for an answer that has come to reach the thread that waits for it."""
-_HERE = "actor_rollout_ref.rollout"
 
 
 class RayConnection:
@@ -40,13 +40,7 @@ class RayConnection:
     and started anew where it has ended."""
 
     def __init__(self, rollout: RolloutConfig, model: ModelConfig, device: Any) -> None:
-        address = rollout.ray.address or os.environ.get("RAY_ADDRESS") or None
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if address is None and processes > 1:
-            raise ValueError(
-                f"{_HERE}.ray.address: got null with {processes} trainer processes on this machine, each of which "
-                f"would start a Ray of its own; start one with `ray start --head` and set {_HERE}.ray.address=auto"
-            )
+        address = address_of(rollout)
         self._timeouts = rollout.process
         self._settings = DriverSettings(
             address=address,

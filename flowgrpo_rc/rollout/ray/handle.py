@@ -6,29 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
+from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.host import check_elsewhere
+from flowgrpo_rc.rollout.placement import Share
 from flowgrpo_rc.rollout.ray import check_ray
 from flowgrpo_rc.rollout.ray.connection import RayConnection
 
 
-def ray_handles(rollout: RolloutConfig, model: ModelConfig, device: Any) -> list["RayHandle"]:
-    """The ``rollout.engines`` engines of one trainer process, which a ``RolloutPool`` starts.
-
-    Args:
-        rollout: the section ``actor_rollout_ref.rollout``.
-        model: the section ``actor_rollout_ref.model``.
-        device: the trainer's own, of which a Ray that is started here keeps off.
-
-    Raises:
-        ImportError: Ray is not installed.
-        ValueError: no cluster is named, and several trainer processes would each start a Ray of their own.
-    """
-    check_ray()
-    check_elsewhere(rollout)
-    connection = RayConnection(rollout, model, device)
+def ray_handles(
+    rollout: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, share: Share
+) -> list["RayHandle"]:
+    """As ``PlacementEntry.handles``: ``rollout.engines`` for each trainer process; a Ray that is started for the run
+    keeps off the trainer's device."""
+    check_ray(rollout, share)
+    connection = RayConnection(rollout, lora, device)
     return [RayHandle(connection, index) for index in range(rollout.engines)]
 
 
