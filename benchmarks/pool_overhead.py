@@ -30,7 +30,7 @@ from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_mo
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, RolloutPool, RolloutRequest
 from flowgrpo_rc.rollout.host import EngineHost, digest_rule
-from flowgrpo_rc.rollout.placement import ALONE, RayConfig
+from flowgrpo_rc.rollout.placement import RayConfig
 from flowgrpo_rc.rollout.process.handle import ProcessHandle
 from flowgrpo_rc.rollout.ray.handle import ray_handles
 
@@ -153,7 +153,7 @@ def make_state(model: Any) -> dict[str, torch.Tensor]:
     return {name: 0.05 * torch.randn(value.shape, generator=generator) for name, value in own.items()}
 
 
-def placements(rollout: RolloutConfig, model: Any, stack: ExitStack) -> Iterator[Placement]:
+def placements(rollout: RolloutConfig, stack: ExitStack) -> Iterator[Placement]:
     """Each of them, started; closed with ``stack``."""
 
     def pool(handles: list[Any]) -> RolloutPool:
@@ -236,7 +236,7 @@ def main() -> None:
     pipes = Pipes()
     found: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
-        every = list(placements(rollout, model, stack))
+        every = list(placements(rollout, stack))
         for number, request in enumerate(requests):
             changed = {name: value * (1 + 0.01 * number) for name, value in state.items()}
             answers = [draw(one, pipes, changed, number, request) for one in every]

@@ -139,6 +139,15 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
+class MeasuresMemory(Protocol):
+    """An engine that knows what it does to a GPU's memory."""
+
+    def memory_metrics(self) -> dict[str, float]:
+        """For the row of a step, in GiB; the same names in every process of a run."""
+        ...
+
+
+@runtime_checkable
 class RolloutHandle(Protocol):
     """An engine somewhere else, which one thread of a ``RolloutPool`` asks for one thing at a time.
 

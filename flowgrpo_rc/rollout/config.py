@@ -199,7 +199,12 @@ class ProbeConfig:
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class VllmOmniConfig(EngineTimeouts):
-    """The section ``rollout.vllm_omni``: when the engine's process is given up, ended and started anew, once a call."""
+    """The section ``rollout.vllm_omni``: when the engine's process is given up, ended and started anew, once a call;
+    and whether it sleeps."""
+
+    sleep: bool = False
+    """With ``placement=trainer``, whether the engine's weights leave the GPU, for page-locked memory of the host, as
+    soon as a rollout is drawn, and come back for the next one. The trainer's update then has their room."""
 
     def __post_init__(self) -> None:
         self.check(f"{_HERE}.vllm_omni")
@@ -331,6 +336,11 @@ class RolloutConfig:
     def _check_placement(self) -> None:
         """Settings of a placement are given with that placement alone."""
         choice(f"{_HERE}.placement", self.placement, PLACEMENTS)
+        if self.vllm_omni.sleep and (self.name, self.placement) != ("vllm_omni", IN_TRAINER):
+            raise ValueError(
+                f"{_HERE}.vllm_omni.sleep: got True with name={self.name}, placement={self.placement}; only a "
+                "vllm_omni engine that takes turns with the trainer on one GPU has reason to sleep, so set it to false"
+            )
         positive(f"{_HERE}.engines", self.engines)
         if self.devices is not None:
             if self.placement != "process":
@@ -354,6 +364,11 @@ class RolloutConfig:
                 f"{_HERE}.engines: got {self.engines} with placement={self.placement}; only Ray finds places for "
                 f"engines, so name several in {_HERE}.devices with placement=process, or set placement=ray"
             )
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether engines have processes of their own that ``placement`` finds a place for."""
+        return self.placement != IN_TRAINER
 
     @property
     def staleness(self) -> int:

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
-from flowgrpo_rc.rollout.placement import ALONE, IN_TRAINER, Share
+from flowgrpo_rc.rollout.placement import ALONE, Share
 
 if TYPE_CHECKING:
     from flowgrpo_rc.models.base import DiffusionModel
@@ -77,7 +77,8 @@ class PlacementEntry:
     """Where engines away from the trainer come from."""
 
     handles: str
-    """``module:function`` that takes what ``build_engine`` takes and gives a ``RolloutHandle`` for each engine."""
+    """``module:function`` that takes the sections ``rollout`` and ``model``, the trainer's device, its share of its
+    machine and its model, and gives a ``RolloutHandle`` for each engine."""
 
     check: str
     """``module:function`` that takes the section ``rollout`` and the trainer's share of its machine, and raises
@@ -88,7 +89,7 @@ ELSEWHERE: dict[str, PlacementEntry] = {
     "process": PlacementEntry(
         "flowgrpo_rc.rollout.process.handle:process_handles", "flowgrpo_rc.rollout.process.handle:check_process"
     ),
-    "ray": PlacementEntry("flowgrpo_rc.rollout.ray.handle:ray_handles", "flowgrpo_rc.rollout.ray:check_ray"),
+    "ray": PlacementEntry("flowgrpo_rc.rollout.ray.handle:ray_handles", "flowgrpo_rc.rollout.ray.handle:check_cluster"),
 }
 
 
@@ -98,7 +99,7 @@ def check_placement(config: RolloutConfig, share: Share = ALONE) -> None:
     Raises:
         ImportError, ValueError: they cannot; names the field and the remedy.
     """
-    if config.placement != IN_TRAINER:
+    if config.is_elsewhere:
         from flowgrpo_rc.rollout.host import check_elsewhere
 
         check_elsewhere(config)
@@ -131,13 +132,13 @@ def build_engine(
     Raises:
         ImportError, ValueError, RolloutError: see ``check_placement`` and the engine; or one does not start.
     """
-    if config.placement == IN_TRAINER:
+    if not config.is_elsewhere:
         return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)
     from flowgrpo_rc.dtypes import torch_dtype
     from flowgrpo_rc.rollout.host import digest_rule
     from flowgrpo_rc.rollout.pool import RolloutPool
 
-    handles = resolve_name(ELSEWHERE[config.placement].handles)(config, model, lora, device, share)
+    handles = resolve_name(ELSEWHERE[config.placement].handles)(config, lora, device, share, model)
     return RolloutPool(
         handles,
         digest_of=digest_rule(config, lora),

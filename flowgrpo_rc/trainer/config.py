@@ -269,7 +269,7 @@ class FlowGRPOConfig:
         rollout = parts.rollout
         fsdp = parts.actor.fsdp_config
         here = "actor_rollout_ref.rollout"
-        if rollout.gather_weights and rollout.placement != IN_TRAINER:
+        if rollout.gather_weights and rollout.is_elsewhere:
             raise ValueError(
                 f"{here}.gather_weights: got true with placement={rollout.placement}; an engine away from the trainer "
                 f"has whole weights of its own, so set it to false, or {here}.placement={IN_TRAINER}"
@@ -286,7 +286,7 @@ class FlowGRPOConfig:
                 "actor_rollout_ref.model.torch_compile: got true with a sharded transformer, whose blocks call out to "
                 f"gather their weights; set it to false, or {FSDP_FIELD}.shard=false"
             )
-        if not ENGINES[rollout.name].takes_actors_transformer or rollout.placement != IN_TRAINER:
+        if not ENGINES[rollout.name].takes_actors_transformer or rollout.is_elsewhere:
             return
         for name, actors in (
             ("quantization", None),

@@ -29,6 +29,7 @@ from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures, write_plots
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
@@ -164,8 +165,10 @@ class FlowGRPOTrainer:
         return metrics | outcome.metrics | self._peak_memory()
 
     def _peak_memory(self) -> dict[str, float]:
-        """The most memory that any process has held."""
+        """The most memory that any process has held, and what engines say of theirs."""
         own = peak_memory(self.accelerator.device)
+        if isinstance(self.run.engine, MeasuresMemory):
+            own |= self.run.engine.memory_metrics()
         everywhere = self._gather(torch.tensor([list(own.values())]))
         return dict(zip(own, everywhere.amax(0).tolist(), strict=True))
 

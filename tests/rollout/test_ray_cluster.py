@@ -15,12 +15,13 @@ import pytest
 import torch
 from test_host import MODEL, adapter_of, assert_same_bits, request_for
 from test_process import wait_until
-from test_ray_handle import config, handles_of, holds_anything
+from test_ray_handle import config, holds_anything
 
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout import EngineLostError, RolloutError, RolloutPool
 from flowgrpo_rc.rollout.host import EngineHost, digest_rule
+from flowgrpo_rc.rollout.ray.handle import ray_handles
 
 pytestmark = pytest.mark.slow
 STORE = 100_000_000
@@ -58,7 +59,7 @@ class Box:
 
 def make_pool(address, **settings):
     rollout = config(address, **({"silence_timeout_s": SILENCE, "close_timeout_s": 10.0} | settings))
-    handles = handles_of(rollout)
+    handles = ray_handles(rollout, MODEL, "cpu")
     rule = digest_rule(rollout, MODEL)
     return RolloutPool(handles, digest_of=rule, dtype=torch.bfloat16, micro_batch_size=2), handles
 
@@ -191,7 +192,7 @@ def test_an_error_of_the_engine_comes_back_in_one_line(two):
 
 def test_without_room_one_line_says_what_was_asked_and_what_there_is(two):
     """Both CPUs are taken."""
-    (third,) = handles_of(config(two.address, start_timeout_s=15.0))
+    (third,) = ray_handles(config(two.address, start_timeout_s=15.0), MODEL, "cpu")
     words = (
         r"^no node of the Ray cluster had room for it within 15 s: asked for 0 GPU and 1 CPU "
         r"\(actor_rollout_ref.rollout.ray.num_gpus, num_cpus\) on one node, the 2 nodes have 0 GPU \(0 free\) and "

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,10 @@ from test_process import wait_until
 from tests_support import TIMEOUT, descendants, end
 
 import flowgrpo_rc.rollout.ray as room
-from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig
 from flowgrpo_rc.rollout.engines import check_placement
-from flowgrpo_rc.rollout.placement import ALONE, ProcessConfig, RayConfig, Share
+from flowgrpo_rc.rollout.placement import ProcessConfig, RayConfig, Share
+from flowgrpo_rc.rollout.ray import check_ray
 from flowgrpo_rc.rollout.ray.connection import RayConnection
 from flowgrpo_rc.rollout.ray.driver import _device
 from flowgrpo_rc.rollout.ray.handle import ray_handles
@@ -39,19 +38,8 @@ def config(address=None, *, engines=1, num_gpus=0.0, **timeouts):
     )
 
 
-def handles_of(rollout):
-    """As ``build_engine`` has them made."""
-    return ray_handles(rollout, the_model(), MODEL, "cpu", ALONE)
-
-
-@cache
-def the_model():
-    """Without weights, of which nothing is needed here."""
-    return PipelineLoader(MODEL.path).model
-
-
 def one_handle(*arguments, **settings):
-    return handles_of(config(*arguments, **settings))[0]
+    return ray_handles(config(*arguments, **settings), MODEL, "cpu")[0]
 
 
 def unused_address():
@@ -64,7 +52,7 @@ def test_without_ray_one_line_names_the_extra(monkeypatch):
     monkeypatch.setattr(room, "find_spec", lambda name: None)
     words = r"placement=ray needs Ray, which is not installed: pip install 'flowgrpo_rc\[ray\]' .*placement=process$"
     with pytest.raises(ImportError, match=words) as caught:
-        check_placement(config())
+        check_ray()
     assert "\n" not in str(caught.value)
     with pytest.raises(ImportError, match=words):
         one_handle()
@@ -73,7 +61,7 @@ def test_without_ray_one_line_names_the_extra(monkeypatch):
 def test_nothing_of_ray_is_in_the_trainers_process():
     """It would take over signals and outputs, and end the process with its cluster."""
     code = (
-        "import sys; import flowgrpo_rc.rollout.ray; assert 'torch' not in sys.modules\n"
+        "import sys; from flowgrpo_rc.rollout.ray import check_ray; check_ray(); assert 'torch' not in sys.modules\n"
         "from flowgrpo_rc.rollout.ray import connection, driver, handle; assert 'ray' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -112,13 +100,12 @@ def test_what_has_not_been_started_is_lost():
 
 def test_several_trainer_processes_share_a_cluster_that_is_there(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    share = Share(1, 4)
     with pytest.raises(ValueError, match=r"rollout.ray.address: got null with 4 trainer processes .*address=auto$"):
-        check_placement(config(), share)
-    check_placement(config("auto"), share)
+        check_placement(config(), Share(0, 4))
+    check_placement(config(), Share(0, 1))
     monkeypatch.setenv("RAY_ADDRESS", "node0:6379")
+    check_placement(config(), Share(0, 4))
     assert one_handle()._connection._settings.address == "node0:6379"
-    check_placement(config(), share)
     assert one_handle("node1:6379")._connection._settings.address == "node1:6379"
 
 
@@ -177,9 +164,9 @@ sys.path[:0] = {path}
 import torch
 from flowgrpo_rc.rollout import RolloutPool
 from flowgrpo_rc.rollout.host import digest_rule
-from test_ray_handle import MODEL, config, handles_of
+from test_ray_handle import MODEL, config, ray_handles
 rollout = config(engines=1)
-handles = handles_of(rollout)
+handles = ray_handles(rollout, MODEL, "cpu")
 pool = RolloutPool(handles, digest_of=digest_rule(rollout, MODEL), dtype=torch.bfloat16, micro_batch_size=2)
 print(handles[0].place[1], flush=True)
 try:

@@ -80,6 +80,11 @@ def numbers(folder):
     return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
 
 
+def trained(rows):
+    """What was trained with, at each step; a run that ends early validates at its last."""
+    return [{k: v for k, v in row.items() if not k.startswith("val/")} for row in rows]
+
+
 def run(small_config, name, *overrides):
     return numbers(FlowGRPOTrainer(small_config(*SETTINGS, *overrides, folder=name)).fit())
 
@@ -221,7 +226,7 @@ def test_a_resume_repeats_the_undisturbed_run(stops, settings, small_config, poo
         trainer.fit()
     again = FlowGRPOTrainer(small_config(*parts, folder="parts"))
     assert again.step == stops[-1]
-    assert numbers(again.fit())[1:] == whole[1:]
+    assert trained(numbers(again.fit())) == trained(whole)
 
 
 def test_a_checkpoint_holds_the_older_adapters_and_no_more(small_config):

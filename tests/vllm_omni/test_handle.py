@@ -57,7 +57,7 @@ def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
     """A handle never starts anew by itself: the pool does, and gives it the adapter again."""
     beside, state = engine
     rule = digest_rule(ROLLOUT, LORA)
-    (handle,) = process_handles(ROLLOUT, model, LORA, "cpu", ALONE)
+    (handle,) = process_handles(ROLLOUT, LORA, "cpu", ALONE, model)
     assert isinstance(handle, RolloutHandle)
     assert handle.name == "vllm_omni 0 (cpu)"
     pool = RolloutPool([handle], digest_of=rule, dtype=torch.float32, micro_batch_size=4)
@@ -78,7 +78,7 @@ def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
 @pytest.mark.slow
 def test_a_handle_that_was_lost_holds_no_adapter(model, engine):
     _, state = engine
-    (handle,) = process_handles(ROLLOUT, model, LORA, "cpu", ALONE)
+    (handle,) = process_handles(ROLLOUT, LORA, "cpu", ALONE, model)
     try:
         handle.start()
         with pytest.raises(AdapterMismatchError, match="1 of"):

@@ -83,7 +83,7 @@ class ProcessHandle:
 
 
 def process_handles(
-    rollout: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, share: Share
+    rollout: RolloutConfig, lora: ModelConfig, device: Any, share: Share, model: DiffusionModel
 ) -> list[RolloutHandle]:
     """As ``PlacementEntry.handles``: this trainer process's engines on this machine, none of them started.
 

@@ -26,13 +26,18 @@ from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutReque
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.process.environment import without_process_group
 from flowgrpo_rc.rollout.process.protocol import receive, send
-from flowgrpo_rc.rollout.ray import address_of
 from flowgrpo_rc.rollout.ray.messages import CLOSE, LOST, READY, Answer, Ask, DriverSettings
 
 ADAPTERS = 2
 """How many adapters Ray's store keeps: with requests ahead, engines may still want the one before the newest."""
 _REACH_S = 10.0
 """Seconds for an answer that has come to reach the thread that waits for it."""
+_HERE = "actor_rollout_ref.rollout"
+
+
+def cluster_address(rollout: RolloutConfig) -> str | None:
+    """Of the cluster that engines run on; ``None``: Ray is started on this machine."""
+    return rollout.ray.address or os.environ.get("RAY_ADDRESS") or None
 
 
 class RayConnection:
@@ -40,7 +45,7 @@ class RayConnection:
     and started anew where it has ended."""
 
     def __init__(self, rollout: RolloutConfig, model: ModelConfig, device: Any) -> None:
-        address = address_of(rollout)
+        address = cluster_address(rollout)
         self._timeouts = rollout.process
         self._settings = DriverSettings(
             address=address,

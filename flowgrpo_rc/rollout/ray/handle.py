@@ -10,17 +10,44 @@ from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.placement import Share
+from flowgrpo_rc.rollout.host import check_elsewhere
+from flowgrpo_rc.rollout.placement import ALONE, Share
 from flowgrpo_rc.rollout.ray import check_ray
-from flowgrpo_rc.rollout.ray.connection import RayConnection
+from flowgrpo_rc.rollout.ray.connection import RayConnection, cluster_address
+
+
+def check_cluster(rollout: RolloutConfig, share: Share) -> None:
+    """As ``PlacementEntry.check``; reaches for no cluster.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: no cluster is named, and several trainer processes would each start a Ray of their own.
+    """
+    check_ray()
+    if cluster_address(rollout) is None and share.count > 1:
+        field = "actor_rollout_ref.rollout.ray.address"
+        raise ValueError(
+            f"{field}: got null with {share.count} trainer processes on this machine, each of which would start a Ray "
+            f"of its own; start one with `ray start --head` and set {field}=auto"
+        )
 
 
 def ray_handles(
-    rollout: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, share: Share
+    rollout: RolloutConfig,
+    lora: ModelConfig,
+    device: Any,
+    share: Share = ALONE,
+    model: DiffusionModel | None = None,
 ) -> list["RayHandle"]:
-    """As ``PlacementEntry.handles``: ``rollout.engines`` for each trainer process; a Ray that is started for the run
-    keeps off the trainer's device."""
-    check_ray(rollout, share)
+    """As ``PlacementEntry.handles``: the ``rollout.engines`` engines of one trainer process, none of them started.
+
+    A Ray that is started here keeps off the trainer's ``device``; nothing is asked of its ``model``.
+
+    Raises:
+        ImportError, ValueError: see ``check_cluster``; or the engine runs nowhere but in the trainer's process.
+    """
+    check_cluster(rollout, share)
+    check_elsewhere(rollout)
     connection = RayConnection(rollout, lora, device)
     return [RayHandle(connection, index) for index in range(rollout.engines)]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from flowgrpo_rc.dtypes import torch_dtype
@@ -42,7 +43,9 @@ class VllmOmniEngine:
         dtype: of vllm-omni's transformer and adapter.
         micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
         device: the trainer's; the engine takes the same GPU.
-        timeouts: when to give the process up, the section ``actor_rollout_ref.rollout.vllm_omni``.
+        timeouts: when to give the process up, the section ``actor_rollout_ref.rollout.vllm_omni``. With its ``sleep``
+            the weights leave the GPU after every ``generate`` and come back for the next call; the adapter is read back
+            then.
         attn_backend: vllm-omni's name of the way to compute attention; ``None`` leaves the choice to it.
 
     Raises:
@@ -61,18 +64,23 @@ class VllmOmniEngine:
         timeouts: VllmOmniConfig | None = None,
         attn_backend: str | None = None,
     ) -> None:
+        timeouts = VllmOmniConfig() if timeouts is None else timeouts
         self._handle = VllmOmniHandle(
             model,
             lora,
             dtype=dtype,
             micro_batch_size=micro_batch_size,
             devices=[str(device)],
-            timeouts=VllmOmniConfig() if timeouts is None else timeouts,
+            timeouts=timeouts,
             attn_backend=attn_backend,
+            sleep=timeouts.sleep,
             subject="the vllm_omni engine's process",
         )
         self._lora = lora
         self._dtype = dtype
+        self._sleeps = timeouts.sleep
+        self._used = (0, 0)
+        """Bytes of the GPU in use before the last sleep and after."""
         self.adapter_version = -1
         self.restarts = 0
         """How often the process has been started anew."""
@@ -105,6 +113,7 @@ class VllmOmniEngine:
         # Before anything is copied and sent.
         check_adapter_state(state, self._handle.expected)
         copies = {name: tensor.clone().contiguous() for name, tensor in to_host(state).items()}
+        self._make_room()
         # A new process needs no other adapter before this one.
         self._pushed, before = None, self._pushed
         try:
@@ -128,8 +137,20 @@ class VllmOmniEngine:
                 and does not come back.
         """
         check_has_adapter(self.adapter_version)
+        self._make_room()
         sent = _on_host(request)
-        return self._twice(lambda: self._handle.generate(sent))
+        drawn = self._twice(lambda: self._handle.generate(sent))
+        if self._sleeps:
+            self._used = self._handle.memory()
+        return drawn
+
+    def memory_metrics(self) -> dict[str, float]:
+        """How much of the GPU was in use, in GiB, before the engine slept last and after; nothing where it does not
+        sleep."""
+        if not self._sleeps:
+            return {}
+        awake, asleep = self._used
+        return {"perf/gpu_used_engine_awake_gb": awake / 2**30, "perf/gpu_used_engine_asleep_gb": asleep / 2**30}
 
     def close(self) -> None:
         """End the process."""
@@ -139,6 +160,11 @@ class VllmOmniEngine:
     def pid(self) -> int:
         """The engine's process."""
         return self._handle.process.pid
+
+    def _make_room(self) -> None:
+        """Give the GPU back what torch keeps of it for this process, before the engine's weights return to it."""
+        if self._sleeps:
+            clear_device_cache()
 
     def _twice(self, call: Callable[[], T]) -> T:
         """What the call returns, at the second attempt where the process is lost in the first."""

@@ -22,6 +22,9 @@ from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 from flowgrpo_rc.rollout.vllm_omni.settings import Settings
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""What a user tells torch's allocator of the trainer's memory; vllm's, which can sleep, refuses expandable segments."""
+
 
 class VllmOmniHandle:
     """vllm-omni with the pipeline at ``lora.path``, in a process that ``start`` starts and that ends with the trainer.
@@ -34,6 +37,7 @@ class VllmOmniHandle:
         devices: of this engine, as the trainer's process names them; over several GPUs vllm-omni divides each layer.
         timeouts: when to give the process up.
         attn_backend: vllm-omni's name of the way to compute attention; ``None`` leaves the choice to it.
+        sleep: whether the weights leave the GPU after every rollout.
         number: tells it from the other engines of a pool.
         subject: what messages about its process begin with.
 
@@ -53,6 +57,7 @@ class VllmOmniHandle:
         devices: Sequence[str],
         timeouts: EngineTimeouts,
         attn_backend: str | None = None,
+        sleep: bool = False,
         number: int = 0,
         subject: str = "its process",
     ) -> None:
@@ -66,6 +71,10 @@ class VllmOmniHandle:
                 f"actor_rollout_ref.rollout.devices: got {JOINED.join(devices)}; vllm-omni divides a model over GPUs "
                 "alone, so name cpu by itself"
             )
+        environment = engine_environment(*devices)
+        if sleep:
+            _check_can_sleep(devices)
+            environment = {name: value for name, value in environment.items() if name not in _ALLOCATOR}
         self.name = f"vllm_omni {number} ({JOINED.join(devices)})"
         self.adapter_version = -1
         self._lora = lora
@@ -81,12 +90,13 @@ class VllmOmniHandle:
             attention=attn_backend,
             init_timeout=timeouts.start_timeout_s,
             tensor_parallel=len(devices),
+            sleep=sleep,
         )
         self.process = EngineProcess(
             Launch(
                 module="flowgrpo_rc.rollout.vllm_omni.server",
                 settings=self._settings,
-                environment=engine_environment(*devices),
+                environment=environment,
                 subject=subject,
                 explain=with_cause,
             ),
@@ -128,9 +138,22 @@ class VllmOmniHandle:
         check_has_adapter(self.adapter_version)
         return self.process.call("generate", request, self.adapter_version)
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the GPU in use, by all processes, before the engine slept last and after."""
+        return self.process.call("memory")
+
     def close(self) -> None:
         """As ``RolloutHandle.close``."""
         self.process.close()
+
+
+def _check_can_sleep(devices: Sequence[str]) -> None:
+    """Refuse to have an engine sleep that has no GPU."""
+    if any(not device.startswith("cuda") for device in devices):
+        raise ValueError(
+            f"actor_rollout_ref.rollout.vllm_omni.sleep: got true on {JOINED.join(devices)}; vllm-omni takes the "
+            "weights from an NVIDIA GPU alone, so set it to false"
+        )
 
 
 def _check_pipeline(pipeline: str, model: DiffusionModel) -> None:

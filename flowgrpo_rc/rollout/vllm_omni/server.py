@@ -6,7 +6,7 @@ It holds one ``AsyncOmni`` with one diffusion stage, which vllm-omni runs inside
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -45,6 +45,7 @@ class _Server:
             custom_pipeline_args={"pipeline_class": PIPELINES[settings.pipeline].rollout.replace(":", ".")},
             worker_extension_cls=f"{here}.lora.RolloutWorker",
             tensor_parallel_size=settings.tensor_parallel,
+            enable_sleep_mode=settings.sleep,
             init_timeout=settings.init_timeout,
             stage_init_timeout=settings.init_timeout,
         )
@@ -52,7 +53,13 @@ class _Server:
         """The adapter that is in use."""
         self._adapter = 0
         """Its id in vllm-omni: a number of its own for every push, since vllm-omni keeps the old one of a used id."""
+        self._digest = ""
+        """What the layers held of it when it was bound."""
         self._ids = itertools.count(1)
+        self._sleeps = settings.sleep
+        self._asleep = False
+        self._used = (0, 0)
+        """Bytes of the GPU in use before the last sleep and after."""
         self._loop = asyncio.new_event_loop()
         """Runs while there is something to do: between two calls nothing is left."""
         self._run(self._worker("flowgrpo_prepare", settings.vae_dtype, settings.batch_guidance))
@@ -63,7 +70,9 @@ class _Server:
         Raises:
             AdapterMismatchError: it does not bind; the one before stays in use.
         """
-        return self._run(self._sync(push))
+        self._run(self._wake())
+        self._digest = self._run(self._sync(push))
+        return self._digest
 
     def generate(self, request: Any, version: int) -> Any:
         """The ``Trajectories`` of a ``RolloutRequest``, drawn with the adapter of this version.
@@ -71,7 +80,14 @@ class _Server:
         Raises:
             RuntimeError: there is no such adapter, or an image could not be drawn.
         """
-        return self._run(self._generate(request, version))
+        self._run(self._wake())
+        sampled = self._run(self._generate(request, version))
+        self._run(self._sleep())
+        return sampled
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the GPU in use, by whatever process, before the engine slept last and after; zeros before that."""
+        return self._used
 
     def close(self) -> None:
         """End vllm-omni."""
@@ -79,6 +95,33 @@ class _Server:
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(work)
+
+    async def _sleep(self) -> None:
+        """Have the weights wait in the host's memory, if they are to."""
+        if not self._sleeps or self._asleep:
+            return
+        before = _bytes_in_use()
+        # Level 1: of level 2, vllm-omni's own default, it does not wake.
+        _check_acknowledged("sleep", await self.omni.sleep(level=1))
+        self._asleep = True
+        self._used = (before, _bytes_in_use())
+
+    async def _wake(self) -> None:
+        """Have the weights on the GPU, and the adapter in its layers as it was.
+
+        Raises:
+            RuntimeError: it does not wake, or the layers hold something else.
+        """
+        if not self._asleep:
+            return
+        _check_acknowledged("wake up", await self.omni.wake_up())
+        self._asleep = False
+        held = await self._worker("flowgrpo_held", self._pushed)
+        if tuple(held) != (self._adapter, self._digest):
+            raise RuntimeError(
+                f"after waking up, vllm-omni's layers hold adapter {held[0]} with digest {held[1][:16]}, not "
+                f"{self._adapter} with {self._digest[:16]}; set actor_rollout_ref.rollout.vllm_omni.sleep=false"
+            )
 
     async def _sync(self, push: Any) -> str:
         """Add, bind, read back, and only then drop the adapter before it; a refused one leaves that in place."""
@@ -147,6 +190,22 @@ class _Server:
         if isinstance(result, dict) and result.get("supported") is False:
             raise RuntimeError(result.get("error") or result.get("todo") or f"{method}: not supported")
         return result
+
+
+def _check_acknowledged(what: str, acknowledgements: Sequence[Any]) -> None:
+    """vllm-omni reports that it could not in its answer instead of raising it."""
+    faults = [str(ack.error_msg) for ack in acknowledgements if ack.status != "SUCCESS"]
+    if faults or not acknowledgements:
+        reason = faults[0] if faults else "nothing answered"
+        raise RuntimeError(f"vllm-omni does not {what} ({reason}); set actor_rollout_ref.rollout.vllm_omni.sleep=false")
+
+
+def _bytes_in_use() -> int:
+    """Of this process's GPU, by all processes."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 if __name__ == "__main__":

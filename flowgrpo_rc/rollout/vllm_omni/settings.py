@@ -25,3 +25,5 @@ class Settings:
     """Seconds until vllm-omni gives the loading of the model up."""
     tensor_parallel: int = 1
     """Over how many GPUs each layer is divided."""
+    sleep: bool = False
+    """Whether the weights leave the GPU after every rollout."""
