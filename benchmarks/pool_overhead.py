@@ -169,9 +169,7 @@ def placements(rollout: RolloutConfig, stack: ExitStack) -> Iterator[Placement]:
 
     def on_ray(engines: int) -> RolloutPool:
         ray = RayConfig(num_gpus=0.0, num_cpus=0.5)
-        return pool(
-            ray_handles(replace(rollout, placement="ray", engines=engines, ray=ray), model, MODEL, "cpu", ALONE)
-        )
+        return pool(ray_handles(replace(rollout, placement="ray", engines=engines, ray=ray), MODEL, "cpu"))
 
     makers: dict[str, Callable[[], Any]] = {
         "in process": lambda: EngineHost(rollout, MODEL, "cpu"),
