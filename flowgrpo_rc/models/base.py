@@ -291,6 +291,24 @@ class DiffusionModel(ABC):
                 uncond = self._forward(transformer, latents, timesteps, negative, conditioning)
         return self._guide(cond, uncond, conditioning.true_cfg_scale)
 
+    def as_embedded(
+        self, timesteps: Float[Tensor, " B"], conditioning: Conditioning, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, " B"], Conditioning]:
+        """Timesteps and conditioning with which ``velocity`` embeds, in float32, the very timestep and guidance scale
+        that it embeds in ``dtype``.
+
+        Pipelines and transformers of some families round both on their way to the embedding, by up to one part in 256
+        in bfloat16. With ``dtype`` float32 both come back unchanged.
+        """
+        if dtype == torch.float32:
+            return timesteps, conditioning
+        scale = conditioning.guidance_scale
+        if scale is not None:
+            # Every transformer that embeds one multiplies it in its own precision.
+            embedded = torch.tensor(scale).to(dtype) * 1000
+            conditioning = replace(conditioning, guidance_scale=float(embedded) / 1000)
+        return self._rounded_timesteps(timesteps, dtype), conditioning
+
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, " B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
         """Images of clean latents, on the host.
@@ -343,6 +361,11 @@ class DiffusionModel(ABC):
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         """What a transformer of this family is called with, whoever built it."""
+
+    def _rounded_timesteps(self, timesteps: Float[Tensor, " B"], dtype: torch.dtype) -> Float[Tensor, " B"]:
+        """What pipeline and transformer make of ``timesteps`` before they embed them, if they compute in ``dtype``;
+        float32. Most families leave them as they are."""
+        return timesteps
 
     @staticmethod
     def _embedded_guidance(timesteps: Float[Tensor, " B"], conditioning: Conditioning) -> Float[Tensor, " B"] | None:
