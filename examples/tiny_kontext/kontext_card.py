@@ -31,8 +31,14 @@ from PIL import Image
 pipe = FluxKontextPipeline.from_pretrained("assets/tiny_kontext")
 reference = Image.open("assets/tiny_edit/references/test_00.png")
 image = pipe(
-    image=reference, prompt='make it "42"', height=32, width=32, max_area=32 * 32, _auto_resize=False,
-    num_inference_steps=10, max_sequence_length={tokens},
+    image=reference,
+    prompt='make it "42"',
+    height=32,
+    width=32,
+    max_area=32 * 32,
+    _auto_resize=False,
+    num_inference_steps=10,
+    max_sequence_length={tokens},
 ).images[0]
 ```
 
