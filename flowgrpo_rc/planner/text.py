@@ -59,7 +59,7 @@ def _components(plan: MemoryPlan, memory: Memory) -> list[str]:
     lines = [_line(name, size) for name, size in memory.resident.items()]
     lines.append(_line(memory.largest_stage, memory.stages[memory.largest_stage]))
     if memory.engine:
-        lines.append(_line("vllm_omni's process", memory.engine))
+        lines.append(_line(f"{plan.run.rollout.name}'s process", memory.engine))
     lines += [_line("context, workspaces, fragmentation (assumed)", RUNTIME), _line("total", memory.total)]
     others = [f"{name} {size / GIB:.2f}" for name, size in memory.stages.items() if name != memory.largest_stage]
     lines.append(

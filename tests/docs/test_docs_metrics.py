@@ -10,6 +10,7 @@ from doc_page import DOCS
 from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.plan import RS_OPTIONS
+from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 
 STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
@@ -105,7 +106,10 @@ def _names_on_a_gpu():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("max_memory_allocated", "max_memory_reserved"):
             patch.setattr(torch.cuda, name, lambda device: 0)
-        return set(peak_memory(torch.device("cuda"))) | set(speed(times, 1, 1, seconds_at_peak=1.0))
+        engine = object.__new__(VllmOmniEngine)
+        engine._sleeps, engine._used = True, (0, 0)
+        names = {*peak_memory(torch.device("cuda")), *engine.memory_metrics()}
+        return names | set(speed(times, 1, 1, seconds_at_peak=1.0))
 
 
 def test_every_logged_metric_is_documented(documented, logged):
