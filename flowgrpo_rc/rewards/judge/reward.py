@@ -167,24 +167,24 @@ class JudgeReward:
         """Every question about every image, those about one image side by side."""
         rows = [{} for _ in prompts] if metadata is None else metadata
         wheres = [f"{sample} {index}, prompt {brief_repr(prompt)}" for index, prompt in enumerate(prompts)]
-        shown = {
-            (index, number): _references(question, row, where)
-            for index, (row, where) in enumerate(zip(rows, wheres, strict=True))
-            for number, question in enumerate(self.config.questions)
-        }
-        # The images of a prompt, and its questions, have the same references.
-        distinct = {_identity(one): one for references in shown.values() for one in references}
+        showing = [question for question in self.config.questions if question.references][:1]
+        references = [
+            [one for question in showing for one in _references(question, row, where)]
+            for row, where in zip(rows, wheres, strict=True)
+        ]
+        # The images of a prompt have the same references.
+        distinct = {_identity(one): one for shown in references for one in shown}
         with ThreadPoolExecutor(_ENCODERS) as pool:
             files = list(pool.map(partial(chat.encode, config=self.config), images))
             encoded = pool.map(lambda one: chat.encode(np.asarray(one), self.config), distinct.values())
             reference_files = dict(zip(distinct, encoded, strict=True))
         asked = []
         for index, (prompt, row, file, where) in enumerate(zip(prompts, rows, files, wheres, strict=True)):
-            for number, question in enumerate(self.config.questions):
+            before = [reference_files[_identity(one)] for one in references[index]]
+            for question in self.config.questions:
                 words, target = fill(question, prompt, row, where)
-                before = [reference_files[_identity(one)] for one in shown[index, number]]
-                at = f"{where}, question {question.name!r}"
-                asked.append(_Asked(index, question, words, target, (*before, file), at))
+                shown = (*before, file) if question.references else (file,)
+                asked.append(_Asked(index, question, words, target, shown, f"{where}, question {question.name!r}"))
         return asked
 
     def _judge(self, asked: Sequence[_Asked], options: HTTPOptions) -> list[_Judged]:
