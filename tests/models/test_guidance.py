@@ -76,7 +76,13 @@ def test_prompts_that_are_joined_keep_their_embeddings_and_masks():
     assert both.embeds.sum(2).tolist() == [[3, 3, 0, 0], [3, 0, 0, 0], [6, 6, 6, 6]]
     assert both.mask.int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
     assert both.pooled.tolist() == [[1], [1], [0]]
-    assert second.followed_by(second).mask is None
+    assert both.lengths == (2, 1, 4)
+    assert both.rows(torch.tensor([2, 0, 2]), torch.device("cpu")).lengths == (4, 2, 4)
+    alike = second.followed_by(second)
+    assert alike.mask is None
+    assert alike.lengths is None
+    with pytest.raises(ValueError, match="mask and Prompts.lengths say the same: give both, or neither"):
+        replace(first, lengths=None)
 
 
 def gradient_of(model, latents, timesteps, cond, **settings):
