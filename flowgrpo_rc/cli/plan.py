@@ -34,8 +34,8 @@ def add_plan(commands: Any, default_config: str) -> None:
         type=_seconds,
         default=0.0,
         metavar="S",
-        help="seconds that the rewards of a batch take once its images are drawn, in which GPUs that take turns are "
-        "idle; for the comparison with engines one batch ahead",
+        help="seconds that the rewards of a batch take once its images are drawn, which leave GPUs idle that take "
+        "turns; for the comparison with engines one batch ahead",
     )
     command.set_defaults(run=run_command)
 

@@ -92,7 +92,7 @@ def best_split(
     """
     found = []
     for count in trainers:
-        if not 1 <= count <= gpus.count - count:
+        if not 1 <= count <= gpus.count - count or not _shares_evenly(plan.run, count):
             continue
         run = one_ahead(plan.run, count, gpus.count - count)
         split = replace(
@@ -103,3 +103,9 @@ def best_split(
         if split.fits(gpus):
             found.append(split)
     return min(found, key=lambda split: (split.total, split.engines), default=None)
+
+
+def _shares_evenly(run: PlannedRun, trainers: int) -> bool:
+    """Whether so many processes can share the weights as the run has them shared."""
+    fsdp = run.actor.fsdp_config
+    return not fsdp.shard or (trainers > 1 and (fsdp.fsdp_size == -1 or trainers % fsdp.fsdp_size == 0))

@@ -1,6 +1,7 @@
 """A plan in words and tables, for the terminal."""
 
 from collections.abc import Sequence
+from copy import copy
 
 from flowgrpo_rc.planner.advice import Change, advise
 from flowgrpo_rc.planner.machines import DEVICES, GIB, UTILISATION, Gpus
@@ -9,6 +10,8 @@ from flowgrpo_rc.planner.split import best_split, taking_turns, turns_seconds
 from flowgrpo_rc.planner.work import StepFlops, step_flops, step_time
 
 _WIDTH = 46
+NOTABLE = 0.01
+"""Share of a step's time below which a split is not told as faster: plans are no more exact than that."""
 
 
 def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward: float = 0.0) -> str:
@@ -20,9 +23,14 @@ def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward:
         reward: seconds that the rewards of a batch take when its images are drawn.
     """
     memory = plan.memory(plan.run, gpus.count)
+    changes = [] if memory.fits(gpus.bytes) else advise(plan, gpus)
     lines = [*_heading(plan), "", f"{gpus!s:{_WIDTH}} GiB a GPU", *_components(plan, memory), ""]
-    lines += [_verdict(memory, gpus), *_micro_batch(plan, gpus), *_changes(plan, gpus, memory), ""]
-    return "\n".join([*lines, *_time(plan, gpus), *_split(plan, gpus, trainers, reward)])
+    lines += [_verdict(memory, gpus), *_micro_batch(plan, gpus), *_changes(changes, gpus, memory), ""]
+    changed = plan
+    if changes:
+        changed = copy(changes[-1].plan)
+        changed.run = changes[-1].run
+    return "\n".join([*lines, *_time(plan, gpus), *_split(changed, gpus, trainers, reward)])
 
 
 def table(plan: MemoryPlan, tried: Sequence[Gpus]) -> str:
@@ -99,10 +107,9 @@ def _micro_batch(plan: MemoryPlan, gpus: Gpus) -> list[str]:
     return [f"Largest micro-batch that fits: ppo_micro_batch_rows={largest}"]
 
 
-def _changes(plan: MemoryPlan, gpus: Gpus, memory: Memory) -> list[str]:
+def _changes(changes: Sequence[Change], gpus: Gpus, memory: Memory) -> list[str]:
     if memory.fits(gpus.bytes):
         return []
-    changes = advise(plan, gpus)
     lines = ["What to change, cheapest first, each on top of those before it:"]
     lines += [f"  {c.override}: {c.memory.total / GIB:.1f} GiB ({c.why})" for c in changes]
     return [*lines, _remaining(changes, gpus)]
@@ -130,7 +137,8 @@ def _time(plan: MemoryPlan, gpus: Gpus) -> list[str]:
 
 
 def _split(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int], reward: float) -> list[str]:
-    """Whether taking turns on all GPUs or engines one batch ahead on some of them is faster; of one GPU nothing."""
+    """Whether taking turns on all GPUs or engines one batch ahead on some of them is faster, with what was changed to
+    make the run fit; of one GPU nothing."""
     if gpus.count < 2:
         return []
     flops = step_flops(plan)
@@ -150,10 +158,10 @@ def _split(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int], reward: float)
         return [
             f"Turns or split: taking turns does not fit; {sides} do: {split.total:.1f} s a step ({counted}): {settings}"
         ]
-    if split.total < turns:
+    if split.total < (1 - NOTABLE) * turns:
         return [
-            f"Turns or split: a split is {1 - split.total / turns:.0%} faster than taking turns ({turns:.1f} s a step; "
-            f"{counted}): {sides}: {settings}"
+            f"Turns or split: a split takes {1 - split.total / turns:.0%} less time than taking turns ({turns:.1f} s a "
+            f"step; {counted}): {sides}: {settings}"
         ]
     return [
         f"Turns or split: taking turns is no slower: {turns:.1f} s a step, {split.total:.1f} s with {sides} ({counted})"
