@@ -1,11 +1,11 @@
-"""What it costs to draw batches ahead: the gap study's settings by age of the adapter, its tables and its figure.
+"""What it costs to draw batches ahead: the gap study's settings by age of the adapter, a table and a figure.
 
-    python benchmarks/gap_ahead.py             # prints the tables; runs nothing
-    python benchmarks/gap_ahead.py --report    # writes them into docs/gap_study.md, and the figure
+    python benchmarks/gap_ahead.py             # prints everything; runs nothing
+    python benchmarks/gap_ahead.py --report    # writes the table of docs/gap_study.md, and the figure
 
-The runs are ``gap_study.py``'s. Rewards are compared with those of the same precision, mode and seed without a lag.
-The held-out reward at the end is of 240 images. Steadier, if of the training prompts, is the reward in training of the
-same adapters: those after ``ADAPTERS`` batches, which draw the batch after next with a lag of one, and so on.
+The runs are ``gap_study.py``'s. Rewards are compared between runs of one precision and one seed. The held-out reward at
+the end is that of 240 images. Steadier, if of training prompts and with the rollout's own engine, is the reward in
+training of one and the same range of adapters, ``ADAPTERS``: each batch has 96 images.
 """
 
 import argparse
@@ -16,25 +16,39 @@ from statistics import fmean
 from typing import Any
 
 from gap_study import RESULTS, SETTINGS, STALENESS, WITHOUT_A_GAP, Noise
+from learning import ROLLOUT
 from training_runs import HERE, load, write_table
 
 PAGE = HERE.parent / "docs" / "gap_study.md"
 PLOT = HERE.parent / "docs" / "images" / "gap_ahead.png"
 
 PRECISIONS = ("float32", "bfloat16", "fp8")
-MODES = ("bypass_1e-3", "bypass_1e-2", "bypass_auto", "decoupled_1e-3", "decoupled_rs_auto")
+FIXED = "bypass_1e-3"
+AUTO = "bypass_auto"
+DECOUPLED = "decoupled_1e-3"
+DECOUPLED_AUTO = "decoupled_rs_auto"
+MODES = (FIXED, "bypass_1e-2", AUTO, DECOUPLED, DECOUPLED_AUTO)
+PAIRS = (
+    (AUTO, FIXED),
+    (DECOUPLED, FIXED),
+    (DECOUPLED, AUTO),
+    (DECOUPLED_AUTO, DECOUPLED),
+    ("bypass_rs_auto", "bypass_rs_1e-3"),
+    ("decoupled_rs_auto", "decoupled_rs_1e-3"),
+)
+"""Modes that are compared at the same lag; what the first one gains over the second."""
 SEEDS = (1, 2, 3)
 ADAPTERS = range(36, 56)
-"""Numbers of the batches after which an adapter stands in the reward in training; all lags have drawn with these."""
+"""How many batches the adapters have learned from whose reward in training is compared; every lag draws with these."""
 PHASES = (range(2, 11), range(11, 31), range(31, 61))
 """Batches whose gap is averaged, counted from 1; the first one is drawn without a lag in every run."""
 ENGINE = "rollout_sync/engine_gap_abs_mean"
 STALE = "rollout_sync/staleness_abs_mean"
-OUTSIDE = "rollout_sync/outside_clip"
 WIDTH = "actor/clip_ratio_auto_mean"
 BOUND = "actor/rollout_rs_auto_mean"
 
 Run = dict[str, Any]
+Runs = dict[str, list[Run]]
 
 
 def name_of(precision: str, lag: int, mode: str) -> str:
@@ -48,9 +62,9 @@ def lags() -> list[int]:
     return sorted(STALENESS.values())
 
 
-def of_seeds(runs: Iterable[Run]) -> dict[int, Run]:
-    """By seed, those of ``SEEDS``."""
-    return {run["seed"]: run for run in runs if run["seed"] in SEEDS}
+def of_seeds(runs: Runs, precision: str, lag: int, mode: str) -> dict[int, Run]:
+    """A setting's runs by seed, those of ``SEEDS``."""
+    return {run["seed"]: run for run in runs.get(name_of(precision, lag, mode), ()) if run["seed"] in SEEDS}
 
 
 def held_out(run: Run) -> float:
@@ -59,38 +73,57 @@ def held_out(run: Run) -> float:
 
 
 def in_training(run: Run) -> float:
-    """Mean reward in training of the adapters after ``ADAPTERS`` batches."""
-    lag = SETTINGS[run["setting"]]["actor_rollout_ref.rollout.adapter_lag"]
-    # Batch k, counted from 1, is drawn with the adapter after k - 1 - lag batches.
-    return fmean(run["training"][str(after + lag + 1)] for after in ADAPTERS)
+    """Mean reward in training of the ``ADAPTERS``."""
+    lag = SETTINGS[run["setting"]][f"{ROLLOUT}.adapter_lag"]
+    # Batch k, counted from 1, is drawn with the adapter that has learned from k - 1 - lag batches.
+    return fmean(run["training"][str(learned + lag + 1)] for learned in ADAPTERS)
 
 
-def losses(runs: dict[str, list[Run]], mode: str, lag: int, reward: Callable[[Run], float]) -> dict[str, list[float]]:
-    """By precision, what each seed lost against its run without a lag."""
-    found = {}
-    for precision in PRECISIONS:
-        fresh = of_seeds(runs.get(name_of(precision, 0, mode), ()))
-        aged = of_seeds(runs.get(name_of(precision, lag, mode), ()))
-        found[precision] = [
-            reward(fresh[seed]) - reward(aged[seed]) for seed in SEEDS if seed in fresh and seed in aged
-        ]
-    return found
+def differences(better: dict[int, Run], worse: dict[int, Run], reward: Callable[[Run], float]) -> list[float]:
+    """What each seed that both have gained."""
+    return [reward(better[seed]) - reward(worse[seed]) for seed in SEEDS if seed in better and seed in worse]
 
 
 # ---------------------------------------------------------------------- tables
 
 
-def rewards_table(runs: dict[str, list[Run]]) -> str:
-    """Markdown: held-out rewards by precision, mode and lag."""
-    heads = ["rollouts", "mode", *(f"{lag} ahead" if lag else "in turns" for lag in lags())]
+def page_table(runs: Runs) -> str:
+    """Markdown: a row for each precision and lag, with the gap's two parts, the bands and the held-out rewards."""
+    heads = ["rollouts", "ahead", "engine gap", "staleness", "outside the clip of 1e-3", "half width of `auto`"]
+    heads += [f"`{mode}`" for mode in (FIXED, AUTO, DECOUPLED)]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for precision in PRECISIONS:
-        for mode in MODES:
-            groups = [of_seeds(runs.get(name_of(precision, lag, mode), ())).values() for lag in lags()]
-            if any(groups):
-                cells = [rewards_cell([held_out(run) for run in group]) for group in groups]
-                lines.append(f"| {' | '.join([precision, f'`{mode}`', *cells])} |")
+        for lag in lags():
+            of = {mode: list(of_seeds(runs, precision, lag, mode).values()) for mode in MODES}
+            cells = [
+                phases_cell(engine_gaps(of, lag), 1e-4),
+                phases_cell([run["curves"][STALE] for run in with_curve(of, STALE)], 1e-4) if lag else "0",
+                phases_cell([run["clip_fraction_curve"] for run in of[FIXED]], 1, digits=2),
+                f"{fmean(run['metrics'][WIDTH] for run in of[AUTO]) * 1e3:.1f}",
+                *(rewards_cell([held_out(run) for run in of[mode]]) for mode in (FIXED, AUTO, DECOUPLED)),
+            ]
+            lines.append(f"| {' | '.join([precision, str(lag), *cells])} |")
     return "\n".join(lines)
+
+
+def engine_gaps(of: dict[str, list[Run]], lag: int) -> list[list[float]]:
+    """The engine gap's course: of the rescored images, or without a lag of all images in bypass mode."""
+    if lag:
+        return [run["curves"][ENGINE] for run in with_curve(of, ENGINE)]
+    return [run["gap_curve"] for run in (*of[FIXED], *of[AUTO])]
+
+
+def with_curve(of: dict[str, list[Run]], metric: str) -> list[Run]:
+    """The runs of all modes whose result has the course of this metric."""
+    return [run for group in of.values() for run in group if metric in run.get("curves", {})]
+
+
+def phases_cell(curves: Sequence[Sequence[float]], unit: float, digits: int = 1) -> str:
+    """``14.9, 6.6, 2.5``: means over runs and the batches of each phase, in ``unit``; empty without a run."""
+    if not curves:
+        return ""
+    means = [fmean(curve[batch - 1] for curve in curves for batch in batches) for batches in PHASES]
+    return ", ".join(short(value / unit, digits) for value in means)
 
 
 def rewards_cell(values: Sequence[float]) -> str:
@@ -101,24 +134,56 @@ def rewards_cell(values: Sequence[float]) -> str:
     return f"{mean} ({short(min(values))} to {short(max(values))})" if len(values) > 1 else mean
 
 
-def losses_table(runs: dict[str, list[Run]]) -> str:
-    """Markdown: what was lost against no lag, with half the width of its 95 % interval; fp8 by itself."""
-    heads = ["mode", "rollouts", "reward", *(f"{lag} ahead" for lag in lags() if lag)]
+def rewards_table(runs: Runs) -> str:
+    """Markdown: held-out rewards of every mode by precision and lag."""
+    heads = ["rollouts", "mode", *map(str, lags())]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    for mode in MODES:
-        for precisions in (("float32", "bfloat16"), ("fp8",)):
-            for title, reward in (("held-out", held_out), ("in training", in_training)):
-                cells = []
-                for lag in lags():
-                    if lag:
-                        lost = losses(runs, mode, lag, reward)
-                        cells.append(losses_cell([value for precision in precisions for value in lost[precision]]))
-                lines.append(f"| {' | '.join([f'`{mode}`', ', '.join(precisions), title, *cells])} |")
+    for precision in PRECISIONS:
+        for mode in MODES:
+            groups = [of_seeds(runs, precision, lag, mode).values() for lag in lags()]
+            cells = [rewards_cell([held_out(run) for run in group]) for group in groups]
+            lines.append(f"| {' | '.join([precision, mode, *cells])} |")
     return "\n".join(lines)
 
 
-def losses_cell(values: Sequence[float]) -> str:
-    """``.031 ±.012 (6)``: mean, half the width of its interval, pairs."""
+def losses_table(runs: Runs) -> str:
+    """Markdown: what a lag costs each mode; rollouts without a large gap together, fp8 by itself."""
+    heads = ["lost against no lag", "rollouts", "reward", *(str(lag) for lag in lags() if lag)]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for mode in MODES:
+        for precisions in (("float32", "bfloat16"), ("fp8",)):
+            for reward in (held_out, in_training):
+                cells = [mode, ", ".join(precisions), reward.__name__]
+                for lag in filter(None, lags()):
+                    fresh = {precision: of_seeds(runs, precision, 0, mode) for precision in precisions}
+                    aged = {precision: of_seeds(runs, precision, lag, mode) for precision in precisions}
+                    lost = [one for p in precisions for one in differences(fresh[p], aged[p], reward)]
+                    cells.append(pairs_cell(lost))
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gains_table(runs: Runs) -> str:
+    """Markdown: what one mode gains over another at the same lag, all precisions together and fp8 by itself."""
+    heads = ["gained", "rollouts", "reward", *map(str, lags())]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for better, worse in PAIRS:
+        for precisions in (("float32", "bfloat16"), ("fp8",)):
+            for reward in (held_out, in_training):
+                cells = [f"{better} over {worse}", ", ".join(precisions), reward.__name__]
+                for lag in lags():
+                    gained = [
+                        one
+                        for p in precisions
+                        for one in differences(of_seeds(runs, p, lag, better), of_seeds(runs, p, lag, worse), reward)
+                    ]
+                    cells.append(pairs_cell(gained))
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def pairs_cell(values: Sequence[float]) -> str:
+    """``.031 ±.012 (6)``: mean, half the width of its 95 % interval, pairs."""
     if not values:
         return ""
     noise = Noise.of([values])
@@ -126,94 +191,44 @@ def losses_cell(values: Sequence[float]) -> str:
     return f"{short(fmean(values), 3)}{width} ({len(values)})"
 
 
-def short(value: float, digits: int = 2) -> str:
-    """Without the zero before the point."""
-    return f"{value:.{digits}f}".replace("0.", ".", 1)
-
-
-def phases(runs: Sequence[Run], metric: str) -> list[float | None]:
-    """Mean over runs and the batches of each phase; ``None`` where no run has the metric."""
-    curves = [run["curves"][metric] for run in runs if metric in run.get("curves", {})]
-    means: list[float | None] = []
-    for batches in PHASES:
-        values = [curve[batch - 1] for curve in curves for batch in batches if curve[batch - 1] is not None]
-        means.append(fmean(values) if values else None)
-    return means
-
-
-def gaps_table(runs: dict[str, list[Run]]) -> str:
-    """Markdown: the two parts of the gap, the share outside a fixed clip and the calibrated bands, in three phases."""
-    heads = [
-        "rollouts",
-        "ahead",
-        "engine gap",
-        "staleness",
-        f"outside {WITHOUT_A_GAP:g}",
-        "`auto` clip",
-        "`auto` bound",
-    ]
+def bands_table(runs: Runs) -> str:
+    """Markdown: calibrated half widths and rejection bounds in the three phases, in 1e-3, and the share rejected."""
+    heads = ["rollouts", "ahead", "half width", "bound", "rejected"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for precision in PRECISIONS:
         for lag in lags():
-            groups = {mode: runs.get(name_of(precision, lag, mode), []) for mode in MODES}
-            everything = [run for group in groups.values() for run in group]
+            of = {mode: list(of_seeds(runs, precision, lag, mode).values()) for mode in (AUTO, DECOUPLED_AUTO)}
             cells = [
-                gaps_cell(phases(everything, ENGINE), 1e-4),
-                gaps_cell(phases(everything, STALE), 1e-4),
-                gaps_cell(phases(groups["bypass_1e-3"], OUTSIDE), 0.01),
-                gaps_cell(phases(groups["bypass_auto"], WIDTH), 1e-3),
-                gaps_cell(phases(groups["decoupled_rs_auto"], BOUND), 1e-3),
+                phases_cell([run["curves"][metric] for run in with_curve(of, metric)], 1e-3)
+                for metric in (WIDTH, BOUND)
             ]
-            if any(cells):
-                lines.append(f"| {' | '.join([precision, str(lag), *cells])} |")
+            rejected = [run["rejected"] for run in of[DECOUPLED_AUTO]]
+            cells.append(short(fmean(rejected), 3) if rejected else "")
+            lines.append(f"| {' | '.join([precision, str(lag), *cells])} |")
     return "\n".join(lines)
 
 
-def gaps_cell(values: Sequence[float | None], unit: float) -> str:
-    """``12, 8, 3``: the phases in ``unit``; empty where nothing is known."""
-    known = [value for value in values if value is not None]
-    return ", ".join(f"{value / unit:.1f}" for value in known)
+def short(value: float, digits: int = 2) -> str:
+    """Without the zero before the point."""
+    text = f"{value:.{digits}f}"
+    return text.replace("0.", ".", 1) if abs(value) < 1 and digits > 1 else text
 
 
 # ---------------------------------------------------------------------- figure
 
 
-def plot(runs: dict[str, list[Run]], path: Path) -> None:
-    """A column for each precision; above rewards by lag, below the course of staleness, engine gap and auto clip."""
+def plot(runs: Runs, path: Path) -> None:
+    """A column for each precision: above the held-out rewards by lag, below the course of the gap's two parts."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
     from matplotlib import pyplot as plt
 
-    colours = {"bypass_1e-3": "#dd6b20", "bypass_auto": "#2f855a", "decoupled_1e-3": "#2b6cb0"}
-    shades = {1: "#9ecae1", 2: "#4292c6", 4: "#084594"}
     figure, grid = plt.subplots(2, len(PRECISIONS), figsize=(11, 6.2), sharey="row", layout="constrained")
     for column, precision in enumerate(PRECISIONS):
-        axes = grid[0][column]
-        for place, (mode, colour) in enumerate(colours.items()):
-            means = {}
-            for lag in lags():
-                values = [held_out(run) for run in of_seeds(runs.get(name_of(precision, lag, mode), ())).values()]
-                if values:
-                    means[lag] = fmean(values)
-                    axes.plot(
-                        [lag + (place - 1) * 0.08] * len(values), values, "o", color=colour, markersize=4, alpha=0.6
-                    )
-            axes.plot(list(means), list(means.values()), color=colour, linewidth=2, label=mode)
-        axes.set_title(f"{precision} rollouts", fontsize=10)
-        axes.set_xlabel("batches ahead", fontsize=9)
-        axes.set_xticks(lags())
-        axes.grid(alpha=0.3)
-        axes = grid[1][column]
-        every = [run for lag in lags() for mode in MODES for run in runs.get(name_of(precision, lag, mode), [])]
-        draw_course(axes, every, ENGINE, "#c53030", "engine gap")
-        for lag, colour in shades.items():
-            of_lag = [run for mode in MODES for run in runs.get(name_of(precision, lag, mode), [])]
-            draw_course(axes, of_lag, STALE, colour, f"staleness, {lag} ahead")
-        axes.axhline(WITHOUT_A_GAP, color="0.5", linestyle="--", linewidth=1, label=f"clip {WITHOUT_A_GAP:g}")
-        axes.set_yscale("log")
-        axes.set_xlabel("batch", fontsize=9)
-        axes.grid(alpha=0.3)
+        draw_rewards(grid[0][column], runs, precision)
+        draw_gaps(grid[1][column], runs, precision)
+        grid[0][column].set_title(f"{precision} rollouts", fontsize=10)
     grid[0][0].set_ylabel("held-out reward after training", fontsize=9)
     grid[1][0].set_ylabel("mean |log ratio|", fontsize=9)
     grid[0][0].legend(fontsize=8, loc="lower left")
@@ -223,12 +238,38 @@ def plot(runs: dict[str, list[Run]], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_course(axes: Any, runs: Sequence[Run], metric: str, colour: str, label: str, over: int = 5) -> None:
-    """Mean over runs, smoothed over neighbouring batches."""
-    curves = [run["curves"][metric] for run in runs if metric in run.get("curves", {})]
-    if not curves or not any(any(curve) for curve in curves):
-        return
+def draw_rewards(axes: Any, runs: Runs, precision: str) -> None:
+    """Every seed by lag, and the means, of the modes of the page's table."""
+    for place, (mode, colour) in enumerate({FIXED: "#dd6b20", AUTO: "#2f855a", DECOUPLED: "#2b6cb0"}.items()):
+        rewards = {lag: list(map(held_out, of_seeds(runs, precision, lag, mode).values())) for lag in lags()}
+        for lag, values in rewards.items():
+            axes.plot([lag + (place - 1) * 0.08] * len(values), values, "o", color=colour, markersize=4, alpha=0.6)
+        known = [lag for lag, values in rewards.items() if values]
+        axes.plot(known, [fmean(rewards[lag]) for lag in known], color=colour, linewidth=2, label=mode)
+    axes.set_xlabel("batches ahead", fontsize=9)
+    axes.set_xticks(lags())
+    axes.grid(alpha=0.3)
+
+
+def draw_gaps(axes: Any, runs: Runs, precision: str) -> None:
+    """Engine gap over all lags, staleness for each."""
+    of_lag = {lag: {mode: list(of_seeds(runs, precision, lag, mode).values()) for mode in MODES} for lag in lags()}
+    engine = [curve for lag, of in of_lag.items() for curve in engine_gaps(of, lag)]
+    draw_course(axes, engine, "#c53030", "engine gap")
+    for lag, colour in zip(filter(None, lags()), ("#9ecae1", "#4292c6", "#084594"), strict=True):
+        stale = [run["curves"][STALE] for run in with_curve(of_lag[lag], STALE)]
+        draw_course(axes, stale, colour, f"staleness, {lag} ahead")
+    axes.axhline(WITHOUT_A_GAP, color="0.5", linestyle="--", linewidth=1, label=f"clip {WITHOUT_A_GAP:g}")
+    axes.set_yscale("log")
+    axes.set_xlabel("batch", fontsize=9)
+    axes.grid(alpha=0.3)
+
+
+def draw_course(axes: Any, curves: Iterable[Sequence[float]], colour: str, label: str, over: int = 5) -> None:
+    """Mean over runs, smoothed over neighbouring batches; nothing without a run, or where all is 0."""
     means = [fmean(values) for values in zip(*curves, strict=True)]
+    if not any(means):
+        return
     starts = range(1, len(means) - over + 1)  # the first batch has no lag yet
     smooth = [fmean(means[start : start + over]) for start in starts]
     axes.plot([start + (over + 1) / 2 for start in starts], smooth, color=colour, linewidth=1.8, label=label)
@@ -237,14 +278,14 @@ def draw_course(axes: Any, runs: Sequence[Run], metric: str, colour: str, label:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results' JSON-lines file")
-    parser.add_argument("--report", action="store_true", help=f"write {PAGE.name}'s tables and figure")
+    parser.add_argument("--report", action="store_true", help=f"write {PAGE.name}'s table and figure")
     arguments = parser.parse_args()
     runs = load(list(SETTINGS), arguments.results)
     if arguments.report:
-        write_table(PAGE, RESULTS, f"{rewards_table(runs)}\n\n{gaps_table(runs)}")
+        write_table(PAGE, RESULTS, page_table(runs))
         plot(runs, PLOT)
     else:
-        print(rewards_table(runs), losses_table(runs), gaps_table(runs), sep="\n\n")
+        print(*(made(runs) for made in (page_table, rewards_table, losses_table, gains_table, bands_table)), sep="\n\n")
     return 0
 
 
