@@ -122,6 +122,11 @@ BETWEEN: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("decoupled_1e-3", "decoupled_rs_auto", "bypass_1e-3", "bypass_1e-2", "bypass_auto"),
 )
 """Modes by precision at the ages that are not in the grid."""
+STEADY: Overrides = {
+    "actor_rollout_ref.actor.optim.lr": 5e-4,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant",
+}
+"""The mean of the grid's learning rate, which falls from 1e-3 to 0, throughout."""
 
 
 def modes(precision: str, age: int) -> dict[str, Overrides]:
@@ -136,6 +141,10 @@ SETTINGS: dict[str, Overrides] = {
     for age, lag in STALENESS.items()
     for precision in PRECISIONS
     for mode, overrides in modes(precision, age).items()
+}
+SETTINGS |= {
+    f"{setting}_steady": {**SETTINGS[setting], **STEADY}
+    for setting in ("bfloat16_stale0_bypass_1e-3", "bfloat16_stale8_bypass_1e-3", "bfloat16_stale8_bypass_auto")
 }
 
 
