@@ -97,7 +97,7 @@ def page_table(runs: Runs) -> str:
             of = {mode: list(of_seeds(runs, precision, lag, mode).values()) for mode in MODES}
             cells = [
                 phases_cell(engine_gaps(of, lag), 1e-4),
-                phases_cell([run["curves"][STALE] for run in with_curve(of, STALE)], 1e-4) if lag else "0",
+                phases_cell(staleness(of, precision), 1e-4) if lag else "0",
                 phases_cell([run["clip_fraction_curve"] for run in of[FIXED]], 1, digits=2),
                 f"{fmean(run['metrics'][WIDTH] for run in of[AUTO]) * 1e3:.1f}",
                 *(rewards_cell([held_out(run) for run in of[mode]]) for mode in (FIXED, AUTO, DECOUPLED)),
@@ -111,6 +111,17 @@ def engine_gaps(of: dict[str, list[Run]], lag: int) -> list[list[float]]:
     if lag:
         return [run["curves"][ENGINE] for run in with_curve(of, ENGINE)]
     return [run["gap_curve"] for run in (*of[FIXED], *of[AUTO])]
+
+
+def staleness(of: dict[str, list[Run]], precision: str) -> list[list[float]]:
+    """Its course where the clip is not centred at the engine, or wide: a narrow one there slows the policy down.
+
+    With float32 rollouts it is the whole gap, which is known of all images; else it is that of the rescored images.
+    """
+    of = {mode: of[mode] for mode in (AUTO, DECOUPLED, DECOUPLED_AUTO)}
+    if precision == "float32":
+        return [run["gap_curve"] for group in of.values() for run in group]
+    return [run["curves"][STALE] for run in with_curve(of, STALE)]
 
 
 def with_curve(of: dict[str, list[Run]], metric: str) -> list[Run]:
@@ -147,11 +158,11 @@ def rewards_table(runs: Runs) -> str:
 
 
 def losses_table(runs: Runs) -> str:
-    """Markdown: what a lag costs each mode; rollouts without a large gap together, fp8 by itself."""
+    """Markdown: what a lag costs each mode, in all precisions, in those without a large gap, and with fp8."""
     heads = ["lost against no lag", "rollouts", "reward", *(str(lag) for lag in lags() if lag)]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for mode in MODES:
-        for precisions in (("float32", "bfloat16"), ("fp8",)):
+        for precisions in (PRECISIONS, ("float32", "bfloat16"), ("fp8",)):
             for reward in (held_out, in_training):
                 cells = [mode, ", ".join(precisions), reward.__name__]
                 for lag in filter(None, lags()):
@@ -164,11 +175,11 @@ def losses_table(runs: Runs) -> str:
 
 
 def gains_table(runs: Runs) -> str:
-    """Markdown: what one mode gains over another at the same lag, all precisions together and fp8 by itself."""
+    """Markdown: what one mode gains over another at the same lag; the second row of each without fp8."""
     heads = ["gained", "rollouts", "reward", *map(str, lags())]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for better, worse in PAIRS:
-        for precisions in (("float32", "bfloat16"), ("fp8",)):
+        for precisions in (PRECISIONS, ("float32", "bfloat16")):
             for reward in (held_out, in_training):
                 cells = [f"{better} over {worse}", ", ".join(precisions), reward.__name__]
                 for lag in lags():
@@ -257,8 +268,7 @@ def draw_gaps(axes: Any, runs: Runs, precision: str) -> None:
     engine = [curve for lag, of in of_lag.items() for curve in engine_gaps(of, lag)]
     draw_course(axes, engine, "#c53030", "engine gap")
     for lag, colour in zip(filter(None, lags()), ("#9ecae1", "#4292c6", "#084594"), strict=True):
-        stale = [run["curves"][STALE] for run in with_curve(of_lag[lag], STALE)]
-        draw_course(axes, stale, colour, f"staleness, {lag} ahead")
+        draw_course(axes, staleness(of_lag[lag], precision), colour, f"staleness, {lag} ahead")
     axes.axhline(WITHOUT_A_GAP, color="0.5", linestyle="--", linewidth=1, label=f"clip {WITHOUT_A_GAP:g}")
     axes.set_yscale("log")
     axes.set_xlabel("batch", fontsize=9)

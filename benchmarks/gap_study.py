@@ -119,7 +119,7 @@ OBJECTIVES: dict[str, dict[str, Overrides]] = {
 
 BETWEEN: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("float32", "bfloat16", "fp8"),
-    ("decoupled_1e-3", "decoupled_rs_auto", "bypass_1e-3", "bypass_1e-2", "bypass_auto"),
+    ("decoupled_1e-3", "decoupled_rs_auto", "bypass_1e-3", "bypass_auto"),
 )
 """Modes by precision at the ages that are not in the grid."""
 STEADY: Overrides = {
@@ -142,10 +142,7 @@ SETTINGS: dict[str, Overrides] = {
     for precision in PRECISIONS
     for mode, overrides in modes(precision, age).items()
 }
-SETTINGS |= {
-    f"{setting}_steady": {**SETTINGS[setting], **STEADY}
-    for setting in ("bfloat16_stale0_bypass_1e-3", "bfloat16_stale8_bypass_1e-3", "bfloat16_stale8_bypass_auto")
-}
+SETTINGS["bfloat16_stale8_bypass_1e-3_steady"] = {**SETTINGS["bfloat16_stale8_bypass_1e-3"], **STEADY}
 
 
 def second_engine(folder: Path) -> dict[str, Any]:
