@@ -243,7 +243,7 @@ def plot(runs: Runs, path: Path) -> None:
     grid[0][0].set_ylabel("held-out reward after training", fontsize=9)
     grid[1][0].set_ylabel("mean |log ratio|", fontsize=9)
     grid[0][0].legend(fontsize=8, loc="lower left")
-    grid[1][-1].legend(fontsize=8, loc="upper right")
+    grid[1][1].legend(fontsize=8, loc="lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
