@@ -314,8 +314,9 @@ PLACES = {
 
 def of_process(args: argparse.Namespace) -> dict[str, Any]:
     """The part ``process``."""
-    results: dict[str, Any] = {"load_average": os.getloadavg(), "threads": args.threads, "places": {}}
-    for name, settings in PLACES.items():
+    results: dict[str, Any] = {"threads": args.threads, "places": {name: [] for name in PLACES}}
+    # In turn, since what else runs on the machine changes.
+    for name, settings in list(PLACES.items()) * args.rounds:
         with tempfile.TemporaryDirectory() as folder:
             config = compose(
                 "tiny_qwen_image_ocr",
@@ -328,8 +329,12 @@ def of_process(args: argparse.Namespace) -> dict[str, Any]:
                 ],
             )
             found = measured(FlowGRPOTrainer(config).fit())
-        results["places"][name] = found
+        results["places"][name].append({"load_average": os.getloadavg(), **found})
         print(f"{name}: {found['seconds']:.2f} s a step", flush=True)
+    results["median_seconds"] = {
+        name: statistics.median(wall for found in runs for wall in found["steps"])
+        for name, runs in results["places"].items()
+    }
     return results
 
 
@@ -348,6 +353,7 @@ def main() -> None:
     parser.add_argument("--unit", type=float, default=8.0, help="ahead: seconds of a unit, which a rollout takes")
     parser.add_argument("--only", default="", help="ahead, streamed: machines whose names hold this")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="process: runs of each kind")
     parser.add_argument("--threads", type=int, default=1, help="threads of the trainer, and of each engine's process")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -146,6 +146,11 @@ class History:
             node = node[key]
         return node
 
+    @property
+    def staleness(self) -> int:
+        """How many batches older than the actor's the adapter is that draws, by the settings."""
+        return max(self.setting(f"actor_rollout_ref.rollout.{name}", 0) or 0 for name in ("adapter_lag", "ahead"))
+
     def correction(self, key: str, default: Any = None) -> Any:
         """A key of the rollout correction: resolved in the actor's section, else as it was written."""
         value = self.setting(f"actor_rollout_ref.actor.rollout_correction.{key}")

@@ -20,6 +20,7 @@ from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
+from flowgrpo_rc.models.config import AS_ROLLOUT
 from flowgrpo_rc.models.guidance import check_guidance
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
@@ -146,6 +147,7 @@ class Run:
         self.model.batch_guidance = parts.model.batch_guidance
         self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
         self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device, self._share)
+        follows = parts.model.timestep_dtype == AS_ROLLOUT
         torch.manual_seed(self.config.trainer.seed)
         self.actor = DiffusionActor(
             self.model,
@@ -156,6 +158,7 @@ class Run:
             noise_level=parts.rollout.algo.noise_level,
             total_optimizer_steps=self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs,
             score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
+            timestep_dtype=torch_dtype(parts.rollout.dtype) if follows else None,
         )
         if parts.model.lora_adapter_path:
             self.actor.load_adapter(Path(parts.model.lora_adapter_path))
