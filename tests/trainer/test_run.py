@@ -763,9 +763,9 @@ def test_non_finite_update_names_the_prompts(small_config):
     rollout = trainer._rollout
 
     def broken(*args):
-        batch, images, cond = rollout(*args)
+        batch, images = rollout(*args)
         batch["next_latents"][5] = torch.nan
-        return batch, images, cond
+        return batch, images
 
     trainer._rollout = broken
     prompt = trainer.run.train_prompts[1].prompt
