@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def test_the_full_size_script_puts_its_engines_on_the_cluster(tmp_path):
 @pytest.mark.slow
 def test_the_tiny_script_trains_with_two_engines_on_ray(tmp_path, ray_environment):
     small = ("trainer.total_training_steps=2", "data.val_max_samples=2", "trainer.logger=[console]")
-    environment = ray_environment | {"OUTPUTS": str(tmp_path)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = ray_environment | {"OUTPUTS": str(tmp_path), "PATH": path}
     done = run_process("bash", EXAMPLES / "run_tiny_qwen_image_ray.sh", *small, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = (tmp_path / "flowgrpo_rc" / "tiny_qwen_image_ray" / "metrics.jsonl").read_text().splitlines()

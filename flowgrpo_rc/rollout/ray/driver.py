@@ -257,7 +257,9 @@ def _reason(error: Exception) -> str:
     for start in ("The actor is dead because", "The actor died because"):
         _, found, rest = text.partition(start)
         text = found + rest if found else text
-    return text.partition("Some common causes")[0].strip()[:400]
+    for advice in ("Some common causes", "There are some potential root causes"):
+        text = text.partition(advice)[0]
+    return text.strip()[:400]
 
 
 def _end_with_trainer(settings: DriverSettings) -> None:
