@@ -1,16 +1,16 @@
 """What rounding alone costs each model family: ``flowgrpo-rc probe`` on the tiny pipelines of the tests.
 
-    python benchmarks/family_gap.py                        # bfloat16, fp8, and the rounding of the timestep alone
+    python benchmarks/family_gap.py                        # bfloat16, fp8, and what of it is the timestep's
     python benchmarks/family_gap.py --engine vllm_omni     # with the Python of `make vllm`: bfloat16 through vllm-omni
     python benchmarks/family_gap.py --only qwen_image_edit # likewise, for Qwen-Image-Edit, which needs torchvision
     python benchmarks/family_gap.py --report               # writes the table of docs/families.md; runs nothing
     python benchmarks/family_gap.py --round-timestep -m flowgrpo_rc.cli.main probe <arguments>
 
 The actor computes in float32 and bypass mode is judged at a clip of 1e-3. The pipelines have random weights and one or
-two blocks, so that the figures compare families and ways of rounding; a released model has its own. Some pipelines
-round the timestep to the transformer's precision before it is embedded. ``--round-timestep`` runs a command whose
-engine rounds it to bfloat16 and nothing else, so that this part of the gap is seen alone. Resumable: what the results
-hold is not run again.
+two blocks, so that the figures compare families and ways of rounding; a released model has its own. Some families
+round the timestep, and a guidance scale that is embedded, before they embed them. ``--round-timestep`` runs a command
+whose engine rounds these to bfloat16 and nothing else, so that this part of the gap is seen alone; what is left without
+it is measured with ``model.timestep_dtype=rollout``. Resumable: what the results hold is not run again.
 """
 
 import argparse
@@ -34,9 +34,13 @@ RESULTS = HERE / "results" / "family_gap.jsonl"
 PAGE = HERE.parent / "docs" / "families.md"
 TIMESTEP = "timestep"
 """A rollout in float32 but for its timesteps."""
+SAME_TIMESTEP = "bfloat16 same timestep"
+"""A rollout in bfloat16, whose timesteps the actor embeds too."""
 ROLLOUT = "actor_rollout_ref.rollout"
+AS_ROLLOUT = "actor_rollout_ref.model.timestep_dtype=rollout"
 PRECISIONS = {
     "bfloat16": [f"{ROLLOUT}.dtype=bfloat16"],
+    SAME_TIMESTEP: [f"{ROLLOUT}.dtype=bfloat16", AS_ROLLOUT],
     "fp8": [f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.quantization=fp8"],
     TIMESTEP: [f"{ROLLOUT}.dtype=float32"],
 }
@@ -44,9 +48,11 @@ UNAVAILABLE = ("rollout.name=vllm_omni draws", "needs torchvision")
 """Of refusals that leave a cell empty: another engine or environment has it."""
 COLUMNS = {
     "bfloat16": "bfloat16",
+    SAME_TIMESTEP: "bfloat16, same timestep",
     TIMESTEP: "timestep alone",
     "fp8": "fp8",
     "vllm_omni bfloat16": "vllm-omni, bfloat16",
+    f"vllm_omni {SAME_TIMESTEP}": "vllm-omni, same timestep",
 }
 
 
@@ -75,10 +81,11 @@ def measure(engine: str, only: str) -> None:
     found = read()
     commit = describe()["commit"]
     for family in (name for name in TINY if only in name):
+        told_rounded = rounds(family)
+        roundings = {k: v for k, v in PRECISIONS.items() if told_rounded or k not in (TIMESTEP, SAME_TIMESTEP)}
         if engine == "vllm_omni":
-            roundings = {"vllm_omni bfloat16": [*PRECISIONS["bfloat16"], f"{ROLLOUT}.name=vllm_omni"]}
-        else:
-            roundings = {name: value for name, value in PRECISIONS.items() if name != TIMESTEP or rounds(family)}
+            own = ("bfloat16", SAME_TIMESTEP)
+            roundings = {f"{engine} {k}": [*v, f"{ROLLOUT}.name={engine}"] for k, v in roundings.items() if k in own}
         for rounding, overrides in roundings.items():
             if (family, rounding) in found:
                 continue
@@ -100,7 +107,7 @@ def measure(engine: str, only: str) -> None:
 
 
 def rounds(family: str) -> bool:
-    """Whether the family's transformer is told the timestep in its own precision."""
+    """Whether a transformer of the family in bfloat16 embeds other timesteps than one in float32."""
     import torch
     from tiny_families import TINY
 
@@ -110,12 +117,10 @@ def rounds(family: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         TINY[family].build().save_pretrained(folder)
         model = load_model(folder)
-    embedded = 1.0 if model.transformer.config.get("guidance_embeds") else None
-    size = model.smallest_image
-    cond = Conditioning(pad([model.blank_prompt()]), None, 1.0, embedded, size, size)
-    latents = torch.zeros(1, *model.latent_shape(size, size))
-    inputs = model._inputs(torch.bfloat16, latents, torch.full((1,), 500.0), cond.prompts, cond)
-    return "timestep" in inputs and inputs["timestep"].dtype == torch.bfloat16
+    timesteps = torch.full((1,), 501.0)
+    cond = Conditioning(pad([model.blank_prompt()]), None, 1.0, None, model.smallest_image, model.smallest_image)
+    told, _ = model.as_embedded(timesteps, cond, torch.bfloat16)
+    return not torch.equal(told, timesteps)
 
 
 def probe(family: str, rounding: str, overrides: list[str]) -> dict[str, Any] | None:
@@ -188,7 +193,7 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def run_with_rounded_timesteps(program: list[str]) -> None:
-    """Run ``program``, whose rollouts are told every timestep as bfloat16 has it."""
+    """Run ``program``, whose rollouts embed timesteps and guidance scale as in bfloat16."""
     import torch
 
     from flowgrpo_rc.rollout import diffusers_engine
@@ -197,15 +202,12 @@ def run_with_rounded_timesteps(program: list[str]) -> None:
 
     def sampler(model: Any, *arguments: Any) -> Any:
         rounding = copy.copy(model)
-        own_inputs = model._inputs
 
-        def inputs(*values: Any) -> dict[str, Any]:
-            told = own_inputs(*values)
-            # The pipeline divides in bfloat16, and the transformer multiplies again.
-            low = (1000 * told["timestep"]).to(torch.bfloat16) / 1000
-            return told | {"timestep": (low * 1000).float() / 1000}
+        def velocity(transformer: Any, latents: Any, timesteps: Any, conditioning: Any) -> Any:
+            told = model.as_embedded(timesteps, conditioning, torch.bfloat16)
+            return model.velocity(transformer, latents, *told)
 
-        rounding._inputs = inputs
+        rounding.velocity = velocity
         return own_sampler(rounding, *arguments)
 
     diffusers_engine.RequestSampler = sampler

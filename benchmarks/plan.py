@@ -142,7 +142,8 @@ def real(path: str, case: dict[str, Any]) -> dict[str, float]:
     trained = adapter_parameters(transformer).values()
 
     def step(rows: int, size: int) -> None:
-        prompts = Prompts(torch.randn(rows, TOKENS, 512), torch.ones(rows, TOKENS, dtype=torch.bool))
+        mask = torch.ones(rows, TOKENS, dtype=torch.bool)
+        prompts = Prompts(torch.randn(rows, TOKENS, 512), mask, lengths=(TOKENS,) * rows)
         conditioning = Conditioning(prompts, None, 1.0, None, size, size)
         latents = torch.randn(rows, *model.latent_shape(size, size))
         level = torch.full((rows,), 0.5)

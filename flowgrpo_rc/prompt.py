@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,44 @@ from flowgrpo_rc.messages import one_line, reason
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """What reference images may be, as Pillow names them; of others some are programs that a decoder would run."""
+DECODED_BYTES = 64 * 2**20
+"""Bytes of the pixels that are kept of reference images in this process: 21 of 1024 x 1024 pixels."""
+
+
+class DecodedImages:
+    """The images that were decoded last, by the digests of their files; threads share them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._images: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, digest: str) -> Any:
+        """A ``PIL.Image.Image`` of its own for the caller; ``None`` where it is not kept."""
+        with self._lock:
+            found = self._images.get(digest)
+            if found is not None:
+                self._images.move_to_end(digest)
+        return None if found is None else found.copy()
+
+    def add(self, digest: str, image: Any) -> None:
+        """Keep a copy of an RGB image, and give up those that were asked for longest ago."""
+        size = 3 * image.width * image.height
+        if size > self._limit:
+            return
+        copy = image.copy()
+        with self._lock:
+            if digest not in self._images:
+                self._bytes += size
+            self._images[digest] = copy
+            while self._bytes > self._limit:
+                _, dropped = self._images.popitem(last=False)
+                self._bytes -= 3 * dropped.width * dropped.height
+
+
+_DECODED = DecodedImages(DECODED_BYTES)
+"""A reward asks for the reference of every image of a prompt, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +97,8 @@ class ReferenceImage:
         return found
 
     def open(self) -> Any:
-        """The picture, a ``PIL.Image.Image`` in RGB, upright; decoded at every call.
+        """The picture, a ``PIL.Image.Image`` in RGB, upright, of the caller's own. Its file is read at every call; its
+        pixels are decoded unless they still are kept from an earlier one (``DECODED_BYTES``).
 
         Raises:
             ValueError: as ``read``; or the file is damaged.
@@ -65,16 +106,21 @@ class ReferenceImage:
         from PIL import Image, ImageOps
 
         content = self.read()
+        found = _DECODED.get(self.digest)
+        if found is not None:
+            return found
         try:
             with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
                 upright = ImageOps.exif_transpose(image)
             # A palette's transparent colours are converted only from there.
-            return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
+            found = (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
         except Exception as error:  # the decoders raise errors of every kind
             name = self.path or "in the prompt file"
             raise ValueError(
                 f"{self.source}: the image {name} is damaged or cut off ({one_line(error, 200)}); save it again"
             ) from error
+        _DECODED.add(self.digest, found)
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy as np

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -110,3 +111,16 @@ def finished_run(tmp_path_factory):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def ray_environment():
+    """Variables of a process that starts or joins Ray: nothing of it in the user's home, and none of it killed because
+    other tests take memory."""
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return os.environ | own

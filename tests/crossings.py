@@ -107,6 +107,10 @@ class Crossings(TorchFunctionMode):
             return self._copied(*args, **kwargs)
         if name == "where":  # of numbers torch makes tensors below Python, on its own device
             args = tuple(torch.tensor(one) if isinstance(one, (int, float)) else one for one in args)
+        if name == "__setitem__" and isinstance(first, OnDevice) and isinstance(args[2], (int, float)):
+            return first.values.__setitem__(args[1], args[2])  # likewise
+        if name == "pad_sequence" and isinstance(first[0], OnDevice):  # torch makes its result below Python
+            return OnDevice(function([_computed(tensor) for tensor in first], *args[1:], **kwargs))
         if name == "scaled_dot_product_attention" and isinstance(kwargs.get("attn_mask"), OnDevice):
             kwargs["attn_mask"] = _added_mask(kwargs["attn_mask"])
         wanted = _asked_device(name, args, kwargs)

@@ -13,8 +13,12 @@ from tests_support import overrides_of, run_process
 from flowgrpo_rc import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowgrpo_rc.actor import DiffusionActor, DiffusionLossConfig
 from flowgrpo_rc.actor.rows import take_rows
-from flowgrpo_rc.models import PipelineLoader
+from flowgrpo_rc.models import Conditioning, ModelConfig, PipelineLoader, PromptEncoder, load_model
+from flowgrpo_rc.models.lora import adapter_state, attach_lora
+from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
 from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.host import digest_rule
+from flowgrpo_rc.rollout.process.handle import ProcessHandle
 from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.timer import StageTimer
@@ -271,3 +275,41 @@ def test_a_sharded_run_equals_a_whole_one(tmp_path, more):
     whole, sharded = (RunFolder(tmp_path / name).rows()[-1] for name in ("whole", "sharded"))
     for name in ("reward/mean", "actor/loss", "actor/grad_norm"):
         assert sharded[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_process_on_the_gpu_draws_the_bits_of_the_engine_beside_the_actor():
+    """It sees its own GPU alone, as cuda:0; digests of fp8 weights are worked out on the host and on the device."""
+    model_config = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=8)
+    rollout = RolloutConfig(dtype="bfloat16", quantization="fp8", micro_batch_size=4)
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    handle = ProcessHandle(rollout, model_config, last)
+    try:
+        handle.start()
+        model = load_model(model_config.path, device=last)
+        beside = build_engine(rollout, model, model_config, last)
+        attach_lora(model.transformer, model, model_config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        state = {
+            name: 0.2 * torch.randn(value.shape, generator=generator)
+            for name, value in adapter_state(model.transformer).items()
+        }
+        on_device = {name: value.to(last) for name, value in state.items()}
+        rule = digest_rule(rollout, model_config)
+        assert handle.sync(state, 1) == beside.sync(on_device, 1) == rule(state) == rule(on_device)
+        request = RolloutRequest(
+            conditioning=Conditioning(PromptEncoder(model, 64)(["one", "two"]), None, 1.0, None, 32, 32),
+            prompt_index=torch.tensor([0, 0, 1, 1]),
+            num_inference_steps=4,
+            seeds=[1, 2, 3, 4],
+            window_starts=torch.tensor([0, 1, 0, 1]),
+            window_size=2,
+            noise_level=0.7,
+        )
+        here, there = beside.generate(request), handle.generate(request)
+        assert torch.equal(here.images, there.images)
+        assert here.batch is not None
+        assert there.batch is not None
+        assert torch.equal(here.batch["next_latents"], there.batch["next_latents"])
+        assert torch.equal(here.batch["rollout_log_probs"], there.batch["rollout_log_probs"])
+    finally:
+        handle.close()

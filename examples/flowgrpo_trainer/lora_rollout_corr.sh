@@ -7,9 +7,7 @@
 #   TRAIN, VAL the prompt files themselves        (default: train.txt and test.txt in DATA, a prompt a line)
 #   REWARD     settings of the reward, in words   (default: PickScore, and in validation CLIP-L looks on)
 #   NAME       of the run's folder
-#   OUTPUTS    where run folders go               (default: outputs)
-#   NUM_GPUS   processes on this machine          (default: 4)
-#   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
+#   OUTPUTS, NUM_GPUS, LAUNCHER and ENGINE are those of launch.sh
 #   PROMPTS, IMAGES, SIZE, CLIP                   (default: 48 prompts x 16 images of 512 pixels to a side, clip 1e-4)
 #   MICRO      images of a micro-batch            (default: 4)
 #
@@ -20,22 +18,15 @@
 # decoupled mode, since a clip of 1e-4 is narrower than a bfloat16 engine's gap.
 set -euo pipefail
 
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
 DATA=${DATA:-data/pickscore}
 TRAIN=${TRAIN:-$DATA/train.txt}
 VAL=${VAL:-$DATA/test.txt}
 read -ra REWARDS <<<"${REWARD:-reward.functions.pickscore=1.0 reward.val_functions.clip_cosine=true}"
-OUTPUTS=${OUTPUTS:-outputs}
-NUM_GPUS=${NUM_GPUS:-4}
-ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
 PROMPTS=${PROMPTS:-48}
 SIZE=${SIZE:-512}
-echo "Rollout engine: $ENGINE"
-
-if [ "$NUM_GPUS" -gt 1 ]; then
-    LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_GPUS" -m flowgrpo_rc.cli.main)
-else
-    LAUNCH=(python -m flowgrpo_rc.cli.main)
-fi
+source "$HERE/launch.sh"
 
 exec "${LAUNCH[@]}" train \
     data.train_files="$TRAIN" \

@@ -7,10 +7,7 @@
 #   TRAIN, VAL the prompt files themselves        (default: the two in DATA)
 #   REWARD     settings of the reward, in words   (default: reward.functions.ocr=1.0 reward.ocr.mode=full)
 #   NAME       of the run's folder                (default: qwen_image_ocr_lora_rollout_corr)
-#   OUTPUTS    where run folders go               (default: outputs)
-#   NUM_GPUS   processes on this machine          (default: 4)
-#   LAUNCHER   starts the processes in place of torchrun --standalone, e.g. on several nodes
-#   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
+#   OUTPUTS, NUM_GPUS, LAUNCHER and ENGINE are those of launch.sh
 #
 # Every process holds the frozen model once where model.dtype and rollout.dtype agree, twice where they differ, and with
 # ENGINE=vllm_omni always twice. rollout_is is a diagnosis only in bypass mode with PPO: the ratio corrects by itself.
@@ -19,25 +16,15 @@
 # Any setting can be overridden: bash run_qwen_image_...sh trainer.total_training_steps=100
 set -euo pipefail
 
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
 MODEL=${MODEL:-Qwen/Qwen-Image}
 DATA=${DATA:-data/ocr}
 TRAIN=${TRAIN:-$DATA/train.parquet}
 VAL=${VAL:-$DATA/test.parquet}
 NAME=${NAME:-qwen_image_ocr_lora_rollout_corr}
 read -ra REWARDS <<<"${REWARD:-reward.functions.ocr=1.0 reward.ocr.mode=full}"
-OUTPUTS=${OUTPUTS:-outputs}
-NUM_GPUS=${NUM_GPUS:-4}
-ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
-echo "Rollout engine: $ENGINE"
-
-if [ -n "${LAUNCHER:-}" ]; then
-    read -ra WORDS <<<"$LAUNCHER"
-    LAUNCH=("${WORDS[@]}" -m flowgrpo_rc.cli.main)
-elif [ "$NUM_GPUS" -gt 1 ]; then
-    LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_GPUS" -m flowgrpo_rc.cli.main)
-else
-    LAUNCH=(python -m flowgrpo_rc.cli.main)
-fi
+source "$HERE/launch.sh"
 
 exec "${LAUNCH[@]}" train \
     data.train_files="$TRAIN" \

@@ -7,9 +7,7 @@
 #   TRAIN, VAL the prompt files themselves        (default: the two in DATA)
 #   REWARD     settings of the reward, in words   (default: reward.functions.ocr=1.0 reward.ocr.mode=full)
 #   NAME       of the run's folder                (default: sd35_medium_ocr_lora_rollout_corr)
-#   OUTPUTS    where run folders go               (default: outputs)
-#   NUM_GPUS   processes on this machine          (default: 4)
-#   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
+#   OUTPUTS, NUM_GPUS, LAUNCHER and ENGINE are those of launch.sh
 #
 # From flow_grpo's general_ocr_sd3: 48 prompts x 24 images a batch, two updates each, LoRA, learning rate, clip, KL,
 # 10 steps of which the first 9 are trained, guidance 4.5 (true_cfg_scale here), 512 pixels, 128 T5 tokens, 40 steps in
@@ -20,22 +18,15 @@
 # Any setting can be overridden: bash run_sd35_...sh trainer.total_training_steps=100
 set -euo pipefail
 
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
 MODEL=${MODEL:-stabilityai/stable-diffusion-3.5-medium}
 DATA=${DATA:-data/ocr}
 TRAIN=${TRAIN:-$DATA/train.parquet}
 VAL=${VAL:-$DATA/test.parquet}
 NAME=${NAME:-sd35_medium_ocr_lora_rollout_corr}
 read -ra REWARDS <<<"${REWARD:-reward.functions.ocr=1.0 reward.ocr.mode=full}"
-OUTPUTS=${OUTPUTS:-outputs}
-NUM_GPUS=${NUM_GPUS:-4}
-ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
-echo "Rollout engine: $ENGINE"
-
-if [ "$NUM_GPUS" -gt 1 ]; then
-    LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_GPUS" -m flowgrpo_rc.cli.main)
-else
-    LAUNCH=(python -m flowgrpo_rc.cli.main)
-fi
+source "$HERE/launch.sh"
 
 exec "${LAUNCH[@]}" train \
     data.train_files="$TRAIN" \

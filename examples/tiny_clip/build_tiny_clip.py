@@ -9,10 +9,8 @@ prompt and each prompt its picture. The result depends on the seed alone on a gi
 """
 
 import argparse
-import shutil
 import string
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tiny_qwen_image"))
 from clip_card import Score, write_clip_card  # noqa: E402
 from number_images import IMAGE_SIZE, NUMBERS, make_dataset, prompt_for  # noqa: E402
+from saving import make_readable, refuse_other_folders, replacing  # noqa: E402
 from training import Descent  # noqa: E402
 
 OUTPUT = HERE.parents[1] / "assets" / "tiny_clip"
@@ -61,9 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     arguments = parser.parse_args()
-    output = arguments.output
-    if output.exists() and not (output / "preprocessor_config.json").is_file():
-        parser.error(f"--output: {output} exists and is no CLIP; it would be replaced, so name another folder")
+    refuse_other_folders(parser, arguments.output, "preprocessor_config.json", "no CLIP")
     if arguments.images < len(NUMBERS) or arguments.images % len(NUMBERS):
         parser.error(f"--images: got {arguments.images}; give a multiple of {len(NUMBERS)}")
     return arguments
@@ -170,18 +167,13 @@ def main() -> None:
     train(model, pixels, tokens, settings)
     minutes = (time.process_time() - start) / 60
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build_") as temporary:
-        folder = Path(temporary) / output.name
+    with replacing(output) as folder:
         for part in (model, processor, tokenizer):
             part.save_pretrained(folder)
-        for file in folder.rglob("*.safetensors"):
-            file.chmod(0o644)  # written as readable for the owner alone
+        make_readable(folder)
         # Another seed than the training pictures': fonts, places and shades are drawn anew.
         found = score(folder, *pictures(processor, unseen, settings.seed + 1), tokens) if unseen else None
         write_clip_card(folder, model, settings, found, minutes)
-        shutil.rmtree(output, ignore_errors=True)
-        folder.rename(output)
     print(f"{output}, {minutes:.1f} minutes of processor time, {found or 'not measured'}")
 
 

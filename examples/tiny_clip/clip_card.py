@@ -1,11 +1,11 @@
 """The README that goes with the built model: what it is, how it was made, and what was measured on it."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_card import data_table, table
-from number_images import IMAGE_SIZE
+from cards import count, table, write_card
+from model_card import pictures_table
 from transformers import CLIPModel
 
 CARD = """---
@@ -78,25 +78,18 @@ class Score:
 
 def write_clip_card(folder: Path, model: CLIPModel, settings: Any, score: Score | None, minutes: float) -> None:
     """Write `README.md` into `folder`, which holds the saved model."""
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    card = CARD.format(
+    write_card(
+        folder,
+        CARD,
+        settings,
         parameters=f"{count(model):,}",
-        megabytes=size / 1e6,
-        size=IMAGE_SIZE,
         quality=quality_table(score),
         parts=parts_table(model),
         vocabulary=model.config.text_config.vocab_size,
         longest=model.config.text_config.max_position_embeddings,
-        data=data_table(settings),
+        data=pictures_table(settings.images),
         minutes=minutes,
-        settings=table(["setting", "value"], asdict(settings).items()),
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def count(network: Any) -> int:
-    """How many parameters it has."""
-    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def quality_table(score: Score | None) -> str:

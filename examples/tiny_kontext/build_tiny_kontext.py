@@ -9,9 +9,7 @@ reinforcement learning has room to improve it. The result depends on the seed al
 """
 
 import argparse
-import shutil
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from flow import pair_tokens, train_flow  # noqa: E402
 from image_vae import train_vae  # noqa: E402
 from kontext_card import write_kontext_card  # noqa: E402
 from kontext_evaluation import EditScore, evaluate_edits  # noqa: E402
+from saving import refuse_other_folders, replacing, save_in_half  # noqa: E402
 from training import round_to_half  # noqa: E402
 
 from flowgrpo_rc.rewards import OCRReward  # noqa: E402
@@ -74,9 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--flow-learning-rate", type=float, default=2e-3)
     parser.add_argument("--flow-ema-decay", type=float, default=0.99)
     arguments = parser.parse_args()
-    output = arguments.output
-    if output.exists() and not (output / "model_index.json").is_file():
-        parser.error(f"--output: {output} exists and is not a pipeline; it would be replaced, so name another folder")
+    refuse_other_folders(parser, arguments.output, "model_index.json", "not a pipeline")
     return arguments
 
 
@@ -136,20 +133,10 @@ def main() -> None:
     minutes = (time.process_time() - start) / 60
 
     write_edits(prompts, settings.seed)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build_") as temporary:
-        folder = Path(temporary) / output.name
-        # The text encoders stay in float32: transformers loads them in the precision of their files, diffusers the
-        # other parts in float32, and a pipeline of mixed precision fails.
-        pipeline.transformer.half()
-        pipeline.vae.half()
-        pipeline.save_pretrained(folder)
-        for file in folder.rglob("*.safetensors"):
-            file.chmod(0o644)  # written as readable for the owner alone
+    with replacing(output) as folder:
+        save_in_half(pipeline, folder)
         scores = score(folder, prompts, eval_seeds, settings.threads)
         write_kontext_card(folder, pipeline, settings, scores, minutes)
-        shutil.rmtree(output, ignore_errors=True)
-        folder.rename(output)
     for steps, result in scores.items():
         print(f"{steps} sampling steps: {result}")
     print(f"{output}, {minutes:.1f} CPU minutes")

@@ -1,15 +1,13 @@
 """The README that goes with the built model: what it is, how it was made, and what was measured on it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cards import data_table, parts_table, table, write_card
 from diffusers import FluxKontextPipeline
 from edit_images import INK_SATURATION, INK_VALUE, PAPER_SATURATION, PAPER_VALUE
 from kontext_evaluation import EditScore
-from model_card import table
-from number_images import FONT_SIZES, FONTS, IMAGE_SIZE, MAX_SHIFT
 
 CARD = """---
 license: apache-2.0
@@ -31,8 +29,14 @@ from PIL import Image
 pipe = FluxKontextPipeline.from_pretrained("assets/tiny_kontext")
 reference = Image.open("assets/tiny_edit/references/test_00.png")
 image = pipe(
-    image=reference, prompt='make it "42"', height=32, width=32, max_area=32 * 32, _auto_resize=False,
-    num_inference_steps=10, max_sequence_length={tokens},
+    image=reference,
+    prompt='make it "42"',
+    height=32,
+    width=32,
+    max_area=32 * 32,
+    _auto_resize=False,
+    num_inference_steps=10,
+    max_sequence_length={tokens},
 ).images[0]
 ```
 
@@ -82,18 +86,16 @@ def write_kontext_card(
     folder: Path, pipeline: FluxKontextPipeline, settings: Any, scores: Mapping[int, EditScore], minutes: float
 ) -> None:
     """Write `README.md` into `folder`, which holds the saved pipeline."""
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    card = CARD.format(
-        megabytes=size / 1e6,
-        size=IMAGE_SIZE,
+    write_card(
+        folder,
+        CARD,
+        settings,
         tokens=pipeline.tokenizer_max_length,
         quality=_quality(scores),
-        parts=_parts(pipeline),
-        data=_data(settings.pairs),
+        parts=parts_table(pipeline, _sizes_in_words(pipeline)),
+        data=_pairs_table(settings.pairs),
         minutes=minutes,
-        settings=table(["setting", "value"], asdict(settings).items()),
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _quality(scores: Mapping[int, EditScore]) -> str:
@@ -103,34 +105,24 @@ def _quality(scores: Mapping[int, EditScore]) -> str:
     return table(["Euler steps", "mean OCR reward", "exactly right", "mean style", "images"], rows)
 
 
-def _parts(pipeline: FluxKontextPipeline) -> str:
+def _sizes_in_words(pipeline: FluxKontextPipeline) -> dict[str, str]:
     transformer, vae = pipeline.transformer.config, pipeline.vae.config
     clip, t5 = pipeline.text_encoder.config, pipeline.text_encoder_2.config
-    sizes = {
+    return {
         "transformer": f"{transformer.num_layers} double and {transformer.num_single_layers} single blocks, "
         f"{transformer.num_attention_heads * transformer.attention_head_dim} wide",
         "vae": f"{vae.latent_channels} latent channels, {pipeline.vae_scale_factor}x smaller",
         "text_encoder": f"{clip.num_hidden_layers} layers, {clip.hidden_size} wide, random",
         "text_encoder_2": f"{t5.num_layers} layers, {t5.d_model} wide, random",
     }
-    rows = []
-    for name, size in sizes.items():
-        part = getattr(pipeline, name)
-        millions = sum(parameter.numel() for parameter in part.parameters()) / 1e6
-        rows.append((f"`{name}`", f"`{type(part).__name__}`", f"{millions:.2f} M", size))
-    return table(["part", "class", "parameters", "size"], rows)
 
 
-def _data(pairs: int) -> str:
-    rows = [
+def _pairs_table(pairs: int) -> str:
+    return data_table(
         ("pairs", pairs),
-        ("fonts", ", ".join(font.removesuffix(".ttf") for font in FONTS)),
-        ("font sizes", ", ".join(map(str, FONT_SIZES))),
-        ("largest shift from the centre", f"{MAX_SHIFT} pixels"),
         ("paper, of any hue", f"saturation {_range(PAPER_SATURATION)}, value {_range(PAPER_VALUE)}"),
         ("ink, of any hue", f"saturation {_range(INK_SATURATION)}, value {_range(INK_VALUE)}"),
-    ]
-    return table(["property", "value"], rows)
+    )
 
 
 def _range(ends: tuple[float, float]) -> str:

@@ -10,8 +10,6 @@ cores and costs a multiple of it on busy ones.
 """
 
 import argparse
-import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from diffusers import QwenImagePipeline
 from evaluation import Score, evaluate
 from model_card import write_model_card
 from number_images import NUMBERS, make_dataset, prompt_for, write_prompts
+from saving import refuse_other_folders, replacing, save_in_half
 from tiny_components import build_pipeline
 from training import Settings, normalised_tokens, round_to_half, train_flow, train_vae
 
@@ -50,9 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--flow-learning-rate", type=float, default=1e-3)
     parser.add_argument("--flow-ema-decay", type=float, default=0.99)
     arguments = parser.parse_args()
-    output = arguments.output
-    if output.exists() and not (output / "model_index.json").is_file():
-        parser.error(f"--output: {output} exists and is not a pipeline; it would be replaced, so name another folder")
+    refuse_other_folders(parser, arguments.output, "model_index.json", "not a pipeline")
     return arguments
 
 
@@ -109,20 +106,10 @@ def main() -> None:
     pipeline = train(settings)
     minutes = (time.perf_counter() - start) / 60
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build_") as temporary:
-        folder = Path(temporary) / output.name
-        # The text encoder stays in float32: transformers loads it in the precision of its file, diffusers the
-        # other parts in float32, and a pipeline of mixed precision fails.
-        pipeline.transformer.half()
-        pipeline.vae.half()
-        pipeline.save_pretrained(folder)
-        for file in folder.rglob("*.safetensors"):
-            file.chmod(0o644)  # written as readable for the owner alone
+    with replacing(output) as folder:
+        save_in_half(pipeline, folder)
         scores = score(folder, eval_seeds, settings.threads)
         write_model_card(folder, pipeline, settings, scores, minutes)
-        shutil.rmtree(output, ignore_errors=True)
-        folder.rename(output)
     write_prompts(prompts, settings.seed)
     for steps, result in scores.items():
         print(f"{steps} sampling steps: OCR reward {result.reward:.3f}, exact {result.exact:.3f}")

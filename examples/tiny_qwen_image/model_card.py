@@ -1,12 +1,12 @@
 """The README that goes with the built model: what it is, how it was made, and what was measured on it."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 
+from cards import data_table, parts_table, table, write_card
 from diffusers import QwenImagePipeline
 from evaluation import Score
-from number_images import FONT_SIZES, FONTS, IMAGE_SIZE, INK, MAX_SHIFT, PAPER
+from number_images import INK, PAPER
 from training import Settings
 
 CARD = """---
@@ -75,24 +75,16 @@ def write_model_card(
     folder: Path, pipeline: QwenImagePipeline, settings: Settings, scores: Mapping[int, Score], minutes: float
 ) -> None:
     """Write `README.md` into `folder`, which holds the saved pipeline."""
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    card = CARD.format(
-        megabytes=size / 1e6,
-        size=IMAGE_SIZE,
+    write_card(
+        folder,
+        CARD,
+        settings,
         quality=quality_table(scores),
-        parts=parts_table(pipeline),
+        parts=parts_table(pipeline, sizes_in_words(pipeline)),
         vocabulary=len(pipeline.tokenizer),
-        data=data_table(settings),
+        data=pictures_table(settings.images),
         minutes=minutes,
-        settings=table(["setting", "value"], asdict(settings).items()),
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    rows = [names, ["---"] * len(names), *rows]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
 def quality_table(scores: Mapping[int, Score]) -> str:
@@ -102,29 +94,17 @@ def quality_table(scores: Mapping[int, Score]) -> str:
     return table(["Euler steps", "mean reward", "exactly right", "images"], rows)
 
 
-def parts_table(pipeline: QwenImagePipeline) -> str:
+def sizes_in_words(pipeline: QwenImagePipeline) -> dict[str, str]:
     transformer, vae = pipeline.transformer.config, pipeline.vae.config
     text_encoder = pipeline.text_encoder.config.text_config
-    sizes = {
+    return {
         "transformer": f"{transformer.num_layers} blocks, "
         f"{transformer.num_attention_heads * transformer.attention_head_dim} wide",
         "vae": f"{vae.z_dim} latent channels, {pipeline.vae_scale_factor}x smaller",
         "text_encoder": f"{text_encoder.num_hidden_layers} layer, {text_encoder.hidden_size} wide, random",
     }
-    rows = []
-    for name, size in sizes.items():
-        part = getattr(pipeline, name)
-        millions = sum(parameter.numel() for parameter in part.parameters()) / 1e6
-        rows.append((f"`{name}`", f"`{type(part).__name__}`", f"{millions:.2f} M", size))
-    return table(["part", "class", "parameters", "size"], rows)
 
 
-def data_table(settings: Settings) -> str:
-    rows = [
-        ("pictures", settings.images),
-        ("fonts", ", ".join(font.removesuffix(".ttf") for font in FONTS)),
-        ("font sizes", ", ".join(map(str, FONT_SIZES))),
-        ("largest shift from the centre", f"{MAX_SHIFT} pixels"),
-        ("grey of the ink, of the paper", f"{INK[0]} to {INK[1] - 1}, {PAPER[0]} to {PAPER[1] - 1}"),
-    ]
-    return table(["property", "value"], rows)
+def pictures_table(images: int) -> str:
+    shades = f"{INK[0]} to {INK[1] - 1}, {PAPER[0]} to {PAPER[1] - 1}"
+    return data_table(("pictures", images), ("grey of the ink, of the paper", shades))

@@ -91,6 +91,7 @@ class DiffusionActor:
         sde_type, noise_level: of the rollouts' stochastic steps.
         total_optimizer_steps: length of the learning-rate schedule.
         score_batch_size: images per forward of the scoring pass; ``None``: rows as in the update's micro-batch.
+        timestep_dtype: embed timesteps and guidance scale as in this precision; ``None``: as in the actor's own.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class DiffusionActor:
         noise_level: float,
         total_optimizer_steps: int,
         score_batch_size: int | None = None,
+        timestep_dtype: torch.dtype | None = None,
     ) -> None:
         from diffusers.optimization import get_scheduler
 
@@ -115,6 +117,7 @@ class DiffusionActor:
         self._noise_level = noise_level
         self._lr = config.optim.lr
         self._score_batch_size = score_batch_size
+        self._timestep_dtype = timestep_dtype
         self.transformer: Any = model.transformer
         frozen = sum(parameter.numel() for parameter in base_parameters(self.transformer).values())
         attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype), device=accelerator.device)
@@ -444,11 +447,14 @@ class DiffusionActor:
         return self.config.diffusion_loss.objective.needs_old_means
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
+        timesteps = flat[Key.TIMESTEPS]
+        if self._timestep_dtype is not None:
+            timesteps, cond = self._model.as_embedded(timesteps, cond, self._timestep_dtype)
         with self._accelerator.autocast():
             velocity = self._model.velocity(
                 self.transformer,
                 flat[Key.LATENTS],
-                flat[Key.TIMESTEPS],
+                timesteps,
                 cond,
                 detach_unconditional=self.config.detach_unconditional,
             )

@@ -24,7 +24,7 @@ from flowgrpo_rc.transfers import onto
 
 _NUMBERS = (
     *(Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS, Key.CLIP_WIDTHS),
-    *(Key.ADVANTAGES, Key.ROLLOUT_RS_BOUNDS, Key.PROMPT_INDEX),
+    *(Key.ADVANTAGES, Key.ROLLOUT_RS_BOUNDS),
 )
 """What the actor reads of every step or image, besides latents, where a batch has it."""
 _LATENTS = (Key.LATENTS, Key.NEXT_LATENTS)
@@ -61,6 +61,7 @@ class RecordedSteps:
         flat = {n: v.flatten() if v.dim() > 1 else v.repeat_interleave(self.window) for n, v in numbers.items()}
         self._numbers = {name: onto(values, device) for name, values in flat.items()}
         self._conditioning = conditioning.to(device)
+        self._prompt_index = batch[Key.PROMPT_INDEX].repeat_interleave(self.window)
 
     def cut(self, images: Int[Tensor, " M"], size: int, *, means: bool = False) -> Iterator[MicroBatch]:
         """Micro-batches of ``size`` rows, the last one of what is left, of all steps of some images in their order.
@@ -76,7 +77,7 @@ class RecordedSteps:
             places = slice(start, start + size)
             large = take_rows([self._batch[name] for name in names], rows[places], self._device)
             numbers = {name: values[rows_there[places]] for name, values in self._numbers.items()}
-            conditioning = self._conditioning.rows(numbers[Key.PROMPT_INDEX], self._device)
+            conditioning = self._conditioning.rows(self._prompt_index[rows[places]], self._device)
             yield MicroBatch(places, dict(zip(names, large, strict=True)) | numbers, conditioning)
 
 

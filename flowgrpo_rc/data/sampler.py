@@ -69,10 +69,14 @@ class PromptSampler:
             self._position = 0
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue, as JSON-compatible values."""
-        settings = {name: getattr(self, name) for name in _SETTINGS}
-        return {"epoch": self.epoch, "position": self._position, **settings}
+    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
+        """All that is needed to continue, as JSON-compatible values.
+
+        Args:
+            batches: continue after so many batches from the start; ``None``: after the last that was given.
+        """
+        given = (self.epoch, self._position) if batches is None else divmod(batches, self.batches_per_epoch)
+        return {"epoch": given[0], "position": given[1], **{name: getattr(self, name) for name in _SETTINGS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken.

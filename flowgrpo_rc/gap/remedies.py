@@ -78,7 +78,7 @@ def remedy(finding: str, setup: RunSetup, *, holding: str | None = None) -> str:
     return {
         REJECTED: f"{_reject_less(setup)}, or {_CLOSER}",
         ZEROED: f"Widen rollout_is_threshold, or {_CLOSER}",
-        ENGINE_GAP: "Compare dtype, quantization, attention kernel and schedule of engine and actor",
+        ENGINE_GAP: "Compare dtype, timestep_dtype, quantization, attention kernel and schedule of engine and actor",
     }[finding]
 
 

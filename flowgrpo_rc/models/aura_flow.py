@@ -58,5 +58,9 @@ class AuraFlow(SpatialLatents):
             "encoder_hidden_states": prompts.embeds.to(dtype),
         }
 
+    def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
+        """The pipeline rounds what it has divided; the transformer multiplies it again in float32."""
+        return (timesteps / 1000).to(dtype).float() * 1000
+
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         return {"num_inference_steps": num_inference_steps}

@@ -66,6 +66,15 @@ class Prompts:
     """The latent tokens of each prompt's reference images; ``None`` where no prompt has any."""
     reference_grids: tuple[tuple[int, int], ...] = ()
     """Rows and columns of each reference image's tokens, the same for all prompts."""
+    lengths: tuple[int, ...] | None = None
+    """How many embeddings of each prompt are real, the first ones: what ``mask`` says, for those who need it on the
+    host and must not wait for a device. Left out, it is read off the mask, once."""
+
+    def __post_init__(self) -> None:
+        if self.mask is not None and self.lengths is None:
+            object.__setattr__(self, "lengths", tuple(self.mask.sum(1).tolist()))
+        elif self.mask is None and self.lengths is not None:
+            raise ValueError("Prompts.lengths: are given without Prompts.mask, which says the same; give both")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         """The same prompts with every tensor changed."""
@@ -73,8 +82,10 @@ class Prompts:
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
     def rows(self, index: Tensor, device: torch.device) -> "Prompts":
-        """The prompts of some images, on ``device``."""
-        return self.map(lambda tensor: onto(tensor[index.to(tensor.device)], device))
+        """The prompts of some images, on ``device``; ``index`` is on the host."""
+        there = onto(index, self.embeds.device)
+        lengths = None if self.lengths is None else tuple(self.lengths[row] for row in index.tolist())
+        return replace(self.map(lambda tensor: onto(tensor[there], device)), lengths=lengths)
 
     def followed_by(self, other: "Prompts") -> "Prompts":
         """These prompts and then the other ones, padded with zeros to the longer of both lengths."""
@@ -82,21 +93,27 @@ class Prompts:
         longest = max(part.embeds.shape[1] for part in both)
         embeds = torch.cat([F.pad(part.embeds, (0, 0, 0, longest - part.embeds.shape[1])) for part in both])
         mask = None
+        lengths = None
         if any(part.mask is not None or part.embeds.shape[1] < longest for part in both):
             mask = torch.cat([F.pad(part._real(), (0, longest - part.embeds.shape[1])) for part in both])
+            lengths = self._all_lengths() + other._all_lengths()
         pooled = None
         if self.pooled is not None and other.pooled is not None:
             pooled = torch.cat([self.pooled, other.pooled])
         references = None
         if self.references is not None and other.references is not None:
             references = torch.cat([self.references, other.references])
-        return Prompts(embeds, mask, pooled, references, self.reference_grids)
+        return Prompts(embeds, mask, pooled, references, self.reference_grids, lengths)
 
     def _real(self) -> Bool[Tensor, "P T"]:
         """``mask``, also where all embeddings are real."""
         if self.mask is None:
             return torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
         return self.mask
+
+    def _all_lengths(self) -> tuple[int, ...]:
+        """``lengths``, also where all embeddings are real."""
+        return (self.embeds.shape[1],) * len(self.embeds) if self.lengths is None else self.lengths
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,7 @@ class Conditioning:
         return replace(self, prompts=self.prompts.map(lambda tensor: onto(tensor, device)), negative=negative)
 
     def rows(self, index: Tensor, device: torch.device) -> "Conditioning":
-        """The conditioning of some images, on ``device``."""
+        """The conditioning of some images, on ``device``; ``index`` is on the host."""
         negative = None if self.negative is None else self.negative.rows(index, device)
         return replace(self, prompts=self.prompts.rows(index, device), negative=negative)
 
@@ -291,6 +308,24 @@ class DiffusionModel(ABC):
                 uncond = self._forward(transformer, latents, timesteps, negative, conditioning)
         return self._guide(cond, uncond, conditioning.true_cfg_scale)
 
+    def as_embedded(
+        self, timesteps: Float[Tensor, " B"], conditioning: Conditioning, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, " B"], Conditioning]:
+        """Timesteps and conditioning with which ``velocity`` embeds, in float32, the very timestep and guidance scale
+        that it embeds in ``dtype``.
+
+        Pipelines and transformers of some families round both on their way to the embedding, by up to one part in 256
+        in bfloat16. With ``dtype`` float32 both come back unchanged.
+        """
+        if dtype == torch.float32:
+            return timesteps, conditioning
+        scale = conditioning.guidance_scale
+        if scale is not None:
+            # Every transformer that embeds one multiplies it in its own precision.
+            embedded = torch.tensor(scale).to(dtype) * 1000
+            conditioning = replace(conditioning, guidance_scale=float(embedded) / 1000)
+        return self._rounded_timesteps(timesteps, dtype), conditioning
+
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, " B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
         """Images of clean latents, on the host.
@@ -343,6 +378,11 @@ class DiffusionModel(ABC):
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         """What a transformer of this family is called with, whoever built it."""
+
+    def _rounded_timesteps(self, timesteps: Float[Tensor, " B"], dtype: torch.dtype) -> Float[Tensor, " B"]:
+        """What pipeline and transformer make of ``timesteps`` before they embed them, if they compute in ``dtype``;
+        float32. Most families leave them as they are."""
+        return timesteps
 
     @staticmethod
     def _embedded_guidance(timesteps: Float[Tensor, " B"], conditioning: Conditioning) -> Float[Tensor, " B"] | None:

@@ -66,6 +66,10 @@ class Bria(Chroma):
             "img_ids": grid_positions(0, rows, columns, latents.device),
         }
 
+    def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
+        """The pipeline tells them in float32, and the transformer rounds them."""
+        return timesteps.to(dtype).float()
+
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         if config.use_dynamic_shifting:
             return super()._schedule_arguments(config, num_inference_steps, tokens)

@@ -13,6 +13,8 @@ from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
 """What stands for every linear layer among the target modules."""
+AS_ROLLOUT = "rollout"
+"""The ``timestep_dtype`` that follows ``rollout.dtype``."""
 NO_FULL_TRAINING = (
     "a LoRA is what is trained, never all weights: the engine is sent the adapter alone, the KL's reference is the "
     "actor without it, and weights, gradients and AdamW's moments of every parameter would take 16 bytes each in "
@@ -38,6 +40,12 @@ class ModelConfig:
 
     dtype: str = "float32"
     """Precision of the frozen weights in the actor."""
+
+    timestep_dtype: str | None = None
+    """How the actor rounds the timestep, and a guidance scale that is embedded, before it embeds them. null: as its own
+    precision does. ``rollout``: as ``rollout.dtype`` does in the engine, so that both embed the same numbers and this
+    part of the off-policy gap is gone. It acts where the engine computes in a lower precision than the actor, in
+    families that round them."""
 
     lora_dtype: str = "float32"
     """Precision of the LoRA weights, their gradients and their optimizer's moments."""
@@ -90,6 +98,7 @@ class ModelConfig:
         path(f"{here}.path", self.path or None, optional=True)
         path(f"{here}.lora_adapter_path", self.lora_adapter_path, optional=True)
         choice(f"{here}.dtype", self.dtype, list(DTYPES))
+        choice(f"{here}.timestep_dtype", self.timestep_dtype, (AS_ROLLOUT, None))
         choice(f"{here}.lora_dtype", self.lora_dtype, [name for name in DTYPES if DTYPES[name].fit_for_training])
         choice(f"{here}.attn_backend", self.attn_backend, (*ATTENTION_BACKENDS, None))
         choice(f"{here}.lora_init_weights", self.lora_init_weights, ("gaussian", "default"))

@@ -89,6 +89,10 @@ class Flux(DiffusionModel):
             "img_ids": grid_positions(0, rows, columns, latents.device),
         }
 
+    def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
+        """The pipeline divides in its own precision, and the transformer multiplies again."""
+        return (timesteps.to(dtype) / 1000 * 1000).float()
+
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
         return {"sigmas": sigmas, "mu": self._dynamic_shift(config, tokens, 1.15)}

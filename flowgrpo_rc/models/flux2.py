@@ -146,6 +146,10 @@ class Flux2Klein(DiffusionModel):
             "img_ids": image.to(latents.device).expand(len(latents), -1, -1),
         }
 
+    def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
+        """The pipeline divides in its own precision, and the transformer multiplies again."""
+        return (timesteps.to(dtype) / 1000 * 1000).float()
+
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         with only_errors(IMPORTS):
             from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu

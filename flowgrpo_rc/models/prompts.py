@@ -173,9 +173,10 @@ def pad(rows: Sequence[EncodedPrompt]) -> Prompts:
     Raises:
         ValueError: their reference images have other sizes, which one batch cannot hold.
     """
-    lengths = torch.tensor([len(row.embeds) for row in rows])
+    lengths = tuple(len(row.embeds) for row in rows)
     embeds = torch.nn.utils.rnn.pad_sequence([row.embeds for row in rows], batch_first=True)
-    mask = torch.arange(embeds.shape[1])[None] < lengths[:, None]
+    all_real = min(lengths) == max(lengths)
+    mask = torch.arange(embeds.shape[1])[None] < torch.tensor(lengths)[:, None]
     pooled = [row.pooled for row in rows if row.pooled is not None]
     references = [row.references for row in rows if row.references is not None]
     grids = {row.reference_grids for row in rows}
@@ -183,8 +184,9 @@ def pad(rows: Sequence[EncodedPrompt]) -> Prompts:
         raise ValueError(f"reference images of one batch must have the same sizes in tokens, got {sorted(grids)}")
     return Prompts(
         embeds,
-        None if bool(mask.all()) else mask,
+        None if all_real else mask,
         torch.stack(pooled) if pooled else None,
         torch.stack(references) if references else None,
         grids.pop(),
+        None if all_real else lengths,
     )

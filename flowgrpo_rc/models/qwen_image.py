@@ -84,6 +84,10 @@ class QwenImage(DiffusionModel):
             "img_shapes": [[grid]] * len(latents),
         }
 
+    def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
+        """The pipeline rounds and divides in its own precision; the transformer multiplies again in float32."""
+        return (timesteps.to(dtype) / 1000).float() * 1000
+
     def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """The pipeline gives every token the length of its conditional prediction."""
         guided = super()._guide(cond, uncond, scale)

@@ -66,7 +66,7 @@ class ZImage(SpatialLatents):
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         # The image's positions begin after its own caption, so that a batch's padding must not be among the captions.
-        lengths = [None] * len(latents) if prompts.mask is None else prompts.mask.sum(1).tolist()
+        lengths = prompts.lengths or [None] * len(latents)
         captions = zip(prompts.embeds.to(dtype), lengths, strict=True)
         return {
             "x": list(latents.to(dtype).unsqueeze(2)),

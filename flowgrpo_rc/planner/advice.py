@@ -1,6 +1,6 @@
 """What to change where a run does not fit, the cheapest change first."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowgrpo_rc.planner.machines import Gpus
 from flowgrpo_rc.planner.memory import Memory, MemoryPlan
@@ -35,8 +35,8 @@ def advise(plan: MemoryPlan, gpus: Gpus) -> list[Change]:
         if change is None:
             break
         # A setting that is changed once more, after another one, stands once.
-        key, _, _ = change.override.partition("=")
-        taken = [*(earlier for earlier in taken if not earlier.override.startswith(f"{key}=")), change]
+        keys = [override.partition("=")[0] for override in change.override.split()]
+        taken = [*(earlier for earlier in taken if earlier.override.partition("=")[0] not in keys), change]
         memory = change.memory
         plan = change.plan
     return taken
@@ -109,16 +109,29 @@ def _engine_dtype(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
     return f"{ROLLOUT}.dtype={run.model.dtype}", "the engine shares the actor's weights", changed
 
 
-def _in_process(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
-    if run.rollout.name == "diffusers":
+def _sleep(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
+    rollout = run.rollout
+    if rollout.name != "vllm_omni" or rollout.is_elsewhere or run.engine_sleeps:
         return None
-    return f"{ROLLOUT}.name=diffusers", "samples in this process", run.with_rollout(name="diffusers")
+    changed = run.with_rollout(vllm_omni=replace(rollout.vllm_omni, sleep=True))
+    why = "the engine's weights cross to the host's memory and back in every step"
+    return f"{ROLLOUT}.vllm_omni.sleep=true", why, changed
+
+
+def _in_process(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
+    if run.samples_in_trainer or run.rollout.is_elsewhere:
+        return None
+    override = f"{ROLLOUT}.name=diffusers"
+    if run.engine_sleeps:
+        override += f" {ROLLOUT}.vllm_omni.sleep=false"
+    changed = run.with_rollout(name="diffusers", vllm_omni=replace(run.rollout.vllm_omni, sleep=False))
+    return override, "samples in this process", changed
 
 
 def _shard(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> _Proposal:
     """Where the engine computes with the actor's own transformer and nothing is compiled; nothing else goes with it."""
     same_attention = run.rollout.rollout_attn_backend == run.model.attn_backend
-    shares = run.rollout.name != "diffusers" or (run.shares_weights and same_attention)
+    shares = not run.samples_in_trainer or (run.shares_weights and same_attention)
     if run.actor.fsdp_config.shard or gpus.count == 1 or not shares or run.model.torch_compile:
         return None
     return (
@@ -166,6 +179,7 @@ _BY_COST = (
     _micro_batch,
     _engine_dtype,
     _shard,
+    _sleep,
     _in_process,
     _offload,
     _half_precision,

@@ -11,7 +11,7 @@ from flowgrpo_rc.planner.settings import PlannedRun
 RUNTIME = 3 * GIB
 """Assumed for what is no tensor: the device's context, libraries' workspaces, fragmentation of the allocator."""
 ENGINE_RUNTIME = 1 * GIB
-"""The same in the process of ``vllm_omni``, beside its tensors."""
+"""The same in the process of an engine, beside its tensors."""
 MARGIN = 0.1
 """Share of a GPU that a plan leaves free."""
 
@@ -44,7 +44,12 @@ class Memory:
 
     def fits(self, available: int) -> bool:
         """Whether a GPU of so many bytes holds it and keeps ``MARGIN`` of itself free."""
-        return self.total <= (1 - MARGIN) * available
+        return fits(self.total, available)
+
+
+def fits(size: int, available: int) -> bool:
+    """Whether a GPU of ``available`` bytes holds so many and keeps ``MARGIN`` of itself free."""
+    return size <= (1 - MARGIN) * available
 
 
 class MemoryPlan:
@@ -82,6 +87,11 @@ class MemoryPlan:
 
         return _largest(fits, most)
 
+    def engine_alone(self, run: PlannedRun, trainers: int) -> int:
+        """Bytes of tensors on a GPU that an engine's process has to itself, which draws for one of so many trainer
+        processes."""
+        return self._engine_weights() + self._engine_lora(run) + self._engine_work(run, trainers)
+
     def recomputes(self, run: PlannedRun) -> bool:
         """Whether the run's update recomputes activations."""
         return run.model.checkpoints_gradients(self.sizes.parameters)
@@ -91,7 +101,7 @@ class MemoryPlan:
         fsdp = run.actor.fsdp_config
         sharing = run.sharing(gpus)
         lora = sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
-        in_process = run.rollout.name == "diffusers"
+        in_process = run.samples_in_trainer
         own_copy = in_process and not run.shares_weights
         own_share = -(-sizes.transformer // sharing)
         if sharing > 1 and fsdp.param_offload:
@@ -129,7 +139,9 @@ class MemoryPlan:
         scored = run.scored_rows(gpus)
         if scored:
             stages["scoring"] = self.actor.forward(scored).peak
-        if run.rollout.name == "diffusers":
+        if run.has_engine_process(gpus) and run.engine_sleeps:
+            stages["rollout: the engine's process awake"] = self._engine_weights() + self._engine_work(run, gpus)
+        if run.samples_in_trainer:
             stages["sampling"] = self.engine.forward(run.sampled_at_once(gpus)).peak
             stages["decoding"] = self.actor.decode(run.sampled_at_once(gpus)).peak
             if run.rollout.gather_weights:  # beyond the blocks at work, which are there at any time
@@ -139,15 +151,23 @@ class MemoryPlan:
         return stages
 
     def _engine_process(self, run: PlannedRun, gpus: int) -> int:
-        """``vllm_omni`` has transformer, VAE and LoRA of its own, and keeps what sampling has taken."""
-        if run.rollout.name == "diffusers":
+        """It has transformer, VAE and LoRA of its own, and keeps what sampling has taken; all the time, or of one that
+        sleeps what stays when it does."""
+        if not run.has_engine_process(gpus):
             return 0
+        stays = self._engine_lora(run) + ENGINE_RUNTIME
+        if run.engine_sleeps:
+            return stays
+        return stays + self._engine_weights() + self._engine_work(run, gpus)
+
+    def _engine_weights(self) -> int:
         sizes = self.engine.sizes
-        work = max(
-            self.engine.forward(run.sampled_at_once(gpus)).peak, self.engine.decode(run.sampled_at_once(gpus)).peak
-        )
-        weights = sizes.transformer + sizes.buffers + sizes.vae
-        return weights + self._engine_lora(run) + work + ENGINE_RUNTIME
+        return sizes.transformer + sizes.buffers + self.sizes.vae
+
+    def _engine_work(self, run: PlannedRun, gpus: int) -> int:
+        """What an engine's process takes to sample and to decode."""
+        at_once = run.sampled_at_once(gpus)
+        return max(self.engine.forward(at_once).peak, self.engine.decode(at_once).peak)
 
     def _engine_lora(self, run: PlannedRun) -> int:
         return self.sizes.lora_parameters * torch_dtype(run.rollout.dtype).itemsize

@@ -105,8 +105,8 @@ def kinds_of(transformer: nn.Module) -> list[Kind]:
 
 
 class WholePrompts(TorchFunctionMode):
-    """Inside, every prompt has all its ``tokens``, for a family that reads their numbers off the mask, which is fake
-    and holds none."""
+    """Inside, every prompt has all its ``tokens``, for a transformer that reads their numbers off the mask, which is
+    fake and holds none."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -235,6 +235,7 @@ class Passes:
             pooled=None if one.pooled is None else torch.empty(rows, len(one.pooled)),
             references=torch.empty(rows, references, latents.shape[-1]) if grids else None,
             reference_grids=grids,
+            lengths=(tokens,) * rows if model.masks_prompts else None,
         )
         conditioning = Conditioning(
             prompts=prompts,

@@ -6,6 +6,8 @@ from typing import Any
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.engines import ENGINES
+from flowgrpo_rc.rollout.placement import device_groups
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -40,11 +42,33 @@ class PlannedRun:
         return self.rollout.pipeline.true_cfg_scale > 1
 
     @property
+    def samples_in_trainer(self) -> bool:
+        """Whether the engine is in the trainer's process."""
+        return ENGINES[self.rollout.name].takes_actors_transformer and not self.rollout.is_elsewhere
+
+    @property
     def shares_weights(self) -> bool:
         """Whether the engine samples with the actor's own weights."""
         rollout = self.rollout
         same = rollout.dtype == self.model.dtype and rollout.quantization is None
-        return rollout.name == "diffusers" and same
+        return self.samples_in_trainer and same
+
+    def has_engine_process(self, gpus: int) -> bool:
+        """Whether one of so many GPUs, each with a process of the trainer's, also has an engine's process.
+
+        Engines on a Ray cluster, and those whose devices come after the trainer's own, are elsewhere.
+        """
+        if self.samples_in_trainer or self.rollout.placement == "ray":
+            return False
+        if self.rollout.devices is None:
+            return True
+        numbers = [device.partition(":")[2] for group in device_groups(self.rollout.devices) for device in group]
+        return any(number.isdigit() and int(number) < gpus for number in numbers)
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether the weights of an engine's process leave the GPU between rollouts."""
+        return self.rollout.vllm_omni.sleep
 
     def sharing(self, gpus: int) -> int:
         """How many of these GPUs, which are of one machine, share one copy of the frozen transformer."""

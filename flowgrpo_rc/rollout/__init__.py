@@ -10,6 +10,7 @@ from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
     from flowgrpo_rc.rollout.base import Echo as Echo
+    from flowgrpo_rc.rollout.base import EngineLostError as EngineLostError
     from flowgrpo_rc.rollout.base import RolloutEngine as RolloutEngine
     from flowgrpo_rc.rollout.base import RolloutError as RolloutError
     from flowgrpo_rc.rollout.base import RolloutRequest as RolloutRequest
@@ -18,5 +19,6 @@ if TYPE_CHECKING:
     from flowgrpo_rc.rollout.config import RolloutConfig as RolloutConfig
     from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine as DiffusersEngine
     from flowgrpo_rc.rollout.engines import build_engine as build_engine
+    from flowgrpo_rc.rollout.pool import RolloutPool as RolloutPool
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -17,6 +17,10 @@ class RolloutError(RuntimeError):
     """An engine could not sample, or sampled something unfit for training."""
 
 
+class EngineLostError(RolloutError):
+    """An engine elsewhere died, hung or cannot be reached; started anew it may work."""
+
+
 class RolloutSyncError(RolloutError):
     """An engine sampled with another adapter, schedule, guidance or noise than the trainer asked for."""
 
@@ -131,6 +135,48 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release the model."""
+        ...
+
+
+@runtime_checkable
+class MeasuresMemory(Protocol):
+    """An engine that knows what it does to a GPU's memory."""
+
+    def memory_metrics(self) -> dict[str, float]:
+        """For the row of a step, in GiB; the same names in every process of a run."""
+        ...
+
+
+@runtime_checkable
+class RolloutHandle(Protocol):
+    """An engine somewhere else, which one thread of a ``RolloutPool`` asks for one thing at a time.
+
+    What the engine answers with an error is a ``RolloutError`` or ``AdapterMismatchError`` and ends the run. Where it
+    is gone, or hung and was ended for it, ``sync`` and ``generate`` raise ``EngineLostError``: the pool then has others
+    do its work, and starts it anew.
+    """
+
+    name: str
+    """What messages and the timeline of a run call it, e.g. ``process 0 (cuda:1)``."""
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
+        """As ``RolloutEngine.sync``; ``state`` is on the host, in the engine's dtype."""
+        ...
+
+    def generate(self, request: RolloutRequest) -> Trajectories:
+        """As ``RolloutEngine.generate``, of a request without ``on_images``."""
+        ...
+
+    def start(self) -> None:
+        """Start the engine, or start it anew after ``EngineLostError``; it has no adapter then.
+
+        Raises:
+            EngineLostError, RolloutError: it does not start.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the engine, from any thread, if it has not ended: a call in progress raises ``EngineLostError``."""
         ...
 
 

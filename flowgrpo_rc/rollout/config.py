@@ -8,13 +8,20 @@ from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rollout.engines import ENGINES
+from flowgrpo_rc.rollout.placement import (
+    IN_TRAINER,
+    JOINED,
+    PLACEMENTS,
+    EngineTimeouts,
+    ProcessConfig,
+    RayConfig,
+    device_groups,
+)
 from flowgrpo_rc.sde.types import SDE_TYPES
 from flowgrpo_rc.sde.window import SDEWindow
 
 QUANTIZATIONS = ("fp8",)
 """How the ``diffusers`` engine may round its weights."""
-SHORTEST_SILENCE = 3.0
-"""Seconds. A process of ``vllm_omni`` at work may give no sign of life for a second or two."""
 _HERE = "actor_rollout_ref.rollout"
 
 
@@ -191,33 +198,16 @@ class ProbeConfig:
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class VllmOmniConfig:
-    """The section ``rollout.vllm_omni``: when the engine's process is given up, ended and started anew, once a call."""
+class VllmOmniConfig(EngineTimeouts):
+    """The section ``rollout.vllm_omni``: when the engine's process is given up, ended and started anew, once a call;
+    and whether it sleeps."""
 
-    start_timeout_s: float = 900.0
-    """Seconds from the start of the process until the model is loaded."""
-
-    request_timeout_s: float = 3600.0
-    """Seconds that one rollout may take, with all its images."""
-
-    sync_timeout_s: float = 600.0
-    """Seconds that taking over one adapter may take."""
-
-    silence_timeout_s: float = 60.0
-    """Seconds without a sign of life, of which a process gives two a second. At least ``SHORTEST_SILENCE``."""
-
-    close_timeout_s: float = 20.0
-    """Seconds for a clean end, after which the process is killed."""
+    sleep: bool = False
+    """With ``placement=trainer``, whether the engine's weights leave the GPU, for page-locked memory of the host, as
+    soon as a rollout is drawn, and come back for the next one. The trainer's update then has their room."""
 
     def __post_init__(self) -> None:
-        fit_fields(f"{_HERE}.vllm_omni", self)
-        for name in ("start", "request", "sync", "silence", "close"):
-            positive(f"{_HERE}.vllm_omni.{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
-        if self.silence_timeout_s < SHORTEST_SILENCE:
-            raise ValueError(
-                f"{_HERE}.vllm_omni.silence_timeout_s: got {self.silence_timeout_s}; a process at work may be silent "
-                f"for a second or two, so give at least {SHORTEST_SILENCE:g}"
-            )
+        self.check(f"{_HERE}.vllm_omni")
 
 
 @documented_fields
@@ -259,6 +249,29 @@ class RolloutConfig:
     """Draw with the actor's adapter of this many batches ago, as an asynchronous engine would. At the start and after
     a resume the oldest adapter known is used. Validation always has the newest."""
 
+    ahead: int = 0
+    """Ask for the images of a batch so many batches before it is learned from, so that engines elsewhere
+    (``placement``) draw while the actor learns. They are drawn with the actor's adapter of that time: every number is
+    that of ``adapter_lag`` of as many batches. Engines in the trainer's process take turns with the actor all the
+    same."""
+
+    max_staleness: int | None = None
+    """The most batches that the adapter which draws may be older than the actor's: ``ahead`` and ``adapter_lag`` above
+    it are refused. Null sets no bound."""
+
+    placement: str = IN_TRAINER
+    """Where engines run: ``trainer`` has one beside the actor, on its device, and the two take turns; ``process`` has
+    processes of their own on this machine, one for each of ``devices``; ``ray`` has actors anywhere in a Ray cluster,
+    with the extra ``ray``."""
+
+    devices: list[str] | None = None
+    """With ``placement=process``, the device of each engine, e.g. ``[cuda:2,cuda:3]``, which several trainer processes
+    of a machine share out; ``cuda:2+cuda:3`` is one ``vllm_omni`` engine on both. Null is one engine on the trainer's
+    own device."""
+
+    engines: int = 1
+    """With ``placement=ray``, how many engines each trainer process has."""
+
     seed: int | None = None
     """Seed of the rollouts' noise and window places. Null takes ``trainer.seed``."""
 
@@ -270,6 +283,8 @@ class RolloutConfig:
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     vllm_omni: VllmOmniConfig = field(default_factory=VllmOmniConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
         fit_fields(_HERE, self)
@@ -290,6 +305,10 @@ class RolloutConfig:
         )
         positive(f"{_HERE}.micro_batch_size", self.micro_batch_size)
         non_negative(f"{_HERE}.adapter_lag", self.adapter_lag)
+        non_negative(f"{_HERE}.ahead", self.ahead)
+        non_negative(f"{_HERE}.max_staleness", self.max_staleness, optional=True)
+        self._check_staleness()
+        self._check_placement()
         positive(f"{_HERE}.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu, optional=True)
         if self.n < 2:
             raise ValueError(f"{_HERE}.n: got {self.n}; GRPO compares images of one prompt, so give at least 2")
@@ -303,6 +322,58 @@ class RolloutConfig:
                 "so leave it true"
             )
         _ = self.window  # refuses one that does not fit into the schedule
+
+    def _check_staleness(self) -> None:
+        """Nothing is asked for that would be older than ``max_staleness``."""
+        for name in ("ahead", "adapter_lag"):
+            batches = getattr(self, name)
+            if self.max_staleness is not None and batches > self.max_staleness:
+                raise ValueError(
+                    f"{_HERE}.{name}: got {batches}, so that adapters which draw would be {batches} batches older than "
+                    f"the actor's; {_HERE}.max_staleness={self.max_staleness} bounds that, so lower {name} or raise it"
+                )
+
+    def _check_placement(self) -> None:
+        """Settings of a placement are given with that placement alone."""
+        choice(f"{_HERE}.placement", self.placement, PLACEMENTS)
+        if self.vllm_omni.sleep and (self.name, self.placement) != ("vllm_omni", IN_TRAINER):
+            raise ValueError(
+                f"{_HERE}.vllm_omni.sleep: got True with name={self.name}, placement={self.placement}; only a "
+                "vllm_omni engine that takes turns with the trainer on one GPU has reason to sleep, so set it to false"
+            )
+        positive(f"{_HERE}.engines", self.engines)
+        if self.devices is not None:
+            if self.placement != "process":
+                raise ValueError(
+                    f"{_HERE}.devices: got {self.devices} with placement={self.placement}; only engines in processes "
+                    f"of their own are given devices, so set {_HERE}.placement=process or leave devices null"
+                )
+            joined = [group for group in device_groups(self.devices) if len(group) > 1]
+            if joined and self.name != "vllm_omni":
+                raise ValueError(
+                    f"{_HERE}.devices: got {JOINED.join(joined[0])}; the {self.name} engine computes on one device, so "
+                    f"give each engine its own, or set {_HERE}.name=vllm_omni"
+                )
+        if self.placement == "ray" and self.ray.num_gpus > 1 and self.name != "vllm_omni":
+            raise ValueError(
+                f"{_HERE}.ray.num_gpus: got {self.ray.num_gpus:g}; the {self.name} engine computes on one device, so "
+                f"give it 1, or set {_HERE}.name=vllm_omni"
+            )
+        if self.engines != 1 and self.placement != "ray":
+            raise ValueError(
+                f"{_HERE}.engines: got {self.engines} with placement={self.placement}; only Ray finds places for "
+                f"engines, so name several in {_HERE}.devices with placement=process, or set placement=ray"
+            )
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether engines have processes of their own that ``placement`` finds a place for."""
+        return self.placement != IN_TRAINER
+
+    @property
+    def staleness(self) -> int:
+        """How many batches the adapter that draws is older than the actor's, once so many have been learned from."""
+        return max(self.ahead, self.adapter_lag)
 
     @property
     def window(self) -> SDEWindow:

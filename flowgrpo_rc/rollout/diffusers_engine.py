@@ -1,8 +1,9 @@
 """The in-process engine: the actor's transformer with another adapter, or a copy in another precision."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ class DiffusersEngine:
 
     A sharded transformer can only be shared. ``gather_weights`` keeps its weights whole for the time of a ``generate``.
 
+    With ``alone`` there is no actor in this process: ``model`` is the engine's, and what a copy would have been made
+    for is done to its transformer where it lies, so that memory holds one.
+
     Raises:
         ValueError: the quantization is unknown, or the actor was created first.
     """
@@ -58,6 +62,7 @@ class DiffusersEngine:
         quantization: str | None = None,
         attn_backend: str | None = None,
         gather_weights: bool = False,
+        alone: bool = False,
     ) -> None:
         choice("quantization", quantization, (*QUANTIZATIONS, None))
         taken = getattr(model.transformer, "peft_config", {})
@@ -72,11 +77,12 @@ class DiffusersEngine:
         # Of a shared transformer the actor says how it computes attention.
         same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
         self._shares = not self._quantized and same_attention and _all_in(model.transformer, dtype)
-        self.transformer: Any = model.transformer if self._shares else _copy_transformer(model.transformer, dtype)
+        self.transformer: Any = model.transformer if self._shares or alone else _copy_transformer(model.transformer)
+        if not self._shares:
+            _convert(self.transformer, dtype)
+            use_attention_backend(self.transformer, attn_backend)
         if self._quantized:
             round_linear_weights(self.transformer, adapter=False)
-        if not self._shares:
-            use_attention_backend(self.transformer, attn_backend)
         self.adapter = "rollout" if "rollout" not in taken else f"rollout_{len(taken)}"
         """Name of the engine's adapter in ``transformer``."""
         attach_lora(self.transformer, model, lora, dtype=dtype, device=self._device, adapter=self.adapter)
@@ -88,7 +94,7 @@ class DiffusersEngine:
 
     @classmethod
     def from_config(
-        cls, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any
+        cls, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, *, alone: bool = False
     ) -> "DiffusersEngine":
         """The engine that the section ``actor_rollout_ref.rollout`` describes."""
         return cls(
@@ -100,6 +106,7 @@ class DiffusersEngine:
             quantization=config.quantization,
             attn_backend=config.rollout_attn_backend,
             gather_weights=config.gather_weights,
+            alone=alone,
         )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
@@ -118,10 +125,9 @@ class DiffusersEngine:
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
         """The digest of ``state`` rounded as ``sync`` rounds it."""
-        held = {name: tensor.detach().to(self._device, self._dtype) for name, tensor in state.items()}
-        if self._quantized:
-            held = {name: round_fp8_rows(tensor) for name, tensor in held.items()}
-        return adapter_digest(held)
+        return _digest_of(
+            {name: tensor.to(self._device) for name, tensor in state.items()}, self._dtype, self._quantized
+        )
 
     def close(self) -> None:
         """Drop the engine's transformer if it is a copy, and its adapter alone from one that is shared."""
@@ -165,6 +171,19 @@ class DiffusersEngine:
         return self._digest(adapter_parameters(self.transformer, self.adapter))
 
 
+def digest_rule(config: RolloutConfig, lora: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:
+    """``DiffusersEngine.digest_of`` of an engine with these settings, for one who has no engine here."""
+    return partial(_digest_of, dtype=torch_dtype(config.dtype), quantized=config.quantization is not None)
+
+
+def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, quantized: bool) -> str:
+    """The digest of ``state`` rounded as ``sync`` rounds it, worked out where its tensors lie."""
+    held = {name: tensor.detach().to(dtype) for name, tensor in state.items()}
+    if quantized:
+        held = {name: round_fp8_rows(tensor) for name, tensor in held.items()}
+    return adapter_digest(held)
+
+
 def _all_in(transformer: nn.Module, dtype: torch.dtype) -> bool:
     return all(p.dtype == _held_in(transformer, name, dtype) for name, p in base_parameters(transformer).items())
 
@@ -174,20 +193,22 @@ def _held_in(transformer: nn.Module, name: str, dtype: torch.dtype) -> torch.dty
     return torch.float32 if keeps_float32(transformer, name) else dtype
 
 
-def _copy_transformer(transformer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A second base model in ``dtype``; storage is shared where nothing has to be converted."""
-    # What stands in the memo counts as copied already: modules are copied around parameters that have been converted
-    # one by one, so that no second set of them in the old precision is ever there.
-    memo = {
-        id(p): nn.Parameter(p.detach().to(_held_in(transformer, name, dtype)), requires_grad=False)
-        for name, p in transformer.named_parameters()
-    }
+def _copy_transformer(transformer: nn.Module) -> nn.Module:
+    """A second base model on the same storage."""
+    # What stands in the memo counts as copied already.
+    memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in transformer.parameters()}
     copied: Any = copy.deepcopy(transformer, memo)
     for adapter in list(getattr(copied, "peft_config", {})):
         copied.delete_adapters(adapter)
-    for module in copied.modules():
+    return copied
+
+
+def _convert(transformer: nn.Module, dtype: torch.dtype) -> None:
+    """Bring a base model into ``dtype``, parameter by parameter, so that no second set of them is ever there."""
+    for name, parameter in transformer.named_parameters():
+        parameter.data = parameter.data.to(_held_in(transformer, name, dtype))
+    for module in transformer.modules():
         for name, buffer in module.named_buffers(recurse=False):
             # Those that are in no file are as the class makes them in every precision.
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
-    return copied

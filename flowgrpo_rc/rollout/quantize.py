@@ -13,13 +13,15 @@ def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
     """``weight`` rounded through ``float8_e4m3fn`` with one scale per output row, absmax / 448; dtype unchanged.
 
     A row's largest element lands on 448 and comes back exactly, so rounding twice is rounding once. Rows of zeros stay
-    zero. A row that is not finite becomes NaN.
+    zero. A row that is not finite becomes NaN. Every device gives the same bits.
     """
     wide = weight.float()
+    # A tensor: CUDA multiplies by the rounded reciprocal of a plain number, where a host divides.
+    fp8_max = torch.full((), FP8_MAX, device=weight.device)
     absmax = wide.abs().amax(dim=1, keepdim=True)
     absmax = torch.where(absmax == 0, 1.0, absmax)  # a row of zeros would be divided by 0
-    codes = (wide / absmax * FP8_MAX).to(torch.float8_e4m3fn)
-    return (codes.float() / FP8_MAX * absmax).to(weight.dtype)
+    codes = (wide / absmax * fp8_max).to(torch.float8_e4m3fn)
+    return (codes.float() / fp8_max * absmax).to(weight.dtype)
 
 
 def round_linear_weights(module: nn.Module, *, adapter: bool) -> None:

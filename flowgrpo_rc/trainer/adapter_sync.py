@@ -3,47 +3,69 @@
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.models.lora import adapter_state, load_adapter_state
-from flowgrpo_rc.rollout import RolloutEngine
+from flowgrpo_rc.rollout import RolloutEngine, RolloutPool
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 from flowgrpo_rc.transfers import to_host
+
+
+@dataclass(frozen=True, eq=False)
+class KnownAdapter:
+    """The actor's adapter as it was before a batch."""
+
+    version: int
+    """How many batches had been learned from."""
+    state: dict[str, Tensor] | None
+    """On the host; ``None``: it is the one that the actor has."""
 
 
 class AdapterSync:
     """Keeps the engine at the adapter that rollouts are to be drawn with, and checks that it holds it.
 
-    With ``lag`` above 0 that is the adapter as it was ``lag`` batches ago, as an asynchronous engine would have it;
-    the ``lag + 1`` newest states wait on the host. Until so many are known (the first steps, or after a resume, whose
-    checkpoint holds the newest alone) it is the oldest one known.
+    Batch ``k`` is drawn with the actor's adapter before batch ``k - lag``, or with the oldest that is known: at the
+    start of a run, and after a resume from a checkpoint that holds fewer. The ``lag + 1`` newest wait on the host.
 
     Args:
-        engine: receives adapters; each ``sync`` replaces what it had, also under a version it has seen before.
+        engine: receives adapters; each replaces what it had, also under a version it has seen before.
         actor: whose adapter it is.
         lag: batches between the adapter that samples and the actor's.
+        ahead: so many batches before it is learned from the engine is asked for one.
     """
 
-    def __init__(self, engine: RolloutEngine, actor: DiffusionActor, lag: int) -> None:
+    def __init__(self, engine: RolloutEngine, actor: DiffusionActor, lag: int, ahead: int = 0) -> None:
         self._engine = engine
         self._actor = actor
         self._lag = lag
-        self._waiting: deque[tuple[int, dict[str, Tensor] | None]] = deque(maxlen=lag + 1)
-        """Versions and states, the oldest first; it is the one to sample with. ``None``: the actor has it."""
+        # An engine that takes turns with the actor draws a batch when it is its turn, however early it was asked.
+        self._ahead = ahead if isinstance(engine, RolloutPool) else 0
+        self._known: deque[KnownAdapter] = deque(maxlen=lag + 1)
+        """The oldest first."""
+        self._given: KnownAdapter | None = None
+        """What the engine has been given last; ``None`` for an average."""
         self.held = HeldAdapter(-1, "")
-        """What the engine holds now."""
+        """What the engine must draw with that is asked for images now."""
 
     @property
     def behind(self) -> int:
-        """Steps between the adapter that draws rollouts and the actor's; 0 before the first ``push``."""
-        if not self._waiting:
-            return 0
-        return self._waiting[-1][0] - self._waiting[0][0]
+        """Steps between the adapter that drew the batch to learn from and the actor's; 0 before the first ``push``."""
+        return self._known[-1].version - self._of_this_batch.version if self._known else 0
+
+    @property
+    def older(self) -> dict[int, dict[str, Tensor]]:
+        """The adapters that batches to come may be drawn with, besides the actor's own, by their versions."""
+        return {one.version: one.state for one in list(self._known)[:-1] if one.state is not None}
+
+    def restore(self, older: Mapping[int, dict[str, Tensor]]) -> None:
+        """Take up ``older`` of the run that this one continues, before the first ``push``."""
+        self._known.extend(KnownAdapter(version, older[version]) for version in sorted(older))
 
     def push(self, version: int) -> None:
-        """The actor's adapter now has this version: give the engine the one whose turn it is.
+        """The actor's adapter has this version: give the engine the one for the batch that it is asked for next.
 
         Raises:
             RolloutSyncError: the engine does not hold what it was given.
@@ -52,11 +74,23 @@ class AdapterSync:
         if self._lag:
             # On the host: many adapters would fill the device, and only the oldest is needed there.
             state = to_host(adapter_state(self._actor.transformer))
-        self._waiting.append((version, state))
-        self._sync(self._state_for_rollouts(), self._waiting[0][0])
+        self._known.append(KnownAdapter(version, state))
+        self.give_for(version + self._ahead)
+
+    def give_for(self, step: int) -> None:
+        """Have the engine hold the adapter that batch ``step`` is drawn with.
+
+        Raises:
+            RolloutSyncError: it does not.
+        """
+        adapter = self._of_batch(step)
+        if adapter is not self._given:
+            self._give(adapter.state or adapter_state(self._actor.transformer), adapter.version)
+            self._given = adapter
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/adapter_lag``, the steps between the adapter that samples now and the actor's, if there may be."""
+        """``rollout/adapter_lag``, the steps between the adapter that drew this batch and the actor's, if there may
+        be."""
         return {"rollout/adapter_lag": float(self.behind)} if self._lag else {}
 
     @contextmanager
@@ -66,31 +100,47 @@ class AdapterSync:
         Before the first ``push`` it holds none, and says so itself when it is asked for images.
         """
         averaged = self._actor.averaged_state()
-        if not self._waiting or (averaged is None and not self.behind):
+        if not self._known or (averaged is None and self._given is self._known[-1]):
             yield
             return
-        self._sync(adapter_state(self._actor.transformer) if averaged is None else averaged, self._waiting[-1][0])
+        before = self._given
+        self._give(adapter_state(self._actor.transformer) if averaged is None else averaged, self._known[-1].version)
+        self._given = None
         try:
             yield
         finally:
-            self._sync(self._state_for_rollouts(), self._waiting[0][0])
+            if before is not None:
+                self._give(before.state or adapter_state(self._actor.transformer), before.version)
+                self._given = before
 
     @contextmanager
     def actor_at_rollout_version(self) -> Iterator[None]:
-        """Inside, the actor has the adapter that rollouts are drawn with; afterwards its own again, bit for bit."""
-        if not self.behind:
+        """Inside, the actor has the adapter that drew the batch to learn from; afterwards its own again, bit for
+        bit."""
+        drew = self._of_this_batch.state if self.behind else None
+        if drew is None:
             yield
             return
         own = adapter_state(self._actor.transformer)  # a copy, which loading the other one leaves alone
-        load_adapter_state(self._actor.transformer, self._state_for_rollouts())
+        load_adapter_state(self._actor.transformer, drew)
         try:
             yield
         finally:
             load_adapter_state(self._actor.transformer, own)
 
-    def _state_for_rollouts(self) -> dict[str, Tensor]:
-        return self._waiting[0][1] or adapter_state(self._actor.transformer)
+    @property
+    def _of_this_batch(self) -> KnownAdapter:
+        return self._of_batch(self._known[-1].version)
 
-    def _sync(self, state: Mapping[str, Tensor], version: int) -> None:
+    def _of_batch(self, step: int) -> KnownAdapter:
+        """The newest that is ``lag`` steps older than the actor's at batch ``step``, or the oldest that is known."""
+        old_enough = [one for one in self._known if one.version <= step - self._lag]
+        return old_enough[-1] if old_enough else self._known[0]
+
+    def _give(self, state: Mapping[str, Tensor], version: int) -> None:
+        if self._ahead and isinstance(self._engine, RolloutPool):
+            # Engines may still be drawing with the adapter before; each proves that it holds this one before it draws.
+            self.held = self._engine.push(state, version)
+            return
         self.held = HeldAdapter(version, self._engine.digest_of(state))
         check_adapter(self.held, version, self._engine.sync(state, version))

@@ -16,6 +16,7 @@ from flowgrpo_rc.models.config import FSDP_FIELD, ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engines import ENGINES
+from flowgrpo_rc.rollout.placement import IN_TRAINER
 
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
@@ -268,6 +269,11 @@ class FlowGRPOConfig:
         rollout = parts.rollout
         fsdp = parts.actor.fsdp_config
         here = "actor_rollout_ref.rollout"
+        if rollout.gather_weights and rollout.is_elsewhere:
+            raise ValueError(
+                f"{here}.gather_weights: got true with placement={rollout.placement}; an engine away from the trainer "
+                f"has whole weights of its own, so set it to false, or {here}.placement={IN_TRAINER}"
+            )
         if rollout.gather_weights and not (fsdp.shard and fsdp.reshard_after_forward):
             raise ValueError(
                 f"{here}.gather_weights: got true, but no weights are given up between forwards; set it to false, or "
@@ -280,7 +286,7 @@ class FlowGRPOConfig:
                 "actor_rollout_ref.model.torch_compile: got true with a sharded transformer, whose blocks call out to "
                 f"gather their weights; set it to false, or {FSDP_FIELD}.shard=false"
             )
-        if not ENGINES[rollout.name].takes_actors_transformer:
+        if not ENGINES[rollout.name].takes_actors_transformer or rollout.is_elsewhere:
             return
         for name, actors in (
             ("quantization", None),

@@ -1,6 +1,5 @@
 """Before a run: every prompt that it will use is checked, and encoded where the store lacks it."""
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore, open_store
 from flowgrpo_rc.models.prompts import check_length, check_prompts, encode_in_groups
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout.config import PipelineConfig
+from flowgrpo_rc.trainer.peers import processes_here
 from flowgrpo_rc.trainer.references import check_grids
 
 BYTES_A_FILE = 64 * 2**20
@@ -132,7 +132,7 @@ def _shares(accelerator: Any) -> list[slice]:
     """This process's share of the prompts; with several machines also its share if its machine were alone: where they
     do not see each other's store, it encodes there what the others have done."""
     ranks = accelerator.num_processes
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    here = processes_here(accelerator)
     shares = [slice(accelerator.process_index, None, ranks)]
     return shares if here == ranks else [*shares, slice(accelerator.local_process_index, None, here)]
 

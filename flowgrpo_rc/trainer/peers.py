@@ -200,6 +200,11 @@ def failing_together(on_end: Callable[[], object]) -> Iterator[None]:
     watcher.join()
 
 
+def processes_here(accelerator: Any) -> int:
+    """How many processes of the run are on this machine; launchers other than ``torchrun`` tell of one machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
+
+
 def first_error(error: BaseException) -> BaseException:
     """The exception to end with: ``error``, unless this process or another one has failed before."""
     peers = _peers()

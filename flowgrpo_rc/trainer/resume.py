@@ -6,7 +6,7 @@ message, which names the newest older checkpoint that is whole.
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.lora import AdapterMismatchError, read_lora, save_lora
+from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, read_lora, save_lora
 from flowgrpo_rc.trainer.checkpoint import (
     STATE_FILE,
     TENSOR_FILE,
@@ -30,16 +30,24 @@ from flowgrpo_rc.trainer.config import TrainerConfig
 from flowgrpo_rc.trainer.setup import Run
 
 
-def save_run(run: Run, store: CheckpointStore, step: int, states: Sequence[dict[str, Any]]) -> None:
+def save_run(
+    run: Run,
+    store: CheckpointStore,
+    step: int,
+    states: Sequence[dict[str, Any]],
+    older: Mapping[int, dict[str, Tensor]] | None = None,
+) -> None:
     """Write ``step_N``: the adapter and its average if there is one, optimizer, schedule, what was learned of the gap,
-    the position in the data, and ``states``, the ``random_states`` of every process."""
+    the position in the data before the first batch that has not been learned from, ``states``, the ``random_states`` of
+    every process, and ``older``, the adapters of earlier steps that batches to come are drawn with, by their
+    versions."""
     actor = run.actor
     parts = {"optimizer": actor.optimizer, "lr_scheduler": actor.lr_scheduler, "average": actor.average}
     tensors = {name: part.state_dict() for name, part in (parts | _gap_parts(run)).items() if part is not None}
     store.save(
         step,
-        {"step": step, "sampler": run.sampler.state_dict(), "fingerprint": run.fingerprint},
-        {**tensors, "random": list(states)},
+        {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
+        {**tensors, "random": list(states), "older_adapters": dict(older or {})},
         lambda folder: save_lora(run.model, actor.transformer, folder),
     )
 
@@ -82,7 +90,7 @@ def _checkpoint_at(text: str) -> Path:
 
 
 def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
-    """Bring ``run`` to where the checkpoint was written; returns its step.
+    """Bring ``run`` to where the checkpoint was written, its ``older_adapters`` among it; returns the step.
 
     Raises:
         CheckpointError: not a checkpoint, damaged, of another model, or of another version of this package; nothing
@@ -103,6 +111,7 @@ def load_run(run: Run, store: CheckpointStore, source: Path) -> int:
         states_to_restore(tensors["random"], run.accelerator.process_index, run.accelerator.num_processes)
     )
     run.sampler.load_state_dict(state["sampler"])
+    run.older_adapters = tensors.get("older_adapters", {})
     return state["step"]
 
 
@@ -130,6 +139,7 @@ def read_checkpoint(run: Run, store: CheckpointStore, folder: Path) -> tuple[dic
             raise file.damaged("random is empty")
         for process in range(len(states)):
             _check_random(file.entry(dict(enumerate(states)), process, dict, "random"), f"random.{process}", file)
+        _check_older_adapters(run, tensors.get("older_adapters", {}), state["step"], file)
         if run.actor.average is not None and "average" in tensors:
             _check_average(run, file.entry(tensors, "average", dict), file)
         for name, part in _gap_parts(run).items():
@@ -210,6 +220,20 @@ def _check_average(run: Run, saved: dict[str, Any], file: CheckpointFile) -> Non
         raise file.damaged(f"average.shadow_params has {len(shadows)} of {len(weights)} weights")
     for index, (shadow, weight) in enumerate(zip(shadows, weights, strict=True)):
         file.check_tensor(shadow, weight, f"average.shadow_params.{index}")
+
+
+def _check_older_adapters(run: Run, saved: Any, step: int, file: CheckpointFile) -> None:
+    """For every step that has one, up to the one before this checkpoint's, all weights of an adapter."""
+    where = "older_adapters"
+    own = adapter_state(run.actor.transformer)
+    if not isinstance(saved, dict) or list(saved) != list(range(step - len(saved), step)):
+        raise file.damaged(f"{where} does not hold the adapters of the steps before {step}")
+    for version in saved:
+        adapter = file.entry(saved, version, dict, where)
+        if set(adapter) != set(own):
+            raise file.damaged(f"{where}.{version} has {len(adapter)} weights, not the {len(own)} of the adapter")
+        for name, weight in own.items():
+            file.check_tensor(adapter[name], weight, f"{where}.{version}.{name}")
 
 
 def _check_gap_part(part: Any, name: str, state: dict[str, Any], file: CheckpointFile) -> None:

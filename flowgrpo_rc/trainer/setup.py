@@ -20,17 +20,20 @@ from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
+from flowgrpo_rc.models.config import AS_ROLLOUT
 from flowgrpo_rc.models.guidance import check_guidance
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rollout import build_engine
-from flowgrpo_rc.rollout.engines import check_engine
+from flowgrpo_rc.rollout.engines import check_engine, check_placement
+from flowgrpo_rc.rollout.placement import Share
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import PromptSet, fill_store, open_checked
 from flowgrpo_rc.trainer.fingerprint import fingerprint
+from flowgrpo_rc.trainer.peers import processes_here
 from flowgrpo_rc.trainer.planned import check_memory
 from flowgrpo_rc.trainer.references import check_numbers, references_digest
 
@@ -85,6 +88,8 @@ class Run:
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
         config.check_processes(self.accelerator.num_processes)
+        self._share = Share(self.accelerator.local_process_index, processes_here(self.accelerator))
+        check_placement(config.actor_rollout_ref.rollout, self._share)
         self.seconds_at_peak: float | None = None
         """How long a GPU of this kind would take for a step at its peak; ``None`` where that is not known."""
         if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
@@ -104,6 +109,8 @@ class Run:
         """Takes the images of every validation; ``None`` where none are kept."""
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
+        self.older_adapters: dict[int, dict[str, torch.Tensor]] = {}
+        """Of the run that this one continues: the actor's adapter before earlier batches, by their steps."""
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.guard = Guard(mode)
@@ -139,7 +146,8 @@ class Run:
         self.model = loader.load(shard)
         self.model.batch_guidance = parts.model.batch_guidance
         self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
-        self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device)
+        self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device, self._share)
+        follows = parts.model.timestep_dtype == AS_ROLLOUT
         torch.manual_seed(self.config.trainer.seed)
         self.actor = DiffusionActor(
             self.model,
@@ -150,6 +158,7 @@ class Run:
             noise_level=parts.rollout.algo.noise_level,
             total_optimizer_steps=self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs,
             score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
+            timestep_dtype=torch_dtype(parts.rollout.dtype) if follows else None,
         )
         if parts.model.lora_adapter_path:
             self.actor.load_adapter(Path(parts.model.lora_adapter_path))

@@ -29,13 +29,15 @@ from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures, write_plots
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.config import PipelineConfig
-from flowgrpo_rc.rollout.proof import check_rollout
+from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
 from flowgrpo_rc.run_folder import MADE_AT_THE_END, RunFolder, RunFolderError
 from flowgrpo_rc.run_lock import starts_as_main
 from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.asked import AskedRollouts, BatchRequest
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console, write_at_once
@@ -49,6 +51,7 @@ from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
 from flowgrpo_rc.trainer.scoring import RolloutScoring, names_of_all
 from flowgrpo_rc.trainer.setup import Run
+from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import save_grid, validate
 
@@ -107,15 +110,19 @@ class FlowGRPOTrainer:
             )
         self.run.guard.say = self.logger.alert
         self._resume()
+        self.timeline = Timeline(self.run.engine, rank, self.accelerator.num_processes)
         self.mode = self.run.guard.mode
         """The mode in force: the configured one, or what the guard has put in its place."""
         rollout = config.actor_rollout_ref.rollout
         actor = self.run.actor
-        self.adapter = AdapterSync(self.run.engine, actor, rollout.adapter_lag)
+        self._configured_mode = ModeInForce.configured(config.actor_rollout_ref.actor)
+        self.adapter = AdapterSync(self.run.engine, actor, rollout.staleness, rollout.ahead)
+        self.adapter.restore(self.run.older_adapters)
         self.adapter.push(self.step)
+        self.rollouts = AskedRollouts(self.run.engine, self.adapter, rollout.ahead, self.run.total_steps, self._ask)
         self.rescoring = Rescoring(
             rollout,
-            ModeInForce.configured(config.actor_rollout_ref.actor),
+            self._configured_mode,
             config.data.train_batch_size,
             actor,
             self.adapter,
@@ -127,10 +134,12 @@ class FlowGRPOTrainer:
 
     def train_step(self) -> dict[str, float]:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
-        prompts, rows = self._next_prompts()
+        with self.timer("rollout"):
+            asked = self.rollouts.next(self.step)
+        prompts, cond = asked.prompts, asked.request.conditioning
         with self._scoring(prompts) as scoring:
             with self.timer("rollout"):
-                batch, images, cond = self._rollout(prompts, rows, scoring.take)
+                batch, images = self._rollout(asked, scoring.take)
             with self.timer("probe"), self._naming(batch, prompts):
                 sync_metrics = self.rescoring(batch, cond, self.step)
             with self.timer("reward"):
@@ -158,10 +167,34 @@ class FlowGRPOTrainer:
         return metrics | outcome.metrics | self._peak_memory()
 
     def _peak_memory(self) -> dict[str, float]:
-        """The most memory that any process has held."""
+        """The most memory that any process has held, and what engines say of theirs."""
         own = peak_memory(self.accelerator.device)
+        if isinstance(self.run.engine, MeasuresMemory):
+            own |= self.run.engine.memory_metrics()
         everywhere = self._gather(torch.tensor([list(own.values())]))
         return dict(zip(own, everywhere.amax(0).tolist(), strict=True))
+
+    def _ask(self, step: int) -> BatchRequest:
+        """What this process asks for to learn from at this step: the next prompts of the data."""
+        rollout = self.config.actor_rollout_ref.rollout
+        seed = self.config.rollout_seed
+        prompts, rows = self._next_prompts()
+        group = rows.repeat_interleave(rollout.n)
+        # In bypass mode the engine is the old policy, so objectives that compare means need its. By the time that the
+        # batch is learned from, the guard may have returned to the configured mode.
+        modes = [self.mode, *([self._configured_mode] if rollout.ahead else [])]
+        request = RolloutRequest(
+            conditioning=self.conditioning(prompts, rollout.pipeline),
+            prompt_index=torch.arange(len(rows)).repeat_interleave(rollout.n),
+            num_inference_steps=rollout.pipeline.num_inference_steps,
+            seeds=[seed_for(seed, IMAGE, step, i) for i in self._image_numbers(group).tolist()],
+            window_starts=torch.tensor(self._window_starts(rows.tolist(), step)).repeat_interleave(rollout.n),
+            window_size=self.window.size,
+            noise_level=rollout.algo.noise_level,
+            sde_type=rollout.algo.sde_type,
+            record_means=any(mode.objective.needs_old_means and mode.bypasses for mode in modes),
+        )
+        return BatchRequest(step, prompts, group, request)
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -183,31 +216,15 @@ class FlowGRPOTrainer:
         return RolloutScoring(self.run.reward, records, rollout.micro_batch_size, self.config.reward.overlap)
 
     def _rollout(
-        self, prompts: list[PromptRecord], rows: Tensor, on_images: Callable[..., object] | None = None
-    ) -> tuple[TensorDict, np.ndarray, Conditioning]:
-        """Draw the images of these prompts; ``on_images`` takes those that are finished before the last is."""
-        rollout = self.config.actor_rollout_ref.rollout
-        seed = self.config.rollout_seed
-        cond = self.conditioning(prompts, rollout.pipeline)
-        group = rows.repeat_interleave(rollout.n)
-        trajectories = self.generate(
-            RolloutRequest(
-                conditioning=cond,
-                prompt_index=torch.arange(len(rows)).repeat_interleave(rollout.n),
-                num_inference_steps=rollout.pipeline.num_inference_steps,
-                seeds=[seed_for(seed, IMAGE, self.step, i) for i in self._image_numbers(group).tolist()],
-                window_starts=torch.tensor(self._window_starts(rows.tolist())).repeat_interleave(rollout.n),
-                window_size=self.window.size,
-                noise_level=rollout.algo.noise_level,
-                sde_type=rollout.algo.sde_type,
-                # In bypass mode the engine is the old policy, so objectives that compare means need its.
-                record_means=self.mode.objective.needs_old_means and self.mode.bypasses,
-                on_images=on_images,
-            )
-        )
+        self, asked: BatchRequest, on_images: Callable[..., object] | None = None
+    ) -> tuple[TensorDict, np.ndarray]:
+        """The recorded steps and the images of the batch; ``on_images`` takes those that are finished before the last
+        is."""
+        trajectories, held = self.rollouts.draw(on_images)
+        self._prove(asked.request, trajectories, held)
         assert trajectories.batch is not None
-        trajectories.batch[Key.GROUP] = group
-        return trajectories.batch, trajectories.images.numpy(), cond
+        trajectories.batch[Key.GROUP] = asked.group
+        return trajectories.batch, trajectories.images.numpy()
 
     def _image_numbers(self, group: Tensor) -> Tensor:
         """The numbers in the batch, over all processes, of images whose prompts have these positions in it."""
@@ -217,20 +234,23 @@ class FlowGRPOTrainer:
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and stop unless the engine used the adapter, schedule, guidance and noise that were asked for."""
         trajectories = self.run.engine.generate(request)
-        dtype = self.config.actor_rollout_ref.rollout.dtype
-        check_rollout(request, trajectories, self.run.model, self.adapter.held, dtype)
+        self._prove(request, trajectories, self.adapter.held)
         return trajectories
 
-    def _window_starts(self, groups: list[int]) -> list[int]:
-        """First stochastic step of each prompt group."""
+    def _prove(self, request: RolloutRequest, trajectories: Trajectories, held: HeldAdapter) -> None:
+        dtype = self.config.actor_rollout_ref.rollout.dtype
+        check_rollout(request, trajectories, self.run.model, held, dtype)
+
+    def _window_starts(self, groups: list[int], step: int) -> list[int]:
+        """First stochastic step of each prompt group of a step's batch."""
         algo = self.config.actor_rollout_ref.rollout.algo
         if algo.sample_strategy == "progressive":
-            return [progressive_window_start(self.window, self.step, algo.iters_per_group)] * len(groups)
+            return [progressive_window_start(self.window, step, algo.iters_per_group)] * len(groups)
         seed = self.config.rollout_seed
         if algo.sde_window_seed is not None:  # one place for all groups
             seed = algo.sde_window_seed
             groups = [0] * len(groups)
-        return [draw_window_start(self.window, generator_for(seed, WINDOW, self.step, g)) for g in groups]
+        return [draw_window_start(self.window, generator_for(seed, WINDOW, step, g)) for g in groups]
 
     def _reward_statistics(self, result: RewardResult) -> dict[str, float]:
         """Statistics of the rewards over all processes: of the total, and mean and deviation of every part.
@@ -350,6 +370,7 @@ class FlowGRPOTrainer:
                         self._loop(stop)
                         self._finish()
             finally:
+                self.run.engine.close()
                 self.run.end_rewards()
                 self.logger.close()
                 self.folder.close()
@@ -363,13 +384,16 @@ class FlowGRPOTrainer:
         while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
             with self.profiler(self.step + 1):
                 metrics = self.train_step()
+            # Before the validation: after one that fails in one process, processes may wait for each other no more.
+            line, of_engines = self.timeline.take(self.timer.take_spans())
             last = not self.interrupted
             try:
                 if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
                     metrics |= self._validate()
             finally:  # the step is done, whatever becomes of its validation
                 with self.timer("log"):
-                    self._log(metrics | self._times())
+                    self._log(metrics | self._times() | of_engines)
+                    self._write_timeline(line)
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
@@ -400,6 +424,11 @@ class FlowGRPOTrainer:
                 f"{error}. Kept: the rows before it, and the newest complete checkpoint ({newest}); free some space "
                 "and start again with trainer.resume_mode=auto"
             ) from error
+
+    def _write_timeline(self, line: dict[str, Any]) -> None:
+        if self._main:
+            with self._wanted_output(str(self.folder.timeline)):
+                self.folder.append_to_timeline({"step": self.step, **line})
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
@@ -445,7 +474,7 @@ class FlowGRPOTrainer:
         states = gather_object([random_states()])
         if self._main:
             try:
-                save_run(self.run, self.checkpoints, self.step, states)
+                save_run(self.run, self.checkpoints, self.step, states, self.adapter.older)
             except CheckpointError as error:
                 if not last:
                     raise
@@ -559,7 +588,7 @@ class FlowGRPOTrainer:
         adapters: list[Path] = []
         if self._main:
             adapters = self._write_adapters()
-            history = History(self.folder.rows(), self.config.to_dict())
+            history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
             files = [*self._draw(history), self.folder.metrics, *adapters]
             self.logger.summary(history, [str(path) for path in files])
         self.run.engine.close()
@@ -655,7 +684,7 @@ def announcement(
     micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {window.size} SDE steps"
     if actor.ppo_micro_batch_rows is not None:
         micro = f"{min(actor.ppo_micro_batch_rows, images * window.size)} rows (SDE steps of images)"
-    lag = f", {rollout.adapter_lag} batches behind the actor" if rollout.adapter_lag else ""
+    lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
     return [
         f"Run folder: {root}",
         f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from flowgrpo_rc.data import PromptRecord, load_prompts
+from flowgrpo_rc.prompt import DecodedImages
 from flowgrpo_rc.rewards import RewardConfig, build_reward
 from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS, JsonProtocol, Request
 
@@ -193,6 +194,40 @@ def test_pixels_that_cannot_be_decoded_are_told_when_they_are_asked_for(tmp_path
     (image,) = read(tmp_path, "a").images
     with pytest.raises(ValueError, match=r"train.jsonl:1: the image .*/a is damaged or cut off .*save it again"):
         image.open()
+
+
+def test_pixels_are_decoded_once_and_given_to_each_caller_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller may draw on its picture; a file that has changed is told although its pixels are kept."""
+    monkeypatch.setattr("flowgrpo_rc.prompt._DECODED", DecodedImages(10**6))
+    (tmp_path / "a.png").write_bytes(encoded())
+    (image,) = read(tmp_path, "a.png").images
+    decoded = []
+    opened = Image.open
+    monkeypatch.setattr(Image, "open", lambda *given, **more: (decoded.append(given), opened(*given, **more))[1])
+    first = image.open()
+    first.paste((0, 0, 0), (0, 0, 60, 40))
+    np.testing.assert_array_equal(np.asarray(image.open()), PIXELS)
+    np.testing.assert_array_equal(np.asarray(image), PIXELS)
+    assert len(decoded) == 1
+    (tmp_path / "a.png").write_bytes(encoded(Image.new("RGB", (60, 40))))
+    with pytest.raises(ValueError, match="has changed since the run began"):
+        image.open()
+
+
+def test_pixels_that_are_kept_are_bounded() -> None:
+    kept = DecodedImages(limit=3 * 100)
+    shades = {name: Image.new("RGB", (10, 5), (shade, 0, 0)) for shade, name in enumerate("abc")}
+    kept.add("a", shades["a"])
+    kept.add("b", shades["b"])
+    kept.add("b", shades["b"])
+    assert kept.get("a").getpixel((0, 0)) == (0, 0, 0)
+    kept.add("c", shades["c"])
+    assert kept.get("b") is None  # "a" was asked for since
+    assert kept.get("a") is not None
+    assert kept.get("c").getpixel((0, 0)) == (2, 0, 0)
+    kept.add("large", Image.new("RGB", (11, 10)))
+    assert kept.get("large") is None
+    assert kept.get("c") is not None
 
 
 def test_records_travel_to_other_processes(tmp_path: Path) -> None:

@@ -110,7 +110,9 @@ def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
     trainer = FlowGRPOTrainer(small_config(f"{LAG}=2", FAST))
     for _ in range(3):
         trainer.train_step()
-    (batch, _, cond) = trainer._rollout(*trainer._next_prompts())
+    asked = trainer.rollouts.next(trainer.step)
+    batch, _ = trainer._rollout(asked)
+    cond = asked.request.conditioning
     rescoring = trainer.rescoring
     step = trainer.step
     rows = rescoring.rows(batch, step)

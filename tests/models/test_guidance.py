@@ -76,7 +76,14 @@ def test_prompts_that_are_joined_keep_their_embeddings_and_masks():
     assert both.embeds.sum(2).tolist() == [[3, 3, 0, 0], [3, 0, 0, 0], [6, 6, 6, 6]]
     assert both.mask.int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
     assert both.pooled.tolist() == [[1], [1], [0]]
-    assert second.followed_by(second).mask is None
+    assert both.lengths == (2, 1, 4)
+    assert both.rows(torch.tensor([2, 0, 2]), torch.device("cpu")).lengths == (4, 2, 4)
+    alike = second.followed_by(second)
+    assert alike.mask is None
+    assert alike.lengths is None
+    assert first.lengths == replace(first, lengths=None).lengths == (2, 1)
+    with pytest.raises(ValueError, match="Prompts.lengths: are given without Prompts.mask"):
+        replace(first, mask=None)
 
 
 def gradient_of(model, latents, timesteps, cond, **settings):

@@ -18,7 +18,13 @@ from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.settings import PlannedRun
 from flowgrpo_rc.planner.work import StepFlops, seconds_at_peak, step_flops, step_time
-from flowgrpo_rc.rollout.config import PipelineConfig, RolloutAlgoConfig, RolloutConfig
+from flowgrpo_rc.rollout.config import (
+    PipelineConfig,
+    ProbeConfig,
+    RolloutAlgoConfig,
+    RolloutConfig,
+    VllmOmniConfig,
+)
 from flowgrpo_rc.trainer import planned
 
 
@@ -127,6 +133,38 @@ def test_an_average_and_a_copy_are_counted(run, plan):
     assert "sampling" not in own_process.stages
 
 
+def test_an_engine_of_its_own_counts_where_it_is(run, plan):
+    """On the trainer's GPU it takes as much as beside any other; elsewhere nothing, and nothing of it is in the
+    trainer."""
+    beside = plan.memory(run.with_rollout(placement="process"), 2)
+    assert beside.engine == plan.memory(run.with_rollout(name="vllm_omni"), 2).engine
+    assert beside.engine > plan.sizes.transformer
+    for placed in (
+        run.with_rollout(placement="process", devices=["cuda:2", "cuda:3"]),
+        run.with_rollout(placement="ray", engines=4),
+        run.with_rollout(placement="process", devices=["cuda:2+cuda:3"], name="vllm_omni"),
+        run.with_rollout(placement="process", devices=["cpu"]),
+    ):
+        elsewhere = plan.memory(placed, 2)
+        assert elsewhere.engine == 0
+        assert not {"engine's LoRA", "engine's own copy of the transformer"} & elsewhere.resident.keys()
+        assert not {"sampling", "decoding"} & elsewhere.stages.keys()
+    assert plan.memory(run.with_rollout(placement="process", devices=["cuda:1", "cuda:2"]), 2) == beside
+
+
+def test_an_engine_that_sleeps_leaves_its_weights_room_to_the_update(run, plan):
+    """Awake it takes what one takes that does not sleep; the peak is the larger of rollout and update."""
+    smallest = run.with_model(enable_gradient_checkpointing=True).with_actor(ppo_micro_batch_rows=1)
+    vllm_omni = smallest.with_rollout(name="vllm_omni", micro_batch_size=1, probe=ProbeConfig(images=0))
+    plan = MemoryPlan(vllm_omni)
+    sleeping = plan.memory(vllm_omni.with_rollout(vllm_omni=VllmOmniConfig(sleep=True)), 1)
+    enough = Gpus(1, sleeping.total / (1 - MARGIN) / GIB + 1e-9)
+    assert [change.override for change in advise(plan, enough)] == ["actor_rollout_ref.rollout.vllm_omni.sleep=true"]
+    overrides = [change.override for change in advise(plan, Gpus(1, 0.1))]
+    assert "actor_rollout_ref.rollout.name=diffusers actor_rollout_ref.rollout.vllm_omni.sleep=false" in overrides
+    assert "actor_rollout_ref.rollout.vllm_omni.sleep=true" not in overrides
+
+
 def test_an_engine_in_another_precision_has_weights_of_its_own(run, plan):
     mixed = MemoryPlan(run.with_rollout(dtype="float32"))
     assert mixed.sizes == plan.sizes
@@ -205,6 +243,8 @@ def test_time_at_the_peak_of_two_precisions_without_what_is_repeated(run):
     assert seconds_at_peak(flops, two, "NVIDIA H100 80GB HBM3") == pytest.approx(1 + 1 + 2)
     assert seconds_at_peak(flops, replace(two, autocast=True), "NVIDIA H100 80GB HBM3") == pytest.approx(1 + 201 / 989)
     assert seconds_at_peak(flops, two, "AMD Instinct MI300X") is None
+    elsewhere = two.with_rollout(placement="ray")
+    assert seconds_at_peak(flops, elsewhere, "NVIDIA H100 80GB HBM3") == pytest.approx(1 + 2)
 
 
 @pytest.fixture

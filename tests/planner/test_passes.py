@@ -129,7 +129,7 @@ def test_a_real_step_has_the_living_bytes_of_the_fake_one(tiny_model, recompute)
     attach_lora(transformer, tiny_model, lora, dtype=torch.float32)
     if recompute:
         transformer.enable_gradient_checkpointing()
-    prompts = Prompts(torch.randn(5, TOKENS, 64), torch.ones(5, TOKENS, dtype=torch.bool))
+    prompts = Prompts(torch.randn(5, TOKENS, 64), torch.ones(5, TOKENS, dtype=torch.bool), lengths=(TOKENS,) * 5)
     conditioning = Conditioning(prompts, prompts, 4.0, None, 32, 32)
     latents = torch.randn(5, *tiny_model.latent_shape(32, 32))
     level = torch.full((5,), 0.5)

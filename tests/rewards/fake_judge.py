@@ -27,6 +27,8 @@ class Asked:
     """The question, or the last of what was said."""
     image: np.ndarray
     """(H, W, 3) uint8."""
+    references: list[np.ndarray]
+    """What is shown before it."""
     request: dict[str, Any]
 
     @property
@@ -47,13 +49,18 @@ def said(text: str | None, tokens: dict[str, float] | None = None, finish_reason
 
 def unpack(call: Call) -> Asked:
     request = call.json()
-    content = request["messages"][0]["content"]
-    kind, _, data = content[0]["image_url"]["url"].partition(";base64,")
+    *shown, said_last = request["messages"][0]["content"]
+    *references, image = [_pixels(part["image_url"]["url"]) for part in shown]
+    last = request["messages"][-1]["content"]
+    words = said_last["text"] if isinstance(last, list) else last
+    return Asked(call, words, image, references, request)
+
+
+def _pixels(url: str) -> np.ndarray:
+    kind, _, data = url.partition(";base64,")
     file = base64.b64decode(data)
     assert kind == {b"\x89P": "data:image/png", b"\xff\xd8": "data:image/jpeg"}[file[:2]]
-    last = request["messages"][-1]["content"]
-    words = content[1]["text"] if isinstance(last, list) else last
-    return Asked(call, words, np.asarray(Image.open(io.BytesIO(file))), request)
+    return np.asarray(Image.open(io.BytesIO(file)))
 
 
 class FakeJudge(StubServer):

@@ -159,6 +159,23 @@ def test_columns_of_the_run_in_a_question_to_a_judge(capsys):
     assert verdicts(capsys.readouterr().out)["red and blue"] == "as expected"
 
 
+def test_a_judge_of_edits_is_shown_references(capsys):
+    """One to whom an edit is right when nothing changes; another picture's reference is wrong."""
+
+    def judge(asked):
+        (reference,) = asked.references
+        step = asked.image.shape[0] // reference.shape[0]
+        return f"<Score>{5 * np.array_equal(asked.image[::step, ::step], reference)}</Score>"
+
+    questions = "questions=[{parser: score, references: true, question: 'Is the second the first?'}]"
+    with FakeJudge(judge) as server:
+        url = f"{server.url}/v1"
+        assert main(["check-reward", "judge", f"reward.judge.base_url={url}", f"reward.judge.{questions}"]) == 0
+    out = capsys.readouterr().out
+    assert "own reference above another's" in out
+    assert [verdicts(out)[name] for name in ("order", "twice as large")] == ["as expected"] * 2
+
+
 def test_a_server_is_checked_like_a_function(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(EXPECTATIONS, "far", Expectation(order=PROMPT, low=0.0, high=1.0))
     with serving(write(tmp_path, ORACLE.replace("{returned}", "closeness(images, prompts)"))) as server:

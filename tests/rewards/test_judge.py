@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -13,8 +14,10 @@ import traceback
 import numpy as np
 import pytest
 from fake_judge import MODEL, FakeJudge, number_of, numbered, said
+from PIL import Image
 from stub_server import Reply, StubServer
 
+from flowgrpo_rc.prompt import ReferenceImage, content_digest
 from flowgrpo_rc.rewards import RewardConfig, RewardError, build_reward
 
 SECRET = "sk-verySecret0123456789"
@@ -171,6 +174,54 @@ def test_columns_of_the_prompt_file_in_a_question():
         assert server.asked[-1].words == "Are there 3 cats?"
         with pytest.raises(ValueError, match=r"^p:1 has no count, which the judge's question 'score' asks about"):
             reward.check_prompts(["a"], sources=["p:1"], metadata=[{"thing": "cat"}])
+
+
+EDIT = {"parser": "score", "scale": 10, "question": "The last is an edit: {prompt}. Give a score.", "references": True}
+
+
+def picture(shade, size=(12, 6)):
+    """A reference image in memory."""
+    file = io.BytesIO()
+    Image.new("RGB", size, (shade, 0, 0)).save(file, format="PNG")
+    return ReferenceImage(content_digest(file.getvalue()), *size, "p:1", content=file.getvalue())
+
+
+def test_a_question_shows_the_references_before_the_image():
+    """Two of them before each image, and none in the question that does not ask for them."""
+    plain = {"parser": "score", "scale": 10, "name": "looks"}
+    rows = [{"images": [picture(10), picture(20)]}, {"images": [picture(30), picture(20)]}]
+    with FakeJudge(by_number) as server:
+        result = server.reward([EDIT, plain], image_size=6)(numbered(2), ["a", "b"], rows)
+        asked = server.asked[2:]
+    assert sorted(len(one.references) for one in server.asked[:2]) == [0, 1]  # a blank one, before training
+    assert result.inner_parts.keys() == {"judge/score", "judge/looks"}
+    found = {(one.words.partition("\n")[0], *(int(shown[0, 0, 0]) for shown in one.references)) for one in asked}
+    assert {one for one in found if len(one) > 1} == {
+        ("The last is an edit: a. Give a score.", 10, 20),
+        ("The last is an edit: b. Give a score.", 30, 20),
+    }
+    assert len(asked) == 4
+    assert sum(not one.references for one in asked) == 2
+    assert {one.references[0].shape for one in asked if one.references} == {(3, 6, 3)}  # resized like the image
+
+
+def test_the_cache_knows_an_image_by_its_references_too():
+    with FakeJudge(by_number) as server:
+        reward = server.reward([EDIT], cache=True)
+        before = len(server.asked)
+        for shade in (10, 10, 20):
+            reward(numbered(1), ["a"], [{"images": [picture(shade)]}])
+        assert len(server.asked) - before == 2
+
+
+def test_references_that_are_not_there():
+    with FakeJudge(by_number) as server:
+        reward = server.reward([EDIT])
+        with pytest.raises(ValueError, match=r"^p:1 has no reference images, which the judge's question 'score' shows"):
+            reward.check_prompts(["a"], sources=["p:1"], metadata=[{}])
+        reward.check_prompts(["a"], sources=["p:1"], metadata=[{"images": [picture(1)]}])
+    with pytest.raises(ValueError, match="references: got true without a question; give one that says what"):
+        RewardConfig(functions={"judge": 1.0}, judge={"questions": [{"references": True}]})
 
 
 def test_no_images():

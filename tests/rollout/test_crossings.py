@@ -3,10 +3,11 @@
 import pytest
 import torch
 from crossings import DEVICE, Crossings, OnDevice, put_on_device
+from tiny_families import z_image
 from tolerances import LATENT, guided
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 
@@ -15,8 +16,14 @@ STEPS, IMAGES, MICRO = 5, 4, 2
 BATCHES = IMAGES // MICRO
 
 
+@pytest.fixture
+def tiny_z_image_model(tmp_path):
+    z_image.build().save_pretrained(tmp_path)
+    return load_model(str(tmp_path))
+
+
 def request_for(model, cfg):
-    encoder = PromptEncoder(model, 24)
+    encoder = PromptEncoder(model, 96)
     prompts = encoder(['the text "12"', "another one that is longer"])
     negative = encoder([" "] * 2) if cfg > 1 else None
     return RolloutRequest(
@@ -64,6 +71,8 @@ DRAWN = {
 """What ``BATCHES`` micro-batches of any family wait for."""
 OF_THE_FAMILY = {
     "tiny_sd3_model": {},
+    # Three tables of positions at the first call; lengths of captions are known on the host.
+    "tiny_z_image_model": {("diffusers/models/transformers/transformer_z_image.py", "to device"): 3},
     "tiny_model": {
         # The VAE's means and deviations, made anew for every call.
         ("models/qwen_image.py", "to device"): 2 * BATCHES,

@@ -21,6 +21,7 @@ from tiny_families import (
     flux,
     flux2,
     lumina2,
+    parts,
     qwen_image_edit,
     sana,
     stable_diffusion_3,
@@ -165,7 +166,7 @@ TINY: dict[str, TinyFamily] = {
     ),
     "lumina2": TinyFamily(
         build=lumina2.build,
-        call=lumina2.call,
+        call=parts.call,
         length=80,
         refused=(
             ({"height": 40}, "this model draws multiples of 16 pixels"),
@@ -175,7 +176,7 @@ TINY: dict[str, TinyFamily] = {
     ),
     "cogview4": TinyFamily(
         build=cogview4.build,
-        call=cogview4.call,
+        call=parts.call,
         length=48,
         alone=True,
         refused=(
@@ -185,7 +186,7 @@ TINY: dict[str, TinyFamily] = {
     ),
     "aura_flow": TinyFamily(
         build=aura_flow.build,
-        call=aura_flow.call,
+        call=parts.call,
         refused=(
             ({"height": 36}, "this model draws multiples of 8 pixels"),
             ({"width": 72}, "this model has positions for at most 64x64 pixels"),
@@ -239,10 +240,10 @@ TINY: dict[str, TinyFamily] = {
         images=((60, 40),),
         reference_area=32 * 32,
     ),
-    "chroma": TinyFamily(build=chroma.build, call=chroma.call, refused=_GUIDED_BY_CFG),
-    "bria": TinyFamily(build=bria.build, call=chroma.call, refused=_GUIDED_BY_CFG),
+    "chroma": TinyFamily(build=chroma.build, call=parts.call, refused=_GUIDED_BY_CFG),
+    "bria": TinyFamily(build=bria.build, call=parts.call, refused=_GUIDED_BY_CFG),
     "bria_static": TinyFamily(
-        build=lambda: bria.build(dynamic=False, shift_factor=None), call=chroma.call, refused=_GUIDED_BY_CFG
+        build=lambda: bria.build(dynamic=False, shift_factor=None), call=parts.call, refused=_GUIDED_BY_CFG
     ),
     "sana": TinyFamily(
         build=sana.build,

@@ -1,38 +1,23 @@
 """An `AuraFlowPipeline` in miniature, with random weights."""
 
-import torch
-
 from tiny_families import parts
 
 WIDTH = 24
 
 
+@parts.seeded
 def build():
     """Like AuraFlow."""
     from diffusers import AuraFlowPipeline, FlowMatchEulerDiscreteScheduler
 
     tokenizer = parts.t5_tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            AuraFlowPipeline(
-                scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
-                vae=parts.vae(4, scaling_factor=0.13025, shift_factor=None),
-                text_encoder=_text_encoder(tokenizer),
-                tokenizer=tokenizer,
-                transformer=_transformer(),
-            )
-        )
-
-
-def call(prompts, negative, true_cfg_scale, guidance_scale, length):
-    """Of the pipeline's arguments, those that a family names in its own way."""
-    return {
-        "prompt": prompts,
-        "negative_prompt": negative,
-        "guidance_scale": true_cfg_scale,
-        "max_sequence_length": length,
-    }
+    return AuraFlowPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        vae=parts.vae(4, scaling_factor=0.13025, shift_factor=None),
+        text_encoder=parts.umt5(WIDTH, tokenizer, d_kv=12, d_ff=32),
+        tokenizer=tokenizer,
+        transformer=_transformer(),
+    )
 
 
 def _transformer():
@@ -49,20 +34,3 @@ def _transformer():
         pos_embed_max_size=64,
     )
     return parts.louder(transformer, 1.5)
-
-
-def _text_encoder(tokenizer):
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=len(tokenizer),
-            d_model=WIDTH,
-            d_kv=12,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,
-        )
-    )

@@ -1,40 +1,25 @@
 """A `CogView4Pipeline` in miniature, with random weights."""
 
-import torch
-
 from tiny_families import parts
 
 WIDTH = 32
 
 
+@parts.seeded
 def build():
     """Like CogView4."""
     from diffusers import CogView4Pipeline, FlowMatchEulerDiscreteScheduler
 
     tokenizer = _tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            CogView4Pipeline(
-                scheduler=FlowMatchEulerDiscreteScheduler(
-                    base_shift=0.25, max_shift=0.75, use_dynamic_shifting=True, time_shift_type="linear"
-                ),
-                vae=parts.vae(scaling_factor=1.0, shift_factor=0.0),
-                text_encoder=_text_encoder(tokenizer),
-                tokenizer=tokenizer,
-                transformer=_transformer(),
-            )
-        )
-
-
-def call(prompts, negative, true_cfg_scale, guidance_scale, length):
-    """Of the pipeline's arguments, those that a family names in its own way."""
-    return {
-        "prompt": prompts,
-        "negative_prompt": negative,
-        "guidance_scale": true_cfg_scale,
-        "max_sequence_length": length,
-    }
+    return CogView4Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            base_shift=0.25, max_shift=0.75, use_dynamic_shifting=True, time_shift_type="linear"
+        ),
+        vae=parts.vae(scaling_factor=1.0, shift_factor=0.0),
+        text_encoder=_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        transformer=_transformer(),
+    )
 
 
 def _transformer():

@@ -1,12 +1,11 @@
 """A `FluxPipeline` in miniature, with random weights."""
 
-import torch
-
 from tiny_families import parts
 
 T5_WIDTH = 48
 
 
+@parts.seeded
 def build(*, guidance_embeds=True, dynamic=True, pipeline="FluxPipeline"):
     """Like FLUX.1-dev; without guidance and dynamic shifts like FLUX.1-schnell."""
     import diffusers
@@ -14,31 +13,27 @@ def build(*, guidance_embeds=True, dynamic=True, pipeline="FluxPipeline"):
 
     clip_tokenizer = parts.clip_tokenizer()
     t5_tokenizer = parts.t5_tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            getattr(diffusers, pipeline)(
-                transformer=diffusers.FluxTransformer2DModel(
-                    in_channels=64,
-                    num_layers=1,
-                    num_single_layers=1,
-                    attention_head_dim=16,
-                    num_attention_heads=2,
-                    joint_attention_dim=T5_WIDTH,
-                    pooled_projection_dim=16,
-                    guidance_embeds=guidance_embeds,
-                    axes_dims_rope=(4, 6, 6),
-                ),
-                scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
-                    shift=3.0 if dynamic else 1.0, use_dynamic_shifting=dynamic
-                ),
-                vae=parts.vae(),
-                text_encoder=CLIPTextModel(parts.clip_config(16, clip_tokenizer)),
-                tokenizer=clip_tokenizer,
-                text_encoder_2=parts.t5(T5_WIDTH, t5_tokenizer),
-                tokenizer_2=t5_tokenizer,
-            )
-        )
+    return getattr(diffusers, pipeline)(
+        transformer=diffusers.FluxTransformer2DModel(
+            in_channels=64,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=T5_WIDTH,
+            pooled_projection_dim=16,
+            guidance_embeds=guidance_embeds,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            shift=3.0 if dynamic else 1.0, use_dynamic_shifting=dynamic
+        ),
+        vae=parts.vae(),
+        text_encoder=CLIPTextModel(parts.clip_config(16, clip_tokenizer)),
+        tokenizer=clip_tokenizer,
+        text_encoder_2=parts.t5(T5_WIDTH, t5_tokenizer),
+        tokenizer_2=t5_tokenizer,
+    )
 
 
 def call(prompts, negative, true_cfg_scale, guidance_scale, length):

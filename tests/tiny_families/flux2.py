@@ -1,6 +1,5 @@
 """FLUX.2 in miniature, klein and dev, with random weights. A token is of 4x4 pixels."""
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tiny_families import parts
@@ -25,7 +24,7 @@ def build_klein(*, distilled=False):
     """A ``Flux2KleinPipeline``; the base model, or the distilled one, which takes no classifier-free guidance."""
     from diffusers import Flux2KleinPipeline
 
-    tokenizer = _klein_tokenizer()
+    tokenizer = parts.qwen_tokenizer(KLEIN_TEMPLATE)
     return _pipeline(Flux2KleinPipeline, tokenizer, _qwen3, guidance_embeds=False, is_distilled=distilled)
 
 
@@ -36,20 +35,18 @@ def build_dev():
     return _pipeline(Flux2Pipeline, _dev_tokenizer(), _mistral3, guidance_embeds=True)
 
 
+@parts.seeded
 def _pipeline(kind, tokenizer, text_encoder, *, guidance_embeds, **settings):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        pipe = kind(
-            transformer=_transformer(guidance_embeds),
-            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-            vae=_vae(),
-            text_encoder=text_encoder(tokenizer),
-            tokenizer=tokenizer,
-            **settings,
-        )
-    return parts.ready(pipe)
+    return kind(
+        transformer=_transformer(guidance_embeds),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=_vae(),
+        text_encoder=text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        **settings,
+    )
 
 
 def klein_call(prompts, negative, true_cfg_scale, guidance_scale, length, images=None, size=None):
@@ -137,16 +134,6 @@ def _text_sizes(tokenizer):
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-
-
-def _klein_tokenizer():
-    """A token a byte, and the marks of the chat template."""
-    from transformers import Qwen2Tokenizer
-
-    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=["<|im_start|>", "<|im_end|>"])
-    tokenizer.chat_template = KLEIN_TEMPLATE
-    return tokenizer
 
 
 def _dev_tokenizer():

@@ -2,39 +2,24 @@
 
 import string
 
-import torch
-
 from tiny_families import parts
 
 WIDTH = 16
 
 
+@parts.seeded
 def build():
     """Like Lumina-Image 2.0."""
     from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline
 
     tokenizer = _tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            Lumina2Pipeline(
-                scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-                vae=_vae(),
-                text_encoder=_text_encoder(tokenizer),
-                tokenizer=tokenizer,
-                transformer=_transformer(),
-            )
-        )
-
-
-def call(prompts, negative, true_cfg_scale, guidance_scale, length):
-    """Of the pipeline's arguments, those that a family names in its own way."""
-    return {
-        "prompt": prompts,
-        "negative_prompt": negative,
-        "guidance_scale": true_cfg_scale,
-        "max_sequence_length": length,
-    }
+    return Lumina2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=_vae(),
+        text_encoder=parts.gemma2(WIDTH, tokenizer, head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
+        tokenizer=tokenizer,
+        transformer=_transformer(),
+    )
 
 
 def _vae():
@@ -62,27 +47,6 @@ def _transformer():
         cap_feat_dim=WIDTH,
     )
     return parts.louder(transformer, 1.5)
-
-
-def _text_encoder(tokenizer):
-    from transformers import Gemma2Config, Gemma2Model
-
-    return Gemma2Model(
-        Gemma2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=WIDTH,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            query_pre_attn_scalar=8,
-            sliding_window=64,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
 
 
 def _tokenizer():

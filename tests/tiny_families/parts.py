@@ -1,8 +1,38 @@
 """Parts that several tiny pipelines share: networks with random weights, and tokenizers, all of the released kinds."""
 
 import string
+from functools import wraps
+
+import torch
 
 CLIP_TOKENS = 16
+
+
+def seeded(build):
+    """``build()`` with the same random weights every time, in evaluation mode and silent."""
+
+    @wraps(build)
+    def ready(*args, **settings):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            pipe = build(*args, **settings)
+        for part in pipe.components.values():
+            if hasattr(part, "eval"):
+                part.eval()
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    return ready
+
+
+def call(prompts, negative, true_cfg_scale, guidance_scale, length):
+    """The arguments of a pipeline that calls the scale of classifier-free guidance ``guidance_scale``."""
+    return {
+        "prompt": prompts,
+        "negative_prompt": negative,
+        "guidance_scale": true_cfg_scale,
+        "max_sequence_length": length,
+    }
 
 
 def vae(latent_channels=16, **settings):
@@ -72,11 +102,11 @@ def t5(width, tokenizer):
     return T5EncoderModel(T5Config(**_t5_sizes(width, tokenizer)))
 
 
-def umt5(width, tokenizer):
+def umt5(width, tokenizer, **settings):
     """A UMT5's encoder."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    return UMT5EncoderModel(UMT5Config(**_t5_sizes(width, tokenizer)))
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(width, tokenizer) | settings))
 
 
 def _t5_sizes(width, tokenizer):
@@ -101,25 +131,35 @@ def gemma_tokenizer():
     return GemmaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], add_bos_token=True)
 
 
-def gemma2(width, tokenizer):
+def qwen_tokenizer(chat_template):
+    """A token a byte, and the marks of Qwen's chat template."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def gemma2(width, tokenizer, **settings):
     """A Gemma 2 without its head."""
     from transformers import Gemma2Config, Gemma2Model
 
-    return Gemma2Model(
-        Gemma2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            query_pre_attn_scalar=16,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return Gemma2Model(Gemma2Config(**sizes | settings))
 
 
 def louder(network, factor):
@@ -128,12 +168,3 @@ def louder(network, factor):
         if parameter.ndim == 2:
             parameter.data *= factor
     return network
-
-
-def ready(pipe):
-    """The pipeline in evaluation mode and silent."""
-    for part in pipe.components.values():
-        if hasattr(part, "eval"):
-            part.eval()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe

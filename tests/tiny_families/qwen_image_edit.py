@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-import torch
-
 from tiny_families import parts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_qwen_image" / "tiny_components.py"
@@ -19,6 +17,7 @@ AREA = 64 * 64
 CHANNELS = 4
 
 
+@parts.seeded
 def build(pipeline="QwenImageEditPlusPipeline", **settings):
     """Like Qwen-Image-Edit-2509, or with the other class like Qwen-Image-Edit; ``settings`` of the transformer."""
     import diffusers
@@ -28,28 +27,24 @@ def build(pipeline="QwenImageEditPlusPipeline", **settings):
     kind = getattr(diffusers, pipeline)
     blank = kind(scheduler=None, vae=None, text_encoder=None, tokenizer=None, processor=None, transformer=None)
     tokenizer = example.make_tokenizer(blank.prompt_template_encode, "the text 42")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            kind(
-                scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-                vae=_vae(),
-                text_encoder=example.make_text_encoder(tokenizer),
-                tokenizer=tokenizer,
-                processor=processor_class(_image_processor(), tokenizer, **_video_processor()),
-                transformer=diffusers.QwenImageTransformer2DModel(
-                    patch_size=2,
-                    in_channels=4 * CHANNELS,
-                    out_channels=CHANNELS,
-                    num_layers=2,
-                    num_attention_heads=2,
-                    attention_head_dim=16,
-                    joint_attention_dim=example.TEXT_WIDTH,
-                    axes_dims_rope=(4, 6, 6),
-                    **settings,
-                ),
-            )
-        )
+    return kind(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=_vae(),
+        text_encoder=example.make_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        processor=processor_class(_image_processor(), tokenizer, **_video_processor()),
+        transformer=diffusers.QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=4 * CHANNELS,
+            out_channels=CHANNELS,
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            joint_attention_dim=example.TEXT_WIDTH,
+            axes_dims_rope=(4, 6, 6),
+            **settings,
+        ),
+    )
 
 
 def call(prompts, negative, true_cfg_scale, guidance_scale, length, images, size):

@@ -1,51 +1,40 @@
 """A `SanaPipeline` in miniature, with random weights."""
 
-import torch
-
 from tiny_families import parts
 
 GEMMA_WIDTH, CHANNELS = 32, 8
 
 
+@parts.seeded
 def build(*, out_channels=CHANNELS, shift=3.0):
     """With the solver of released checkpoints. With twice as many ``out_channels`` it predicts a variance too."""
     import diffusers
 
     tokenizer = parts.gemma_tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            diffusers.SanaPipeline(
-                tokenizer=tokenizer,
-                text_encoder=parts.gemma2(GEMMA_WIDTH, tokenizer),
-                vae=_vae(),
-                transformer=diffusers.SanaTransformer2DModel(
-                    in_channels=CHANNELS,
-                    out_channels=out_channels,
-                    num_attention_heads=2,
-                    attention_head_dim=16,
-                    num_layers=2,
-                    num_cross_attention_heads=2,
-                    cross_attention_head_dim=16,
-                    cross_attention_dim=32,
-                    caption_channels=GEMMA_WIDTH,
-                ),
-                scheduler=diffusers.DPMSolverMultistepScheduler(
-                    prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
-                ),
-            )
-        )
+    return diffusers.SanaPipeline(
+        tokenizer=tokenizer,
+        text_encoder=parts.gemma2(GEMMA_WIDTH, tokenizer),
+        vae=_vae(),
+        transformer=diffusers.SanaTransformer2DModel(
+            in_channels=CHANNELS,
+            out_channels=out_channels,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=32,
+            caption_channels=GEMMA_WIDTH,
+        ),
+        scheduler=diffusers.DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+        ),
+    )
 
 
 def call(prompts, negative, true_cfg_scale, guidance_scale, length):
     """Of the pipeline's arguments, those that a family names in its own way."""
-    return {
-        "prompt": prompts,
-        "negative_prompt": negative,
-        "guidance_scale": true_cfg_scale,
-        "max_sequence_length": length,
-        "use_resolution_binning": False,
-    }
+    return parts.call(prompts, negative, true_cfg_scale, guidance_scale, length) | {"use_resolution_binning": False}
 
 
 def _vae():

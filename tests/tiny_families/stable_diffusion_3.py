@@ -5,8 +5,6 @@ Like 3.5-medium it has two CLIPs and a T5, normalised queries and keys, and a se
 
 from pathlib import Path
 
-import torch
-
 from tiny_families import parts
 
 CLIP_TOKENS = parts.CLIP_TOKENS
@@ -14,6 +12,7 @@ T5_WIDTH = 48
 SIZE = {"height": 32, "width": 32}
 
 
+@parts.seeded
 def build(shift: float = 3.0, *, t5: bool = True, dynamic: bool = False, clip_tokens: int = CLIP_TOKENS):
     """The pipeline; its weights depend on nothing but this code and torch's generator."""
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
@@ -21,21 +20,17 @@ def build(shift: float = 3.0, *, t5: bool = True, dynamic: bool = False, clip_to
 
     clips = [parts.clip_tokenizer(clip_tokens) for _ in range(2)]
     t5_tokenizer = parts.t5_tokenizer() if t5 else None
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            StableDiffusion3Pipeline(
-                transformer=_transformer(),
-                scheduler=FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=dynamic),
-                vae=parts.vae(4, scaling_factor=1.5305, shift_factor=0.0609),
-                text_encoder=CLIPTextModelWithProjection(parts.clip_config(16, clips[0])),
-                tokenizer=clips[0],
-                text_encoder_2=CLIPTextModelWithProjection(parts.clip_config(24, clips[1])),
-                tokenizer_2=clips[1],
-                text_encoder_3=parts.t5(T5_WIDTH, t5_tokenizer) if t5 else None,
-                tokenizer_3=t5_tokenizer,
-            )
-        )
+    return StableDiffusion3Pipeline(
+        transformer=_transformer(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=dynamic),
+        vae=parts.vae(4, scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=CLIPTextModelWithProjection(parts.clip_config(16, clips[0])),
+        tokenizer=clips[0],
+        text_encoder_2=CLIPTextModelWithProjection(parts.clip_config(24, clips[1])),
+        tokenizer_2=clips[1],
+        text_encoder_3=parts.t5(T5_WIDTH, t5_tokenizer) if t5 else None,
+        tokenizer_3=t5_tokenizer,
+    )
 
 
 def save(folder: Path, **settings) -> str:

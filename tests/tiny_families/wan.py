@@ -1,52 +1,41 @@
 """A `WanPipeline` in miniature, with random weights."""
 
-import torch
-
 from tiny_families import parts
 
 T5_WIDTH, CHANNELS = 48, 4
 
 
+@parts.seeded
 def build(*, expand_timesteps=False, shift=3.0):
     """Like Wan 2.1, with the solver of released checkpoints; with ``expand_timesteps`` like Wan 2.2 TI2V-5B."""
     import diffusers
 
     tokenizer = parts.t5_tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            diffusers.WanPipeline(
-                tokenizer=tokenizer,
-                text_encoder=parts.umt5(T5_WIDTH, tokenizer),
-                vae=_vae(residual=expand_timesteps),
-                scheduler=diffusers.UniPCMultistepScheduler(
-                    prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
-                ),
-                transformer=diffusers.WanTransformer3DModel(
-                    num_attention_heads=2,
-                    attention_head_dim=12,
-                    in_channels=CHANNELS,
-                    out_channels=CHANNELS,
-                    text_dim=T5_WIDTH,
-                    freq_dim=32,
-                    ffn_dim=64,
-                    num_layers=2,
-                    rope_max_seq_len=64,
-                ),
-                expand_timesteps=expand_timesteps,
-            )
-        )
+    return diffusers.WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=parts.umt5(T5_WIDTH, tokenizer),
+        vae=_vae(residual=expand_timesteps),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+        ),
+        transformer=diffusers.WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            text_dim=T5_WIDTH,
+            freq_dim=32,
+            ffn_dim=64,
+            num_layers=2,
+            rope_max_seq_len=64,
+        ),
+        expand_timesteps=expand_timesteps,
+    )
 
 
 def call(prompts, negative, true_cfg_scale, guidance_scale, length):
     """Of the pipeline's arguments, those that a family names in its own way."""
-    return {
-        "prompt": prompts,
-        "negative_prompt": negative,
-        "guidance_scale": true_cfg_scale,
-        "max_sequence_length": length,
-        "num_frames": 1,
-    }
+    return parts.call(prompts, negative, true_cfg_scale, guidance_scale, length) | {"num_frames": 1}
 
 
 def _vae(*, residual):

@@ -11,32 +11,24 @@ CHAT_TEMPLATE = (
 )
 
 
+@parts.seeded
 def build(*, dynamic=False):
     """Like Z-Image and Z-Image-Turbo; the template makes captions on both sides of 32 tokens."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
-    tokenizer = _tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return parts.ready(
-            ZImagePipeline(
-                scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic),
-                vae=parts.vae(),
-                text_encoder=_text_encoder(tokenizer),
-                tokenizer=tokenizer,
-                transformer=_transformer(),
-            )
-        )
+    tokenizer = parts.qwen_tokenizer(CHAT_TEMPLATE)
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic),
+        vae=parts.vae(),
+        text_encoder=_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        transformer=_transformer(),
+    )
 
 
 def call(prompts, negative, true_cfg_scale, guidance_scale, length):
     """Of the pipeline's arguments, those that a family names in its own way."""
-    return {
-        "prompt": prompts,
-        "negative_prompt": negative,
-        "guidance_scale": true_cfg_scale - 1,
-        "max_sequence_length": length,
-    }
+    return parts.call(prompts, negative, true_cfg_scale - 1, guidance_scale, length)
 
 
 def _transformer():
@@ -75,18 +67,3 @@ def _text_encoder(tokenizer):
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-
-
-def _tokenizer():
-    """A token a byte, and Qwen's chat tokens."""
-    from tokenizers import pre_tokenizers
-    from transformers import Qwen2Tokenizer
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(alphabet)},
-        merges=[],
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer

@@ -61,7 +61,7 @@ def gathers(folder, *overrides):
     """Collectives that gather weights while one step's images are drawn, in forwards of one micro-batch."""
     trainer = trainer_of(folder, *UNEQUAL, *FLOAT32, *overrides)
     with Gathers() as seen:
-        trainer._rollout(*trainer._next_prompts())
+        trainer._rollout(trainer.rollouts.next(trainer.step))
     trainer.folder.close()
     return seen.count
 

@@ -73,7 +73,7 @@ def walk(lag, versions, average=None):
 def test_the_engine_is_lag_batches_behind(lag, versions, seen):
     sync, _, got = walk(lag, versions)
     assert got == seen
-    assert len([state for _, state in sync._waiting if state is not None]) == (0 if lag == 0 else lag + 1)
+    assert len([one for one in sync._known if one.state is not None]) == (0 if lag == 0 else lag + 1)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from tolerances import LATENT
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError, RolloutSyncError
 from flowgrpo_rc.rollout.config import VllmOmniConfig
+from flowgrpo_rc.rollout.process.parent import EngineProcess
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush
-from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
 
 LONG = 100
 """Steps of a rollout that is still running when something happens to it."""
@@ -66,7 +66,7 @@ def test_killed_in_the_middle_of_a_rollout(pair):
 def test_stopped_process_is_ended_and_replaced(pair, monkeypatch):
     """SIGSTOP: alive for the kernel, silent for us."""
     request, first = request_for(pair.model), pair.vllm.pid
-    monkeypatch.setattr(pair.vllm._process, "_timeouts", VllmOmniConfig(silence_timeout_s=3.0))
+    monkeypatch.setattr(pair.vllm._handle.process, "_timeouts", VllmOmniConfig(silence_timeout_s=3.0))
     os.kill(first, signal.SIGSTOP)
     with pytest.warns(UserWarning, match="gave no sign of life for 3 s while sampling; it was ended"):
         result = pair.vllm.generate(request)
@@ -77,25 +77,14 @@ def test_stopped_process_is_ended_and_replaced(pair, monkeypatch):
 def test_rollout_that_takes_too_long_twice_is_an_error_with_its_cause(pair, monkeypatch):
     """The process beats on while its engine hangs; the second time there is no third."""
     pair.vllm.generate(request_for(pair.model))
-    start = pair.vllm._start
-
-    def start_impatient():
-        start()
-        impatient()
-
-    def impatient():
-        monkeypatch.setattr(
-            pair.vllm._process, "_timeouts", VllmOmniConfig(request_timeout_s=0.5, silence_timeout_s=3.0)
-        )
-
-    impatient()
-    monkeypatch.setattr(pair.vllm, "_start", start_impatient)
-    with (
-        pytest.warns(UserWarning, match=r"took more than 0.5 s for sampling; it was ended"),
-        pytest.raises(RolloutError, match=r"process \d+ took more than 0.5 s for sampling; it was ended; log: "),
-    ):
-        pair.vllm.generate(request_for(pair.model, steps=500))
-    monkeypatch.setattr(pair.vllm, "_start", start)
+    impatient = VllmOmniConfig(request_timeout_s=0.5, silence_timeout_s=3.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.vllm._handle.process, "_timeouts", impatient)
+        with (
+            pytest.warns(UserWarning, match=r"took more than 0.5 s for sampling; it was ended"),
+            pytest.raises(RolloutError, match=r"process \d+ took more than 0.5 s for sampling; it was ended; log: "),
+        ):
+            pair.vllm.generate(request_for(pair.model, steps=500))
     with pytest.warns(UserWarning, match="starting it anew"):
         assert pair.vllm.generate(request_for(pair.model)).echo.adapter_version == 4
 
@@ -124,11 +113,11 @@ def test_vllm_omni_refuses_what_does_not_bind(pair):
         (lacking, "does not bind: .*to_out.0.lora_B.default.weight is missing|does not load"),
     ):
         with pytest.raises(AdapterMismatchError, match=says):
-            pair.vllm._process.call("sync", AdapterPush(state, 6, 4, 8))
+            pair.vllm._handle.process.call("sync", AdapterPush(state, 6, 4, 8))
         result = pair.vllm.generate(request_for(pair.model))
         assert (result.echo.adapter_version, result.echo.adapter_digest) == (4, digest)
     try:
-        held = pair.vllm._process.call("sync", AdapterPush(narrow, 6, 4, 8))
+        held = pair.vllm._handle.process.call("sync", AdapterPush(narrow, 6, 4, 8))
     except AdapterMismatchError:
         held = digest
     assert held != pair.vllm.digest_of(narrow)
@@ -138,7 +127,7 @@ def test_vllm_omni_refuses_what_does_not_bind(pair):
 def test_an_older_version_is_not_sampled_with(pair):
     """The process holds version 4; a trainer that believes in another gets an error, no images."""
     with pytest.raises(RolloutError, match="the engine holds adapter version 4, not 3"):
-        pair.vllm._process.call("generate", (request_for(pair.model), 3))
+        pair.vllm._handle.process.call("generate", request_for(pair.model), 3)
 
 
 def test_a_stale_adapter_left_in_place_is_found_out(pair):
@@ -151,10 +140,11 @@ def test_a_stale_adapter_left_in_place_is_found_out(pair):
         check_rollout(request, result, pair.model, HeldAdapter(4, pair.vllm.digest_of(newest)), "float32")
 
 
-def test_model_that_cannot_be_loaded_ends_in_one_line(pair, tmp_path, monkeypatch):
-    settings = replace(pair.vllm._settings, model=str(tmp_path))
+def test_model_that_cannot_be_loaded_ends_in_one_line(pair, tmp_path):
+    launch = pair.vllm._handle.process._launch
+    launch = replace(launch, settings=replace(launch.settings, model=str(tmp_path)))
     with pytest.raises(RolloutError, match="ended with code 1 while starting; log: .*, which ends: ") as caught:
-        EngineProcess(settings, TIMEOUTS, pair.vllm._environment)
+        EngineProcess(launch, TIMEOUTS).start()
     assert "\n" not in str(caught.value)
 
 
@@ -182,7 +172,7 @@ def test_no_orphan_when_the_trainer_is_killed(tmp_path):
 
 def test_close_ends_the_process_and_removes_its_log():
     pair = make_pair()
-    pid, log = pair.vllm.pid, pair.vllm._process.log
+    pid, log = pair.vllm.pid, pair.vllm._handle.process.log
     assert log.exists()
     started = time.monotonic()
     pair.vllm.close()

@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
-from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -12,15 +10,12 @@ import pytest
 import torch
 from tiny_families import stable_diffusion_3 as tiny_sd3
 
-from flowgrpo_rc.models import ModelConfig
+from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
 from flowgrpo_rc.models.registry import FAMILIES
-from flowgrpo_rc.rollout.base import RolloutError
 from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.vllm_omni import plain_torch, plugin, versions
 from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, engine_module, expected_shapes, pairs, unpaired
-from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
-from flowgrpo_rc.rollout.vllm_omni.protocol import Reply
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 
 
@@ -153,28 +148,19 @@ def test_other_errors_stay_as_they_are():
         assert plain_torch.with_cause(error) == error
 
 
-def test_a_process_that_dies_of_a_missing_kernel_says_so(tmp_path):
-    """Its log ends with torch's error; the trainer's line has cause and remedy too."""
-    ours, theirs = Pipe()
-    process = object.__new__(EngineProcess)
-    process._connection, process._timeouts = ours, VllmOmniConfig()
-    process.log = tmp_path / "log"
-    process.log.write_text(f"loading\nRuntimeError: Orchestrator initialization failed: {NO_KERNEL}\n")
-    process._process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
-    theirs.close()
-    with pytest.raises(
-        EngineDownError, match=r"ended with code 1 .*asked for convert_weight_packed.*name=diffusers\)$"
-    ):
-        process._wait(1, 10.0, "starting")
+def test_the_engines_process_explains_its_errors(tiny_model, monkeypatch):
+    """What it answers, and the end of its log, are quoted with cause and remedy."""
+    handle = make_handle(tiny_model, ModelConfig(), monkeypatch)
+    assert handle.process._launch.explain is plain_torch.with_cause
 
 
-def test_an_answer_that_names_a_missing_kernel_is_explained(monkeypatch):
-    process = object.__new__(EngineProcess)
-    process._last_id, process._timeouts = 0, VllmOmniConfig()
-    monkeypatch.setattr(process, "_send", lambda *args: None)
-    monkeypatch.setattr(process, "_wait", lambda *args: Reply(1, error=NO_KERNEL, error_type="AttributeError"))
-    with pytest.raises(RolloutError, match="vllm asked for convert_weight_packed"):
-        process.call("generate", None)
+def make_handle(model, lora, monkeypatch, devices=("cpu",), **settings):
+    """A handle whose process is not started, in an environment without vllm."""
+    from flowgrpo_rc.rollout.vllm_omni import handle
+
+    monkeypatch.setattr(handle, "check_versions", lambda: None)
+    settings = {"dtype": torch.float32, "micro_batch_size": 2, "timeouts": VllmOmniConfig()} | settings
+    return handle.VllmOmniHandle(model, lora, devices=devices, **settings)
 
 
 @pytest.mark.parametrize(
@@ -202,20 +188,6 @@ def test_the_working_set_passes(monkeypatch):
     versions.check_versions()
 
 
-def test_the_engines_environment_has_no_process_group_and_one_gpu(monkeypatch):
-    for name, value in {
-        "RANK": "1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "x",
-        "CUDA_VISIBLE_DEVICES": "4,6",
-    }.items():
-        monkeypatch.setenv(name, value)
-    environment = engine_environment("cuda:1")
-    assert environment["CUDA_VISIBLE_DEVICES"] == "6"
-    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()
-    assert engine_environment("cpu")["CUDA_VISIBLE_DEVICES"] == "4,6"
-
-
 def test_the_trainers_side_imports_no_vllm():
     code = (
         "import sys, flowgrpo_rc.rollout.vllm_omni.engine; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"
@@ -224,77 +196,20 @@ def test_the_trainers_side_imports_no_vllm():
     assert done.stdout.strip() == "[]"
 
 
-def test_each_call_has_its_own_limit(monkeypatch):
-    process, limits = object.__new__(EngineProcess), []
-    process._last_id, process._timeouts = 0, VllmOmniConfig(request_timeout_s=11.0, sync_timeout_s=7.0)
-    monkeypatch.setattr(process, "_send", lambda *args: None)
-    monkeypatch.setattr(process, "_wait", lambda id, limit, doing: limits.append((doing, limit)) or Reply(id))
-    process.call("sync", None)
-    process.call("generate", None)
-    assert limits == [("taking an adapter", 7.0), ("sampling", 11.0)]
-
-
-FLOODING = """
-import os, sys, threading
-from multiprocessing.connection import Connection
-connection, lock = Connection(int(sys.argv[1])), threading.Lock()
-def beat():
-    while True:
-        with lock:
-            connection.send_bytes(b"x" * 1000)
-threading.Thread(target=beat, daemon=True).start()
-connection.recv_bytes()
-if sys.argv[2] == "deaf":
-    threading.Event().wait()
-with lock:
-    os._exit(0)
-"""
-"""An engine whose signs of life have filled the pipe while the trainer was busy with something else."""
-
-
-@pytest.mark.parametrize(("kind", "ends", "seconds"), [("polite", 0, 120.0), ("deaf", -9, 1.0)])
-def test_an_engine_that_waited_long_ends_when_asked_and_a_deaf_one_is_killed(tmp_path, kind, ends, seconds):
-    ours, theirs = Pipe()
-    process = object.__new__(EngineProcess)
-    process._connection, process._timeouts = ours, VllmOmniConfig(close_timeout_s=seconds)
-    process.log = tmp_path / "log"
-    process.log.touch()
-    command = [sys.executable, "-c", FLOODING, str(theirs.fileno()), kind]
-    with theirs:
-        process._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-    assert ours.poll(60)  # it has begun
-    time.sleep(1.0)
-    try:
-        process.close()
-    finally:
-        process._process.kill()
-    assert process._process.returncode == ends
-    assert not process.log.exists()
-    process.close()
-
-
 def test_other_pipelines_are_refused(tiny_model, monkeypatch):
-    from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine, engine
-
-    monkeypatch.setattr(engine, "check_versions", lambda: None)
     parts = {**tiny_model.pipe.components, "vae_scale_factor": tiny_model.pipe.vae_scale_factor}
     monkeypatch.setattr(tiny_model, "pipe", SimpleNamespace(**parts))
     says = f"vllm_omni draws {', '.join(PIPELINES)} only so far, got SimpleNamespace"
     with pytest.raises(ValueError, match=says):
-        VllmOmniEngine(tiny_model, ModelConfig(), dtype=torch.float32, micro_batch_size=2, device="cpu")
+        make_handle(tiny_model, ModelConfig(), monkeypatch)
 
 
 def test_layers_that_take_no_adapter_are_refused_before_anything_is_started(tiny_sd3_model, monkeypatch):
     """As the user names them; vllm-omni's own refusal comes with the first push only."""
-    from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine, engine
-
-    monkeypatch.setattr(engine, "check_versions", lambda: None)
-    monkeypatch.setattr(VllmOmniEngine, "_start", lambda self: None)
-    settings = {"dtype": torch.float32, "micro_batch_size": 2, "device": "cpu"}
-    VllmOmniEngine(tiny_sd3_model, ModelConfig(target_modules=["to_q", "ff.net.2"]), **settings)
+    make_handle(tiny_sd3_model, ModelConfig(target_modules=["to_q", "ff.net.2"]), monkeypatch)
     says = r"target_modules: time_text_embed.timestep_embedder.linear_1 and \d+ more can have no adapter in vllm-omni"
     with pytest.raises(ValueError, match=says):
-        VllmOmniEngine(tiny_sd3_model, ModelConfig(target_modules="all-linear"), **settings)
+        make_handle(tiny_sd3_model, ModelConfig(target_modules="all-linear"), monkeypatch)
 
 
 def test_every_pipeline_of_the_table_is_a_family():
@@ -307,10 +222,6 @@ def test_every_pipeline_of_the_table_is_a_family():
 
 def test_a_model_without_its_t5_is_refused(tmp_path, monkeypatch):
     """vllm-omni would look for its folder, and its process would end."""
-    from flowgrpo_rc.models import load_model
-    from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine, engine
-
-    monkeypatch.setattr(engine, "check_versions", lambda: None)
     model = load_model(tiny_sd3.save(tmp_path, t5=False))
     with pytest.raises(ValueError, match="vllm_omni loads text_encoder_3, which this model was saved without"):
-        VllmOmniEngine(model, ModelConfig(), dtype=torch.float32, micro_batch_size=2, device="cpu")
+        make_handle(model, ModelConfig(), monkeypatch)

@@ -59,7 +59,9 @@ def expectation(name: str, config: RewardConfig) -> Expectation | None:
 
 
 def _of_judge(judge: Expectation, config: JudgeConfig) -> Expectation:
-    """With pictures that show a text where a question asks for one, and with the columns of all questions."""
+    """With pictures that show a text where a question asks for one, with the columns of all questions, and with
+    references where a question shows them."""
     pictures = "numbers" if any(map(wants_target, config.questions)) else judge.pictures
     columns = frozenset[str]().union(*map(placeholders, config.questions))
-    return replace(judge, pictures=pictures, columns=columns)
+    order = REFERENCE if any(question.references for question in config.questions) else judge.order
+    return replace(judge, order=order, pictures=pictures, columns=columns)

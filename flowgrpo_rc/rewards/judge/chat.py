@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
 
 
 def parameters(question: JudgeQuestion, config: JudgeConfig) -> dict[str, Any]:
-    """Everything in a request but the words and the image."""
+    """Everything in a request but the words and the images."""
     one_token = question.parser == "yes_no"
     asked: dict[str, Any] = {
         "model": config.model,
@@ -53,11 +53,18 @@ def parameters(question: JudgeQuestion, config: JudgeConfig) -> dict[str, Any]:
 
 
 def body(
-    words: str, file: bytes, image_format: str, asked: Mapping[str, Any], parser: str, unreadable: str | None = None
+    words: str,
+    files: Sequence[bytes],
+    image_format: str,
+    asked: Mapping[str, Any],
+    parser: str,
+    unreadable: str | None = None,
 ) -> bytes:
-    """A request about one image; ``unreadable`` is the judge's answer to it before, which could not be read."""
-    url = f"data:image/{image_format};base64,{base64.b64encode(file).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
+    """A request about one image, the last of ``files``; ``unreadable`` is the judge's answer to it before, which could
+    not be read."""
+    urls = [f"data:image/{image_format};base64,{base64.b64encode(file).decode()}" for file in files]
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content.append({"type": "text", "text": words})
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if unreadable is not None:
         messages.append({"role": "assistant", "content": unreadable[:REPEATED]})

@@ -30,6 +30,10 @@ class JudgeQuestion:
     """The words of the question; null for the parser's own. ``{prompt}`` stands for the image's prompt, ``{target}``
     for the text that the image should show, and the name of any other column of the prompt file for its value."""
 
+    references: bool = False
+    """Whether the judge is shown the prompt's reference images too, in their order and before the image, which is the
+    last. ``question`` then says what they are: the parsers' own speak of one image."""
+
     name: str | None = None
     """Name in the metric ``reward/judge/<name>``; null for the parser's."""
 
@@ -48,6 +52,11 @@ class JudgeQuestion:
         choice(f"{where}.parser", self.parser, tuple(FORMS))
         if self.question is not None and not self.question.strip():
             raise ValueError(f"{where}.question: it is blank; give the words, or null for the parser's own")
+        if self.references and self.question is None:
+            raise ValueError(
+                f"{where}.references: got true without a question; give one that says what the images are, e.g. "
+                "question='The second image is an edit of the first: {prompt}. Is it right? Answer with Yes or No.'"
+            )
         if self.name is None:
             self.name = self.parser
         if not METRIC_NAME.fullmatch(self.name):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rewards.answer import CAPTIONS, PARTS
 from flowgrpo_rc.rewards.errors import brief_repr
 from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
@@ -22,6 +23,8 @@ from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, Wanted
 from flowgrpo_rc.rewards.judge.wording import fill, placeholders
 
+REFERENCES = "images"
+"""The key of ``metadata`` that holds a prompt's reference images."""
 _CHECK_TRIES = 2
 """Tries of the questions before training: a server that is not there should show within seconds."""
 _ENCODERS = 4
@@ -37,7 +40,8 @@ class _Asked:
     question: JudgeQuestion
     words: str
     target: str
-    file: bytes
+    files: tuple[bytes, ...]
+    """What the judge is shown, the image last."""
     where: str
     """Sample, prompt and question, for messages."""
 
@@ -54,7 +58,8 @@ class _Judged:
 class JudgeReward:
     """The weighted mean of the judge's scores over ``config.questions``, in [0, 1].
 
-    When it is made, the server must answer, name its model (which becomes ``config.model``) and score a blank image.
+    When it is made, the server must answer, name its model (which becomes ``config.model``) and score a blank image,
+    and with a blank reference where a question shows references.
 
     Raises:
         ValueError: the configuration lacks something, or the server does not do what it must; one line.
@@ -83,7 +88,8 @@ class JudgeReward:
         try:
             self.config.model = self._served_model(check)
             blank = np.full((1, 256, 256, 3), 255, np.uint8)
-            row = {name: name for question in self.config.questions for name in placeholders(question)}
+            row: dict[str, Any] = {name: name for question in self.config.questions for name in placeholders(question)}
+            row[REFERENCES] = [blank[0]]
             self._judge(self._questions(blank, ['a blank sheet "blank"'], [row], sample="blank image"), check)
         except ServerError as error:
             raise ValueError(f"{SECTION}: {error}") from None
@@ -99,7 +105,8 @@ class JudgeReward:
 
         Raises:
             ServerError: the server failed for good, or an answer could not be read, twice; names sample and prompt.
-            ValueError: a question's placeholder has no value in a row of ``metadata``.
+            ValueError: a question's placeholder has no value in a row of ``metadata``, or it is about references and
+                the row has none.
         """
         asked = self._questions(images, prompts, metadata)
         judged = self._judge(asked, self._options)
@@ -131,6 +138,7 @@ class JudgeReward:
             where = f"prompt {index}" if sources is None else sources[index]
             for question in self.config.questions:
                 fill(question, prompt, row, where)
+                _references(question, row, where)
 
     def _served_model(self, options: HTTPOptions) -> str:
         """The name of the model that judges.
@@ -158,14 +166,25 @@ class JudgeReward:
     ) -> list[_Asked]:
         """Every question about every image, those about one image side by side."""
         rows = [{} for _ in prompts] if metadata is None else metadata
+        wheres = [f"{sample} {index}, prompt {brief_repr(prompt)}" for index, prompt in enumerate(prompts)]
+        showing = [question for question in self.config.questions if question.references][:1]
+        references = [
+            [one for question in showing for one in _references(question, row, where)]
+            for row, where in zip(rows, wheres, strict=True)
+        ]
+        # The images of a prompt have the same references.
+        distinct = {_identity(one): one for shown in references for one in shown}
         with ThreadPoolExecutor(_ENCODERS) as pool:
             files = list(pool.map(partial(chat.encode, config=self.config), images))
+            encoded = pool.map(lambda one: chat.encode(np.asarray(one), self.config), distinct.values())
+            reference_files = dict(zip(distinct, encoded, strict=True))
         asked = []
-        for index, (prompt, row, file) in enumerate(zip(prompts, rows, files, strict=True)):
+        for index, (prompt, row, file, where) in enumerate(zip(prompts, rows, files, wheres, strict=True)):
+            before = [reference_files[_identity(one)] for one in references[index]]
             for question in self.config.questions:
-                where = f"{sample} {index}, prompt {brief_repr(prompt)}"
                 words, target = fill(question, prompt, row, where)
-                asked.append(_Asked(index, question, words, target, file, f"{where}, question {question.name!r}"))
+                shown = (*before, file) if question.references else (file,)
+                asked.append(_Asked(index, question, words, target, shown, f"{where}, question {question.name!r}"))
         return asked
 
     def _judge(self, asked: Sequence[_Asked], options: HTTPOptions) -> list[_Judged]:
@@ -206,7 +225,7 @@ class JudgeReward:
                 partial(
                     chat.body,
                     one.words,
-                    one.file,
+                    one.files,
                     self.config.image_format,
                     chat.parameters(one.question, self.config),
                     one.question.parser,
@@ -230,7 +249,9 @@ class JudgeReward:
             chat.parameters(one.question, self.config),
         ]
         digest = hashlib.blake2b(json.dumps([place, one.question.name, *said], default=str).encode(), digest_size=32)
-        digest.update(one.file)
+        for file in one.files:
+            digest.update(len(file).to_bytes(8, "big"))
+            digest.update(file)
         return digest.digest()
 
 
@@ -242,6 +263,28 @@ def weighted_mean(table: np.ndarray, weights: Sequence[float], mean: str) -> np.
         with np.errstate(divide="ignore"):  # the logarithm of 0 is minus infinity, whose exponential is 0 again
             return np.exp(np.log(table) @ share).astype(np.float32)
     return (table @ share).astype(np.float32)
+
+
+def _references(question: JudgeQuestion, row: Mapping[str, Any], where: str) -> Sequence[Any]:
+    """The images that a question shows before the one that it is about.
+
+    Raises:
+        ValueError: the row has none, though the question shows some.
+    """
+    if not question.references:
+        return ()
+    found = row.get(REFERENCES)
+    if not isinstance(found, list | tuple) or not found:
+        raise ValueError(
+            f"{where} has no reference images, which the judge's question {question.name!r} shows; add the column "
+            f"{REFERENCES!r} to the prompt file, or set references=false for this question"
+        )
+    return found
+
+
+def _identity(reference: Any) -> Any:
+    """What tells a reference from others of a batch."""
+    return reference if isinstance(reference, ReferenceImage) else id(reference)
 
 
 def _read(asked: _Asked, answer: Answer) -> _Judged:

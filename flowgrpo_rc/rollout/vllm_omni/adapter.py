@@ -3,16 +3,20 @@
 Imports no vllm: the trainer's side and the engine's process share it.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import ACTOR_ADAPTER, AdapterMismatchError, linear_layers, target_layers
+from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.transfers import to_host
 
 _A = f".lora_A.{ACTOR_ADAPTER}.weight"
@@ -65,6 +69,15 @@ def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> 
     """What vllm-omni's layers hold of ``state``: its dtype, and ``alpha / rank`` multiplied into the B matrices."""
     rounded = {name: tensor.to(dtype) for name, tensor in to_host(state).items()}
     return rounded | {name: tensor * scaling for name, tensor in rounded.items() if name.endswith(_B)}
+
+
+def digest_rule(config: RolloutConfig, lora: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:
+    """``VllmOmniEngine.digest_of`` of an engine with these settings, for one who has no engine here."""
+    return partial(_digest_of, dtype=torch_dtype(config.dtype), scaling=lora.lora_alpha / lora.lora_rank)
+
+
+def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> str:
+    return adapter_digest(as_held(state, dtype, scaling))
 
 
 def pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

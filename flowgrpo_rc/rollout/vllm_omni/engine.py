@@ -1,28 +1,33 @@
 """The trainer's side of the vllm_omni engine; imports no vllm."""
 
 import warnings
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
-from flowgrpo_rc.dtypes import dtype_name, torch_dtype
+from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import check_adapter_state, target_layers
-from flowgrpo_rc.paths import resolve_asset
-from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories, check_has_adapter
+from flowgrpo_rc.models.lora import check_adapter_state
+from flowgrpo_rc.rollout.base import (
+    EngineLostError,
+    RolloutError,
+    RolloutRequest,
+    Trajectories,
+    check_has_adapter,
+)
 from flowgrpo_rc.rollout.config import RolloutConfig, VllmOmniConfig
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held, check_targets, expected_shapes
-from flowgrpo_rc.rollout.vllm_omni.process import EngineDownError, EngineProcess, engine_environment
-from flowgrpo_rc.rollout.vllm_omni.protocol import Settings
-from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
-from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
+from flowgrpo_rc.rollout.placement import JOINED
+from flowgrpo_rc.rollout.vllm_omni.adapter import as_held
+from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
 from flowgrpo_rc.transfers import to_host
+
+T = TypeVar("T")
 
 
 class VllmOmniEngine:
@@ -34,18 +39,19 @@ class VllmOmniEngine:
     A process that dies or hangs is started anew once for every call, gets the last adapter again and repeats the call.
 
     Args:
-        model: the trainer's model; tells names, shapes and the precision of decoding.
+        model: the trainer's model; tells names, shapes and how guidance is computed.
         lora: the section ``actor_rollout_ref.model``.
         dtype: of vllm-omni's transformer and adapter.
         micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
-        device: the trainer's; the engine takes the same GPU.
-        timeouts: when to give the process up, the section ``actor_rollout_ref.rollout.vllm_omni``.
+        device: the trainer's; the engine takes the same GPU. Without a trainer beside it, several GPUs joined as in
+            ``rollout.devices`` are one engine's.
+        timeouts: when to give the process up, the section ``actor_rollout_ref.rollout.vllm_omni``. With its ``sleep``
+            the weights leave the GPU after every ``generate`` and come back for the next call; the adapter is read back
+            then.
         attn_backend: vllm-omni's name of the way to compute attention; ``None`` leaves the choice to it.
 
     Raises:
-        ImportError: vllm, vllm-omni or diffusers are not of the working set.
-        ValueError: vllm-omni does not draw this kind of pipeline here, not without the parts that it lacks, or gives a
-            layer no adapter that ``lora`` has one for.
+        ImportError, ValueError: see ``VllmOmniHandle``.
         RolloutError: the process does not start.
     """
 
@@ -60,42 +66,29 @@ class VllmOmniEngine:
         timeouts: VllmOmniConfig | None = None,
         attn_backend: str | None = None,
     ) -> None:
-        check_versions()
-        pipeline = type(model.pipe).__name__
-        if pipeline not in PIPELINES:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.name=vllm_omni draws {', '.join(PIPELINES)} only so far, got {pipeline}; "
-                "use rollout.name=diffusers"
-            )
-        # A text encoder may be missing because the trainer has not loaded it; its tokenizer is always there.
-        tokenizers = {name: part for name, part in model.pipe.components.items() if name.startswith("tokenizer")}
-        left_out = [name.replace("tokenizer", "text_encoder") for name in tokenizers if tokenizers[name] is None]
-        if left_out:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
-                "without; use rollout.name=diffusers, or the whole model"
-            )
-        check_targets(target_layers(model.transformer, model, lora), PIPELINES[pipeline].takes_no_adapter)
+        timeouts = VllmOmniConfig() if timeouts is None else timeouts
+        self._handle = VllmOmniHandle(
+            model,
+            lora,
+            dtype=dtype,
+            micro_batch_size=micro_batch_size,
+            devices=str(device).split(JOINED),
+            timeouts=timeouts,
+            attn_backend=attn_backend,
+            sleep=timeouts.sleep,
+            subject="the vllm_omni engine's process",
+        )
         self._lora = lora
         self._dtype = dtype
-        self._expected = expected_shapes(model, lora)
-        self._timeouts = VllmOmniConfig() if timeouts is None else timeouts
-        self._environment = engine_environment(device)
-        self._settings = Settings(
-            model=resolve_asset(lora.path),
-            pipeline=pipeline,
-            dtype=dtype_name(dtype),
-            vae_dtype=dtype_name(model.pipe.vae.dtype),
-            batch_guidance=model.batch_guidance,
-            max_batch=micro_batch_size,
-            attention=attn_backend,
-            init_timeout=self._timeouts.start_timeout_s,
-        )
+        self._sleeps = timeouts.sleep
+        self._used = (0, 0)
+        """Bytes of the GPU in use before the last sleep and after."""
         self.adapter_version = -1
         self.restarts = 0
         """How often the process has been started anew."""
-        self._pushed: tuple[AdapterPush, str] | None = None
-        self._start()
+        self._pushed: tuple[dict[str, Tensor], int, str] | None = None
+        """The last adapter, its version and its digest."""
+        self._handle.start()
 
     @classmethod
     def from_config(
@@ -120,11 +113,17 @@ class VllmOmniEngine:
             RolloutError: the process is down and does not come back.
         """
         # Before anything is copied and sent.
-        check_adapter_state(state, self._expected)
+        check_adapter_state(state, self._handle.expected)
         copies = {name: tensor.clone().contiguous() for name, tensor in to_host(state).items()}
-        push = AdapterPush(copies, version, self._lora.lora_rank, self._lora.lora_alpha)
-        digest = self._call("sync", push)
-        self._pushed = (push, digest)
+        self._make_room()
+        # A new process needs no other adapter before this one.
+        self._pushed, before = None, self._pushed
+        try:
+            digest = self._twice(lambda: self._handle.sync(copies, version))
+        except BaseException:
+            self._pushed = before
+            raise
+        self._pushed = (copies, version, digest)
         self.adapter_version = version
         return digest
 
@@ -140,39 +139,51 @@ class VllmOmniEngine:
                 and does not come back.
         """
         check_has_adapter(self.adapter_version)
-        return self._call("generate", (_on_host(request), self.adapter_version))
+        self._make_room()
+        sent = _on_host(request)
+        drawn = self._twice(lambda: self._handle.generate(sent))
+        if self._sleeps:
+            self._used = self._handle.memory()
+        return drawn
+
+    def memory_metrics(self) -> dict[str, float]:
+        """How much of the GPU was in use, in GiB, before the engine slept last and after; nothing where it does not
+        sleep."""
+        if not self._sleeps:
+            return {}
+        awake, asleep = self._used
+        return {"perf/gpu_used_engine_awake_gb": awake / 2**30, "perf/gpu_used_engine_asleep_gb": asleep / 2**30}
 
     def close(self) -> None:
         """End the process."""
-        self._closing()
+        self._handle.close()
 
     @property
     def pid(self) -> int:
         """The engine's process."""
-        return self._process.pid
+        return self._handle.process.pid
 
-    def _start(self) -> None:
-        self._process = EngineProcess(self._settings, self._timeouts, self._environment)
-        self._closing = weakref.finalize(self, self._process.close)
+    def _make_room(self) -> None:
+        """Give the GPU back what torch keeps of it for this process, before the engine's weights return to it."""
+        if self._sleeps:
+            clear_device_cache()
 
-    def _call(self, method: str, argument: Any) -> Any:
+    def _twice(self, call: Callable[[], T]) -> T:
+        """What the call returns, at the second attempt where the process is lost in the first."""
         try:
-            return self._process.call(method, argument)
-        except EngineDownError as error:
-            self._closing.detach()
+            return call()
+        except EngineLostError as error:
             warnings.warn(f"{error}; starting it anew", stacklevel=3)
         self.restarts += 1
-        self._start()
-        # A new process holds no adapter; one that is being pushed replaces the last one anyway.
-        if self._pushed is not None and method != "sync":
-            push, digest = self._pushed
-            again = self._process.call("sync", push)
+        self._handle.start()
+        if self._pushed is not None:
+            state, version, digest = self._pushed
+            again = self._handle.sync(state, version)
             if again != digest:
                 raise RolloutError(
-                    f"the restarted engine holds adapter version {push.version} with digest {again[:16]}, not "
-                    f"{digest[:16]}"
+                    f"the restarted engine holds adapter version {version} with digest {again[:16]}, not {digest[:16]}"
                 )
-        return self._process.call(method, argument)
+        return call()
 
 
 def _on_host(request: RolloutRequest) -> RolloutRequest:

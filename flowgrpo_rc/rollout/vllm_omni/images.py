@@ -85,4 +85,5 @@ def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> T
 def _fields(name: str, prompts: Prompts, index: int) -> dict[str, Any]:
     tensors = {field: getattr(prompts, field) for field in PROMPT_FIELDS}
     rows = {f"{name}_{field}": None if tensor is None else tensor[index] for field, tensor in tensors.items()}
-    return {**rows, f"{name}_reference_grids": prompts.reference_grids}
+    length = None if prompts.lengths is None else prompts.lengths[index]
+    return {**rows, f"{name}_reference_grids": prompts.reference_grids, f"{name}_length": length}

@@ -4,10 +4,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import get_tp_group
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from flowgrpo_rc.models.lora import AdapterMismatchError
@@ -53,21 +61,26 @@ def load_adapter(transformer: nn.Module, request: LoRARequest, dtype: torch.dtyp
 def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
     """The active adapter out of the layers' own buffers, named as the actor names it.
 
+    With tensor parallelism every process of the group must call it, and each puts the parts of all together.
+
     Raises:
-        AdapterMismatchError: a pushed module is bound to no layer, a layer holds what was not pushed, or a buffer holds
-            more than the rank that was.
+        AdapterMismatchError: a pushed module is bound to no layer, a layer holds what was not pushed, a buffer holds
+            more than the rank that was, or a layer divides its matrices in a way that is not known here.
     """
     present = dict(manager.pipeline.transformer.named_modules())
     names = {engine_module(m, present): m for m in pairs(push.state)}
     held: dict[str, tuple[Tensor, Tensor]] = {}
     aliases: list[tuple[str, Any, Tensor, Tensor]] = []
     layers = {full_name.split(".", 1)[1]: layer for full_name, layer in manager._lora_modules.items()}
+    # All are gathered before any is looked at: who stops half-way leaves the other processes waiting.
+    whole = {module: _whole_matrices(module, layer) for module, layer in layers.items()}
     for module, layer in layers.items():
+        all_a, all_b = whole[module]
         for engine_name, slices in _slices(manager, module, layer):
             if not any(layer._diffusion_lora_active_slices[i] for i in slices):
                 continue
-            wide_a = [layer.lora_a_stacked[i][0, 0] for i in slices]
-            wide_b = torch.cat([layer.lora_b_stacked[i][0, 0] for i in slices])
+            wide_a = [all_a[i] for i in slices]
+            wide_b = torch.cat([all_b[i] for i in slices])
             # vllm's buffers have room for the largest rank; a smaller adapter leaves the rest at 0.
             if any(bool(a[push.rank :].any()) for a in wide_a) or bool(wide_b[:, push.rank :].any()):
                 raise AdapterMismatchError(f"{module}: the engine's buffer holds a rank above {push.rank}")
@@ -91,6 +104,57 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
         if twin is None or not (torch.equal(held[names[twin]][0], a) and torch.equal(held[names[twin]][1], b)):
             raise AdapterMismatchError(f"the adapter does not bind: vllm-omni applies it to {engine_name} as well")
     return unpaired(held)
+
+
+def _whole_matrices(module: str, layer: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The A and the B matrix of each slice of a layer, which tensor parallelism divides like the layer's own weight:
+    B by its rows where outputs are divided, A by its columns where inputs are.
+
+    Raises:
+        AdapterMismatchError: the layer divides them otherwise.
+    """
+    all_a = [a[0, 0] for a in layer.lora_a_stacked]
+    all_b = [b[0, 0] for b in layer.lora_b_stacked]
+    base = layer.base_layer
+    if getattr(layer, "tp_size", 1) == 1 or isinstance(base, ReplicatedLinear):
+        return all_a, all_b
+    group = get_tp_group()
+    if isinstance(base, RowParallelLinear):
+        return [group.all_gather(a.contiguous(), dim=1) for a in all_a], all_b
+    # Several outputs in one slice are divided one by one, and heads may be there more than once.
+    fused = isinstance(base, MergedColumnParallelLinear | QKVParallelLinear) and len(all_b) == 1
+    if fused or getattr(base, "num_kv_head_replicas", 1) > 1 or not isinstance(base, ColumnParallelLinear):
+        raise AdapterMismatchError(
+            f"{module}: how vllm-omni divides the adapter of a {type(base).__name__} over {layer.tp_size} GPUs cannot "
+            "be read back, so nothing would prove what it samples with; name one GPU for each engine in "
+            "actor_rollout_ref.rollout.devices"
+        )
+    return all_a, [group.all_gather(b.contiguous(), dim=0) for b in all_b]
+
+
+def held_by_all(manager: Any, push: AdapterPush) -> tuple[int | None, str]:
+    """Which adapter is active and the digest of ``held_adapter``, the same in all processes of this engine.
+
+    Raises:
+        AdapterMismatchError: see ``held_adapter``; or they hold different adapters.
+    """
+    fault = ""
+    held: tuple[int | None, str] = (None, "")
+    try:
+        held = manager._active_adapter_id, adapter_digest(held_adapter(manager, push))
+    except AdapterMismatchError as error:
+        fault = str(error)
+    found = [(fault, *held)]
+    if torch.distributed.is_initialized() and get_tp_group().world_size > 1:
+        group = get_tp_group()
+        found = [(fault, *held)] * group.world_size
+        torch.distributed.all_gather_object(found, (fault, *held), group=group.cpu_group)
+    first_fault = next((one[0] for one in found if one[0]), "")
+    if first_fault:
+        raise AdapterMismatchError(first_fault)
+    if any(one != found[0] for one in found):
+        raise AdapterMismatchError("the GPUs of one vllm-omni engine hold different adapters")
+    return held
 
 
 def _slices(manager: Any, module: str, layer: Any) -> list[tuple[str, list[int]]]:
@@ -122,4 +186,4 @@ class RolloutWorker(CustomPipelineWorkerExtension):
 
     def flowgrpo_held(self, push: AdapterPush) -> tuple[int | None, str]:
         """Which adapter is active, and the digest of what the layers hold of it."""
-        return self.lora_manager._active_adapter_id, adapter_digest(held_adapter(self.lora_manager, push))
+        return held_by_all(self.lora_manager, push)

@@ -191,7 +191,12 @@ def _prompts(req: DiffusionRequestBatch, name: str, device: torch.device) -> Pro
     for field in PROMPT_FIELDS:
         rows = [prompt[f"{name}_{field}"] for prompt in req.prompts]
         fields[field] = None if rows[0] is None else torch.stack(rows).to(device)
-    return Prompts(**fields, reference_grids=req.prompts[0][f"{name}_reference_grids"])
+    lengths = req.prompts[0][f"{name}_length"]
+    return Prompts(
+        **fields,
+        reference_grids=req.prompts[0][f"{name}_reference_grids"],
+        lengths=None if lengths is None else tuple(prompt[f"{name}_length"] for prompt in req.prompts),
+    )
 
 
 def _row(echo: Echo, i: int) -> Echo:

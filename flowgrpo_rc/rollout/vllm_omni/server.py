@@ -5,57 +5,15 @@ It holds one ``AsyncOmni`` with one diffusion stage, which vllm-omni runs inside
 """
 
 import asyncio
-import ctypes
 import itertools
-import os
-import signal
-import sys
-import threading
-import time
-import traceback
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
-from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.rollout.vllm_omni.protocol import HEARTBEAT, READY, Call, Reply, Settings, receive, send
+from flowgrpo_rc.rollout.process.child import serve
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
-
-HEARTBEAT_SECONDS = 0.5
-"""Seconds between two signs of life."""
-_PR_SET_PDEATHSIG = 1
-"""Linux's ``prctl`` option for a signal at the end of the parent's thread."""
-
-
-def main() -> None:
-    """Serve until the pipe closes, ``close`` arrives or the trainer is gone."""
-    connection = Connection(int(sys.argv[1]))
-    settings: Settings = receive(connection)
-    _end_with_trainer(settings)
-    lock = threading.Lock()
-    threading.Thread(target=_send_heartbeats, args=(connection, lock, settings.parent), daemon=True).start()
-    asyncio.run(_serve(_Server(settings), connection, lock))
-    os._exit(0)
-
-
-async def _serve(server: "_Server", connection: Connection, lock: threading.Lock) -> None:
-    """Answer one call after the other; waiting for the next holds up the event loop, where nothing is left to do."""
-    await server.prepare()
-    with lock:
-        send(connection, Reply(READY))
-    closed = False
-    while not closed:
-        try:
-            call: Call = receive(connection)
-        except (EOFError, OSError):
-            os._exit(1)
-        reply = await server.answer(call)
-        with lock:
-            send(connection, reply)
-        closed = call.method == "close"
-    with suppress(Exception):
-        server.omni.shutdown()
+from flowgrpo_rc.rollout.vllm_omni.settings import Settings
 
 
 class _Server:
@@ -75,7 +33,6 @@ class _Server:
             pre_process_func_name="leave_as_they_are",
             post_process_func_name="leave_as_they_are",
         )
-        self._settings = settings
         attention = {"diffusion_attention_config": {"default": {"backend": settings.attention}}}
         self.omni = AsyncOmni(
             **(attention if settings.attention else {}),
@@ -87,6 +44,8 @@ class _Server:
             max_cpu_loras=2,
             custom_pipeline_args={"pipeline_class": PIPELINES[settings.pipeline].rollout.replace(":", ".")},
             worker_extension_cls=f"{here}.lora.RolloutWorker",
+            tensor_parallel_size=settings.tensor_parallel,
+            enable_sleep_mode=settings.sleep,
             init_timeout=settings.init_timeout,
             stage_init_timeout=settings.init_timeout,
         )
@@ -94,24 +53,77 @@ class _Server:
         """The adapter that is in use."""
         self._adapter = 0
         """Its id in vllm-omni: a number of its own for every push, since vllm-omni keeps the old one of a used id."""
+        self._digest = ""
+        """What the layers held of it when it was bound."""
         self._ids = itertools.count(1)
+        self._sleeps = settings.sleep
+        self._asleep = False
+        self._used = (0, 0)
+        """Bytes of the GPU in use before the last sleep and after."""
+        self._loop = asyncio.new_event_loop()
+        """Runs while there is something to do: between two calls nothing is left."""
+        self._run(self._worker("flowgrpo_prepare", settings.vae_dtype, settings.batch_guidance))
 
-    async def prepare(self) -> None:
-        """What is left to do after loading."""
-        await self._worker("flowgrpo_prepare", self._settings.vae_dtype, self._settings.batch_guidance)
+    def sync(self, push: Any) -> str:
+        """Take over an adapter, an ``AdapterPush``; returns the digest of what the layers then hold.
 
-    async def answer(self, call: Call) -> Reply:
-        """Never raises: an error goes back as one line."""
-        try:
-            return Reply(call.id, await getattr(self, f"do_{call.method}")(call.argument))
-        except Exception as error:
-            traceback.print_exc()
-            return Reply(call.id, error=one_line(error, 1000), error_type=type(error).__name__)
+        Raises:
+            AdapterMismatchError: it does not bind; the one before stays in use.
+        """
+        self._run(self._wake())
+        self._digest = self._run(self._sync(push))
+        return self._digest
 
-    async def do_close(self, argument: None) -> None:
-        """Answer first; ``_serve`` ends."""
+    def generate(self, request: Any, version: int) -> Any:
+        """The ``Trajectories`` of a ``RolloutRequest``, drawn with the adapter of this version.
 
-    async def do_sync(self, push: Any) -> str:
+        Raises:
+            RuntimeError: there is no such adapter, or an image could not be drawn.
+        """
+        self._run(self._wake())
+        sampled = self._run(self._generate(request, version))
+        self._run(self._sleep())
+        return sampled
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the GPU in use, by whatever process, before the engine slept last and after; zeros before that."""
+        return self._used
+
+    def close(self) -> None:
+        """End vllm-omni."""
+        self.omni.shutdown()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(work)
+
+    async def _sleep(self) -> None:
+        """Have the weights wait in the host's memory, if they are to."""
+        if not self._sleeps or self._asleep:
+            return
+        before = _bytes_in_use()
+        # Level 1: of level 2, vllm-omni's own default, it does not wake.
+        _check_acknowledged("sleep", await self.omni.sleep(level=1))
+        self._asleep = True
+        self._used = (before, _bytes_in_use())
+
+    async def _wake(self) -> None:
+        """Have the weights on the GPU, and the adapter in its layers as it was.
+
+        Raises:
+            RuntimeError: it does not wake, or the layers hold something else.
+        """
+        if not self._asleep:
+            return
+        _check_acknowledged("wake up", await self.omni.wake_up())
+        self._asleep = False
+        held = await self._worker("flowgrpo_held", self._pushed)
+        if tuple(held) != (self._adapter, self._digest):
+            raise RuntimeError(
+                f"after waking up, vllm-omni's layers hold adapter {held[0]} with digest {held[1][:16]}, not "
+                f"{self._adapter} with {self._digest[:16]}; set actor_rollout_ref.rollout.vllm_omni.sleep=false"
+            )
+
+    async def _sync(self, push: Any) -> str:
         """Add, bind, read back, and only then drop the adapter before it; a refused one leaves that in place."""
         from flowgrpo_rc.models.lora import AdapterMismatchError
         from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
@@ -145,11 +157,10 @@ class _Server:
         self._pushed = push
         return digest
 
-    async def do_generate(self, argument: tuple[Any, int]) -> Any:
+    async def _generate(self, request: Any, version: int) -> Any:
         """Sample all images of a request; they come back in any order and are put in the request's."""
         from flowgrpo_rc.rollout.vllm_omni.images import assemble, image_request
 
-        request, version = argument
         if self._pushed is None or self._pushed.version != version:
             held = None if self._pushed is None else self._pushed.version
             raise RuntimeError(f"the engine holds adapter version {held}, not {version}: call sync() before generate()")
@@ -181,28 +192,21 @@ class _Server:
         return result
 
 
-def _end_with_trainer(settings: Settings) -> None:
-    """Have the kernel end this process with the trainer's, and end now where that one has gone already."""
-    if settings.die_with_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != settings.parent:
-        os._exit(1)
+def _check_acknowledged(what: str, acknowledgements: Sequence[Any]) -> None:
+    """vllm-omni reports that it could not in its answer instead of raising it."""
+    faults = [str(ack.error_msg) for ack in acknowledgements if ack.status != "SUCCESS"]
+    if faults or not acknowledgements:
+        reason = faults[0] if faults else "nothing answered"
+        raise RuntimeError(f"vllm-omni does not {what} ({reason}); set actor_rollout_ref.rollout.vllm_omni.sleep=false")
 
 
-def _send_heartbeats(connection: Connection, lock: threading.Lock, parent: int) -> None:
-    """Show life, and end when the trainer is gone."""
-    while True:
-        time.sleep(HEARTBEAT_SECONDS)
-        if os.getppid() != parent:
-            os._exit(1)
-        if lock.acquire(timeout=HEARTBEAT_SECONDS):
-            try:
-                send(connection, HEARTBEAT)
-            except OSError:
-                os._exit(1)
-            finally:
-                lock.release()
+def _bytes_in_use() -> int:
+    """Of this process's GPU, by all processes."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 if __name__ == "__main__":
-    main()
+    serve(_Server)

@@ -1,4 +1,4 @@
-"""What the trainer and the engine's process say to each other: pickled messages over one pipe, matched by id."""
+"""What the trainer and an engine's process say to each other: pickled messages over one pipe, matched by id."""
 
 import pickle
 from dataclasses import dataclass
@@ -7,29 +7,15 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the engine's process sets itself up."""
+class Start:
+    """The first message: how the process sets itself up."""
 
-    model: str
-    """Folder or hub name of the diffusers pipeline."""
-    pipeline: str
-    """Class of the pipeline, a key of ``PIPELINES``."""
-    dtype: str
-    """Compute dtype of the transformer and of the adapter."""
-    vae_dtype: str
-    """Precision in which images are decoded, which is the trainer's."""
-    batch_guidance: bool
-    """Whether both halves of a guided velocity are one call of the transformer, as in the trainer."""
-    max_batch: int
-    """Images per forward."""
-    attention: str | None
-    """vllm-omni's name of the way to compute attention; null leaves the choice to it."""
-    init_timeout: float
-    """Seconds until vllm-omni gives the loading of the model up."""
-    parent: int = 0
-    """Process id of the trainer, known at the start of the process; the engine ends when the trainer does."""
-    die_with_thread: bool = False
-    """Whether the trainer's main thread starts the engine, so that the kernel may end it with that thread."""
+    settings: Any
+    """What its server is made from."""
+    parent: int
+    """Process id of the trainer; the process ends when the trainer does."""
+    die_with_thread: bool
+    """Whether the kernel may end the process with the trainer's thread that starts it: the main thread does."""
 
 
 READY = 0
@@ -45,7 +31,7 @@ class Call:
     id: int
     method: str
     """``generate``, ``sync`` or ``close``."""
-    argument: Any
+    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

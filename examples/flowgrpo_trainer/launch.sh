@@ -1,0 +1,21 @@
+# What the full-size scripts read to choose the engine and to start their processes. Sourced by them.
+#
+#   OUTPUTS    where run folders go               (default: outputs)
+#   NUM_GPUS   processes on this machine          (default: 4)
+#   LAUNCHER   starts the processes in place of torchrun --standalone, e.g. on several nodes
+#   ENGINE     vllm_omni or diffusers             (default: vllm_omni where it is installed; docs/vllm_omni.md)
+#
+# LAUNCH is what a script calls with `train` and its settings.
+OUTPUTS=${OUTPUTS:-outputs}
+NUM_GPUS=${NUM_GPUS:-4}
+ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
+echo "Rollout engine: $ENGINE"
+
+if [ -n "${LAUNCHER:-}" ]; then
+    read -ra WORDS <<<"$LAUNCHER"
+    LAUNCH=("${WORDS[@]}" -m flowgrpo_rc.cli.main)
+elif [ "$NUM_GPUS" -gt 1 ]; then
+    LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_GPUS" -m flowgrpo_rc.cli.main)
+else
+    LAUNCH=(python -m flowgrpo_rc.cli.main)
+fi

@@ -1,0 +1,128 @@
+"""Where rollout engines run: beside the actor, in processes of this machine, or on a Ray cluster. Loads no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from flowgrpo_rc.checks import fit_fields, non_negative, positive
+from flowgrpo_rc.field_docs import documented_fields
+
+IN_TRAINER = "trainer"
+"""The placement of an engine beside the actor."""
+PLACEMENTS = (IN_TRAINER, "process", "ray")
+"""What ``rollout.placement`` may be."""
+SHORTEST_SILENCE = 3.0
+"""Seconds. An engine's process that is at work may give no sign of life for a second or two."""
+_HERE = "actor_rollout_ref.rollout"
+_DEVICE = re.compile(r"cpu|[a-z]+:\d+")
+JOINED = "+"
+"""Joins the devices of one engine in an entry of ``rollout.devices``."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the trainer processes of a machine one is; they share out its engines."""
+
+    index: int
+    """From 0."""
+    count: int
+    """How many there are."""
+
+
+ALONE = Share(0, 1)
+"""One trainer process on its machine."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineTimeouts:
+    """When an engine's process is given up, ended and started anew."""
+
+    start_timeout_s: float = 900.0
+    """Seconds from the start of the process until the model is loaded."""
+
+    request_timeout_s: float = 3600.0
+    """Seconds that one rollout may take, with all its images."""
+
+    sync_timeout_s: float = 600.0
+    """Seconds that taking over one adapter may take."""
+
+    silence_timeout_s: float = 60.0
+    """Seconds without a sign of life, of which a process gives two a second. At least ``SHORTEST_SILENCE``."""
+
+    close_timeout_s: float = 20.0
+    """Seconds for a clean end, after which the process is killed."""
+
+    def check(self, section: str) -> None:
+        """Raise ``ValueError`` where a number is none that a process could keep."""
+        fit_fields(section, self)
+        for name in ("start", "request", "sync", "silence", "close"):
+            positive(f"{section}.{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
+        if self.silence_timeout_s < SHORTEST_SILENCE:
+            raise ValueError(
+                f"{section}.silence_timeout_s: got {self.silence_timeout_s}; a process at work may be silent "
+                f"for a second or two, so give at least {SHORTEST_SILENCE:g}"
+            )
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class ProcessConfig(EngineTimeouts):
+    """The section ``rollout.process``: when an engine that ``placement`` has put elsewhere is given up, ended and
+    started anew."""
+
+    def __post_init__(self) -> None:
+        self.check(f"{_HERE}.process")
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class RayConfig:
+    """The section ``rollout.ray``: the cluster that engines run on with ``placement=ray``."""
+
+    address: str | None = None
+    """Address of a running cluster that this machine belongs to, ``host:port``; ``auto`` finds it. Null joins the
+    cluster that the variable ``RAY_ADDRESS`` names, and without one starts Ray on this machine for the run."""
+
+    num_gpus: float = 1.0
+    """GPUs that Ray sets aside for each engine; 0 for engines that compute on the CPU."""
+
+    num_cpus: float = 1.0
+    """CPUs that Ray sets aside for each engine."""
+
+    def __post_init__(self) -> None:
+        fit_fields(f"{_HERE}.ray", self)
+        if self.address is not None and self.address.startswith("ray://"):
+            raise ValueError(
+                f"{_HERE}.ray.address: got {self.address!r}, Ray's way in from outside; engines are asked from a "
+                "machine of the cluster, so run `ray start --address=HEAD:6379` on this one and set it to auto"
+            )
+        non_negative(f"{_HERE}.ray.num_gpus", self.num_gpus)
+        non_negative(f"{_HERE}.ray.num_cpus", self.num_cpus)
+        if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
+            raise ValueError(
+                f"{_HERE}.ray.num_gpus: got {self.num_gpus:g}; Ray gives a share of one GPU or whole GPUs, so give a "
+                "number up to 1 or a whole one"
+            )
+
+
+def device_groups(devices: list[str]) -> list[tuple[str, ...]]:
+    """``rollout.devices`` as the devices of each engine.
+
+    Raises:
+        ValueError: an entry names no device, or one is named twice.
+    """
+    field = f"{_HERE}.devices"
+    if not devices:
+        raise ValueError(f"{field}: got []; name a device for each engine, e.g. [cuda:2,cuda:3], or set it to null")
+    groups = [tuple(entry.split(JOINED)) for entry in devices]
+    named = [device for group in groups for device in group]
+    for device in named:
+        if not _DEVICE.fullmatch(device):
+            raise ValueError(
+                f"{field}: got {device!r}; a device is cpu or a kind and a number, e.g. cuda:2, and an engine on "
+                f"several of them is cuda:2{JOINED}cuda:3"
+            )
+        if device != "cpu" and named.count(device) > 1:
+            raise ValueError(f"{field}: names {device} twice; two engines would share its memory, so give each its own")
+    return groups

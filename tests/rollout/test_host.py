@@ -1,0 +1,121 @@
+"""An engine with a model of its own draws the bits of the engine beside the actor, and holds its weights once."""
+
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models.lora import adapter_state, attach_lora
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, RolloutRequest, build_engine
+from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
+from flowgrpo_rc.rollout.host import EngineHost, digest_rule
+from flowgrpo_rc.rollout.seeds import seed_for
+
+MODEL = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=8)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+    "fp8 in float32": {"dtype": "float32", "quantization": "fp8"},
+    "attention": {"dtype": "float32", "rollout_attn_backend": "_native_math"},
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def rollout(request):
+    return RolloutConfig(micro_batch_size=4, **SETTINGS[request.param])
+
+
+def adapter_of(model, seed=0):
+    """An adapter as it is after some training, by the names and shapes of the actor's."""
+    attach_lora(model.transformer, model, MODEL, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    state = adapter_state(model.transformer)
+    return {name: 0.2 * torch.randn(value.shape, generator=generator) for name, value in state.items()}
+
+
+def request_for(model, *, window=2):
+    """Two images of each of three prompts of different lengths, guided."""
+    encoder = PromptEncoder(model, 64)
+    prompts = encoder(['the text "12"', 'the text "345678" in red', "x"])
+    return RolloutRequest(
+        conditioning=Conditioning(prompts, encoder([" "] * 3), 4.0, None, 32, 32),
+        prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
+        num_inference_steps=4,
+        seeds=[seed_for(0, 0, 0, i) for i in range(6)],
+        window_starts=torch.tensor([0, 0, 2, 2, 1, 1]) if window else None,
+        window_size=window,
+        noise_level=0.7 if window else 0.0,
+        record_means=bool(window),
+    )
+
+
+def assert_same_bits(one, other):
+    """Images, recorded steps and what the engines say of themselves."""
+    assert torch.equal(one.images, other.images)
+    assert (one.batch is None) is (other.batch is None)
+    if one.batch is not None:
+        assert set(one.batch.keys()) == set(other.batch.keys())
+        assert all(torch.equal(one.batch[name], other.batch[name]) for name in one.batch.keys())  # noqa: SIM118
+    for name in ("seeds", "dtype", "adapter_version", "adapter_digest", "true_cfg_scale", "noise_level", "request_id"):
+        assert getattr(one.echo, name) == getattr(other.echo, name), name
+
+
+def test_a_host_draws_the_bits_of_the_engine_beside_the_actor(tiny_model, rollout):
+    """Through a pickled configuration, as it arrives in another process."""
+    sections = pickle.loads(pickle.dumps((rollout, MODEL)))
+    host = EngineHost(sections[0], sections[1], "cpu")
+    beside = build_engine(rollout, tiny_model, MODEL, "cpu")
+    state = adapter_of(tiny_model)
+    digest = beside.sync(state, 3)
+    assert host.sync(state, 3) == digest == digest_rule(rollout, MODEL)(state)
+    request = request_for(tiny_model)
+    assert_same_bits(host.generate(request), beside.generate(request))
+    plain = request_for(tiny_model, window=0)
+    assert_same_bits(host.generate(plain), beside.generate(plain))
+    host.close()
+
+
+def test_the_digest_of_a_state_in_the_engines_dtype_is_that_of_the_state(tiny_model, rollout):
+    """The pool sends adapters that have been rounded already."""
+    state = adapter_of(tiny_model)
+    rounded = {name: value.to(getattr(torch, rollout.dtype)) for name, value in state.items()}
+    rule = digest_rule(rollout, MODEL)
+    assert rule(rounded) == rule(state)
+    assert rule(adapter_of(load_model(MODEL.path), seed=1)) != rule(state)
+
+
+def live_bytes():
+    """Bytes of all storages that Python's tensors hold."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter) and not o.is_meta]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_a_host_holds_its_weights_once(rollout):
+    """Transformer and adapter in the engine's dtype, VAE in the model's, and no other copy."""
+    before = live_bytes()
+    host = EngineHost(rollout, MODEL, "cpu")
+    engine = host.engine
+    assert isinstance(engine, DiffusersEngine)
+    held = {n: sum(p.nbytes for p in n.parameters()) for n in (engine.transformer, engine._model.pipe.vae)}
+    assert {p.dtype for p in engine.transformer.parameters()} == {getattr(torch, rollout.dtype)}
+    # Tables of angles for rotary embeddings come on top.
+    assert live_bytes() - before < sum(held.values()) + 0.25 * held[engine.transformer]
+    assert not any(name.startswith("text_encoder") and part for name, part in engine._model.pipe.components.items())
+
+
+def test_guidance_in_two_calls_arrives(rollout):
+    model = ModelConfig(path=MODEL.path, batch_guidance=False)
+    host = EngineHost(rollout, model, "cpu")
+    assert isinstance(host.engine, DiffusersEngine)
+    assert not host.engine._model.batch_guidance
+
+
+def test_an_engine_without_a_digest_rule_stays_in_the_trainers_process(monkeypatch):
+    monkeypatch.setitem(ENGINES, "dark", EngineEntry("nowhere:Dark"))
+    with pytest.raises(ValueError, match=r"rollout.name: got dark, which has no digest_rule .* diffusers, vllm_omni$"):
+        digest_rule(RolloutConfig(name="dark"), MODEL)

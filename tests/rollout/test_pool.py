@@ -1,0 +1,527 @@
+"""Several engines as one: the same bits whoever draws, and engines that die, hang, mix up or hold the wrong adapter."""
+
+import threading
+import time
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.rollout import (
+    DiffusersEngine,
+    EngineLostError,
+    RolloutEngine,
+    RolloutError,
+    RolloutPool,
+    RolloutRequest,
+    RolloutSyncError,
+)
+from flowgrpo_rc.rollout.seeds import seed_for
+
+LORA = ModelConfig(lora_rank=4, lora_alpha=4)
+IMAGES = 10
+CHUNK = 3
+"""10 images are drawn as 3, 3, 3 and 1."""
+WAIT_S = 60
+"""So long a test waits for another thread before it fails."""
+
+
+class Here:
+    """An engine of this process as a handle, with places where a fault can sit. One lock keeps calls apart, since all
+    share the model's transformer."""
+
+    turn = threading.Lock()
+
+    def __init__(self, model, name, *, dtype=torch.float32):
+        self.name = name
+        self.engine = DiffusersEngine(model, LORA, dtype=dtype, micro_batch_size=CHUNK, device="cpu")
+        self.starts = 0
+        self.drawn = []
+        self.given = []
+        self.closed = False
+
+    def start(self):
+        self.starts += 1
+        self.engine.adapter_version = -1
+
+    def sync(self, state, version):
+        self.given.append(version)
+        with self.turn:
+            return self.engine.sync(state, version)
+
+    def generate(self, request):
+        with self.turn:
+            answer = self.engine.generate(request)
+        self.drawn += request.seeds
+        return answer
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def make_pool(tiny_model):
+    pools = []
+
+    def make(*kinds, dtype=torch.float32, **settings):
+        kinds = kinds or (Here, Here)
+        handles = [kind(tiny_model, f"engine {i}", dtype=dtype) for i, kind in enumerate(kinds)]
+        settings = {"micro_batch_size": CHUNK, "digest_of": handles[0].engine.digest_of} | settings
+        pool = RolloutPool(handles, dtype=dtype, **settings)
+        pools.append(pool)
+        return pool, handles
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def alone(tiny_model):
+    """The engine of this process, which draws all chunks itself."""
+    return DiffusersEngine(tiny_model, LORA, dtype=torch.float32, micro_batch_size=CHUNK, device="cpu")
+
+
+@pytest.fixture
+def make_request(tiny_model):
+    encoder = PromptEncoder(tiny_model, 512)
+
+    def make(seed=0, cfg=1.0, deterministic=False):
+        prompts = encoder(['the text "12"', "a much longer prompt with the text 345 in it", "1"])
+        negative = encoder([" "] * 3) if cfg > 1 else None
+        index = torch.tensor([0, 0, 1, 1, 1, 2, 2, 0, 2, 1])
+        return RolloutRequest(
+            conditioning=Conditioning(prompts, negative, cfg, None, 32, 32),
+            prompt_index=index,
+            num_inference_steps=4,
+            seeds=[seed_for(seed, 0, 0, i) for i in range(IMAGES)],
+            window_starts=None if deterministic else torch.arange(IMAGES) % 3,
+            window_size=0 if deterministic else 2,
+            noise_level=0.0 if deterministic else 0.7,
+        )
+
+    return make
+
+
+def state_of(alone, scale=1.0):
+    """An adapter that changes the images."""
+    generator = torch.Generator().manual_seed(5)
+    own = adapter_state(alone.transformer, alone.adapter)
+    return {
+        name.replace(f".{alone.adapter}.", ".default."): scale * 0.2 * torch.randn(t.shape, generator=generator)
+        for name, t in own.items()
+    }
+
+
+def drawn_alone(alone, request, state, version=0):
+    alone.sync(state, version)
+    return alone.generate(request)
+
+
+def assert_same(found, expected, request):
+    """Bit for bit, and in the request's order."""
+    assert torch.equal(found.images, expected.images)
+    if expected.batch is None:
+        assert found.batch is None
+    else:
+        assert set(found.batch.keys()) == set(expected.batch.keys())
+        for name, tensor in expected.batch.items():
+            assert torch.equal(found.batch[name], tensor), name
+    assert found.echo.request_id == request.request_id
+    for name in ("seeds", "adapter_version", "adapter_digest", "noise_level", "window_size", "dtype", "true_cfg_scale"):
+        assert getattr(found.echo, name) == getattr(expected.echo, name), name
+    assert torch.equal(found.echo.sigmas, expected.echo.sigmas)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+@pytest.mark.parametrize("settings", [{}, {"cfg": 3.0}, {"deterministic": True}], ids=["plain", "guided", "validation"])
+def test_the_bits_do_not_depend_on_who_draws(engines, settings, make_pool, alone, make_request):
+    pool, handles = make_pool(*[Here] * engines)
+    assert isinstance(pool, RolloutEngine)
+    request = make_request(**settings)
+    state = state_of(alone)
+    digest = pool.sync(state, 0)
+    found = pool.generate(request)
+    expected = drawn_alone(alone, request, state)
+    assert digest == expected.echo.adapter_digest == pool.digest_of(state)
+    assert_same(found, expected, request)
+    assert sorted(seed for handle in handles for seed in handle.drawn) == sorted(request.seeds)
+
+
+def test_images_come_in_order_while_others_are_drawn(make_pool, alone, make_request):
+    class SlowFirst(Here):
+        """Draws the first chunk last."""
+
+        others = threading.Event()
+
+        def generate(self, request):
+            if request.request_id.endswith("/0"):
+                assert self.others.wait(WAIT_S)
+            answer = super().generate(request)
+            if request.request_id.endswith("/9"):
+                self.others.set()
+            return answer
+
+    pool, _ = make_pool(SlowFirst, SlowFirst)
+    state = state_of(alone)
+    pool.sync(state, 0)
+    request = make_request()
+    came = []
+    pending = pool.submit(request)
+    found = pending.result(lambda rows, images: came.append((rows.tolist(), images)))
+    assert [rows for rows, _ in came] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert torch.equal(torch.cat([images for _, images in came]), found.images)
+    assert_same(found, drawn_alone(alone, request, state), request)
+
+
+def test_requests_wait_in_line_each_with_its_own_adapter(make_pool, alone, make_request):
+    """Two requests in flight under different adapters, and a third one that changes what the engines hold."""
+    pool, _ = make_pool()
+    states = [state_of(alone, scale) for scale in (1.0, -2.0, 0.5)]
+    requests = [make_request(seed) for seed in range(3)]
+    pending = []
+    for version, (state, request) in enumerate(zip(states, requests, strict=True)):
+        held = pool.push(state, version)
+        assert (held.version, held.digest) == (version, alone.digest_of(state))
+        pending.append(pool.submit(request))
+        for tensor in state.values():  # the actor goes on learning in place
+            tensor.mul_(3.0)
+    found = [one.result() for one in pending]
+    for version, scale in enumerate((1.0, -2.0, 0.5)):
+        expected = drawn_alone(alone, requests[version], state_of(alone, scale), version)
+        assert_same(found[version], expected, requests[version])
+
+
+def test_a_slow_engine_gets_fewer(make_pool, alone, make_request):
+    class Slow(Here):
+        rest = threading.Event()
+
+        def generate(self, request):
+            self.rest.wait(WAIT_S)
+            return super().generate(request)
+
+    class Quick(Here):
+        def generate(self, request):
+            answer = super().generate(request)
+            if len(self.drawn) >= IMAGES - CHUNK:
+                Slow.rest.set()
+            return answer
+
+    pool, (slow, quick) = make_pool(Slow, Quick)
+    pool.sync(state_of(alone), 0)
+    pool.generate(make_request())
+    assert len(slow.drawn) in (1, CHUNK)
+    assert len(quick.drawn) == IMAGES - len(slow.drawn)
+
+
+def dying(during, times=1):
+    """Engines of which the first to do this dies of it, so many times."""
+
+    class Dying(Here):
+        deaths = 0
+
+        def die(self, method):
+            if method == during and Dying.deaths < times:
+                Dying.deaths += 1
+                self.engine.adapter_version = -1
+                raise EngineLostError(f"{self.name} died while {method}")
+
+        def start(self):
+            super().start()
+            if self.starts > 1:
+                self.die("restarting")
+
+        def sync(self, state, version):
+            self.die("syncing")
+            return super().sync(state, version)
+
+        def generate(self, request):
+            self.die("drawing")
+            return super().generate(request)
+
+    return Dying
+
+
+@pytest.mark.parametrize("during", ["drawing", "syncing"])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_what_a_lost_engine_was_to_draw_is_dealt_again(during, engines, make_pool, alone, make_request):
+    pool, handles = make_pool(*[dying(during)] * engines)
+    state = state_of(alone)
+    request = make_request()
+
+    def draw():
+        pool.sync(state, 0)
+        found = pool.generate(request)
+        pool.sync(state_of(alone, 2.0), 1)
+        return found
+
+    with pytest.warns(UserWarning, match=rf"engine \d is started anew: engine \d died while {during}"):
+        found = draw()
+    assert_same(found, drawn_alone(alone, request, state), request)
+    assert sum(handle.starts for handle in handles) == engines + 1
+    assert all(handle.engine.adapter_version == 1 for handle in handles)
+
+
+def test_an_engine_that_does_not_come_back_is_given_up_and_the_others_go_on(make_pool, alone, make_request):
+    class Gone(dying("drawing")):
+        def start(self):
+            super().start()
+            if self.starts > 1:
+                raise EngineLostError("no such machine")
+
+    pool, handles = make_pool(Gone, Here)
+    state = state_of(alone)
+    pool.sync(state, 0)
+    for seed in range(2):
+        request = make_request(seed)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = pool.generate(request)
+        if any("given up" in str(one.message) for one in told):
+            assert "rollout engine engine 0 is given up: no such machine" in [str(one.message) for one in told]
+        assert_same(found, drawn_alone(alone, request, state), request)
+    assert pool.sync(state_of(alone, 2.0), 1) == alone.digest_of(state_of(alone, 2.0))
+    assert handles[0].closed
+
+
+def test_without_an_engine_left_the_rollout_fails_and_names_all(make_pool, alone, make_request):
+    class Gone(dying("drawing", times=9)):
+        def start(self):
+            super().start()
+            if self.starts > 1:
+                raise EngineLostError("no such machine")
+
+    pool, _ = make_pool(Gone, Gone)
+    pool.sync(state_of(alone), 0)
+    everywhere = "no rollout engine is left of 2: engine 0: no such machine; engine 1: no such machine"
+    with pytest.warns(UserWarning, match="is given up: no such"), pytest.raises(RolloutError, match=everywhere):
+        pool.generate(make_request())
+    with pytest.raises(RolloutError, match=everywhere):
+        pool.push(state_of(alone), 1)
+
+
+def test_images_that_cost_one_engine_after_the_other_are_taken_for_the_cause(make_pool, alone, make_request):
+    class Stumbling(Here):
+        def generate(self, request):
+            if request.request_id.endswith("/6"):
+                raise EngineLostError("out of memory")
+            return super().generate(request)
+
+    pool, _ = make_pool(Stumbling, Stumbling, Stumbling, Stumbling)
+    pool.sync(state_of(alone), 0)
+    words = r"images 6 to 8 of a rollout have cost 3 engines one after the other, the last one engine \d: out of memory"
+    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(RolloutError, match=words):
+        pool.generate(make_request())
+
+
+def test_an_engine_that_does_not_start_is_refused_and_the_others_are_closed(make_pool):
+    class Broken(Here):
+        def start(self):
+            raise EngineLostError("the model does not fit")
+
+    started = []
+
+    class Noted(Here):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            started.append(self)
+
+    refused = "rollout engine engine 1 does not start: the model does not fit"
+    with pytest.warns(UserWarning, match="does not fit"), pytest.raises(RolloutError, match=refused):
+        make_pool(Noted, Broken)
+    assert started[0].closed
+
+
+class Stale(Here):
+    """Acknowledges every adapter after the first, and keeps what it had."""
+
+    def sync(self, state, version):
+        if not self.given:
+            return super().sync(state, version)
+        self.engine.adapter_version = version
+        return self.engine._held_digest()
+
+
+class LyingStale(Stale):
+    """Says what it should hold."""
+
+    def sync(self, state, version):
+        super().sync(state, version)
+        return self.engine.digest_of(state)
+
+
+class Late(Here):
+    """Answers with what it was asked before."""
+
+    last = None
+
+    def generate(self, request):
+        answer = super().generate(request)
+        self.last, answer = answer, self.last or answer
+        return answer
+
+
+class FewerImages(Here):
+    def generate(self, request):
+        answer = super().generate(request)
+        return replace(answer, images=answer.images[:-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Stale, "rollout engine engine 1: adapter version 1: digest of the engine's weights"),
+        (LyingStale, "rollout engine engine 1: adapter version 1: digest of the engine's weights"),
+        (Late, "rollout engine engine 1: asked for the [13] images of .*; the engine has mixed up its results"),
+        (FewerImages, r"rollout engine engine 1: asked for the [13] images of .*, got [02] of"),
+    ],
+)
+def test_one_engine_that_goes_wrong_is_found_by_name(kind, words, make_pool, alone, make_request):
+    class Waiting(Here):
+        """Leaves the work to the other one until that has done something wrong."""
+
+        def generate(self, request):
+            time.sleep(0.2)
+            return super().generate(request)
+
+    pool, _ = make_pool(Waiting, kind)
+
+    def run():
+        for version in range(3):
+            pool.sync(state_of(alone, 1.0 + version), version)
+            pool.generate(make_request(version))
+
+    with pytest.raises(RolloutSyncError, match=words):
+        run()
+
+
+def test_engines_of_two_programs_are_told_apart(make_pool, alone, make_request):
+    class OtherSchedule(Here):
+        def generate(self, request):
+            answer = super().generate(request)
+            return replace(answer, echo=replace(answer.echo, sigmas=answer.echo.sigmas * 1.001))
+
+    class Waiting(Here):
+        def generate(self, request):
+            time.sleep(0.05)
+            return super().generate(request)
+
+    pool, _ = make_pool(Waiting, OtherSchedule)
+    pool.sync(state_of(alone), 0)
+    with pytest.raises(RolloutSyncError, match="sigmas: images of one rollout were drawn with"):
+        pool.generate(make_request())
+
+
+def test_an_error_of_an_engine_ends_the_run_with_its_words(make_pool, alone, make_request):
+    class Dark(Here):
+        def generate(self, request):
+            raise RolloutError("an image's latents are not finite")
+
+    pool, _ = make_pool(Here, Dark)
+    pool.sync(state_of(alone), 0)
+
+    def run():
+        for seed in range(20):
+            pool.generate(make_request(seed))
+
+    with pytest.raises(RolloutError, match="an image's latents are not finite"):
+        run()
+
+
+def test_close_ends_what_is_in_flight(make_pool, alone, make_request):
+    class Hanging(Here):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            self.ended = threading.Event()
+
+        def generate(self, request):
+            assert self.ended.wait(WAIT_S)
+            raise EngineLostError("ended")
+
+        def close(self):
+            super().close()
+            self.ended.set()
+
+    pool, handles = make_pool(Hanging, Hanging)
+    pool.sync(state_of(alone), 0)
+    pending = pool.submit(make_request())
+    pool.close()
+    pool.close()
+    assert all(handle.closed and handle.starts == 1 for handle in handles)
+    with pytest.raises(RolloutError, match="the rollout engines are closed"):
+        pending.result()
+
+
+def test_nothing_is_drawn_without_an_adapter(make_pool, make_request):
+    pool, _ = make_pool()
+    with pytest.raises(RolloutError, match="has no adapter yet"):
+        pool.generate(make_request())
+
+
+def test_what_the_engines_did_is_told_once(make_pool, alone, make_request):
+    pool, _ = make_pool()
+    pool.sync(state_of(alone), 3)
+    pool.generate(make_request())
+    work = pool.take_work()
+    assert [w.what for w in work].count("start") == 2
+    draws = [w for w in work if w.what == "draw"]
+    assert sum(w.rows for w in draws) == IMAGES
+    assert {w.version for w in work if w.what != "start"} == {3}
+    assert all(w.end >= w.begin for w in work)
+    assert [w.begin for w in work] == sorted(w.begin for w in work)
+    assert pool.take_work() == []
+
+
+def test_what_an_engine_is_at_is_told_too_and_what_it_was_lost_in(make_pool, alone, make_request):
+    class Slow(Here):
+        at_work = threading.Event()
+        may_go_on = threading.Event()
+
+        def generate(self, request):
+            self.at_work.set()
+            assert self.may_go_on.wait(WAIT_S)
+            if self.starts == 1:
+                raise EngineLostError("killed")
+            return super().generate(request)
+
+    pool, _ = make_pool(Slow)
+    pool.push(state_of(alone), 7)
+    pending = pool.submit(make_request())
+    assert Slow.at_work.wait(WAIT_S)
+    before = time.perf_counter()
+    (account,) = pool.take_account()
+    assert [work.what for work in account.done] == ["start", "sync"]
+    assert account.doing is not None
+    assert (account.doing.what, account.doing.rows, account.doing.version) == ("draw", CHUNK, 7)
+    assert account.doing.begin <= before <= account.doing.end
+    assert not account.given_up
+    Slow.may_go_on.set()
+    with pytest.warns(UserWarning, match="is started anew: killed"):
+        pending.result()
+    (account,) = pool.take_account()
+    assert [work.what for work in account.done] == ["lost", "start", "sync", "draw", "draw", "draw", "draw"]
+    assert (account.done[0].rows, account.done[0].version) == (CHUNK, 7)
+    assert account.done[0].begin < before < account.done[0].end
+    assert account.doing is None
+
+
+def test_adapters_are_sent_in_the_engines_dtype(make_pool, alone, make_request):
+    sent = []
+
+    class Noting(Here):
+        def sync(self, state, version):
+            sent.append(state)
+            return super().sync(state, version)
+
+    pool, _ = make_pool(Noting, dtype=torch.bfloat16)
+    state = state_of(alone)
+    assert pool.sync(state, 0) == pool.digest_of(state)
+    (given,) = sent
+    for name, tensor in given.items():
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # pickled, a view would take all of its block along
+        assert_close(tensor, state[name].bfloat16(), rtol=0, atol=0)

@@ -1,0 +1,256 @@
+"""Two engines on a Ray cluster of two nodes: the bits of the engine beside the actor, through every kind of loss.
+
+The cluster is one in a box: two of Ray's nodes, of one CPU each, in processes of this machine.
+"""
+
+import os
+import signal
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from test_host import MODEL, adapter_of, assert_same_bits, request_for
+from test_process import wait_until
+from test_ray_handle import config, holds_anything
+
+from flowgrpo_rc.models import load_model
+from flowgrpo_rc.models.lora import AdapterMismatchError
+from flowgrpo_rc.rollout import EngineLostError, RolloutError, RolloutPool
+from flowgrpo_rc.rollout.host import EngineHost, digest_rule
+from flowgrpo_rc.rollout.ray.handle import ray_handles
+
+pytestmark = pytest.mark.slow
+STORE = 100_000_000
+"""Bytes of each node's object store, the least that Ray accepts being 75 MB."""
+SILENCE = 6.0
+
+
+@dataclass
+class Box:
+    """A cluster, and what is drawn on it."""
+
+    cluster: Any
+    expected: Any
+    state: Any
+    request: Any
+    pool: RolloutPool | None = None
+    handles: Any = ()
+
+    @property
+    def address(self):
+        return self.cluster.address
+
+    def open(self):
+        """A pool of two engines, one a node."""
+        if self.pool is None:
+            self.pool, self.handles = make_pool(self.address, engines=2)
+            self.pool.sync(self.state, 0)
+        return self.pool, self.handles
+
+    def close(self):
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+def make_pool(address, **settings):
+    rollout = config(address, **({"silence_timeout_s": SILENCE, "close_timeout_s": 10.0} | settings))
+    handles = ray_handles(rollout, MODEL, "cpu")
+    rule = digest_rule(rollout, MODEL)
+    return RolloutPool(handles, digest_of=rule, dtype=torch.bfloat16, micro_batch_size=2), handles
+
+
+@pytest.fixture(scope="module")
+def box(ray_environment):
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ray_environment.keys() - os.environ.keys():
+            patch.setenv(name, ray_environment[name])
+        # A node is known to be gone after this; the engines' driver gives up a cluster without a head after that.
+        for name in ("health_check_initial_delay_ms", "health_check_period_ms", "health_check_timeout_ms"):
+            patch.setenv(f"RAY_{name}", "1000")
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+        from ray.cluster_utils import Cluster
+
+        node = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        model = load_model(MODEL.path)
+        state = adapter_of(model)
+        request = request_for(model)
+        host = EngineHost(config(), MODEL, "cpu")
+        host.sync(state, 0)
+        found = Box(cluster, host.generate(request), state, request)
+        yield found
+        found.close()
+        with suppress(Exception):
+            cluster.shutdown()
+
+
+@pytest.fixture
+def two(box):
+    """The box with its two engines; what a test leaves them in is of no account."""
+    pool, handles = box.open()
+    at_work = set()
+    while len(at_work) < len(handles):  # one that is lost twice without having drawn would be given up
+        pool.generate(box.request)
+        at_work |= {work.engine for work in pool.take_work() if work.what == "draw"}
+    yield box
+    if has_failed(pool):
+        box.close()
+
+
+def has_failed(pool):
+    return pool._failure is not None or any(member.given_up for member in pool._members)
+
+
+def stop(handle):
+    """From now on it takes what it is asked, and does nothing."""
+    os.kill(handle.place[1], signal.SIGSTOP)
+
+
+def kill(handle):
+    os.kill(handle.place[1], signal.SIGKILL)
+
+
+def has_done(pool, what, times=1):
+    """Whether the engines have done so much since."""
+    done = []
+
+    def so_much():
+        done.extend(work for work in pool.take_work() if work.what == what)
+        return len(done) >= times
+
+    return so_much
+
+
+def test_two_actors_draw_the_bits_of_the_engine_beside_the_actor(two):
+    pool, handles = two.pool, two.handles
+    assert pool.sync(two.state, 0) == digest_rule(config(), MODEL)(two.state)
+    assert_same_bits(pool.generate(two.request), two.expected)
+    assert handles[0].place[1] != handles[1].place[1]
+    assert [handle.name for handle in handles] == ["ray 0", "ray 1"]
+
+
+def test_killed_while_drawing(two):
+    """Its rows are drawn by the other one."""
+    pool, (first, _) = two.pool, two.handles
+    before = first.place
+    stop(first)
+    pending = pool.submit(two.request)
+    wait_until(has_done(pool, "draw", 2))
+    kill(first)
+    with pytest.warns(UserWarning, match="rollout engine ray 0 is started anew: The actor is dead because .*died"):
+        assert_same_bits(pending.result(), two.expected)
+    wait_until(lambda: first.place != before, 300)
+
+
+def test_killed_while_it_takes_an_adapter(two):
+    pool, (first, _) = two.pool, two.handles
+    before = first.place
+    stop(first)
+    pool.push(adapter_of(load_model(MODEL.path), seed=1), 1)
+    pool.push(two.state, 0)
+    wait_until(has_done(pool, "sync"))
+    kill(first)
+    with pytest.warns(UserWarning, match="rollout engine ray 0 is started anew: The actor is dead because .*died"):
+        digest = pool.sync(two.state, 0)  # waits for the one that is started anew
+    assert digest == digest_rule(config(), MODEL)(two.state)
+    assert first.place != before
+    assert_same_bits(pool.generate(two.request), two.expected)
+
+
+def test_one_that_hangs_is_ended_and_its_rows_are_drawn_by_the_other(two):
+    """SIGSTOP: alive for Ray, which would wait for it for good."""
+    pool, (_, second) = two.pool, two.handles
+    before = second.place
+    stop(second)
+    words = (
+        rf"rollout engine ray 1 is started anew: gave no sign of life for {SILENCE:g} s while sampling; it was ended"
+    )
+    with pytest.warns(UserWarning, match=words):
+        assert_same_bits(pool.generate(two.request), two.expected)
+    wait_until(lambda: second.place != before, 300)
+    assert not holds_anything(before[1])
+
+
+def test_an_error_of_the_engine_comes_back_in_one_line(two):
+    _, (first, _) = two.pool, two.handles
+    with pytest.raises(AdapterMismatchError, match="adapter") as caught:
+        first.sync(dict(list(two.state.items())[1:]), 5)
+    assert "\n" not in str(caught.value)
+    request = replace(two.request, noise_level=float("nan"))
+    with pytest.raises(RolloutError, match="rollout engine ray 0: .*non-finite") as caught:
+        first.generate(request)
+    assert not isinstance(caught.value, EngineLostError)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_process_that_speaks_to_ray_is_killed(two):
+    """With it both actors are gone; both are started anew, by another one."""
+    pool, handles = two.pool, two.handles
+    before = [handle.place[1] for handle in handles]
+    os.kill(handles[0]._connection._driver._process.pid, signal.SIGKILL)
+    words = r"ray \d is started anew: the process that speaks to Ray died of signal 9; log"
+    with pytest.warns(UserWarning, match=words):
+        assert_same_bits(pool.generate(two.request), two.expected)
+    wait_until(lambda: not any(map(holds_anything, before)))
+    pool.sync(two.state, 0)
+    assert not {handle.place[1] for handle in handles} & set(before)
+
+
+def test_without_room_one_line_says_what_was_asked_and_what_there_is(two):
+    """Both CPUs are taken."""
+    (third,) = ray_handles(config(two.address, start_timeout_s=15.0), MODEL, "cpu")
+    words = (
+        r"^no node of the Ray cluster had room for it within 15 s: asked for 0 GPU and 1 CPU "
+        r"\(actor_rollout_ref.rollout.ray.num_gpus, num_cpus\) on one node, the 2 nodes have 0 GPU \(0 free\) and "
+        r"2 CPU \(0 free\); ask for less, lower actor_rollout_ref.rollout.engines or add nodes$"
+    )
+    with pytest.raises(EngineLostError, match=words):
+        third.start()
+    third.close()
+
+
+def test_a_node_that_is_gone_takes_its_engine_with_it(two):
+    """The other one goes on alone, while Ray has no room for one in its place."""
+    pool, handles = two.pool, two.handles
+    (node,) = two.cluster.worker_nodes
+    raylet = node.all_processes["raylet"][0].process.pid
+    (lost,) = (handle for handle in handles if parent_of(handle.place[1]) == raylet)
+    two.cluster.remove_node(node, allow_graceful=False)
+    deadline = time.monotonic() + 120
+    told = []
+    while not told and time.monotonic() < deadline:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert_same_bits(pool.generate(two.request), two.expected)
+    assert [str(one.message).partition(": ")[0] for one in told] == [f"rollout engine {lost.name} is started anew"]
+    assert_same_bits(pool.generate(two.request), two.expected)
+
+
+def test_without_the_cluster_the_rollout_fails_in_one_line(box):
+    """The last of these tests, on what the one before has left; nothing of the cluster is there after it."""
+    pool, handles = box.open()
+    pids = [handle.place[1] for handle in handles]
+    for node in box.cluster.list_all_nodes():
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+    everywhere = (
+        rf"^no rollout engine is left of 2: ray 0: .*no Ray cluster answers at {box.address} \(Connection refused"
+    )
+    with pytest.warns(UserWarning, match="is given up"), pytest.raises(RolloutError, match=everywhere) as caught:
+        pool.generate(box.request)
+    assert "\n" not in str(caught.value)
+    wait_until(lambda: not any(map(holds_anything, pids)))
+    began = time.monotonic()
+    box.close()
+    assert time.monotonic() - began < 30
+
+
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])

@@ -1,0 +1,358 @@
+"""Batches drawn ahead: every number is that of `adapter_lag`, at whatever pace engines draw, and after a resume."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests_support import overrides_of, run_process
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.models.load import PipelineLoader
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutError, RolloutPool
+from flowgrpo_rc.rollout.engines import ENGINES
+from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
+from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, setup
+
+R = "actor_rollout_ref.rollout"
+SETTINGS = (
+    "trainer.total_training_steps=5",
+    "trainer.test_freq=2",
+    "actor_rollout_ref.actor.ema_decay=0.5",
+    "actor_rollout_ref.actor.diffusion_loss.clip_ratio=auto",
+    f"{R}.micro_batch_size=5",
+)
+"""Validation, and an average that it is drawn with, come between batches in flight."""
+WAIT_S = 60
+
+
+class Elsewhere:
+    """An engine with a model of its own, which a thread of the pool calls."""
+
+    loading = threading.Lock()
+    """Libraries change classes while they load."""
+
+    def __init__(self, config, lora, name):
+        self.name = name
+        self._config = config
+        self._lora = lora
+        self.drawn = []
+
+    def start(self):
+        torch.set_num_threads(1)
+        with self.loading:
+            model = PipelineLoader(self._lora.path, dtype=self._lora.dtype).load()
+            model.batch_guidance = self._lora.batch_guidance
+            self.engine = DiffusersEngine.from_config(self._config, model, self._lora, "cpu")
+
+    def sync(self, state, version):
+        return self.engine.sync(state, version)
+
+    def generate(self, request):
+        self.drawn.append((request.request_id, self.engine.adapter_version))
+        return self.engine.generate(request)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def pooled(monkeypatch):
+    """Runs draw with pools of such engines; gives the handles of the last one."""
+    handles = []
+
+    def use(kind=Elsewhere, engines=2):
+        def build(config, model, lora, device, *_):
+            own = DiffusersEngine.from_config(config, model, lora, device)
+            digest_of = own.digest_of
+            own.close()
+            handles[:] = [kind(config, lora, f"engine {i}") for i in range(engines)]
+            dtype = getattr(torch, config.dtype)
+            return RolloutPool(handles, digest_of=digest_of, dtype=dtype, micro_batch_size=config.micro_batch_size)
+
+        monkeypatch.setattr(setup, "build_engine", build)
+        return handles
+
+    return use
+
+
+def numbers(folder):
+    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
+
+
+def trained(rows):
+    """What was trained with, at each step; a run that ends early validates at its last."""
+    return [{k: v for k, v in row.items() if not k.startswith("val/")} for row in rows]
+
+
+def run(small_config, name, *overrides):
+    return numbers(FlowGRPOTrainer(small_config(*SETTINGS, *overrides, folder=name)).fit())
+
+
+MODES = {
+    "bypass": ("algorithm.rollout_correction.bypass_mode=true",),
+    "decoupled": (
+        "algorithm.rollout_correction.bypass_mode=false",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "actor_rollout_ref.actor.diffusion_loss.clip_ratio=1e-3",
+        f"{R}.dtype=bfloat16",
+    ),
+    "guided": (f"{R}.pipeline.true_cfg_scale=2.0", f"{R}.dtype=float32"),
+}
+
+
+@pytest.mark.parametrize(("mode", "ahead"), [("bypass", 1), ("decoupled", 2), ("guided", 1)])
+def test_ahead_is_adapter_lag_in_every_number(ahead, mode, small_config, pooled):
+    late = run(small_config, "late", *MODES[mode], f"{R}.adapter_lag={ahead}")
+    assert [row["rollout/adapter_lag"] for row in late[1:]] == [float(min(i, ahead)) for i in range(5)]
+    assert all(len(row) > 80 for row in late[1:])
+    assert run(small_config, "here", *MODES[mode], f"{R}.ahead={ahead}") == late
+    pooled()
+    assert run(small_config, "pool", *MODES[mode], f"{R}.ahead={ahead}") == late
+
+
+def test_a_pool_without_ahead_is_the_engine_here(small_config, pooled):
+    here = run(small_config, "here")
+    pooled(engines=3)
+    assert run(small_config, "pool") == here
+
+
+def test_two_trainer_processes_share_out_the_engines_of_their_machine(tmp_path):
+    """Each has a process of its own draw its half of the images, one batch ahead."""
+    elsewhere = (f"{R}.ahead=1", f"{R}.placement=process", f"{R}.devices=[cpu,cpu]")
+    found = []
+    for name, settings in (("late", (f"{R}.adapter_lag=1",)), ("ahead", elsewhere)):
+        launch = (Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node", "2")
+        command = (*launch, "-m", "flowgrpo_rc.cli.main", "train", "--config-name", "tiny_qwen_image_ocr")
+        done = run_process(*command, *overrides_of(tmp_path / name, *settings))
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        found.append(numbers(RunFolder(tmp_path / name)))
+    assert found[0] == found[1]
+
+
+def test_both_come_to_the_larger_of_the_two(small_config, pooled):
+    late = run(small_config, "late", f"{R}.adapter_lag=2")
+    pooled()
+    assert run(small_config, "both", f"{R}.adapter_lag=2", f"{R}.ahead=1") == late
+
+
+def test_engines_draw_while_the_actor_learns(small_config, pooled, monkeypatch):
+    """An update waits until an engine has begun the batch after it: one that takes turns would wait for ever."""
+    begun = {}
+    steps = {}
+
+    class Watched(Elsewhere):
+        def generate(self, request):
+            batch = request.request_id.partition("/")[0]
+            begun.setdefault(batch, threading.Event()).set()
+            return super().generate(request)
+
+    pooled(Watched)
+    trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=1", "trainer.test_freq=-1"))
+    ask = trainer._ask
+
+    def noted(step):
+        asked = ask(step)
+        steps[step] = asked.request.request_id
+        begun.setdefault(asked.request.request_id, threading.Event())
+        return asked
+
+    trainer.rollouts._request = noted
+    update = trainer.run.actor.update
+    overlapped = []
+
+    def waiting(*arguments, **more):
+        following = steps.get(trainer.step + 1)
+        if following is not None:
+            overlapped.append(begun[following].wait(WAIT_S))
+        return update(*arguments, **more)
+
+    monkeypatch.setattr(trainer.run.actor, "update", waiting)
+    trainer.fit()
+    assert overlapped == [True] * 4
+    assert sorted(steps) == list(range(5)), "a batch was asked for that the run does not have"
+
+
+def test_an_engine_lost_in_the_midst_changes_no_number(small_config, pooled):
+    late = run(small_config, "late", f"{R}.adapter_lag=1")
+
+    class Dying(Elsewhere):
+        deaths = 0
+
+        def generate(self, request):
+            if len(self.drawn) % 3 == 2 and Dying.deaths < 3:
+                Dying.deaths += 1
+                self.drawn.append(None)
+                raise EngineLostError("killed")
+            return super().generate(request)
+
+        def sync(self, state, version):
+            if version == 3 and Dying.deaths < 5:
+                Dying.deaths = 5
+                raise EngineLostError("killed while it took an adapter")
+            return super().sync(state, version)
+
+    pooled(Dying)
+    with pytest.warns(UserWarning, match="is started anew: killed"):
+        assert run(small_config, "pool", f"{R}.ahead=1") == late
+    assert Dying.deaths == 5
+
+
+def test_without_engines_the_run_ends_in_one_line_and_keeps_its_checkpoint(small_config, pooled):
+    class Mortal(Elsewhere):
+        starts = 0
+
+        def start(self):
+            Mortal.starts += 1
+            if Mortal.starts > 2:
+                raise EngineLostError("no route to host")
+            super().start()
+
+        def generate(self, request):
+            if self.engine.adapter_version >= 2:
+                raise EngineLostError("no route to host")
+            return super().generate(request)
+
+    pooled(Mortal)
+    trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=1", "trainer.save_freq=1", "trainer.test_freq=-1"))
+    with (
+        pytest.warns(UserWarning, match="given up"),
+        pytest.raises(RolloutError, match="no rollout engine is left of 2"),
+    ):
+        trainer.fit()
+    assert (trainer.folder.checkpoints / "latest").read_text() in ("step_2", "step_3")
+    assert not any(thread.name.startswith("rollout") and thread.is_alive() for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("settings", "stops"), [(f"{R}.adapter_lag=2", (1, 3)), (f"{R}.ahead=1", (2,)), (f"{R}.ahead=2", (1, 3))]
+)
+def test_a_resume_repeats_the_undisturbed_run(stops, settings, small_config, pooled):
+    """What was in flight at the checkpoint is drawn again with the adapters of its time, from the same prompts."""
+    if "ahead" in settings:
+        pooled()
+    constant = "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"
+    whole = run(small_config, "whole", settings, constant)
+    parts = (*SETTINGS, settings, constant, "trainer.resume_mode=auto", "trainer.save_freq=1")
+    for stop in stops:
+        trainer = FlowGRPOTrainer(small_config(*parts, f"trainer.total_training_steps={stop}", folder="parts"))
+        trainer.fit()
+    again = FlowGRPOTrainer(small_config(*parts, folder="parts"))
+    assert again.step == stops[-1]
+    assert trained(numbers(again.fit())) == trained(whole)
+
+
+def test_a_checkpoint_holds_the_older_adapters_and_no_more(small_config):
+    trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=2", "trainer.save_freq=1", "trainer.test_freq=-1"))
+    known = {0: adapter_state(trainer.run.actor.transformer)}
+    step = trainer.train_step
+
+    def noted():
+        metrics = step()
+        known[trainer.step] = adapter_state(trainer.run.actor.transformer)
+        return metrics
+
+    trainer.train_step = noted
+    trainer.fit()
+    for number in range(1, 6):
+        file = trainer.folder.checkpoints / f"step_{number}" / "optimizer.pt"
+        if not file.exists():  # the oldest are dropped
+            continue
+        saved = torch.load(file, weights_only=True)["older_adapters"]
+        assert list(saved) == list(range(max(0, number - 2), number))
+        for version, state in saved.items():
+            assert all(torch.equal(tensor, known[version][name]) for name, tensor in state.items())
+            assert state.keys() == known[version].keys()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda older: older.pop(2), "older_adapters does not hold the adapters of the steps before 3"),
+        (lambda older: older[2].popitem(), r"older_adapters.2 has \d+ weights, not the \d+ of the adapter"),
+        (lambda older: next(iter(older[1].values())).fill_(torch.nan), "older_adapters.1.* holds values that are NaN"),
+        (lambda older: older.update({2: 0}), "older_adapters"),
+    ],
+)
+def test_damaged_older_adapters_are_refused_by_name(damage, words, small_config):
+    settings = (f"{R}.ahead=2", "trainer.total_training_steps=3", "trainer.save_freq=3", "data.val_files=null")
+    folder = FlowGRPOTrainer(small_config(*settings)).fit()
+    file = folder.checkpoints / "step_3" / "optimizer.pt"
+    tensors = torch.load(file, weights_only=True)
+    damage(tensors["older_adapters"])
+    torch.save(tensors, file)
+    resuming = (*settings, "trainer.resume_mode=auto", "trainer.total_training_steps=5")
+    with pytest.raises(CheckpointError, match=words):
+        FlowGRPOTrainer(small_config(*resuming))
+
+
+def test_an_interrupt_waits_for_the_step_and_resumes_exactly(small_config, pooled):
+    pooled()
+    constant = "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"
+    whole = run(small_config, "whole", f"{R}.ahead=1", constant)
+    parts = (*SETTINGS, f"{R}.ahead=1", constant, "trainer.resume_mode=auto")
+    trainer = FlowGRPOTrainer(small_config(*parts, folder="parts"))
+    step = trainer.train_step
+
+    def interrupted():
+        metrics = step()
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return metrics
+
+    trainer.train_step = interrupted
+    trainer.fit()
+    assert trainer.step == 2
+    again = FlowGRPOTrainer(small_config(*parts, folder="parts"))
+    assert again.step == 2
+    assert numbers(again.fit())[-3:] == whole[-3:]
+
+
+def test_the_last_batches_are_not_asked_for_twice_and_old_ones_are_dropped(small_config, pooled):
+    pooled()
+    trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=4", "trainer.total_training_steps=2"))
+    asked = []
+    ask = trainer._ask
+    trainer.rollouts._request = lambda step: (asked.append(step), ask(step))[1]
+    trainer.fit()
+    assert asked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"{R}.ahead=-1",), f"{R}.ahead: got -1; give 0 or more"),
+        (
+            (f"{R}.ahead=3", f"{R}.max_staleness=2"),
+            f"{R}.ahead: got 3, .*{R}.max_staleness=2 bounds that, so lower ahead or raise it",
+        ),
+        ((f"{R}.adapter_lag=1", f"{R}.max_staleness=0"), f"{R}.adapter_lag: got 1, .*max_staleness=0 bounds that"),
+        ((f"{R}.placement=cloud",), f"{R}.placement: got 'cloud'; choose one of trainer, process, ray"),
+        ((f"{R}.devices=[cuda:1]",), f"{R}.devices: got .* with placement=trainer; .*set {R}.placement=process"),
+        ((f"{R}.placement=process", f"{R}.devices=[]"), f"{R}.devices: got \\[\\]; name a device"),
+        ((f"{R}.placement=process", f"{R}.devices=[gpu1]"), f"{R}.devices: got 'gpu1'; a device is cpu or"),
+        ((f"{R}.placement=process", f"{R}.devices=[cuda:1,cuda:1]"), f"{R}.devices: names cuda:1 twice"),
+        (
+            (f"{R}.placement=process", f"{R}.devices=[cuda:1+cuda:2]"),
+            f"{R}.devices: got cuda:1\\+cuda:2; the diffusers engine computes on one device",
+        ),
+        ((f"{R}.engines=2",), f"{R}.engines: got 2 with placement=trainer; only Ray finds places"),
+        ((f"{R}.engines=0",), f"{R}.engines: got 0; give a number above 0"),
+        ((f"{R}.ray.num_gpus=1.5",), f"{R}.ray.num_gpus: got 1.5; .*give a number up to 1 or a whole one"),
+        ((f"{R}.process.silence_timeout_s=1",), f"{R}.process.silence_timeout_s: got 1.0; .*at least 3"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(overrides, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        compose("tiny_qwen_image_ocr", [*overrides_of(tmp_path / "run"), *overrides])
+
+
+def test_engines_that_compute_on_several_devices_are_taken(tmp_path):
+    placed = (f"{R}.placement=process", f"{R}.devices=[cuda:1+cuda:2,cuda:3+cuda:4]")
+    config = compose("tiny_qwen_image_ocr", [*overrides_of(tmp_path / "run"), *placed, f"{R}.name=vllm_omni"])
+    assert config.actor_rollout_ref.rollout.devices == ["cuda:1+cuda:2", "cuda:3+cuda:4"]
+    assert "vllm_omni" in ENGINES

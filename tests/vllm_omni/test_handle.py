@@ -1,0 +1,157 @@
+"""vllm-omni as an engine elsewhere: as a handle of a pool, and below an ``EngineHost``."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from engine_pair import TIMEOUTS, adapter_like, request_for
+from tests_support import descendants
+from torch.testing import assert_close
+
+from flowgrpo_rc.models import ModelConfig, load_model
+from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state
+from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutConfig, RolloutError, RolloutPool
+from flowgrpo_rc.rollout.base import RolloutHandle
+from flowgrpo_rc.rollout.host import EngineHost, digest_rule
+from flowgrpo_rc.rollout.placement import ALONE, ProcessConfig
+from flowgrpo_rc.rollout.process.handle import ProcessHandle, process_handles
+
+LORA = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=6)
+ROLLOUT = RolloutConfig(
+    name="vllm_omni",
+    dtype="float32",
+    micro_batch_size=4,
+    vllm_omni=TIMEOUTS,
+    process=ProcessConfig(start_timeout_s=600.0, silence_timeout_s=30.0),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(1)
+    return load_model(LORA.path)
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    """The diffusers engine with a random adapter, which is returned too."""
+    engine = DiffusersEngine(model, LORA, dtype=torch.float32, micro_batch_size=4, device="cpu")
+    state = adapter_like(adapter_state(engine.transformer, engine.adapter), 3)
+    engine.sync(state, 1)
+    return engine, state
+
+
+def assert_same_images(one, other):
+    """As between the two engines: vllm-omni's transformer rounds its scaled adapter in another place."""
+    assert_close(one.batch["next_latents"], other.batch["next_latents"], atol=1e-4, rtol=0)
+    assert one.echo.seeds == other.echo.seeds
+
+
+@pytest.mark.slow
+def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
+    """A handle never starts anew by itself: the pool does, and gives it the adapter again."""
+    beside, state = engine
+    rule = digest_rule(ROLLOUT, LORA)
+    (handle,) = process_handles(ROLLOUT, LORA, "cpu", ALONE, model)
+    assert isinstance(handle, RolloutHandle)
+    assert handle.name == "vllm_omni 0 (cpu)"
+    pool = RolloutPool([handle], digest_of=rule, dtype=torch.float32, micro_batch_size=4)
+    try:
+        assert pool.sync(state, 1) == rule(state)
+        request = request_for(model)
+        expected = beside.generate(request)
+        assert_same_images(pool.generate(request), expected)
+        first = handle.process.pid
+        os.kill(first, signal.SIGKILL)
+        with pytest.warns(UserWarning, match=rf"vllm_omni 0 \(cpu\) is started anew: its process {first} died of sig"):
+            again = pool.generate(request)
+        assert_same_images(again, expected)
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
+def test_a_handle_that_was_lost_holds_no_adapter(model, engine):
+    _, state = engine
+    (handle,) = process_handles(ROLLOUT, LORA, "cpu", ALONE, model)
+    try:
+        handle.start()
+        with pytest.raises(AdapterMismatchError, match="1 of"):
+            handle.sync(dict(list(state.items())[1:]), 1)
+        handle.sync(state, 1)
+        os.kill(handle.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineLostError, match="died of signal 9"):
+            handle.generate(request_for(model))
+        handle.start()
+        with pytest.raises(RolloutError, match="call sync"):
+            handle.generate(request_for(model))
+    finally:
+        handle.close()
+
+
+@pytest.mark.slow
+def test_a_host_has_vllm_omni_below_it_and_takes_it_along(model, engine):
+    """As an actor on another machine runs it: no weights of its own, the same digest, no orphan when it is killed."""
+    beside, state = engine
+    handle = ProcessHandle(ROLLOUT, LORA, "cpu")
+    try:
+        handle.start()
+        assert handle.sync(state, 1) == digest_rule(ROLLOUT, LORA)(state)
+        request = request_for(model)
+        assert_same_images(handle.generate(request), beside.generate(request))
+        below = descendants(handle.pid)
+        assert below
+        os.kill(handle.pid, signal.SIGKILL)
+        with pytest.raises(EngineLostError):
+            handle.generate(request)
+        wait_until_gone(below)
+    finally:
+        handle.close()
+
+
+def wait_until_gone(pids):
+    import time
+
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        states = [state_of(pid) for pid in pids]
+        if all(state in (None, "Z") for state in states):
+            return
+        time.sleep(0.1)
+    raise AssertionError(dict(zip(pids, states, strict=True)))
+
+
+def state_of(pid):
+    """The kernel's letter for what a process does; ``None`` where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return None
+
+
+def test_a_host_of_vllm_omni_reads_no_weights(monkeypatch):
+    """They are read once, by the process below."""
+    from flowgrpo_rc.rollout.vllm_omni import engine
+
+    built = {}
+
+    class Handle:
+        def __init__(self, model, lora, **settings):
+            built.update(settings, model=model)
+            self.expected = {}
+
+        def start(self):
+            built["started"] = True
+
+    monkeypatch.setattr(engine, "VllmOmniHandle", Handle)
+    EngineHost(replace(ROLLOUT, dtype="bfloat16"), replace(LORA, batch_guidance=False), "cpu")
+    assert all(p.is_meta for p in built["model"].transformer.parameters())
+    assert built["started"]
+    assert built["devices"] == ["cpu"]
+    assert not built["model"].batch_guidance
