@@ -7,9 +7,10 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 VERL   := $(VENV)/verl
+OMNI   := $(VENV)/verl-omni
 VLLM   := .venv-vllm
 
-.PHONY: demo test lint unit verl docs kernels vllm browser gpu install clean
+.PHONY: demo test lint unit verl verl-omni docs kernels vllm browser gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
@@ -31,6 +32,15 @@ verl: $(VERL)/.installed
 $(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
 	rm -rf $(VERL)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VERL) -r tests/integrations/requirements-verl.txt
+	touch $@
+
+# The drop-in inside verl-omni's own trainer, which is on GitHub alone; no part of `make test`.
+verl-omni: $(OMNI)/.installed
+	PYTHONPATH=$(OMNI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_verl_omni_itself.py $(PYTEST_ARGS)
+
+$(OMNI)/.installed: tests/integrations/requirements-verl-omni.txt $(STAMP)
+	rm -rf $(OMNI)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OMNI) -r tests/integrations/requirements-verl-omni.txt
 	touch $@
 
 # The documentation site in site/; a broken link, anchor or reference is an error. Open it with `mkdocs serve`.

@@ -61,8 +61,10 @@ PRECISIONS: dict[str, Overrides] = {
     "float16": {f"{ROLLOUT}.dtype": "float16", THROUGH: [FLOAT16]},
     "fp8": {f"{ROLLOUT}.dtype": "bfloat16", f"{ROLLOUT}.quantization": "fp8"},
 }
-STALENESS: dict[int, int] = {0: 0, 2: 1, 8: 4}
+STALENESS: dict[int, int] = {0: 0, 2: 1, 4: 2, 8: 4}
 """Age of the rollout's adapter in optimizer steps, and in batches of two of them."""
+GRID = (0, 2, 8)
+"""Ages of which the grid has every precision and mode."""
 CLIPS = ("1e-4", "1e-3", "1e-2")
 DECOUPLED = correction(bypass=False, weights="sequence")
 DECOUPLED_RS = {**correction(bypass=False, weights="sequence", band=FIXED_BAND), f"{LOSS}.clip_ratio": WITHOUT_A_GAP}
@@ -115,12 +117,32 @@ OBJECTIVES: dict[str, dict[str, Overrides]] = {
 }
 """By precision, without a lag; the number is ``clip_ratio``, or ``flow_dppo``'s ``kl_mask_threshold``."""
 
+BETWEEN: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("float32", "bfloat16", "fp8"),
+    ("decoupled_1e-3", "decoupled_rs_auto", "bypass_1e-3", "bypass_auto"),
+)
+"""Modes by precision at the ages that are not in the grid."""
+STEADY: Overrides = {
+    "actor_rollout_ref.actor.optim.lr": 5e-4,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant",
+}
+"""The mean of the grid's learning rate, which falls from 1e-3 to 0, throughout."""
+
+
+def modes(precision: str, age: int) -> dict[str, Overrides]:
+    """The modes of a precision's settings with an adapter of this age, without precision and lag."""
+    if age not in GRID:
+        return {mode: MODES[mode] for mode in BETWEEN.get(precision, ())}
+    return {**MODES, **(OBJECTIVES.get(precision, {}) if age == 0 else {})}
+
+
 SETTINGS: dict[str, Overrides] = {
     f"{precision}_stale{age}_{mode}": {**overrides, **PRECISIONS[precision], f"{ROLLOUT}.adapter_lag": lag}
     for age, lag in STALENESS.items()
     for precision in PRECISIONS
-    for mode, overrides in {**MODES, **(OBJECTIVES.get(precision, {}) if age == 0 else {})}.items()
+    for mode, overrides in modes(precision, age).items()
 }
+SETTINGS["bfloat16_stale8_bypass_1e-3_steady"] = {**SETTINGS["bfloat16_stale8_bypass_1e-3"], **STEADY}
 
 
 def second_engine(folder: Path) -> dict[str, Any]:
@@ -267,7 +289,7 @@ def _outside(setting: str) -> str:
 
 
 def plot(runs: dict[str, list[dict]], path: Path) -> None:
-    """A panel for each precision and staleness: final held-out reward of every seed by mode, coloured by clip."""
+    """A panel for each precision and age of the grid: final held-out reward of every seed by mode, coloured by clip."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -276,10 +298,10 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
     colours = {"1e-4": "#c53030", "1e-3": "#dd6b20", "1e-2": "#2b6cb0", "auto": "#2f855a", "": "#4a5568"}
     names = list(dict.fromkeys(split_mode(mode)[0] for mode in MODES))
     figure, grid = plt.subplots(
-        len(PRECISIONS), len(STALENESS), figsize=(11, 10.5), sharex=True, sharey=True, layout="constrained"
+        len(PRECISIONS), len(GRID), figsize=(11, 10.5), sharex=True, sharey=True, layout="constrained"
     )
     for row, precision in enumerate(PRECISIONS):
-        for column, age in enumerate(STALENESS):
+        for column, age in enumerate(GRID):
             axes = grid[row][column]
             prefix = f"{precision}_stale{age}_"
             for setting, group in runs.items():

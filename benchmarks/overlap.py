@@ -1,27 +1,47 @@
-"""What scoring while drawing saves: a step's wall time with a scorer as slow as the rollout, overlapped and serial.
+"""What going on meanwhile saves: scoring while drawing, and drawing the next batch while learning from the last.
 
     python benchmarks/overlap.py --out benchmarks/results/overlap.json
+    python benchmarks/overlap.py --what ahead --out benchmarks/results/overlap_ahead.json
+    python benchmarks/overlap.py --what process --out benchmarks/results/overlap_process.json
 
-Steps of the tiny Qwen-Image run. Every micro-batch of the rollout sleeps, and so does the scorer for each micro-batch,
-equally long and much longer than anything is computed: so neither the number of cores nor other work on the machine
-decides. ``ratio`` is the time from the rollout's begin to the end of the reward (timing_s/rollout + probe + reward)
-over the slower of the two (timing_s/rollout, timing_s/reward_work). Serial steps take about twice the slower one;
-overlapped ones wait for the last micro-batch alone.
+Steps of the tiny Qwen-Image run. With ``rewards`` and ``ahead``, engines, scorers and updates sleep, much longer than
+anything is computed: so neither the number of cores nor other work on the machine decides.
+
+``rewards``: every micro-batch of the rollout sleeps, and so does the scorer for each micro-batch, equally long.
+``ratio`` is the time from the rollout's begin to the end of the reward (timing_s/rollout + probe + reward) over the
+slower of the two (timing_s/rollout, timing_s/reward_work). Serial steps take about twice the slower one; overlapped
+ones wait for the last micro-batch alone.
+
+``ahead``: so many GPUs take turns, each an engine that sleeps for its micro-batches and then a part of an update that
+sleeps; or they are split, engines drawing one batch ahead (``rollout.ahead=1``). ``seconds`` is a step's wall time,
+``expected`` what the sleeps come to, ``over_slower`` the wall time over the slower of rollout (of the engine that drew
+longest) and update.
+
+``process``: nothing sleeps; the engine draws in the trainer's process, or in one of its own, in turn or ahead. The two
+processes share the machine's cores.
 """
 
 import argparse
+import itertools
 import json
+import os
 import statistics
 import tempfile
+import threading
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from machine import describe
 
+from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.rollout import diffusers_engine
-from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.models.load import PipelineLoader
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutPool, diffusers_engine
+from flowgrpo_rc.run_folder import RunFolder
+from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
 
 SCORER = """
 import time
@@ -78,16 +98,11 @@ def ratio(row: dict[str, float]) -> float:
     return together / max(row["timing_s/rollout"], row["timing_s/reward_work"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="sleep of a micro-batch")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def of_rewards(args: argparse.Namespace) -> dict[str, Any]:
+    """The part ``rewards``."""
     Sleeping.seconds = args.seconds
     diffusers_engine.RequestSampler = Sleeping  # type: ignore[misc]
-    results = {"machine": describe(), "micro_batches": PARTS, "sleep_s": args.seconds, "steps": args.steps}
+    results: dict[str, Any] = {"micro_batches": PARTS, "sleep_s": args.seconds, "steps": args.steps}
     for name, overlap in (("overlapped", True), ("serial", False)):
         with tempfile.TemporaryDirectory() as folder:
             rows = run(Path(folder), overlap, args.seconds, args.steps)
@@ -101,6 +116,220 @@ def main() -> None:
             },
         }
         print(f"{name}: {results[name]['ratio']:.3f} times the slower of rollout and scoring")
+    return results
+
+
+# ---------------------------------------------------------------- drawing ahead, asleep
+
+WHOLE_BATCH = """
+import time
+
+def sleeps(images, prompts, metadata, seconds):
+    time.sleep(seconds)
+    return images.reshape(len(images), -1).mean(1) / 255
+"""
+CHUNKS = 12
+"""Micro-batches of a batch: 1, 2, 3 and 4 engines share them evenly."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs that take turns, or are split, and how long their work takes; in units."""
+
+    name: str
+    rollout: float
+    """Of a batch on the GPUs that take turns."""
+    update: float
+    """Likewise."""
+    reward: float
+    """Of a batch, all at once when it is drawn; no GPU of these works meanwhile."""
+    turns: int
+    """GPUs that take turns."""
+    trainer: int
+    """GPUs of the trainer, where they are split."""
+    engines: int
+    """GPUs of engines."""
+
+    def expected(self, *, split: bool) -> float:
+        """Of a step, in units."""
+        if not split:
+            return self.rollout + self.reward + self.update
+        return max(self.rollout * self.turns / self.engines, self.reward + self.update * self.turns / self.trainer)
+
+
+MACHINES = (
+    Machine("2 GPUs, rollout = update", 1, 1, 0, 2, 1, 1),
+    Machine("3 GPUs, rollout = 2 updates", 1, 0.5, 0, 3, 1, 2),
+    Machine("4 GPUs, rollout = 2 updates", 1, 0.5, 0, 4, 2, 2),
+    Machine("4 GPUs, rollout = 4 updates, reward = update", 1, 0.25, 0.25, 4, 1, 3),
+    Machine("4 GPUs, rollout = 4 updates, reward = 4 updates", 1, 0.25, 1, 4, 2, 2),
+    Machine("a second GPU for the engine, rollout = update", 1, 1, 0, 1, 1, 1),
+)
+
+
+class SleepingHandle:
+    """An engine elsewhere: draws with a model of its own, and then sleeps."""
+
+    loading = threading.Lock()
+    """Libraries change classes while they load."""
+
+    def __init__(self, rollout: Any, model: Any, name: str, seconds: float) -> None:
+        self.name = name
+        self._rollout = rollout
+        self._model = model
+        self._seconds = seconds
+
+    def start(self) -> None:
+        """Load."""
+        torch.set_num_threads(1)
+        with self.loading:
+            model = PipelineLoader(self._model.path, dtype=self._model.dtype).load()
+            self._engine = DiffusersEngine.from_config(self._rollout, model, self._model, "cpu")
+
+    def sync(self, state: Any, version: int) -> str:
+        """Take an adapter."""
+        return self._engine.sync(state, version)
+
+    def generate(self, request: Any) -> Any:
+        """Draw, and sleep for what is left of the time."""
+        begin = time.perf_counter()
+        found = self._engine.generate(request)
+        time.sleep(max(0.0, self._seconds - (time.perf_counter() - begin)))
+        return found
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def asleep(folder: Path, machine: Machine, *, split: bool, unit: float, steps: int) -> dict[str, Any]:
+    """A run on such a machine: seconds of its steps, without the first, and of their parts."""
+    scorer = folder / "scorer.py"
+    scorer.write_text(WHOLE_BATCH)
+    engines = machine.engines if split else machine.turns
+    chunk_s = machine.rollout * machine.turns * unit / CHUNKS
+    update_s = machine.update * unit * (machine.turns / machine.trainer if split else 1)
+    compute_update = DiffusionActor.update
+
+    def build(rollout: Any, model: Any, lora: Any, device: Any, *_: Any) -> RolloutPool:
+        own = DiffusersEngine.from_config(rollout, model, lora, device)
+        digest_of = own.digest_of
+        own.close()
+        handles = [SleepingHandle(rollout, lora, f"engine {i}", chunk_s) for i in range(engines)]
+        dtype = getattr(torch, rollout.dtype)
+        return RolloutPool(handles, digest_of=digest_of, dtype=dtype, micro_batch_size=rollout.micro_batch_size)
+
+    def update(actor: Any, *arguments: Any, **more: Any) -> Any:
+        begin = time.perf_counter()
+        found = compute_update(actor, *arguments, **more)
+        time.sleep(max(0.0, update_s - (time.perf_counter() - begin)))
+        return found
+
+    setup.build_engine = build
+    DiffusionActor.update = update  # type: ignore[method-assign]
+    try:
+        config = compose(
+            "tiny_qwen_image_ocr",
+            [
+                "data.train_batch_size=4",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+                f"actor_rollout_ref.rollout.n={CHUNKS // 4}",
+                "actor_rollout_ref.rollout.micro_batch_size=1",
+                f"actor_rollout_ref.rollout.ahead={int(split)}",
+                "actor_rollout_ref.rollout.pipeline.num_inference_steps=3",
+                "actor_rollout_ref.rollout.algo.sde_window_range=[0,2]",
+                "actor_rollout_ref.rollout.probe.images=0",
+                f"reward.reward_functions.sleeps={{path: {scorer}, name: sleeps, seconds: {machine.reward * unit}}}",
+                "reward.functions.ocr=0",
+                "trainer.val_before_train=false",
+                f"trainer.total_training_steps={steps + 1}",
+                "data.val_files=null",
+                f"trainer.default_local_dir={folder / 'run'}",
+            ],
+        )
+        return measured(FlowGRPOTrainer(config).fit())
+    finally:
+        DiffusionActor.update = compute_update
+
+
+def measured(folder: RunFolder) -> dict[str, Any]:
+    """Wall time of every step but the first, and what it was spent on."""
+    rows = folder.rows()[1:]
+    ends = [line["stages"][-1][2] for line in folder.timeline_lines()]
+    walls = [end - begin for begin, end in itertools.pairwise(ends)]
+    found: dict[str, Any] = {"seconds": statistics.median(walls), "steps": walls}
+    for name in ("timing_s/rollout", "timing_s/update", "timing_s/reward", *OF_ENGINES):
+        if all(name in row for row in rows):
+            found[name] = statistics.median(row[name] for row in rows)
+    return found
+
+
+OF_ENGINES = ("timing_s/engine_draw", "timing_s/engine_draw_max", "perf/engines_busy", "perf/trainer_waits")
+
+
+def of_ahead(args: argparse.Namespace) -> dict[str, Any]:
+    """The part ``ahead``."""
+    results: dict[str, Any] = {"unit_s": args.unit, "machines": []}
+    for machine in MACHINES:
+        entry: dict[str, Any] = asdict(machine)
+        for name, split in (("take_turns", False), ("split_ahead", True)):
+            with tempfile.TemporaryDirectory() as folder:
+                found = asleep(Path(folder), machine, split=split, unit=args.unit, steps=args.steps)
+            found["expected"] = args.unit * machine.expected(split=split)
+            slower = max(found["timing_s/engine_draw_max"], found["timing_s/update"])
+            found["over_slower"] = found["seconds"] / slower
+            entry[name] = found
+            print(
+                f"{machine.name}, {name}: {found['seconds']:.2f} s a step, expected {found['expected']:.2f}, "
+                f"{found['over_slower']:.3f} times the slower of rollout and update",
+                flush=True,
+            )
+        results["machines"].append(entry)
+    return results
+
+
+# ---------------------------------------------------------------- computing, in a local process
+
+PLACES = {
+    "in the trainer's process": (),
+    "in a process of its own, in turn": ("placement=process", "devices=[cpu]"),
+    "in a process of its own, one batch ahead": ("placement=process", "devices=[cpu]", "ahead=1"),
+}
+
+
+def of_process(args: argparse.Namespace) -> dict[str, Any]:
+    """The part ``process``."""
+    results: dict[str, Any] = {"load_average": os.getloadavg(), "places": {}}
+    for name, settings in PLACES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            config = compose(
+                "tiny_qwen_image_ocr",
+                [
+                    *(f"actor_rollout_ref.rollout.{setting}" for setting in settings),
+                    "trainer.val_before_train=false",
+                    f"trainer.total_training_steps={args.steps + 1}",
+                    "data.val_files=null",
+                    f"trainer.default_local_dir={Path(folder) / 'run'}",
+                ],
+            )
+            found = measured(FlowGRPOTrainer(config).fit())
+        results["places"][name] = found
+        print(f"{name}: {found['seconds']:.2f} s a step", flush=True)
+    return results
+
+
+WHAT = {"rewards": of_rewards, "ahead": of_ahead, "process": of_process}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=WHAT, default="rewards")
+    parser.add_argument("--seconds", type=float, default=1.0, help="rewards: sleep of a micro-batch")
+    parser.add_argument("--unit", type=float, default=8.0, help="ahead: seconds of a unit, which a rollout takes")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {"machine": describe(), **WHAT[args.what](args)}
     if args.out:
         args.out.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -8,6 +8,8 @@ placement. CPU seconds are user and system time of the trainer and of all proces
 with Ray its daemons and the process that speaks to it. Placements take turns, rollout by rollout, and the median is
 kept, so that other work on the machine falls on all of them; wall times are not compared, since they are about cores.
 Bytes are those of the trainer's pipes: what Ray itself sends between nodes comes on top.
+``cpu_s_per_gb`` is what sending a gigabyte to one engine costs, measured with a tensor that no layer takes, so that the
+engine reads it and refuses it.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import torch
 from machine import describe
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
-from flowgrpo_rc.models.lora import adapter_state, attach_lora
+from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, RolloutPool, RolloutRequest
 from flowgrpo_rc.rollout.host import EngineHost, digest_rule
 from flowgrpo_rc.rollout.placement import RayConfig
@@ -40,6 +42,7 @@ EACH = 8
 """Images of a prompt."""
 TICK = os.sysconf("SC_CLK_TCK")
 IDLE_S = 10.0
+BULK_BYTES = 400_000_000
 
 
 class InTrainer:
@@ -61,6 +64,8 @@ class Placement:
 
     name: str
     engine: Any
+    handles: list[Any]
+    """Of a pool."""
     roots: list[int]
     """The processes that the trainer has started for it."""
     start_s: float
@@ -156,7 +161,10 @@ def make_state(model: Any) -> dict[str, torch.Tensor]:
 def placements(rollout: RolloutConfig, stack: ExitStack) -> Iterator[Placement]:
     """Each of them, started; closed with ``stack``."""
 
+    made: list[Any] = []
+
     def pool(handles: list[Any]) -> RolloutPool:
+        made[:] = handles
         return RolloutPool(
             handles,
             digest_of=digest_rule(rollout, MODEL),
@@ -185,7 +193,7 @@ def placements(rollout: RolloutConfig, stack: ExitStack) -> Iterator[Placement]:
         engine = make()
         stack.callback(engine.close)
         roots = sorted(set(children()[os.getpid()]) - before)
-        yield Placement(name, engine, roots, time.process_time() - own + tree_seconds(roots))
+        yield Placement(name, engine, list(made), roots, time.process_time() - own + tree_seconds(roots))
 
 
 def draw(one: Placement, pipes: Pipes, state: dict[str, torch.Tensor], version: int, request: RolloutRequest) -> Any:
@@ -202,6 +210,17 @@ def draw(one: Placement, pipes: Pipes, state: dict[str, torch.Tensor], version: 
     return answer
 
 
+def cpu_per_gb(one: Placement) -> float:
+    """CPU seconds for a gigabyte on its way to one engine; 0 where nothing is sent."""
+    if not one.roots:
+        return 0.0
+    bulk = {"bulk": torch.zeros(BULK_BYTES // 2, dtype=torch.bfloat16)}
+    with one.measure("bulk"), suppress(AdapterMismatchError):
+        one.handles[0].sync(bulk, 0)
+    one.measured.pop("bulk_trainer_cpu_s")
+    return one.measured.pop("bulk_cpu_s")[0] * 1e9 / BULK_BYTES
+
+
 def check_same(answer: Any, other: Any) -> None:
     """Raise where two answers differ in a bit."""
     same = torch.equal(answer.images, other.images)
@@ -213,7 +232,7 @@ def check_same(answer: Any, other: Any) -> None:
 def table(found: dict[str, dict[str, float]]) -> str:
     """Markdown: a row a placement."""
     columns = ("rollout_cpu_s", "rollout_trainer_cpu_s", "adapter_cpu_s", "request_bytes", "answer_bytes")
-    names = (*columns, "adapter_bytes", "idle_cpu_s_per_s", "start_cpu_s")
+    names = (*columns, "adapter_bytes", "idle_cpu_s_per_s", "start_cpu_s", "cpu_s_per_gb")
     lines = [f"| placement | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
     for name, values in found.items():
         lines.append(f"| {name} | {' | '.join(f'{values[column]:.4g}' for column in names)} |")
@@ -242,13 +261,14 @@ def main() -> None:
                 check_same(answer, answers[0])
             print(f"rollout {number} of {args.rollouts}", flush=True)
         for one in every:
+            per_gb = cpu_per_gb(one)
             values = {
                 name: statistics.median(series[1:]) for name, series in one.measured.items()
             }  # the first warms up
             before = tree_seconds(one.roots)
             time.sleep(IDLE_S)
             idle = (tree_seconds(one.roots) - before) / IDLE_S
-            found[one.name] = {**values, "idle_cpu_s_per_s": idle, "start_cpu_s": one.start_s}
+            found[one.name] = {**values, "idle_cpu_s_per_s": idle, "start_cpu_s": one.start_s, "cpu_s_per_gb": per_gb}
     print(table(found))
     if args.out:
         settings = {"images": PROMPTS * EACH, "chunk": rollout.micro_batch_size, "rollouts": args.rollouts}

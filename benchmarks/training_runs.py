@@ -29,6 +29,15 @@ TIMEOUT = 3600
 
 GAPS = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
 """Where a row has the gap; see ``summarise``."""
+CURVES = (
+    "rollout_sync/engine_gap_abs_mean",
+    "rollout_sync/staleness_abs_mean",
+    "rollout_sync/outside_clip",
+    "actor/clip_ratio_auto_mean",
+    "actor/rollout_rs_auto_mean",
+    "actor/pg_clipfrac_first",
+)
+"""Metrics of which a result has every training step's value, under ``curves``, where the run logs them."""
 COMMAND = ("-m", "flowgrpo_rc.cli.main")
 """The command line, as arguments to Python."""
 PROGRAM = "program"
@@ -118,12 +127,14 @@ def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
 
     ``gap`` is the mean of ``|log pi_train - log pi_rollout|``: of the recomputed old policy (decoupled), or of the
     first mini-step, before the adapter has moved (bypass). Rejected steps count as 0 in the latter, which makes it a
-    lower bound.
+    lower bound. Its two parts are in ``rollout_sync/``, over the images that the probe rescores; of those figures the
+    ones by timestep are left out.
     """
     steps = [r for r in rows if "reward/mean" in r]
     held_out = {int(r["step"]): r["val/reward/mean"] for r in rows if "val/reward/mean" in r}
-    names = {name for r in steps for name in r if name.startswith(("actor/", "rollout_corr/"))}
+    names = {name for r in steps for name in r if _is_kept(name)}
     means = {name: fmean(r[name] for r in steps if name in r) for name in sorted(names)}
+    curves = {name: [r.get(name) for r in steps] for name in CURVES if name in names}
     seconds = [sum(r.get(f"timing_s/{stage}", 0.0) for stage in TRAINING_STAGES) for r in steps]
     gaps = [next((r[n] for n in GAPS if n in r), None) for r in steps]  # a guarded run changes its mode on the way
     gap = next(n for n in GAPS if n in means)
@@ -142,7 +153,14 @@ def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
         "step_seconds": fmean(seconds[1:] or seconds),  # the first step warms up
         "validation_seconds": fmean(r["timing_s/validate"] for r in rows if "timing_s/validate" in r),
         "metrics": means,
+        "curves": curves,
     }
+
+
+def _is_kept(name: str) -> bool:
+    """Whether a result has the mean of this metric over the run."""
+    by_timestep = "/ts_" in name
+    return name.startswith(("actor/", "rollout_corr/")) or (name.startswith("rollout_sync/") and not by_timestep)
 
 
 def run_one(study: Study, setting: str, seed: int, machine: dict) -> tuple[dict[str, Any] | None, str]:

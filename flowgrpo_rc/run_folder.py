@@ -23,7 +23,7 @@ TIMING_PREFIXES = ("timing_s/", "timing_per_image_ms/", "perf/")
 """Metrics that depend on the machine's speed and memory; all others repeat exactly with the same seed and machine."""
 MADE_AT_THE_END = ("lora", "lora_ema", "plots")
 """What a run makes of its last step, besides what is drawn from its records."""
-RECORDS = ("metrics.jsonl", "samples", "checkpoints", "profile", *MADE_AT_THE_END)
+RECORDS = ("metrics.jsonl", "timeline.jsonl", "samples", "checkpoints", "profile", *MADE_AT_THE_END)
 """What makes a folder one that a run has used."""
 DRAWN_FROM_RECORDS = ("config.yaml", "summary.png", "report.html")
 """What is moved aside together with the records, and does not alone make a folder a used one."""
@@ -40,11 +40,13 @@ class RunFolderError(RuntimeError):
 
 
 class RunFolder:
-    """One run: ``summary.png``, ``config.yaml``, ``metrics.jsonl``, samples, plots, checkpoints and the final LoRAs."""
+    """One run: ``summary.png``, ``config.yaml``, ``metrics.jsonl``, ``timeline.jsonl``, samples, plots, checkpoints and
+    the final LoRAs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.metrics = root / "metrics.jsonl"
+        self.timeline = root / "timeline.jsonl"
         self.summary = root / "summary.png"
         self.config = root / "config.yaml"
         self.samples = root / "samples"
@@ -152,26 +154,11 @@ class RunFolder:
         Raises:
             RunFolderError: it cannot be written; the file is as it was, without a part of the line.
         """
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        try:
-            with self.metrics.open("a+b", buffering=0) as handle:
-                size = os.fstat(handle.fileno()).st_size
-                if size:
-                    handle.seek(size - 1)
-                    line = line if handle.read(1) == b"\n" else b"\n" + line
-                try:
-                    written = 0
-                    while written < len(line):
-                        written += handle.write(line[written:]) or 0
-                    sync(handle.fileno())
-                except OSError:
-                    with suppress(OSError):
-                        os.ftruncate(handle.fileno(), size)
-                    raise
-        except OSError as error:
-            raise RunFolderError(
-                f"{self.metrics}: the row of step {row.get('step')} cannot be written: {reason(error)}"
-            ) from error
+        _append(self.metrics, row)
+
+    def append_to_timeline(self, row: dict[str, Any]) -> None:
+        """The same for ``timeline.jsonl``."""
+        _append(self.timeline, row)
 
     def replace_folder(
         self, target: Path, write: Callable[[Path], None], same: Callable[[Path, Path], bool]
@@ -195,6 +182,10 @@ class RunFolder:
     def rows(self) -> list[dict[str, Any]]:
         """All complete lines of ``metrics.jsonl``; a line cut off by a kill is left out."""
         return read_rows(self.metrics)[0] if self.metrics.is_file() else []
+
+    def timeline_lines(self) -> list[dict[str, Any]]:
+        """The same of ``timeline.jsonl``."""
+        return read_rows(self.timeline)[0] if self.timeline.is_file() else []
 
     def grids(self) -> dict[int, Path]:
         """The sample grids by their step, in order."""
@@ -247,19 +238,42 @@ class RunFolder:
                 for file in later:
                     file.rename(aside / file.name)
                 moved.append(f"{len(later)} {what} of later steps to {aside.name}/")
-        content = self.metrics.read_bytes() if self.metrics.is_file() else b""
-        lines = [line + b"\n" for line in content.split(b"\n") if line.strip()]
-        removed = [line for line in lines if not _is_row_until(line, step)]
-        if removed:
-            aside = self.root / f"metrics.{number}.jsonl"
-            write_durably(aside, b"".join(removed))
-            write_durably(self.metrics, b"".join(line for line in lines if _is_row_until(line, step)))
-            moved.append(f"{len(removed)} line(s) of {self.metrics.name} to {aside.name}")
+        for file in (self.timeline, self.metrics):
+            content = file.read_bytes() if file.is_file() else b""
+            lines = [line + b"\n" for line in content.split(b"\n") if line.strip()]
+            removed = [line for line in lines if not _is_row_until(line, step)]
+            if removed:
+                aside = file.with_name(f"{file.stem}.{number}{file.suffix}")
+                write_durably(aside, b"".join(removed))
+                write_durably(file, b"".join(line for line in lines if _is_row_until(line, step)))
+                moved.append(f"{len(removed)} line(s) of {file.name} to {aside.name}")
         return moved
 
 
+def _append(path: Path, row: dict[str, Any]) -> None:
+    """Add a line to a file of rows; see ``RunFolder.append``."""
+    line = (json.dumps(row, allow_nan=False) + "\n").encode()
+    try:
+        with path.open("a+b", buffering=0) as handle:
+            size = os.fstat(handle.fileno()).st_size
+            if size:
+                handle.seek(size - 1)
+                line = line if handle.read(1) == b"\n" else b"\n" + line
+            try:
+                written = 0
+                while written < len(line):
+                    written += handle.write(line[written:]) or 0
+                sync(handle.fileno())
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(handle.fileno(), size)
+                raise
+    except OSError as error:
+        raise RunFolderError(f"{path}: the row of step {row.get('step')} cannot be written: {reason(error)}") from error
+
+
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a ``metrics.jsonl``, and how many lines were none."""
+    """The rows of a ``metrics.jsonl`` or a ``timeline.jsonl``, and how many lines were none."""
     lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     rows = [_row(line) for line in lines if line.strip()]
     return [row for row in rows if row], rows.count(None)

@@ -63,6 +63,14 @@ def descendants(pid):
     return found[1:]
 
 
+def alive(pid):
+    """Whether a process is at work, and no zombie that waits for its parent to take note of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def end(pid):
     """Kill one process, if it is still there."""
     with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,7 @@
 """``flowgrpo-rc plan``: memory and time of a configuration, before anything is loaded."""
 
 import argparse
+import math
 from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_configuration
@@ -28,6 +29,14 @@ def add_plan(commands: Any, default_config: str) -> None:
         help="how many GPUs of how many GB, e.g. 4x80, or several: 4x80,8x24; without it 1, 2, 4 and 8 of 24, 48, 80 "
         "and 141 GB are tried",
     )
+    command.add_argument(
+        "--reward-seconds",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds that the rewards of a batch take once its images are drawn, which leave GPUs idle that take "
+        "turns; for the comparison with engines one batch ahead",
+    )
     command.set_defaults(run=run_command)
 
 
@@ -49,7 +58,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     plan = MemoryPlan(planned_run(config))
     tried = asked or [Gpus(count, size) for count, size in TRIED if _divides(config, count)]
     fitting = [gpus for gpus in tried if plan.memory(plan.run, gpus.count).fits(gpus.bytes)]
-    print("\n\n".join(describe(plan, gpus) for gpus in asked) if asked else table(plan, tried))
+    described = (describe(plan, gpus, _trainers(config, gpus), arguments.reward_seconds) for gpus in asked)
+    print("\n\n".join(described) if asked else table(plan, tried))
     return 0 if fitting and (not asked or len(fitting) == len(asked)) else DOES_NOT_FIT
 
 
@@ -59,6 +69,26 @@ def _check_processes(config: Any, count: int) -> None:
 
     config.check_processes(count)
     check_division(config.actor_rollout_ref.actor.fsdp_config, count, count)
+
+
+def _trainers(config: Any, gpus: Gpus) -> list[int]:
+    """How many trainer processes the run can have on some of these GPUs."""
+    return [count for count in range(1, gpus.count) if _divides(config, count)]
+
+
+def _seconds(text: str) -> float:
+    """A finite number, not below 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r:.80}; give seconds, 0 or more")
+    return value
 
 
 def _divides(config: Any, count: int) -> bool:

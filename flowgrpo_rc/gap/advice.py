@@ -112,6 +112,7 @@ def advise(
     *,
     drift: Drift | None = None,
     adapter_lag: int = 0,
+    ahead: int = 0,
     images: int = 0,
     confidence: float = CONFIDENCE,
 ) -> Advice:
@@ -125,6 +126,7 @@ def advise(
         drift: what an update would learn from the gap alone; None where that is nothing, or not known.
         failure: why the actor could not take an optimizer step; that is never safe.
         adapter_lag: batches by which the engine's adapter is configured to be behind.
+        ahead: batches by which rollouts are configured to be ahead of the actor, with as old an adapter.
         images: measured at every place of the window, to say how many would be enough; 0 where that is not known.
         confidence: of the intervals in ``overall`` and ``steps``.
     """
@@ -149,8 +151,8 @@ def advise(
     reasons += _clip_reasons(mode, overall, clip, steps, drifts=DRIFT in unsettled)
     if drift is not None and not judged[DRIFT].high < DRIFT_SAFE / 5:  # which is too little to speak of
         reasons.append(_drift_reason(judged[DRIFT]))
-    if adapter_lag and mode.has_limit and (mode.bypasses or fits):
-        reasons.append(_lag_reason(mode, adapter_lag))
+    if (adapter_lag or ahead) and mode.has_limit and (mode.bypasses or fits):
+        reasons.append(_lag_reason(mode, f"ahead={ahead}" if ahead >= adapter_lag else f"adapter_lag={adapter_lag}"))
     reasons += _removal_reasons(mode, judged)
     reasons += _image_reasons(overall, judged, images, confidence)
     # Of a clip that is not safe the recommendation says it already, unless a limit was measured to hold the gap.
@@ -289,11 +291,11 @@ def _drift_reason(drift: JudgedFigure) -> str:
     return f"{text}: a limit lies within that interval, and more images would show on which side it is"
 
 
-def _lag_reason(mode: ModeInForce, adapter_lag: int) -> str:
-    """What a lagging adapter adds where the run clips around the engine, or is told to."""
+def _lag_reason(mode: ModeInForce, setting: str) -> str:
+    """What an old adapter adds, by this setting, where the run clips around the engine, or is told to."""
     follows = "clip_ratio=auto follows it, " if mode.diffusion_loss.takes_auto else ""
     return (
-        f"adapter_lag={adapter_lag} adds the policy's own movement to this gap wherever the clip is centred at the "
+        f"{setting} adds the policy's own movement to this gap wherever the clip is centred at the "
         f"engine, most in the first batches, which cannot be measured before training; {follows}guard=fallback watches "
         "it, decoupled mode does without"
     )

@@ -97,6 +97,7 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
         failure,
         drift=measured.drift,
         adapter_lag=run.rollout.adapter_lag,
+        ahead=run.rollout.ahead,
         images=measured.images,
         confidence=measured.confidence,
     )

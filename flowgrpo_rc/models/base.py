@@ -68,11 +68,13 @@ class Prompts:
     """Rows and columns of each reference image's tokens, the same for all prompts."""
     lengths: tuple[int, ...] | None = None
     """How many embeddings of each prompt are real, the first ones: what ``mask`` says, for those who need it on the
-    host and must not wait for a device."""
+    host and must not wait for a device. Left out, it is read off the mask, once."""
 
     def __post_init__(self) -> None:
-        if (self.mask is None) != (self.lengths is None):
-            raise ValueError("Prompts.mask and Prompts.lengths say the same: give both, or neither")
+        if self.mask is not None and self.lengths is None:
+            object.__setattr__(self, "lengths", tuple(self.mask.sum(1).tolist()))
+        elif self.mask is None and self.lengths is not None:
+            raise ValueError("Prompts.lengths: are given without Prompts.mask, which says the same; give both")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         """The same prompts with every tensor changed."""

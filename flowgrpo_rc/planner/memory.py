@@ -44,7 +44,12 @@ class Memory:
 
     def fits(self, available: int) -> bool:
         """Whether a GPU of so many bytes holds it and keeps ``MARGIN`` of itself free."""
-        return self.total <= (1 - MARGIN) * available
+        return fits(self.total, available)
+
+
+def fits(size: int, available: int) -> bool:
+    """Whether a GPU of ``available`` bytes holds so many and keeps ``MARGIN`` of itself free."""
+    return size <= (1 - MARGIN) * available
 
 
 class MemoryPlan:
@@ -81,6 +86,11 @@ class MemoryPlan:
             return self.memory(changed, gpus.count).fits(gpus.bytes)
 
         return _largest(fits, most)
+
+    def engine_alone(self, run: PlannedRun, trainers: int) -> int:
+        """Bytes of tensors on a GPU that an engine's process has to itself, which draws for one of so many trainer
+        processes."""
+        return self._engine_weights() + self._engine_lora(run) + self._engine_work(run, trainers)
 
     def recomputes(self, run: PlannedRun) -> bool:
         """Whether the run's update recomputes activations."""

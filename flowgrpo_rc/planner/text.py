@@ -1,21 +1,36 @@
 """A plan in words and tables, for the terminal."""
 
 from collections.abc import Sequence
+from copy import copy
 
 from flowgrpo_rc.planner.advice import Change, advise
 from flowgrpo_rc.planner.machines import DEVICES, GIB, UTILISATION, Gpus
 from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
+from flowgrpo_rc.planner.split import best_split, taking_turns, turns_seconds
 from flowgrpo_rc.planner.work import StepFlops, step_flops, step_time
 
 _WIDTH = 46
+NOTABLE = 0.01
+"""Share of a step's time below which a split is not told as faster: plans are no more exact than that."""
 
 
-def describe(plan: MemoryPlan, gpus: Gpus) -> str:
-    """Everything about a run on these GPUs: memory by component, verdict, what to change, time."""
+def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward: float = 0.0) -> str:
+    """Everything about a run on these GPUs: memory by component, verdict, what to change, time, and whether to split
+    them.
+
+    Args:
+        trainers: numbers of trainer processes that the run can have on some of the GPUs.
+        reward: seconds that the rewards of a batch take when its images are drawn.
+    """
     memory = plan.memory(plan.run, gpus.count)
+    changes = [] if memory.fits(gpus.bytes) else advise(plan, gpus)
     lines = [*_heading(plan), "", f"{gpus!s:{_WIDTH}} GiB a GPU", *_components(plan, memory), ""]
-    lines += [_verdict(memory, gpus), *_micro_batch(plan, gpus), *_changes(plan, gpus, memory), ""]
-    return "\n".join([*lines, *_time(plan, gpus)])
+    lines += [_verdict(memory, gpus), *_micro_batch(plan, gpus), *_changes(changes, gpus, memory), ""]
+    changed = plan
+    if changes:
+        changed = copy(changes[-1].plan)
+        changed.run = changes[-1].run
+    return "\n".join([*lines, *_time(plan, gpus), *_split(changed, gpus, trainers, reward)])
 
 
 def table(plan: MemoryPlan, tried: Sequence[Gpus]) -> str:
@@ -92,10 +107,9 @@ def _micro_batch(plan: MemoryPlan, gpus: Gpus) -> list[str]:
     return [f"Largest micro-batch that fits: ppo_micro_batch_rows={largest}"]
 
 
-def _changes(plan: MemoryPlan, gpus: Gpus, memory: Memory) -> list[str]:
+def _changes(changes: Sequence[Change], gpus: Gpus, memory: Memory) -> list[str]:
     if memory.fits(gpus.bytes):
         return []
-    changes = advise(plan, gpus)
     lines = ["What to change, cheapest first, each on top of those before it:"]
     lines += [f"  {c.override}: {c.memory.total / GIB:.1f} GiB ({c.why})" for c in changes]
     return [*lines, _remaining(changes, gpus)]
@@ -119,6 +133,38 @@ def _time(plan: MemoryPlan, gpus: Gpus) -> list[str]:
         f"Time of a step, {UTILISATION:.0%} of {gpus.device}'s peak assumed: engine {time.engine:.0f} s ({engine:.0f} "
         f"TFLOP/s in {run.rollout.dtype}), update {time.update:.0f} s ({update:.0f} in {run.actor_precision}), total "
         f"{time.total:.0f} s; rewards and waiting come on top",
+    ]
+
+
+def _split(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int], reward: float) -> list[str]:
+    """Whether taking turns on all GPUs or engines one batch ahead on some of them is faster, with what was changed to
+    make the run fit; of one GPU nothing."""
+    if gpus.count < 2:
+        return []
+    flops = step_flops(plan)
+    run = taking_turns(plan.run)
+    turns = turns_seconds(flops, run, gpus, reward)
+    may_take_turns = plan.memory(run, gpus.count).fits(gpus.bytes)
+    split = best_split(plan, flops, gpus, trainers, reward)
+    counted = f"rewards of {reward:g} s counted" if reward else "rewards not counted, see --reward-seconds"
+    if split is None:
+        return [f"Turns or split: no split of the {gpus.count} GPUs into trainer and engines fits"]
+    sides = (
+        f"{split.trainers} for the trainer ({_gib(split.trainer_bytes)} GiB, {split.learning:.1f} s) and "
+        f"{split.engines} for engines one batch ahead ({_gib(split.engine_bytes)} GiB, {split.rollout:.1f} s)"
+    )
+    settings = f"{split.trainers} trainer process(es), {split.overrides}"
+    if not may_take_turns:
+        return [
+            f"Turns or split: taking turns does not fit; {sides} do: {split.total:.1f} s a step ({counted}): {settings}"
+        ]
+    if split.total < (1 - NOTABLE) * turns:
+        return [
+            f"Turns or split: a split takes {1 - split.total / turns:.0%} less time than taking turns ({turns:.1f} s a "
+            f"step; {counted}): {sides}: {settings}"
+        ]
+    return [
+        f"Turns or split: taking turns is no slower: {turns:.1f} s a step, {split.total:.1f} s with {sides} ({counted})"
     ]
 
 

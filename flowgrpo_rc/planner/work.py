@@ -63,6 +63,8 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
 def seconds_at_peak(flops: StepFlops, run: PlannedRun, device_name: str) -> float | None:
     """How long one device would take for the step at its peak, recomputation left out: what MFU compares with.
 
+    Where engines are elsewhere, only for what the trainer's devices do of it.
+
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it.
 
@@ -73,7 +75,8 @@ def seconds_at_peak(flops: StepFlops, run: PlannedRun, device_name: str) -> floa
     actor = peak_flops(device_name, run.actor_precision)
     if engine is None or actor is None:
         return None
-    return flops.rollout / engine + (flops.score + flops.update) / actor
+    drawn = 0.0 if run.rollout.is_elsewhere else flops.rollout
+    return drawn / engine + (flops.score + flops.update) / actor
 
 
 def step_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:

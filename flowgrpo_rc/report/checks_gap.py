@@ -37,7 +37,7 @@ def gap_at_the_worst_timestep(history: History) -> Measurement | None:
 def gap_growth(history: History) -> Measurement | None:
     """The gap now over the gap of the first steps; without the probe, as the mode shows it and only without a lag."""
     names = [GAP[0]]
-    if not history.setting("actor_rollout_ref.rollout.adapter_lag"):
+    if not history.staleness:
         names.append(GAP[1] if history.bypasses else GAP[2])
     series = history.series(*names)
     last = history.recent(*names)
@@ -63,8 +63,7 @@ def gap_outliers(history: History) -> Measurement | None:
 def float32_deviation(history: History) -> Measurement | None:
     """The ratio's distance from 1 before an update, where both sides compute in float32 with the same weights."""
     same = all(history.setting(path) == value for path, value in FLOAT32.items())
-    lag = history.setting("actor_rollout_ref.rollout.adapter_lag")
-    return recent_max("actor/ratio_deviation_first")(history) if same and not lag else None
+    return recent_max("actor/ratio_deviation_first")(history) if same and not history.staleness else None
 
 
 def clipped(metric: str):
@@ -144,7 +143,7 @@ GAP_CHECKS = (
         sde=HealthyRange(high=0.5, problem_high=2.0),
         tokens=None,
         reason="Staleness uses up bypass mode's clip band too; four batches of lag gave about 1 and still learned.",
-        advice="Lower rollout.adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
+        advice="Lower rollout.ahead, adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
     ),
     shared_check(
         ENGINE_GAP,

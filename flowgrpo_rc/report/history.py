@@ -62,12 +62,18 @@ class History:
             before it, the first is step 1.
         config: the resolved configuration as nested mappings, or None.
         broken_lines: lines of the log that could not be read.
+        timeline: the lines of ``timeline.jsonl``.
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, broken_lines: int = 0
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any] | None = None,
+        broken_lines: int = 0,
+        timeline: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.config = config
+        self.timeline = timeline
         self.broken_lines = broken_lines
         # One name is asked for by several checks and panels, and each time costs a pass over the rows.
         self._series = functools.cache(self._read)
@@ -139,6 +145,11 @@ class History:
                 return default
             node = node[key]
         return node
+
+    @property
+    def staleness(self) -> int:
+        """How many batches older than the actor's the adapter is that draws, by the settings."""
+        return max(self.setting(f"actor_rollout_ref.rollout.{name}", 0) or 0 for name in ("adapter_lag", "ahead"))
 
     def correction(self, key: str, default: Any = None) -> Any:
         """A key of the rollout correction: resolved in the actor's section, else as it was written."""

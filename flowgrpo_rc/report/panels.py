@@ -10,6 +10,7 @@ from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import REWARD, WINDOW, History
 from flowgrpo_rc.report.panel import GREEN, LIMIT_STYLE, ORANGE, RED, SOFT, Level, Line, Panel, TimestepPanel
+from flowgrpo_rc.report.timeline import TimelinePanel, last_lanes
 from flowgrpo_rc.rewards.names import STATISTICS
 
 THIN: dict[str, Any] = {"linewidth": 1}
@@ -24,6 +25,7 @@ def panels_of(history: History) -> list[Panel]:
     # Log-probs of SDE steps are means over latent dimensions; those of ``cps`` and of tokens have a unit of their own.
     log_ratio = "|log ratio| per dimension" if history.sde and not history.cps else "|log ratio|"
     clip_level = _clip_level(history)
+    lanes = last_lanes(history.timeline)
     panels = (
         Panel(
             title="Reward",
@@ -113,6 +115,28 @@ def panels_of(history: History) -> list[Panel]:
                 Line(("timing_s/update",), "update", ORANGE),
             ),
             caption="The rest is mostly validation and saving, which happen in some steps only.",
+        ),
+        Panel(
+            title="Waiting for each other",
+            unit="share of the time",
+            file="waiting",
+            scale="share",
+            lines=(
+                Line(("perf/engines_busy",), "engines busy", key=True),
+                Line(("perf/trainer_waits",), "trainer waits for images", ORANGE, key=True),
+            ),
+            caption="Engines always busy and a trainer that never waits: no GPU is idle.",
+        ),
+        TimelinePanel(
+            title="Trainer and engines over time"
+            if lanes is not None and lanes.engines
+            else "The last steps over time",
+            unit="seconds",
+            file="timeline" if lanes is not None and lanes.engines else "",
+            lanes=lanes,
+            caption="Dotted: a step ends. Gaps: an engine waits. Numbers: the version of the adapter that draws."
+            if lanes is not None and lanes.engines
+            else "By the host's clock; a GPU may still be at work on what a stage has queued.",
         ),
     )
     return [panel for panel in panels if panel.words(history)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowgrpo_rc.messages import one_line, reason
 from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.timeline import STEPS
 from flowgrpo_rc.run_folder import RunFolder, read_rows
 
 
@@ -34,11 +35,13 @@ class Run:
     """What was left out, and why."""
     config_text: str = ""
     """``config.yaml`` as it is written."""
+    timeline: tuple[dict[str, Any], ...] = ()
+    """Lines of ``timeline.jsonl``."""
 
     @cached_property
     def history(self) -> History:
         """The rows as time series."""
-        return History(self.rows, self.config, self.broken_lines)
+        return History(self.rows, self.config, self.broken_lines, self.timeline)
 
 
 def read_run(root: str | Path) -> Run:
@@ -65,6 +68,7 @@ def read_run(root: str | Path) -> Run:
         raise NotARunError(f"{_printable(str(folder.metrics))}: no complete line in it; wait until a step is done")
     config, config_text = _mapping(folder.config)
     probe, left_out = _probe(folder.root / "probe.json")
+    timeline, unread = _timeline(folder.timeline)
     grids = list(folder.grids().values())
     return Run(
         root=folder.root,
@@ -74,7 +78,8 @@ def read_run(root: str | Path) -> Run:
         config_text=config_text,
         samples=[grids[0], grids[-1]] if len(grids) > 1 else grids,
         probe=probe,
-        notes=(*notes, *left_out),
+        notes=(*notes, *left_out, *unread),
+        timeline=timeline,
     )
 
 
@@ -94,6 +99,19 @@ def _usable(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str
     left_out = len(names) - len(shown)
     note = f"{left_out} metrics whose names are longer than {LONGEST_NAME} characters were left out."
     return [row for row in kept if row], (note,) if left_out else ()
+
+
+def _timeline(path: Path) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
+    """The last lines of a timeline and no note, or none and why it was left out."""
+    if not os.path.lexists(path):
+        return (), ()
+    try:
+        if not path.is_file():
+            raise OSError("is no file")
+        rows, _ = read_rows(path)
+        return tuple(rows[-STEPS:]), ()
+    except OSError as error:
+        return (), (f"{path.name} was left out: {_why(error)}.",)
 
 
 def _printable(text: str) -> str:

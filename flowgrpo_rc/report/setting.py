@@ -46,7 +46,7 @@ def settings(history: History) -> list[tuple[str, str]]:
     if history.config is None:
         return []
     quantized = history.setting(f"{ROLLOUT}.quantization")
-    lag = history.setting(f"{ROLLOUT}.adapter_lag", 0)
+    lag = history.staleness
     mode = history.setting(f"{LOSS}.loss_mode", "")
     engine = f"{history.setting(f'{ROLLOUT}.name')} in {history.setting(f'{ROLLOUT}.dtype')}"
     engine += f", {quantized}-rounded weights" if quantized else ""

@@ -50,15 +50,29 @@ class Work:
     engine: str
     """Its handle's name."""
     what: str
-    """``draw``, ``sync`` or ``start``."""
+    """``draw``, ``sync`` or ``start``; ``lost`` for one of these in which the engine was lost."""
     begin: float
     """Seconds of ``time.perf_counter``."""
     end: float
-    """Likewise."""
+    """Likewise; of what goes on, the moment at which it was asked for."""
     rows: int = 0
     """How many images it has drawn."""
     version: int = -1
     """The version of the adapter."""
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """What one engine has done lately."""
+
+    engine: str
+    """Its handle's name."""
+    done: list[Work]
+    """What it has ended since the last account, in order."""
+    doing: Work | None
+    """What goes on."""
+    given_up: bool
+    """Whether it is given nothing any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +110,8 @@ class _Member:
     started: bool = False
     given_up: str | None = None
     """Why it is given nothing any more."""
-    work: list[Work] = field(default_factory=list)
+    doing: Work | None = None
+    done: list[Work] = field(default_factory=list)
 
 
 class PendingRollout:
@@ -255,11 +270,18 @@ class RolloutPool:
 
     def take_work(self) -> list[Work]:
         """What the engines have done since the last call, in the order in which it began."""
-        with self._changed:
-            done = [work for member in self._members for work in member.work]
-            for member in self._members:
-                member.work.clear()
+        done = [work for engine in self.take_account() for work in engine.done]
         return sorted(done, key=lambda work: work.begin)
+
+    def take_account(self) -> list[EngineWork]:
+        """What each engine has done since the last call, or since the last one of ``take_work``, and what it does."""
+        with self._changed:
+            account = []
+            for member in self._members:
+                doing = None if member.doing is None else replace(member.doing, end=time.perf_counter())
+                account.append(EngineWork(member.handle.name, member.done, doing, member.given_up is not None))
+                member.done = []
+        return account
 
     def wait_for(self, found: Callable[[], T | None]) -> T:
         """Wait until ``found`` finds something, and return that; for the pool and its ``PendingRollout``.
@@ -308,12 +330,12 @@ class RolloutPool:
         return None
 
     def _start(self, member: _Member) -> None:
-        begin = time.perf_counter()
+        self._begin(member, "start")
         member.handle.start()
         with self._changed:
             member.holds = None
             member.started = True
-            self._note(member, "start", begin)
+            self._end(member)
 
     def _give(self, member: _Member, adapter: _Adapter) -> None:
         """Have the engine hold this adapter.
@@ -321,20 +343,21 @@ class RolloutPool:
         Raises:
             RolloutSyncError: it does not.
         """
-        begin = time.perf_counter()
+        self._begin(member, "sync", version=adapter.held.version)
         member.holds = None  # whatever becomes of it
         digest = member.handle.sync(adapter.state, adapter.held.version)
         with _naming(member):
             check_adapter(adapter.held, adapter.held.version, digest)
         with self._changed:
             member.holds = adapter
-            self._note(member, "sync", begin, version=adapter.held.version)
+            self._end(member)
 
     def _draw(self, member: _Member, chunk: _Chunk) -> None:
         try:
             if member.holds is not chunk.adapter:
                 self._give(member, chunk.adapter)
-            begin = time.perf_counter()
+            rows = len(chunk.request.prompt_index)
+            self._begin(member, "draw", rows=rows, version=chunk.adapter.held.version)
             part = member.handle.generate(chunk.request)
             with _naming(member):
                 _check_part(chunk, part)
@@ -350,19 +373,26 @@ class RolloutPool:
             raise
         with self._changed:
             chunk.rollout.deliver(chunk, part)
-            rows = len(chunk.request.prompt_index)
-            self._note(member, "draw", begin, rows=rows, version=chunk.adapter.held.version)
-
-    def _note(self, member: _Member, what: str, begin: float, **more: int) -> None:
-        """Something was done; the lock is held."""
-        if what == "draw":
             member.losses = 0
-        member.work.append(Work(member.handle.name, what, begin, time.perf_counter(), **more))
+            self._end(member)
+
+    def _begin(self, member: _Member, what: str, **more: int) -> None:
+        """Something begins."""
+        now = time.perf_counter()
+        with self._changed:
+            member.doing = Work(member.handle.name, what, now, now, **more)
+
+    def _end(self, member: _Member, **changes: str) -> None:
+        """What was begun has ended; the lock is held."""
+        if member.doing is not None:
+            member.done.append(replace(member.doing, end=time.perf_counter(), **changes))
+            member.doing = None
         self._changed.notify_all()
 
     def _lost(self, member: _Member, error: EngineLostError) -> None:
         """Have the engine started anew, or give it up; its chunk is in the queue again."""
         with self._changed:
+            self._end(member, what="lost")
             starting = not member.started
             member.holds = None
             member.started = False

@@ -3,16 +3,29 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stage by the host's clock."""
+
+    stage: str
+    begin: float
+    """Seconds of ``time.perf_counter``."""
+    end: float
+    """Likewise."""
 
 
 class StageTimer:
     """``with timer("rollout"): ...``; times of equal names add up until ``take``.
 
     On a CUDA device a stage begins and ends where its events stand in the device's queue, since kernels run on after a
-    call returns: a stage is charged with what it has queued, and nothing waits before ``take``.
+    call returns: a stage is charged with what it has queued, and nothing waits before ``take``. ``take_spans`` tells
+    when the host was in which stage, on every device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,15 +33,18 @@ class StageTimer:
         self._stages: list[tuple[str, Any, Any]] = []
         """Name, begin and end of every stage that has ended: CUDA events, or seconds of the host's clock."""
         self._beside: dict[str, float] = {}
+        self._spans: list[Span] = []
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        begin = self._now()
+        event, begin = self._now()
         try:
             with torch.profiler.record_function(stage):  # the stages of a step are spans of its trace
                 yield
         finally:
-            self._stages.append((stage, begin, self._now()))
+            last_event, end = self._now()
+            self._stages.append((stage, event, last_event))
+            self._spans.append(Span(stage, begin, end))
 
     def beside(self, name: str, seconds: float) -> None:
         """Note work that went on beside the stages, in a thread of its own: it adds nothing to the step."""
@@ -52,13 +68,20 @@ class StageTimer:
         named = {f"timing_s/{name}": seconds for name, seconds in {**times, **beside}.items()}
         return {**named, "timing_s/step": sum(times.values())}
 
+    def take_spans(self) -> list[Span]:
+        """The stages since the last call of this, in the order in which they ended."""
+        spans, self._spans = self._spans, []
+        return spans
+
     @property
     def _uses_events(self) -> bool:
         return self._device.type == "cuda"
 
-    def _now(self) -> Any:
+    def _now(self) -> tuple[Any, float]:
+        """What ``take`` reckons with, and the host's clock."""
+        now = time.perf_counter()
         if not self._uses_events:
-            return time.perf_counter()
+            return now, now
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return event, now

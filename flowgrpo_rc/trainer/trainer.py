@@ -51,6 +51,7 @@ from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
 from flowgrpo_rc.trainer.scoring import RolloutScoring, names_of_all
 from flowgrpo_rc.trainer.setup import Run
+from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import save_grid, validate
 
@@ -109,6 +110,7 @@ class FlowGRPOTrainer:
             )
         self.run.guard.say = self.logger.alert
         self._resume()
+        self.timeline = Timeline(self.run.engine, rank, self.accelerator.num_processes)
         self.mode = self.run.guard.mode
         """The mode in force: the configured one, or what the guard has put in its place."""
         rollout = config.actor_rollout_ref.rollout
@@ -382,13 +384,16 @@ class FlowGRPOTrainer:
         while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
             with self.profiler(self.step + 1):
                 metrics = self.train_step()
+            # Before the validation: after one that fails in one process, processes may wait for each other no more.
+            line, of_engines = self.timeline.take(self.timer.take_spans())
             last = not self.interrupted
             try:
                 if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
                     metrics |= self._validate()
             finally:  # the step is done, whatever becomes of its validation
                 with self.timer("log"):
-                    self._log(metrics | self._times())
+                    self._log(metrics | self._times() | of_engines)
+                    self._write_timeline(line)
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
@@ -419,6 +424,11 @@ class FlowGRPOTrainer:
                 f"{error}. Kept: the rows before it, and the newest complete checkpoint ({newest}); free some space "
                 "and start again with trainer.resume_mode=auto"
             ) from error
+
+    def _write_timeline(self, line: dict[str, Any]) -> None:
+        if self._main:
+            with self._wanted_output(str(self.folder.timeline)):
+                self.folder.append_to_timeline({"step": self.step, **line})
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
@@ -578,7 +588,7 @@ class FlowGRPOTrainer:
         adapters: list[Path] = []
         if self._main:
             adapters = self._write_adapters()
-            history = History(self.folder.rows(), self.config.to_dict())
+            history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
             files = [*self._draw(history), self.folder.metrics, *adapters]
             self.logger.summary(history, [str(path) for path in files])
         self.run.engine.close()

@@ -446,7 +446,7 @@ def test_numbers_of_processes_that_agree_are_ignored(monkeypatch):
         (f"{A}.optim.min_lr_ratio=0.1", "cannot work here"),
         (f"{A}.entropy_coeff=0.01", "cannot work here"),
         (f"{R}.pipeline.num_frames=81", "cannot work here: images have one frame"),
-        (f"{R}.nnodes=1", "cannot work here: .*adapter_lag"),
+        (f"{R}.nnodes=1", "cannot work here: .*placement=ray"),
         (f"+{R}.engine_kwargs.vllm_omni.quantization=fp8", "cannot work here: the engine takes its settings"),
         (f"{M}.custom_chat_template=hello", "cannot work here: prompts are given to the pipeline as they are"),
         (f"{M}.tokenizer_path=/elsewhere", "cannot work here: prompts are tokenized"),

@@ -64,6 +64,17 @@ def test_one_machine_that_fits_ends_with_zero(plan):
     assert said.count("Verdict") == 1
 
 
+def test_gpus_that_could_be_split_are_compared_with_taking_turns(plan):
+    code, said, errors = plan("--gpus", "2x24", "--reward-seconds", "0.5")
+    assert (code, errors) == (0, [])
+    assert said.count("Turns or split: ") == 1
+    assert "(rewards of 0.5 s counted)" in said
+    assert "Turns or split" not in plan("--gpus", "1x24")[1]
+    for wrong in ("-1", "inf", "soon"):
+        with pytest.raises(SystemExit, match="2"):
+            plan("--gpus", "2x24", "--reward-seconds", wrong)
+
+
 def test_without_a_list_a_table_is_printed(plan):
     code, said, _ = plan("--gpus", "data.train_batch_size=8")  # an override behind a bare --gpus is one
     assert code == 0

@@ -10,8 +10,10 @@ from doc_page import DOCS
 from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.plan import RS_OPTIONS
+from flowgrpo_rc.rollout.pool import EngineWork
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
 from flowgrpo_rc.trainer.performance import peak_memory, speed
+from flowgrpo_rc.trainer.timeline import ProcessAccount, metrics_of
 
 STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
 PLACEHOLDERS = {
@@ -44,7 +46,7 @@ def logged(finished_run, tmp_path_factory):
     names = {name for row in finished_run.rows() for name in row}
     assert any(name.startswith("actor/rollout_corr/") for name in names)
     names |= _names_of_a_run_with_other_options(tmp_path_factory.mktemp("other"))
-    return names | _names_of_the_loss_of_tokens() | _names_of_the_correction() | _names_on_a_gpu()
+    return names | _names_of_the_loss_of_tokens() | _names_of_the_correction() | _names_on_a_gpu() | _names_of_engines()
 
 
 def _names_of_a_run_with_other_options(folder):
@@ -110,6 +112,10 @@ def _names_on_a_gpu():
         engine._sleeps, engine._used = True, (0, 0)
         names = {*peak_memory(torch.device("cuda")), *engine.memory_metrics()}
         return names | set(speed(times, 1, 1, seconds_at_peak=1.0))
+
+
+def _names_of_engines():
+    return set(metrics_of([ProcessAccount([EngineWork("a", [], None, False)], 0.0, 1.0, 0.5, 0)]))
 
 
 def test_every_logged_metric_is_documented(documented, logged):

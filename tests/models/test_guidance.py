@@ -81,8 +81,9 @@ def test_prompts_that_are_joined_keep_their_embeddings_and_masks():
     alike = second.followed_by(second)
     assert alike.mask is None
     assert alike.lengths is None
-    with pytest.raises(ValueError, match="mask and Prompts.lengths say the same: give both, or neither"):
-        replace(first, lengths=None)
+    assert first.lengths == replace(first, lengths=None).lengths == (2, 1)
+    with pytest.raises(ValueError, match="Prompts.lengths: are given without Prompts.mask"):
+        replace(first, mask=None)
 
 
 def gradient_of(model, latents, timesteps, cond, **settings):

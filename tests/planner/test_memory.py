@@ -243,6 +243,8 @@ def test_time_at_the_peak_of_two_precisions_without_what_is_repeated(run):
     assert seconds_at_peak(flops, two, "NVIDIA H100 80GB HBM3") == pytest.approx(1 + 1 + 2)
     assert seconds_at_peak(flops, replace(two, autocast=True), "NVIDIA H100 80GB HBM3") == pytest.approx(1 + 201 / 989)
     assert seconds_at_peak(flops, two, "AMD Instinct MI300X") is None
+    elsewhere = two.with_rollout(placement="ray")
+    assert seconds_at_peak(flops, elsewhere, "NVIDIA H100 80GB HBM3") == pytest.approx(1 + 2)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -36,6 +37,8 @@ class Fake:
         if what == "stop":
             threading.Timer(arguments[0], os.kill, (os.getpid(), signal.SIGSTOP)).start()
             time.sleep(600)
+        if what == "start":
+            return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
         if what == "end":
             os._exit(arguments[0])
         if what == "environment":

@@ -476,6 +476,39 @@ def test_what_the_engines_did_is_told_once(make_pool, alone, make_request):
     assert pool.take_work() == []
 
 
+def test_what_an_engine_is_at_is_told_too_and_what_it_was_lost_in(make_pool, alone, make_request):
+    class Slow(Here):
+        at_work = threading.Event()
+        may_go_on = threading.Event()
+
+        def generate(self, request):
+            self.at_work.set()
+            assert self.may_go_on.wait(WAIT_S)
+            if self.starts == 1:
+                raise EngineLostError("killed")
+            return super().generate(request)
+
+    pool, _ = make_pool(Slow)
+    pool.push(state_of(alone), 7)
+    pending = pool.submit(make_request())
+    assert Slow.at_work.wait(WAIT_S)
+    before = time.perf_counter()
+    (account,) = pool.take_account()
+    assert [work.what for work in account.done] == ["start", "sync"]
+    assert account.doing is not None
+    assert (account.doing.what, account.doing.rows, account.doing.version) == ("draw", CHUNK, 7)
+    assert account.doing.begin <= before <= account.doing.end
+    assert not account.given_up
+    Slow.may_go_on.set()
+    with pytest.warns(UserWarning, match="is started anew: killed"):
+        pending.result()
+    (account,) = pool.take_account()
+    assert [work.what for work in account.done] == ["lost", "start", "sync", "draw", "draw", "draw", "draw"]
+    assert (account.done[0].rows, account.done[0].version) == (CHUNK, 7)
+    assert account.done[0].begin < before < account.done[0].end
+    assert account.doing is None
+
+
 def test_adapters_are_sent_in_the_engines_dtype(make_pool, alone, make_request):
     sent = []
 

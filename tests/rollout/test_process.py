@@ -237,6 +237,22 @@ def test_close_from_another_thread_ends_a_call_at_once(make_process, doing):
     assert not process.log.exists()
 
 
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_what_it_has_started_ends_with_it(make_process, how):
+    """As vllm-omni starts a process for each GPU of an engine."""
+    process = make_process()
+    below = process.call("generate", "start")
+    assert is_running(below)
+    if how == "closed":
+        process.close()
+    else:
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineLostError):
+            process.call("generate", "echo", 1)
+        process.log.unlink()
+    wait_until(lambda: not is_running(below))
+
+
 FLOODING = """
 import os, sys, threading
 from multiprocessing.connection import Connection
@@ -280,8 +296,8 @@ TRAINER = """
 import os, sys, threading, time
 from dataclasses import replace
 from test_process import FAKE, TIMEOUTS, EngineProcess
-process = EngineProcess(FAKE, TIMEOUTS)
 how = sys.argv[1]
+process = EngineProcess(replace(FAKE, starts_others=how == "with a process below"), TIMEOUTS)
 if how == "thread":
     thread = threading.Thread(target=process.start)
     thread.start()
@@ -289,13 +305,15 @@ if how == "thread":
 else:
     process.start()
 print(process.pid, flush=True)
+if how == "with a process below":
+    print(process.call("generate", "start"), flush=True)
 if how == "in a call":
     process.call("generate", "sleep", 600)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", ["idle", "in a call", "thread", "interrupted"])
+@pytest.mark.parametrize("how", ["idle", "in a call", "thread", "with a process below", "interrupted"])
 def test_no_orphan_when_the_trainer_ends(how):
     """kill -9 leaves the trainer no time to close anything; Ctrl-C signals the trainer's whole group of processes."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])])
@@ -304,6 +322,7 @@ def test_no_orphan_when_the_trainer_ends(how):
     assert trainer.stdout is not None
     try:
         engine = int(trainer.stdout.readline())
+        below = int(trainer.stdout.readline()) if how == "with a process below" else None
         assert is_running(engine)
         if how == "interrupted":
             assert os.getpgid(engine) != trainer.pid
@@ -313,6 +332,7 @@ def test_no_orphan_when_the_trainer_ends(how):
         end(trainer.pid)
         trainer.wait(TIMEOUT)
     wait_until(lambda: not is_running(engine), 15)
+    assert below is None or not is_running(below)
 
 
 def test_it_is_a_session_of_its_own_without_the_trainers_launcher(make_process, monkeypatch):

@@ -190,6 +190,19 @@ def test_an_error_of_the_engine_comes_back_in_one_line(two):
     assert "\n" not in str(caught.value)
 
 
+def test_the_process_that_speaks_to_ray_is_killed(two):
+    """With it both actors are gone; both are started anew, by another one."""
+    pool, handles = two.pool, two.handles
+    before = [handle.place[1] for handle in handles]
+    os.kill(handles[0]._connection._driver._process.pid, signal.SIGKILL)
+    words = r"ray \d is started anew: the process that speaks to Ray died of signal 9; log"
+    with pytest.warns(UserWarning, match=words):
+        assert_same_bits(pool.generate(two.request), two.expected)
+    wait_until(lambda: not any(map(holds_anything, before)))
+    pool.sync(two.state, 0)
+    assert not {handle.place[1] for handle in handles} & set(before)
+
+
 def test_without_room_one_line_says_what_was_asked_and_what_there_is(two):
     """Both CPUs are taken."""
     (third,) = ray_handles(config(two.address, start_timeout_s=15.0), MODEL, "cpu")

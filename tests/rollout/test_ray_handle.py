@@ -18,6 +18,7 @@ from tests_support import TIMEOUT, descendants, end
 import flowgrpo_rc.rollout.ray as room
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig
 from flowgrpo_rc.rollout.engines import check_placement
+from flowgrpo_rc.rollout.host import EngineHost
 from flowgrpo_rc.rollout.placement import ProcessConfig, RayConfig, Share
 from flowgrpo_rc.rollout.ray import check_ray
 from flowgrpo_rc.rollout.ray.connection import RayConnection
@@ -130,6 +131,25 @@ def test_a_ray_of_our_own_keeps_off_the_trainers_gpu_and_process_group(monkeypat
 
 def test_an_engine_finds_its_gpus_numbered_from_0():
     assert [_device(number) for number in (0.0, 0.5, 1.0, 2.0)] == ["cpu", "cuda:0", "cuda:0", "cuda:0+cuda:1"]
+
+
+def test_vllm_omni_takes_all_of_them(monkeypatch):
+    from flowgrpo_rc.rollout.vllm_omni import engine
+
+    made = {}
+
+    class Handle:
+        def __init__(self, model, lora, **settings):
+            made.update(settings)
+
+        def start(self):
+            made["started"] = True
+
+    monkeypatch.setattr(engine, "VllmOmniHandle", Handle)
+    rollout = RolloutConfig(name="vllm_omni", placement="ray", ray=RayConfig(num_gpus=2.0))
+    EngineHost(rollout, MODEL, _device(2.0))
+    assert made["devices"] == ["cuda:0", "cuda:1"]
+    assert made["started"]
 
 
 def test_threads_are_the_trainers_where_they_decide_the_last_bits(monkeypatch):

@@ -1,7 +1,8 @@
-"""A child of ``test_kills``: runs that are killed at random moments and started again, until twenty were.
+"""A child of ``test_kills``: runs that are killed at random moments and started again, until so many were.
 
 Everything is imported once; each run is a fork of this process, so that a start costs a load of the tiny model alone.
-Usage: ``killed_runs.py KILLS SEED OVERRIDES...``; prints one line a kill, and ends when a run has ended by itself.
+Usage: ``killed_runs.py KILLS SEED OVERRIDES...``; prints one line a kill, which tells of processes that the killed run
+has left behind, and ends when a run has ended by itself.
 """
 
 import os
@@ -10,8 +11,13 @@ import select
 import signal
 import sys
 import time
+import traceback
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests_support import alive, descendants
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import load_model
@@ -31,10 +37,13 @@ def hang_in_checkpoint(place, tell):
     calls = {"sync": 0}
     save, sync, mode, replace = torch.save, checkpoint.sync_path, checkpoint.give_umask_mode, os.replace
 
-    def half_saved(tensors, path):
+    def half_saved(tensors, path, **settings):
+        if not isinstance(path, str | Path):  # a tensor that is pickled, on its way to an engine
+            save(tensors, path, **settings)
+            return
         if place == "adapter":
             hang(tell)
-        save(tensors, path)
+        save(tensors, path, **settings)
         if place == "half an optimizer":
             os.truncate(path, os.path.getsize(path) // 2)
             hang(tell)
@@ -91,6 +100,8 @@ def start(overrides, place):
             os.close(listen)
             run(overrides, place, tell)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -112,6 +123,14 @@ def wait_for(listen, events, seconds):
         count -= told == wanted
 
 
+def still_there(pids):
+    """Those that have not ended within half a minute of their run."""
+    until = time.monotonic() + 30
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.2)
+    return left
+
+
 def main():
     kills, seed, overrides = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
@@ -122,7 +141,7 @@ def main():
     plans += [("loading", None)] * 3
     plans += [("training", None)] * (kills - len(plans))
     chance.shuffle(plans)
-    for kind, place in plans:
+    for kind, place in plans[:kills]:
         child, listen = start(overrides, place)
         if kind == "checkpoint":
             wait_for(listen, (b"c", 1), 120)
@@ -131,12 +150,13 @@ def main():
         else:
             wait_for(listen, (b"s", chance.randint(1, 2)), 120)
             time.sleep(chance.uniform(0, 0.3))
+        began = descendants(child)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         os.close(listen)
-        print(
-            "plan", kind, place, "killed" if os.WIFSIGNALED(status) else f"ended {os.WEXITSTATUS(status)}", flush=True
-        )
+        left = still_there(began)
+        became = f"ended {os.WEXITSTATUS(status)}" if os.WIFEXITED(status) else "killed"
+        print("plan", kind, place, f"left {len(left)}", became, flush=True)
     child, listen = start(overrides, None)
     _, status = os.waitpid(child, 0)
     sys.exit(os.waitstatus_to_exitcode(status))

@@ -1,17 +1,21 @@
 """Batches drawn ahead: every number is that of `adapter_lag`, at whatever pace engines draw, and after a resume."""
 
+import os
+import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from tests_support import overrides_of
+from tests_support import overrides_of, run_process
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutError, RolloutPool
 from flowgrpo_rc.rollout.engines import ENGINES
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
+from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, setup
 
 R = "actor_rollout_ref.rollout"
@@ -115,6 +119,19 @@ def test_a_pool_without_ahead_is_the_engine_here(small_config, pooled):
     here = run(small_config, "here")
     pooled(engines=3)
     assert run(small_config, "pool") == here
+
+
+def test_two_trainer_processes_share_out_the_engines_of_their_machine(tmp_path):
+    """Each has a process of its own draw its half of the images, one batch ahead."""
+    elsewhere = (f"{R}.ahead=1", f"{R}.placement=process", f"{R}.devices=[cpu,cpu]")
+    found = []
+    for name, settings in (("late", (f"{R}.adapter_lag=1",)), ("ahead", elsewhere)):
+        launch = (Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node", "2")
+        command = (*launch, "-m", "flowgrpo_rc.cli.main", "train", "--config-name", "tiny_qwen_image_ocr")
+        done = run_process(*command, *overrides_of(tmp_path / name, *settings))
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        found.append(numbers(RunFolder(tmp_path / name)))
+    assert found[0] == found[1]
 
 
 def test_both_come_to_the_larger_of_the_two(small_config, pooled):
@@ -284,9 +301,6 @@ def test_an_interrupt_waits_for_the_step_and_resumes_exactly(small_config, poole
     def interrupted():
         metrics = step()
         if trainer.step == 2:
-            import os
-            import signal
-
             os.kill(os.getpid(), signal.SIGINT)
         return metrics
 

@@ -52,6 +52,21 @@ def test_lines_after_a_resume_point_move_aside(tmp_path):
     assert folder.set_aside_after(1) == ["2 line(s) of metrics.jsonl to metrics.2.jsonl"]
 
 
+def test_the_timeline_is_cut_where_the_metrics_are(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in range(1, 4):
+        folder.append({"step": step})
+        folder.append_to_timeline({"step": step, "stages": []})
+    with folder.timeline.open("a") as handle:
+        handle.write('{"step": 4, "st')  # cut off by a kill
+    moved = ["2 line(s) of timeline.jsonl to timeline.1.jsonl", "1 line(s) of metrics.jsonl to metrics.1.jsonl"]
+    assert folder.set_aside_after(2) == moved
+    assert folder.timeline.read_text() == '{"step": 1, "stages": []}\n{"step": 2, "stages": []}\n'
+    assert (tmp_path / "timeline.1.jsonl").read_text() == '{"step": 3, "stages": []}\n{"step": 4, "st\n'
+    assert "timeline.jsonl to timeline.2.jsonl" in folder.set_all_aside()
+    assert not folder.timeline.exists()
+
+
 @pytest.mark.parametrize(
     "line", [b"7", b"[]", b'{"x": 1}', b'{"step": "2"}', b'{"step": true}', b"\xff\xfe", b"[" * 100_000, b"\x00" * 50]
 )

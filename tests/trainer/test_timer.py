@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowgrpo_rc.trainer import timer as module
-from flowgrpo_rc.trainer.timer import StageTimer
+from flowgrpo_rc.trainer.timer import Span, StageTimer
 
 
 def test_equal_names_add_up_until_they_are_taken(monkeypatch):
@@ -19,6 +19,9 @@ def test_equal_names_add_up_until_they_are_taken(monkeypatch):
         pass
     assert timer.take() == {"timing_s/rollout": 5.5, "timing_s/save": 0.25, "timing_s/step": 5.75}
     assert timer.take() == {"timing_s/step": 0}
+    spans = [Span("rollout", 10.0, 11.5), Span("save", 20.0, 20.25), Span("rollout", 30.0, 34.0)]
+    assert timer.take_spans() == spans
+    assert timer.take_spans() == []
 
 
 def test_on_cuda_nothing_waits_before_the_times_are_taken(monkeypatch):
@@ -53,3 +56,7 @@ def test_on_cuda_nothing_waits_before_the_times_are_taken(monkeypatch):
     assert waits == [5]
     assert timer.take() == {"timing_s/step": 0}
     assert waits == [5]
+    spans = timer.take_spans()
+    assert [span.stage for span in spans] == ["rollout", "update", "rollout"]
+    times = [time for span in spans for time in (span.begin, span.end)]
+    assert times == sorted(times)

@@ -1,6 +1,7 @@
 """What only a GPU can show: the gap between vllm-omni's kernels and the trainer's, and that it is rounding."""
 
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, build_engine
 from flowgrpo_rc.rollout.host import digest_rule
+from flowgrpo_rc.rollout.placement import ALONE
 from flowgrpo_rc.rollout.process.handle import process_handles
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -76,24 +78,39 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_draws_the_same(monkeypa
         engine.close()
 
 
+def group_exists(number):
+    """Whether a process of this group is left."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(done, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert done()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_one_engine_on_two_gpus_draws_what_one_does():
     """Its adapter is read back whole from both, and its processes end with it."""
     model = load_model(LORA.path, device="cuda:0")
-    rollout = RolloutConfig(
-        name="vllm_omni", dtype="float32", micro_batch_size=6, placement="process", devices=["cuda:0+cuda:1"]
-    )
     state = adapter_of(model)
     request = request_for(model)
     drawn = []
-    for devices in (["cuda:0"], ["cuda:0", "cuda:1"]):
-        (handle,) = process_handles([devices], rollout, model, LORA)
+    for devices in ("cuda:0", "cuda:0+cuda:1"):
+        rollout = RolloutConfig(
+            name="vllm_omni", dtype="float32", micro_batch_size=6, placement="process", devices=[devices]
+        )
+        (handle,) = process_handles(rollout, model, LORA, "cuda:0", ALONE)
         try:
             handle.start()
             assert handle.sync(state, 1) == digest_rule(rollout, LORA)(state)
             drawn.append(handle.generate(request))
         finally:
             handle.close()
-        with pytest.raises(ProcessLookupError):
-            os.killpg(handle.process.pid, 0)
+        wait_until(lambda pid=handle.process.pid: not group_exists(pid))
     assert_close(drawn[0].batch["next_latents"], drawn[1].batch["next_latents"], atol=1e-3, rtol=0)

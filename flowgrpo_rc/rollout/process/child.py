@@ -38,12 +38,12 @@ def serve(make: Callable[[Any], Any]) -> NoReturn:
     server = make(start.settings)
     reply = Reply(READY)
     while True:
-        with lock:
-            send(connection, reply)
         try:
+            with lock:
+                send(connection, reply)
             call: Call = receive(connection)
         except (EOFError, OSError):
-            os._exit(1)
+            _end()
         if call.method == "close":
             with suppress(Exception):
                 server.close()
@@ -68,9 +68,7 @@ def _end_with_trainer(start: Start) -> None:
     def watch() -> None:
         while os.getppid() == start.parent:
             time.sleep(HEARTBEAT_SECONDS)
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)  # with what it has started
-        os._exit(1)
+        _end()
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -83,4 +81,11 @@ def _send_heartbeats(connection: Connection, lock: threading.Lock) -> None:
             try:
                 send(connection, HEARTBEAT)
             except OSError:
-                os._exit(1)
+                _end()
+
+
+def _end() -> NoReturn:
+    """The trainer is gone: end at once, with all that this process has started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

@@ -33,6 +33,9 @@ class Launch:
     """What the server there is made from."""
     environment: Mapping[str, str]
     """All its variables."""
+    starts_others: bool = False
+    """Whether it starts processes of its own. Then it ends them and itself with the trainer; else the kernel may do
+    it, which takes it alone."""
     subject: str = "its process"
     """What messages about it begin with."""
     explain: Callable[[str], str] = str
@@ -82,7 +85,8 @@ class EngineProcess:
                 self._end()
                 raise EngineLostError(f"{self._launch.subject} was closed before starting")
             main_thread = threading.current_thread() is threading.main_thread()
-            self._send(Start(self._launch.settings, os.getpid(), main_thread), "starting")
+            die_with_thread = main_thread and not self._launch.starts_others
+            self._send(Start(self._launch.settings, os.getpid(), die_with_thread), "starting")
             self._wait(READY, self._timeouts.start_timeout_s, "starting")
             self._started = True
 

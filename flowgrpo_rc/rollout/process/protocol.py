@@ -15,7 +15,7 @@ class Start:
     parent: int
     """Process id of the trainer; the process ends when the trainer does."""
     die_with_thread: bool
-    """Whether the trainer's main thread starts the process, so that the kernel may end it with that thread."""
+    """Whether the kernel may end the process with the trainer's thread that starts it: the main thread does."""
 
 
 READY = 0

@@ -22,6 +22,7 @@ from flowgrpo_rc.rollout.base import (
 )
 from flowgrpo_rc.rollout.config import RolloutConfig, VllmOmniConfig
 from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.placement import JOINED
 from flowgrpo_rc.rollout.vllm_omni.adapter import as_held
 from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
 from flowgrpo_rc.transfers import to_host
@@ -42,7 +43,8 @@ class VllmOmniEngine:
         lora: the section ``actor_rollout_ref.model``.
         dtype: of vllm-omni's transformer and adapter.
         micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
-        device: the trainer's; the engine takes the same GPU.
+        device: the trainer's; the engine takes the same GPU. Without a trainer beside it, several GPUs joined as in
+            ``rollout.devices`` are one engine's.
         timeouts: when to give the process up, the section ``actor_rollout_ref.rollout.vllm_omni``. With its ``sleep``
             the weights leave the GPU after every ``generate`` and come back for the next call; the adapter is read back
             then.
@@ -70,7 +72,7 @@ class VllmOmniEngine:
             lora,
             dtype=dtype,
             micro_batch_size=micro_batch_size,
-            devices=[str(device)],
+            devices=str(device).split(JOINED),
             timeouts=timeouts,
             attn_backend=attn_backend,
             sleep=timeouts.sleep,

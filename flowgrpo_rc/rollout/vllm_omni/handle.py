@@ -97,6 +97,7 @@ class VllmOmniHandle:
                 module="flowgrpo_rc.rollout.vllm_omni.server",
                 settings=self._settings,
                 environment=environment,
+                starts_others=len(devices) > 1,
                 subject=subject,
                 explain=with_cause,
             ),

@@ -1,0 +1,111 @@
+"""Whether GPUs of one machine should take turns or be split, engines drawing one batch ahead of the trainer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from flowgrpo_rc.planner.machines import Gpus
+from flowgrpo_rc.planner.memory import RUNTIME, MemoryPlan, fits
+from flowgrpo_rc.planner.settings import ROLLOUT, PlannedRun
+from flowgrpo_rc.planner.work import StepFlops, step_time
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some GPUs for the trainer, a process on each, and the others for engines, one on each."""
+
+    trainers: int
+    engines: int
+    rollout: float
+    """Seconds in which the engines draw a batch."""
+    learning: float
+    """Seconds in which the trainer has a batch scored, and learns from it."""
+    trainer_bytes: int = 0
+    """Peak of a trainer's GPU."""
+    engine_bytes: int = 0
+    """Peak of an engine's GPU."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step: of the slower side."""
+        return max(self.rollout, self.learning)
+
+    @property
+    def overrides(self) -> str:
+        """The settings that make it, besides as many trainer processes."""
+        devices = ",".join(f"cuda:{self.trainers + i}" for i in range(self.engines))
+        return f"{ROLLOUT}.placement=process '{ROLLOUT}.devices=[{devices}]' {ROLLOUT}.ahead=1"
+
+    def fits(self, gpus: Gpus) -> bool:
+        """Whether both sides fit GPUs of this size."""
+        return fits(self.trainer_bytes, gpus.bytes) and fits(self.engine_bytes, gpus.bytes)
+
+
+def taking_turns(run: PlannedRun) -> PlannedRun:
+    """The run with its engine beside the actor on every GPU."""
+    return run.with_rollout(placement="trainer", devices=None, engines=1, ahead=0)
+
+
+def one_ahead(run: PlannedRun, trainers: int, engines: int) -> PlannedRun:
+    """The run with engines on the GPUs after the trainer's."""
+    devices = [f"cuda:{trainers + i}" for i in range(engines)]
+    awake = replace(run.rollout.vllm_omni, sleep=False)
+    placed = {"placement": "process", "devices": devices, "engines": 1, "ahead": 1}
+    return run.with_rollout(**placed, gather_weights=False, vllm_omni=awake)
+
+
+def turns_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, reward: float = 0.0) -> float:
+    """Of a step in which all GPUs draw, then wait for the rewards, and then learn.
+
+    Args:
+        reward: seconds that the rewards of a batch take when its images are drawn.
+    """
+    return step_time(flops, run, gpus).total + reward
+
+
+def split_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, trainers: int, reward: float = 0.0) -> Split:
+    """Both sides of a step that is split, without their memory.
+
+    Each trainer process has its share of the images drawn by its share of the engines, a micro-batch at a time; so the
+    engine that draws most decides.
+    """
+    engines = gpus.count - trainers
+    images = run.images_of_batch(trainers)
+    at_once = run.sampled_at_once(trainers)
+    of_each = engines // trainers
+    rounds = -(-images // (at_once * of_each))
+    most = min(images, rounds * at_once)
+    one = Gpus(1, gpus.gigabytes)
+    alone = step_time(flops, run, one).engine
+    learning = step_time(flops, run, Gpus(trainers, gpus.gigabytes)).update
+    return Split(trainers, engines, alone * most / (run.prompts * run.rollout.n), reward + learning)
+
+
+def best_split(
+    plan: MemoryPlan, flops: StepFlops, gpus: Gpus, trainers: Iterable[int], reward: float = 0.0
+) -> Split | None:
+    """The fastest split that fits; ``None`` where none does.
+
+    Args:
+        flops: of a step of the plan's run.
+        trainers: numbers of trainer processes that the run can have. Each needs an engine.
+        reward: as for ``turns_seconds``.
+    """
+    found = []
+    for count in trainers:
+        if not 1 <= count <= gpus.count - count or not _shares_evenly(plan.run, count):
+            continue
+        run = one_ahead(plan.run, count, gpus.count - count)
+        split = replace(
+            split_seconds(flops, run, gpus, count, reward),
+            trainer_bytes=plan.memory(run, count).total,
+            engine_bytes=plan.engine_alone(run, count) + RUNTIME,
+        )
+        if split.fits(gpus):
+            found.append(split)
+    return min(found, key=lambda split: (split.total, split.engines), default=None)
+
+
+def _shares_evenly(run: PlannedRun, trainers: int) -> bool:
+    """Whether so many processes can share the weights as the run has them shared."""
+    fsdp = run.actor.fsdp_config
+    return not fsdp.shard or (trainers > 1 and (fsdp.fsdp_size == -1 or trainers % fsdp.fsdp_size == 0))

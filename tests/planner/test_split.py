@@ -1,0 +1,191 @@
+"""Taking turns or a split, one batch ahead: seconds by hand, memory of both sides, and what is said."""
+
+import types
+from dataclasses import replace
+
+import pytest
+from small_pipelines import write
+
+from flowgrpo_rc.actor.config import DiffusionActorConfig
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.planner import split as module
+from flowgrpo_rc.planner import text
+from flowgrpo_rc.planner.machines import GIB, Gpus
+from flowgrpo_rc.planner.memory import RUNTIME, MemoryPlan
+from flowgrpo_rc.planner.settings import PlannedRun
+from flowgrpo_rc.planner.split import Split, best_split, one_ahead, split_seconds, taking_turns, turns_seconds
+from flowgrpo_rc.planner.work import StepFlops
+from flowgrpo_rc.rollout.config import PipelineConfig, RolloutAlgoConfig, RolloutConfig
+
+SECOND = 0.4 * 989e12
+"""Operations of an H100 in bfloat16 in a second, as plans assume."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """64 images a step, of which an engine draws 4 at a time."""
+    return PlannedRun(
+        model=ModelConfig(
+            path=write(tmp_path_factory.mktemp("models") / "qwen", "qwen"),
+            dtype="bfloat16",
+            lora_rank=4,
+            target_modules=["to_q"],
+        ),
+        actor=DiffusionActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=4),
+        rollout=RolloutConfig(
+            dtype="bfloat16",
+            n=8,
+            micro_batch_size=4,
+            algo=RolloutAlgoConfig(sde_window_size=2),
+            pipeline=PipelineConfig(height=64, width=64, max_sequence_length=16),
+        ),
+        prompts=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def plan(run):
+    return MemoryPlan(run)
+
+
+def work(rollout, update):
+    """So many seconds of one GPU."""
+    return StepFlops(rollout=rollout * SECOND, score=0.0, update=update * SECOND, recomputed=0.0)
+
+
+def test_a_fixed_number_of_gpus_gains_nothing_by_a_split(run):
+    """R = U = 40 s of one GPU: 2 GPUs take 20 + 20 in turns, and max(40, 40) split."""
+    gpus = Gpus(2, 80)
+    assert turns_seconds(work(40, 40), run, gpus) == pytest.approx(40)
+    split = split_seconds(work(40, 40), run, gpus, 1)
+    assert (split.rollout, split.learning, split.total) == pytest.approx((40, 40, 40))
+    # R = 2 U on 3 GPUs: 80 / 3 + 40 / 3 = 40, and max(80 / 2, 40 / 1) = 40.
+    assert turns_seconds(work(80, 40), run, Gpus(3, 80)) == pytest.approx(40)
+    assert split_seconds(work(80, 40), run, Gpus(3, 80), 1).total == pytest.approx(40)
+    # The same on 4 GPUs, which do not divide as 2 to 1: 30 in turns, and max(80 / 2, 40 / 2) or max(80 / 3, 40).
+    assert turns_seconds(work(80, 40), run, Gpus(4, 80)) == pytest.approx(30)
+    assert split_seconds(work(80, 40), run, Gpus(4, 80), 2).total == pytest.approx(40)
+    assert split_seconds(work(80, 40), run, Gpus(4, 80), 1).total == pytest.approx(40)
+
+
+def test_rewards_that_leave_gpus_idle_make_it_pay(run):
+    """R = 4 U and a reward as long as the update on 4 GPUs: 20 + 5 + 5 in turns; 80 / 3, rounded up to whole
+    micro-batches, against 5 + 20 split."""
+    gpus = Gpus(4, 80)
+    assert turns_seconds(work(80, 20), run, gpus, reward=5) == pytest.approx(30)
+    split = split_seconds(work(80, 20), run, gpus, 1, reward=5)
+    # 16 micro-batches of 4 images over 3 engines: one draws 6 of them, 24 of the 64 images.
+    assert (split.rollout, split.learning) == pytest.approx((80 * 24 / 64, 25))
+    assert split.total == pytest.approx(30)
+    by_one = run.with_rollout(micro_batch_size=1)
+    assert split_seconds(work(80, 20), by_one, gpus, 1, reward=5).rollout == pytest.approx(80 * 22 / 64)
+
+
+def test_each_process_has_engines_of_its_own(run):
+    """2 trainer processes and 3 engines: one process has 1 engine for its half of the images."""
+    split = split_seconds(work(64, 0), run, Gpus(5, 80), 2)
+    assert (split.trainers, split.engines) == (2, 3)
+    assert split.rollout == pytest.approx(32)
+    # One micro-batch is not divided, whatever the number of engines.
+    whole = run.with_rollout(micro_batch_size=64)
+    assert split_seconds(work(64, 0), whole, Gpus(4, 80), 1).rollout == pytest.approx(64)
+
+
+def test_memory_of_both_sides(run, plan):
+    """The trainer's GPU has no engine; the engine's has weights, VAE, LoRA and what drawing takes, and no actor."""
+    split = best_split(plan, work(40, 40), Gpus(2, 80), [1])
+    assert split is not None
+    sizes = plan.sizes
+    weights = 2 * sizes.parameters
+    lora = 4 * sizes.lora_parameters
+    drawing = max(plan.engine.forward(4).peak, plan.engine.decode(4).peak)
+    assert split.engine_bytes == weights + sizes.buffers + sizes.vae + lora // 2 + drawing + RUNTIME
+    beside = plan.memory(taking_turns(run), 1)
+    assert "engine's LoRA" in beside.resident
+    trainer = plan.memory(one_ahead(run, 1, 1), 1)
+    assert "engine's LoRA" not in trainer.resident
+    assert not {"sampling", "decoding"} & trainer.stages.keys()
+    assert split.trainer_bytes == trainer.total
+
+
+def test_the_fastest_split_that_fits(run, plan):
+    work_of_both = work(60, 30)
+    gpus = Gpus(6, 80)
+    assert best_split(plan, work_of_both, gpus, [1, 2, 3, 4]).trainers == 2  # 64 images: 15 and 15 s, by hand below
+    assert split_seconds(work_of_both, run, gpus, 2).total == pytest.approx(15)
+    assert best_split(plan, work_of_both, gpus, [4, 5]) is None  # an engine for each process
+    assert best_split(plan, work_of_both, gpus, []) is None
+    small = Gpus(6, split_bytes(plan, gpus) / GIB / 2)
+    assert best_split(plan, work_of_both, small, [2]) is None
+
+
+def split_bytes(plan, gpus):
+    found = best_split(plan, work(1, 1), gpus, [2])
+    return max(found.trainer_bytes, found.engine_bytes)
+
+
+def test_weights_that_are_shared_need_processes_to_share_them(run, plan):
+    shared = types.SimpleNamespace(run=run.with_fsdp(shard=True), memory=plan.memory, engine_alone=plan.engine_alone)
+    assert best_split(shared, work(40, 40), Gpus(4, 80), [1, 2]).trainers == 2
+    assert best_split(shared, work(40, 40), Gpus(2, 80), [1]) is None
+    shared.run = run.with_fsdp(shard=True, fsdp_size=2)
+    assert best_split(shared, work(40, 40), Gpus(8, 80), [1, 2, 3]).trainers == 2
+
+
+def test_a_run_that_is_split_already_is_compared_the_same(run):
+    """Also with an engine that would sleep beside the actor."""
+    placed = run.with_rollout(placement="process", devices=["cuda:3"], ahead=2)
+    assert taking_turns(placed) == run
+    asleep = run.with_rollout(name="vllm_omni")
+    asleep = asleep.with_rollout(vllm_omni=replace(asleep.rollout.vllm_omni, sleep=True))
+    assert one_ahead(asleep, 1, 2).rollout.devices == ["cuda:1", "cuda:2"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "split", "reward", "fits", "says"),
+    [
+        (
+            40.0,
+            Split(1, 3, 30.0, 25.0, GIB, 2 * GIB),
+            5.0,
+            True,
+            "Turns or split: a split takes 25% less time than taking turns (40.0 s a step; rewards of 5 s counted): "
+            "1 for the trainer (1.00 GiB, 25.0 s) and 3 for engines one batch ahead (2.00 GiB, 30.0 s): 1 trainer "
+            "process(es), actor_rollout_ref.rollout.placement=process "
+            "'actor_rollout_ref.rollout.devices=[cuda:1,cuda:2,cuda:3]' "
+            "actor_rollout_ref.rollout.ahead=1",
+        ),
+        (
+            40.0,
+            Split(2, 2, 30.0, 40.0, GIB, 2 * GIB),
+            0.0,
+            True,
+            "Turns or split: taking turns is no slower: 40.0 s a step, 40.0 s with 2 for the trainer (1.00 GiB, "
+            "40.0 s) and 2 for engines one batch ahead (2.00 GiB, 30.0 s) (rewards not counted, see --reward-seconds)",
+        ),
+        (
+            40.0,
+            Split(2, 2, 30.0, 50.0, GIB, 2 * GIB),
+            0.0,
+            False,
+            "Turns or split: taking turns does not fit; 2 for the trainer (1.00 GiB, 50.0 s) and 2 for engines one "
+            "batch ahead (2.00 GiB, 30.0 s) do: 50.0 s a step (rewards not counted, see --reward-seconds): 2 trainer "
+            "process(es), actor_rollout_ref.rollout.placement=process "
+            "'actor_rollout_ref.rollout.devices=[cuda:2,cuda:3]' actor_rollout_ref.rollout.ahead=1",
+        ),
+        (40.0, None, 0.0, True, "Turns or split: no split of the 4 GPUs into trainer and engines fits"),
+    ],
+)
+def test_what_is_said(monkeypatch, plan, turns, split, reward, fits, says):
+    monkeypatch.setattr(text, "turns_seconds", lambda *_: turns)
+    monkeypatch.setattr(text, "best_split", lambda *_: split)
+    if not fits:
+        monkeypatch.setattr(plan, "memory", lambda *_: types.SimpleNamespace(fits=lambda _: False), raising=True)
+    assert text._split(plan, Gpus(4, 80), [1, 2], reward) == [says]
+    assert text._split(plan, Gpus(1, 80), [], reward) == []
+
+
+def test_the_overrides_are_taken_by_the_configuration(run):
+    split = split_seconds(work(1, 1), run, Gpus(3, 80), 1)
+    assert "'actor_rollout_ref.rollout.devices=[cuda:1,cuda:2]'" in split.overrides
+    assert module.one_ahead(run, 1, 2).rollout.ahead == 1

@@ -1,0 +1,220 @@
+"""timeline.jsonl and the metrics of engines elsewhere: what they say, by hand and in runs."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+
+from flowgrpo_rc.models.load import PipelineLoader
+from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutPool
+from flowgrpo_rc.rollout.pool import EngineWork, Work
+from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolderError
+from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
+from flowgrpo_rc.trainer import timeline as module
+from flowgrpo_rc.trainer.timeline import ProcessAccount, Timeline, metrics_of
+from flowgrpo_rc.trainer.timer import Span
+
+R = "actor_rollout_ref.rollout"
+STAGES = ["rollout", "rollout", "probe", "reward", "score", "correct", "advantage", "update", "sync"]
+OF_ENGINES = {
+    "timing_s/engine_draw",
+    "timing_s/engine_draw_max",
+    "perf/engines_busy",
+    "perf/engines_left",
+    "perf/engine_restarts",
+    "perf/trainer_waits",
+}
+
+
+def engine(name, *done, doing=None, given_up=False):
+    return EngineWork(name, [Work(name, *one) for one in done], Work(name, *doing) if doing else None, given_up)
+
+
+def test_what_lies_within_the_step_counts_by_hand():
+    """A step from second 10 to 20. One engine draws from 8 to 12 and from 13 on, and takes an adapter in between: it
+    draws 2 + 7 s and is busy for 10 of 10 s. The other draws for 3 s and is idle otherwise. A third is given up."""
+    first = engine("a", ("draw", 8.0, 12.0), ("sync", 12.0, 13.0), doing=("draw", 13.0, 20.5))
+    second = engine("b", ("start", 1.0, 9.0), ("draw", 14.0, 17.0))
+    third = engine("c", ("lost", 10.0, 20.0), given_up=True)
+    found = metrics_of([ProcessAccount([first, second, third], since=10.0, now=20.0, waited=4.0, restarts=1)])
+    assert found == pytest.approx(
+        {
+            "timing_s/engine_draw": (9 + 3) / 2,
+            "timing_s/engine_draw_max": 9.0,
+            "perf/engines_busy": (1.0 + 0.3) / 2,
+            "perf/engines_left": 2.0,
+            "perf/engine_restarts": 1.0,
+            "perf/trainer_waits": 0.4,
+        }
+    )
+    assert found.keys() == OF_ENGINES
+
+
+def test_a_draw_over_two_steps_is_counted_once():
+    """From 1 to 9, where a step ends at 5: 4 s in each."""
+    begun = engine("a", doing=("draw", 1.0, 5.0))
+    ended = engine("a", ("draw", 1.0, 9.0))
+    drawn = [
+        metrics_of([ProcessAccount([one], since, now, 0.0, 0)])["timing_s/engine_draw"]
+        for one, since, now in ((begun, 0.0, 5.0), (ended, 5.0, 10.0))
+    ]
+    assert drawn == [4.0, 4.0]
+
+
+def test_several_processes_are_one_run():
+    """Engines of all count alike, and the trainer's wait is the mean over the processes."""
+    one = ProcessAccount([engine("rank 0: a", ("draw", 0.0, 4.0))], 0.0, 4.0, waited=1.0, restarts=0)
+    other = ProcessAccount([engine("rank 1: a"), engine("rank 1: b")], 0.0, 4.0, waited=3.0, restarts=2)
+    found = metrics_of([one, other])
+    assert found["perf/engines_busy"] == pytest.approx(1 / 3)
+    assert (found["perf/engines_left"], found["perf/engine_restarts"]) == (3.0, 2.0)
+    assert found["perf/trainer_waits"] == pytest.approx(0.5)
+
+
+def test_no_engine_left_is_no_division_by_zero():
+    found = metrics_of([ProcessAccount([engine("a", given_up=True)], 0.0, 0.0, 0.0, 0)])
+    assert set(found.values()) == {0.0}
+
+
+class Pool(RolloutPool):
+    """Accounts made by hand."""
+
+    def __init__(self, accounts):
+        self.accounts = accounts
+
+    def take_account(self):
+        return self.accounts.pop(0)
+
+
+def test_times_are_those_of_the_run_and_only_later_starts_are_restarts(monkeypatch):
+    """The clock begins at 100. The engine has started before that, and starts twice more."""
+    clock = iter([100.0, 104.0, 110.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(module.time, "time", lambda: 5000.0)
+    again = engine(
+        "a", ("lost", 104.0, 105.0), ("start", 105.0, 106.0), ("lost", 106.0, 106.5), ("start", 106.5, 107.0)
+    )
+    drew = engine("a", ("start", 98.0, 99.0), ("draw", 101.00004, 103.0, 16, 2))
+    line = Timeline(Pool([[drew], [again]]), 3, 4)
+    first, metrics = line.take([Span("rollout", 100.5, 103.5)])
+    assert first == {
+        "started": 5000.0,
+        "stages": [["rollout", 0.5, 3.5]],
+        "engines": {"rank 3: a": [["start", -2.0, -1.0, 0, -1], ["draw", 1.0, 3.0, 16, 2]]},
+    }
+    assert (metrics["perf/engine_restarts"], metrics["perf/trainer_waits"]) == (0.0, 0.75)
+    second, metrics = line.take([])
+    assert [work[0] for work in second["engines"]["rank 3: a"]] == ["lost", "start", "lost", "start"]
+    assert metrics["perf/engine_restarts"] == 2.0
+    assert metrics["perf/engines_busy"] == pytest.approx(0.5)
+
+
+class Elsewhere:
+    """An engine with a model of its own, which is lost once."""
+
+    def __init__(self, config, lora):
+        self.name = "engine 0"
+        self._config = config
+        self._lora = lora
+        self.starts = 0
+        self.calls = 0
+
+    def start(self):
+        torch.set_num_threads(1)
+        self.starts += 1
+        model = PipelineLoader(self._lora.path, dtype=self._lora.dtype).load()
+        self.engine = DiffusersEngine.from_config(self._config, model, self._lora, "cpu")
+
+    def sync(self, state, version):
+        return self.engine.sync(state, version)
+
+    def generate(self, request):
+        self.calls += 1
+        if self.calls == 2:
+            raise EngineLostError("killed")
+        return self.engine.generate(request)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def pooled(monkeypatch):
+    def build(config, model, lora, device, *_):
+        own = DiffusersEngine.from_config(config, model, lora, device)
+        digest_of = own.digest_of
+        own.close()
+        dtype = getattr(torch, config.dtype)
+        return RolloutPool([Elsewhere(config, lora)], digest_of=digest_of, dtype=dtype, micro_batch_size=8)
+
+    monkeypatch.setattr(setup, "build_engine", build)
+
+
+def lines(folder):
+    return [json.loads(line) for line in folder.timeline.read_text().splitlines()]
+
+
+def test_a_run_without_engines_elsewhere_has_its_stages(small_config):
+    before = time.time()
+    folder = FlowGRPOTrainer(small_config("trainer.test_freq=1", "trainer.val_before_train=true")).fit()
+    first, second = lines(folder)
+    assert [line["step"] for line in (first, second)] == [1, 2]
+    assert first.keys() == {"step", "started", "stages", "engines"}
+    assert first["engines"] == second["engines"] == {}
+    assert [stage for stage, _, _ in first["stages"]] == ["validate", *STAGES]
+    assert [stage for stage, _, _ in second["stages"]] == ["validate", "log", *STAGES]
+    times = [time for line in (first, second) for _, *times in line["stages"] for time in times]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert before < first["started"] == second["started"] < time.time()
+    assert not OF_ENGINES & {name for row in folder.rows() for name in row}
+
+
+def test_a_run_with_an_engine_elsewhere_tells_what_it_did(small_config, pooled):
+    with pytest.warns(UserWarning, match="is started anew: killed"):
+        folder = FlowGRPOTrainer(
+            small_config(f"{R}.ahead=1", "trainer.total_training_steps=3", "data.val_files=null")
+        ).fit()
+    work = [one for line in lines(folder) for one in line["engines"]["engine 0"]]
+    assert [one[0] for one in work].count("lost") == 1
+    assert [one[0] for one in work].count("start") == 2
+    drawn = [(rows, version) for what, _, _, rows, version in work if what == "draw"]
+    versions = sorted({version for _, version in drawn})
+    assert versions == [0, 1]  # the third batch is drawn with the adapter after the first
+    assert sum(rows for rows, _ in drawn) == 3 * 16
+    assert all(begin <= end for _, begin, end, _, _ in work)
+    times = [time for _, *times, _, _ in work for time in times]
+    assert times == sorted(times)
+    rows = [row for row in folder.rows() if row["step"] > 0]
+    assert all(row.keys() >= OF_ENGINES for row in rows)
+    assert all(name.startswith(TIMING_PREFIXES) for name in OF_ENGINES)
+    assert sum(row["perf/engine_restarts"] for row in rows) == 1
+    assert {row["perf/engines_left"] for row in rows} == {1}
+    assert all(0 <= row[name] <= 1 for row in rows for name in ("perf/engines_busy", "perf/trainer_waits"))
+    drew = sum(end - begin for what, begin, end, *_ in work if what == "draw")
+    assert sum(row["timing_s/engine_draw"] for row in rows) == pytest.approx(drew, abs=1e-2)
+
+
+def test_a_resume_cuts_the_timeline_where_it_cuts_the_metrics(small_config):
+    settings = ("trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.total_training_steps=3")
+    folder = FlowGRPOTrainer(small_config(*settings, folder="run")).fit()
+    whole = folder.timeline.read_text().splitlines()
+    (folder.checkpoints / "latest").write_text("step_2")
+    FlowGRPOTrainer(small_config(*settings, folder="run")).fit()
+    now = lines(folder)
+    assert [line["step"] for line in now] == [1, 2, 3]
+    assert folder.timeline.read_text().splitlines()[:2] == whole[:2]
+    assert now[2]["started"] > now[1]["started"]
+    assert (folder.root / "timeline.1.jsonl").read_text().splitlines() == whole[2:]
+    assert json.loads((folder.root / "metrics.1.jsonl").read_text())["step"] == 3
+
+
+def test_a_timeline_that_cannot_be_written_costs_no_step(small_config, capsys):
+    trainer = FlowGRPOTrainer(small_config())
+    os.mkdir(trainer.folder.timeline)
+    with pytest.raises(RunFolderError, match=r"trained to step 2, but could not write .*timeline.jsonl \("):
+        trainer.fit()
+    assert "timeline.jsonl could not be written: " in capsys.readouterr().out
+    assert [row["step"] for row in trainer.folder.rows()] == [0, 1, 2]
