@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from flowgrpo_rc.models import Conditioning, Prompts, UnsupportedModelError, load_model
 from flowgrpo_rc.models.flux2 import LARGEST_REFERENCE, Flux2
 from flowgrpo_rc.models.guidance import check_guidance, embeds_guidance
-from flowgrpo_rc.prompt import Prompt, ReferenceImage
+from flowgrpo_rc.prompt import Prompt, ReferenceImage, content_digest
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,8 @@ def test_reference_area_scales_the_picture_down_before_the_vae(models):
 def as_file(image):
     file = io.BytesIO()
     image.save(file, format="PNG")
-    return ReferenceImage("0", *image.size, "train.jsonl:3", content=file.getvalue())
+    content = file.getvalue()
+    return ReferenceImage(content_digest(content), *image.size, "train.jsonl:3", content=content)
 
 
 def test_the_order_of_references_counts(models):

@@ -185,11 +185,11 @@ import torch
 from flowgrpo_rc.rollout import RolloutPool
 from flowgrpo_rc.rollout.host import digest_rule
 from test_ray_handle import MODEL, config, ray_handles
-rollout = config(engines=1)
+rollout = config(engines=1, close_timeout_s={seconds})
 handles = ray_handles(rollout, MODEL, "cpu")
 pool = RolloutPool(handles, digest_of=digest_rule(rollout, MODEL), dtype=torch.bfloat16, micro_batch_size=2)
-print(handles[0].place[1], flush=True)
 try:
+    print(handles[0].place[1], flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
@@ -198,10 +198,14 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-def test_nothing_of_a_ray_of_our_own_outlives_the_trainer(how, tmp_path, ray_environment):
+@pytest.mark.parametrize(
+    ("how", "stopped", "seconds"),
+    [(signal.SIGKILL, False, 20.0), (signal.SIGINT, False, 20.0), (signal.SIGINT, True, 2.0)],
+    ids=["killed", "interrupted", "interrupted, and what speaks to Ray does not answer"],
+)
+def test_nothing_of_a_ray_of_our_own_outlives_the_trainer(how, stopped, seconds, tmp_path, ray_environment):
     """kill -9 leaves it no time to close anything. Ctrl-C is answered by the trainer alone."""
-    program = TRAINER.format(path=[str(HERE), str(HERE.parent)])
+    program = TRAINER.format(path=[str(HERE), str(HERE.parent)], seconds=seconds)
     with (tmp_path / "said").open("w") as said:
         pipes = {"stdout": subprocess.PIPE, "stderr": said, "text": True, "start_new_session": True}
         trainer = subprocess.Popen([sys.executable, "-c", program], env=ray_environment, **pipes)
@@ -213,6 +217,9 @@ def test_nothing_of_a_ray_of_our_own_outlives_the_trainer(how, tmp_path, ray_env
         names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in started}
         assert {"gcs_server", "raylet"} <= names
         assert actor in started
+        if stopped:
+            (driver,) = filter(is_driver, started)
+            os.kill(driver, signal.SIGSTOP)
         os.killpg(trainer.pid, how)
         trainer.wait(TIMEOUT)
     finally:
@@ -220,6 +227,10 @@ def test_nothing_of_a_ray_of_our_own_outlives_the_trainer(how, tmp_path, ray_env
     wait_until(lambda: not any(map(holds_anything, started)), 40)
     assert (tmp_path / "said").read_text() == ""
     assert trainer.stdout.read() == ("interrupted\n" if how == signal.SIGINT else "")
+
+
+def is_driver(pid):
+    return b"flowgrpo_rc.rollout.ray.driver" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def holds_anything(pid):

@@ -3,6 +3,7 @@
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -293,8 +294,9 @@ class _Driver:
 
 
 def _end(process: "subprocess.Popen[bytes]", log: Path | None) -> None:
+    """End it, and a Ray that it has started, whose daemons are of its group and would outlive it."""
     with suppress(OSError):
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if log is not None:
         log.unlink(missing_ok=True)

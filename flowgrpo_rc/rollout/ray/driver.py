@@ -10,6 +10,7 @@ Bytes are passed on as they are, so that torch is not loaded here.
 """
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -270,7 +271,8 @@ def _end_with_trainer(settings: DriverSettings) -> None:
 
 
 def _leave(settings: DriverSettings) -> NoReturn:
-    """End the actors, and Ray where it was started here; without waiting for a cluster that does not answer."""
+    """End the actors, and Ray where it was started here, whose daemons are of this process's group; without waiting for
+    a cluster that does not answer."""
 
     def shut_down() -> None:
         if "ray" in sys.modules:
@@ -279,6 +281,8 @@ def _leave(settings: DriverSettings) -> NoReturn:
     thread = threading.Thread(target=shut_down, daemon=True)
     thread.start()
     thread.join(settings.timeouts.close_timeout_s)
+    if settings.address is None and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
