@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 from conftest import SMALL_RUN
@@ -83,3 +84,10 @@ def resident_bytes(parameters):
 
     local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def wait_until(done, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert done()

@@ -5,6 +5,7 @@ one forward. A row's random numbers come from its own seed. So it matters to no 
 chunk, in which order, or how often one had to be drawn anew.
 """
 
+import math
 import threading
 import time
 import warnings
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import (
     Echo,
     EngineLostError,
@@ -96,7 +98,9 @@ class _Chunk:
     """To draw them with."""
     rollout: "PendingRollout"
     losses: int = 0
-    """How many engines have been lost over it."""
+    """How many engines have been lost while they drew it."""
+    lost: float = -math.inf
+    """When the last of these was, in seconds of ``time.perf_counter``."""
 
 
 @dataclass(eq=False)
@@ -110,6 +114,8 @@ class _Member:
     started: bool = False
     given_up: str | None = None
     """Why it is given nothing any more."""
+    answered: float = -math.inf
+    """When it last did something, in seconds of ``time.perf_counter``."""
     doing: Work | None = None
     done: list[Work] = field(default_factory=list)
 
@@ -305,14 +311,21 @@ class RolloutPool:
 
     def _serve(self, member: _Member) -> None:
         """Start the engine, and do what there is to do with it, until the pool is closed or it is given up."""
-        while (task := self._next_task(member)) is not None:
-            try:
-                task()
-            except EngineLostError as error:
-                self._lost(member, error)
-            except Exception as error:
-                self._fail(error)
-                return
+        while self._do(member, self._next_task(member)):
+            """A task holds a whole rollout, so this frame, which waits for the next one, keeps none."""
+
+    def _do(self, member: _Member, task: Callable[[], None] | None) -> bool:
+        """Do this; whether anything may come after it."""
+        if task is None:
+            return False
+        try:
+            task()
+        except EngineLostError as error:
+            self._lost(member, error)
+        except Exception as error:
+            self._fail(error)
+            return False
+        return True
 
     def _next_task(self, member: _Member) -> Callable[[], None] | None:
         """What this thread does next; ``None``: nothing any more."""
@@ -331,7 +344,8 @@ class RolloutPool:
 
     def _start(self, member: _Member) -> None:
         self._begin(member, "start")
-        member.handle.start()
+        with _naming(member):
+            member.handle.start()
         with self._changed:
             member.holds = None
             member.started = True
@@ -345,8 +359,8 @@ class RolloutPool:
         """
         self._begin(member, "sync", version=adapter.held.version)
         member.holds = None  # whatever becomes of it
-        digest = member.handle.sync(adapter.state, adapter.held.version)
         with _naming(member):
+            digest = member.handle.sync(adapter.state, adapter.held.version)
             check_adapter(adapter.held, adapter.held.version, digest)
         with self._changed:
             member.holds = adapter
@@ -358,11 +372,14 @@ class RolloutPool:
                 self._give(member, chunk.adapter)
             rows = len(chunk.request.prompt_index)
             self._begin(member, "draw", rows=rows, version=chunk.adapter.held.version)
-            part = member.handle.generate(chunk.request)
             with _naming(member):
+                part = member.handle.generate(chunk.request)
                 _check_part(chunk, part)
         except EngineLostError as error:
-            chunk.losses += 1
+            # Engines that go down together are lost to the chunk once, however many find that out with it.
+            if self._is_drawing(member) and member.answered > chunk.lost:
+                chunk.losses += 1
+                chunk.lost = time.perf_counter()
             if chunk.losses == LOSSES_OF_A_CHUNK:
                 raise RolloutError(
                     f"images {_shown_rows(chunk)} of a rollout have cost {chunk.losses} engines one after the other, "
@@ -382,8 +399,13 @@ class RolloutPool:
         with self._changed:
             member.doing = Work(member.handle.name, what, now, now, **more)
 
+    def _is_drawing(self, member: _Member) -> bool:
+        return member.doing is not None and member.doing.what == "draw"
+
     def _end(self, member: _Member, **changes: str) -> None:
         """What was begun has ended; the lock is held."""
+        if not changes:
+            member.answered = time.perf_counter()
         if member.doing is not None:
             member.done.append(replace(member.doing, end=time.perf_counter(), **changes))
             member.doing = None
@@ -465,11 +487,13 @@ def _check_part(chunk: _Chunk, part: Trajectories) -> None:
 
 @contextmanager
 def _naming(member: _Member) -> Iterator[None]:
-    """Adds the engine to the error of a proof that fails."""
+    """Adds the engine to an error that ends the run. To its loss the notice does."""
     try:
         yield
-    except RolloutSyncError as error:
-        raise RolloutSyncError(f"rollout engine {member.handle.name}: {error}") from error
+    except EngineLostError:
+        raise
+    except (RolloutError, AdapterMismatchError) as error:
+        raise type(error)(f"rollout engine {member.handle.name}: {error}") from error
 
 
 def _joined(request: RolloutRequest, parts: Sequence[Trajectories]) -> Trajectories:

@@ -65,6 +65,8 @@ class Run:
         try:
             self._prepare(pipeline_class, project_dir)
         except BaseException:
+            if hasattr(self, "engine"):  # what comes after it has failed
+                self.engine.close()
             self.end_rewards()
             raise
 

@@ -180,9 +180,9 @@ class FlowGRPOTrainer:
         seed = self.config.rollout_seed
         prompts, rows = self._next_prompts()
         group = rows.repeat_interleave(rollout.n)
-        # In bypass mode the engine is the old policy, so objectives that compare means need its. By the time that the
-        # batch is learned from, the guard may have returned to the configured mode.
-        modes = [self.mode, *([self._configured_mode] if rollout.ahead else [])]
+        # In bypass mode the engine is the old policy, so objectives that compare means need its. The mode in force is not
+        # asked, for the guard may change it before the batch is learned from.
+        mode = self._configured_mode
         request = RolloutRequest(
             conditioning=self.conditioning(prompts, rollout.pipeline),
             prompt_index=torch.arange(len(rows)).repeat_interleave(rollout.n),
@@ -192,7 +192,7 @@ class FlowGRPOTrainer:
             window_size=self.window.size,
             noise_level=rollout.algo.noise_level,
             sde_type=rollout.algo.sde_type,
-            record_means=any(mode.objective.needs_old_means and mode.bypasses for mode in modes),
+            record_means=mode.objective.needs_old_means and mode.bypasses,
         )
         return BatchRequest(step, prompts, group, request)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from reward_files import build, function, write
 from reward_server import IMAGES, METADATA, PROMPTS, exchange, post, request_body, serving
-from tests_support import run_process
+from tests_support import run_process, wait_until
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.main import main
@@ -186,13 +186,6 @@ def test_too_many_waiting_requests_are_sent_away_and_abandoned_ones_not_scored(t
 
 def post_is_running(server):
     return any(thread.name.startswith("reward deadline") for thread in threading.enumerate())
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------------- the command

@@ -3,10 +3,12 @@
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from tests_support import wait_until
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
@@ -285,7 +287,7 @@ def test_an_engine_that_does_not_come_back_is_given_up_and_the_others_go_on(make
             assert "rollout engine engine 0 is given up: no such machine" in [str(one.message) for one in told]
         assert_same(found, drawn_alone(alone, request, state), request)
     assert pool.sync(state_of(alone, 2.0), 1) == alone.digest_of(state_of(alone, 2.0))
-    assert handles[0].closed
+    wait_until(lambda: handles[0].closed)
 
 
 def test_without_an_engine_left_the_rollout_fails_and_names_all(make_pool, alone, make_request):
@@ -316,6 +318,53 @@ def test_images_that_cost_one_engine_after_the_other_are_taken_for_the_cause(mak
     words = r"images 6 to 8 of a rollout have cost 3 engines one after the other, the last one engine \d: out of memory"
     with pytest.warns(UserWarning, match="out of memory"), pytest.raises(RolloutError, match=words):
         pool.generate(make_request())
+
+
+def test_engines_that_go_down_together_cost_a_chunk_one_loss(make_pool, alone, make_request):
+    """As where the node or the process that they share is gone: those that are idle find out with the same chunk."""
+
+    class Sharing(Here):
+        lost = threading.Semaphore(0)
+        drawing = threading.Event()
+        gone = threading.Event()
+
+        def start(self):
+            super().start()
+            if self.starts > 1:  # it takes longer than the others need to find out
+                self.lost.acquire(timeout=5)
+
+        def generate(self, request):
+            if self.starts > 1:
+                return super().generate(request)
+            self.drawing.set()
+            self.gone.wait(WAIT_S)
+            losses.append(self.name)
+            if len(losses) == 4:
+                self.lost.release(4)
+            raise EngineLostError("the node is gone")
+
+    losses = []
+    pool, _ = make_pool(Sharing, Sharing, Sharing, Sharing, micro_batch_size=IMAGES)
+    state = state_of(alone)
+    request = make_request()
+    pool.sync(state, 0)
+    pending = pool.submit(request)
+    assert Sharing.drawing.wait(WAIT_S)
+    Sharing.gone.set()
+    with pytest.warns(UserWarning, match="is started anew: the node is gone"):
+        found = pending.result()
+    assert_same(found, drawn_alone(alone, request, state), request)
+
+
+def test_a_rollout_that_was_taken_is_kept_nowhere(make_pool, alone, make_request):
+    """Engines wait for the next one meanwhile, and its recorded steps may fill gigabytes."""
+    pool, _ = make_pool()
+    pool.sync(state_of(alone), 0)
+    pending = pool.submit(make_request())
+    found = weakref.ref(pending)
+    pending.result()
+    del pending
+    wait_until(lambda: found() is None)  # a thread may still be at the end of its last chunk
 
 
 def test_an_engine_that_does_not_start_is_refused_and_the_others_are_closed(make_pool):

@@ -1,6 +1,7 @@
 """The diffusers engine in a process of its own: the bits of the engine beside the actor, also after a loss."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from test_host import MODEL, adapter_of, assert_same_bits, request_for
-from test_process import is_running, later, wait_until
-from tests_support import TIMEOUT, end
+from test_process import is_running, later
+from tests_support import TIMEOUT, end, wait_until
 
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
@@ -90,7 +91,7 @@ def test_lost_and_started_anew_it_needs_the_adapter_again(started, beside, tiny_
     started.sync(state, 1)
     lose(started, doing, state, request)
     started.start()
-    with pytest.raises(RolloutError, match=r"rollout engine process 3 \(cpu\): .*call sync\(\) before generate") as no:
+    with pytest.raises(RolloutError, match=r"has no adapter yet: call sync\(\) before generate") as no:
         started.generate(request)
     assert not isinstance(no.value, EngineLostError)
     started.sync(state, 1)
@@ -104,7 +105,7 @@ def test_what_it_answers_with_an_error_leaves_it_running(started, beside, tiny_m
         started.sync(dict(list(state.items())[1:]), 2)
     broken = {name: torch.full_like(value, torch.nan) for name, value in state.items()}
     started.sync(broken, 2)
-    with pytest.raises(RolloutError, match=r"rollout engine process 3 \(cpu\): .*non-finite latents for 2 images"):
+    with pytest.raises(RolloutError, match=r"non-finite latents for 2 images"):
         started.generate(request_for(tiny_model))
     assert started.pid == pid
 
@@ -162,7 +163,7 @@ def test_close_from_another_thread_ends_a_rollout(beside, tiny_model):
 def test_a_wrong_folder_ends_in_one_line_and_is_final(tmp_path):
     handle = ProcessHandle(ROLLOUT, ModelConfig(path=str(tmp_path)), "cpu", 1)
     says = (
-        r"^rollout engine process 1 \(cpu\): its process \d+ ended with code 1 while starting; log: .*, which ends: "
+        r"^its process \d+ ended with code 1 while starting; log: .*, which ends: "
         r".*model.path: .* holds no model_index.json"
     )
     with pytest.raises(RolloutError, match=says) as caught:
@@ -228,4 +229,5 @@ def test_engines_start_side_by_side():
         handle.close()
     for thread in threads:
         thread.join(TIMEOUT)
-    assert sorted(losses) == sorted(f"its process {handle.pid} was closed while starting" for handle in handles)
+    assert len(losses) == 2
+    assert all(re.search(r"was closed (before|while) starting$", loss) for loss in losses)

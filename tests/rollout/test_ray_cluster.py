@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from test_host import MODEL, adapter_of, assert_same_bits, request_for
-from test_process import wait_until
 from test_ray_handle import config, holds_anything
+from tests_support import wait_until
 
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError
@@ -97,6 +97,7 @@ def two(box):
     pool, handles = box.open()
     at_work = set()
     while len(at_work) < len(handles):  # one that is lost twice without having drawn would be given up
+        assert not has_failed(pool)
         pool.generate(box.request)
         at_work |= {work.engine for work in pool.take_work() if work.what == "draw"}
     yield box
@@ -184,7 +185,7 @@ def test_an_error_of_the_engine_comes_back_in_one_line(two):
         first.sync(dict(list(two.state.items())[1:]), 5)
     assert "\n" not in str(caught.value)
     request = replace(two.request, noise_level=float("nan"))
-    with pytest.raises(RolloutError, match="rollout engine ray 0: .*non-finite") as caught:
+    with pytest.raises(RolloutError, match="non-finite") as caught:
         first.generate(request)
     assert not isinstance(caught.value, EngineLostError)
     assert "\n" not in str(caught.value)
@@ -242,8 +243,14 @@ def test_without_the_cluster_the_rollout_fails_in_one_line(box):
     everywhere = (
         rf"^no rollout engine is left of 2: ray 0: .*no Ray cluster answers at {box.address} \(Connection refused"
     )
+
+    def draw():
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:  # engines live on for a moment
+            pool.generate(box.request)
+
     with pytest.warns(UserWarning, match="is given up"), pytest.raises(RolloutError, match=everywhere) as caught:
-        pool.generate(box.request)
+        draw()
     assert "\n" not in str(caught.value)
     wait_until(lambda: not any(map(holds_anything, pids)))
     began = time.monotonic()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_host import MODEL
-from test_process import wait_until
-from tests_support import TIMEOUT, descendants, end
+from tests_support import TIMEOUT, descendants, end, wait_until
 
 import flowgrpo_rc.rollout.ray as room
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig
@@ -127,6 +126,22 @@ def test_a_ray_of_our_own_keeps_off_the_trainers_gpu_and_process_group(monkeypat
     assert environment(None, "cpu")["CUDA_VISIBLE_DEVICES"] == "4,6"
     assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment(None, "cpu").keys()
     assert environment(None, "cpu")["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_a_ray_of_our_own_obeys_its_trainer_alone(monkeypatch):
+    """It listens to the network; to a cluster that is there, the user's own token counts."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    tokens = set()
+    for _ in range(2):
+        own = RayConnection(config(), MODEL, "cpu")._environment
+        assert own["RAY_AUTH_MODE"] == "token"
+        tokens.add(own["RAY_AUTH_TOKEN"])
+    assert min(map(len, tokens)) == 64
+    assert len(tokens) == 2
+    assert "RAY_AUTH_MODE" not in RayConnection(config("node0:6379"), MODEL, "cpu")._environment
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "RAY_AUTH_TOKEN" not in RayConnection(config(), MODEL, "cpu")._environment
 
 
 def test_an_engine_finds_its_gpus_numbered_from_0():

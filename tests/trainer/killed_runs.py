@@ -1,8 +1,8 @@
 """A child of ``test_kills``: runs that are killed at random moments and started again, until so many were.
 
 Everything is imported once; each run is a fork of this process, so that a start costs a load of the tiny model alone.
-Usage: ``killed_runs.py KILLS SEED OVERRIDES...``; prints one line a kill, which tells of processes that the killed run
-has left behind, and ends when a run has ended by itself.
+Usage: ``killed_runs.py KILLS TRAINING SEED OVERRIDES...``, where TRAINING of the kills come while a run trains; prints
+one line a kill, which tells of processes that the killed run has left behind, and ends when a run has ended by itself.
 """
 
 import os
@@ -132,16 +132,16 @@ def still_there(pids):
 
 
 def main():
-    kills, seed, overrides = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    kills, training, seed = map(int, sys.argv[1:4])
+    overrides = sys.argv[4:]
     torch.set_num_threads(1)
     load_model("asset:tiny_qwen_image")  # imports what a load needs, so that no fork has to
     chance = random.Random(seed)
     places = [PLACES[i] for i in range(len(PLACES))]
-    plans = [("checkpoint", place) for place in places]
-    plans += [("loading", None)] * 3
-    plans += [("training", None)] * (kills - len(plans))
+    plans = [("checkpoint", place) for place in places] + [("loading", None)] * 3
+    plans = plans[: kills - training] + [("training", None)] * training
     chance.shuffle(plans)
-    for kind, place in plans[:kills]:
+    for kind, place in plans:
         child, listen = start(overrides, place)
         if kind == "checkpoint":
             wait_for(listen, (b"c", 1), 120)

@@ -115,6 +115,22 @@ def test_ahead_is_adapter_lag_in_every_number(ahead, mode, small_config, pooled)
     assert run(small_config, "pool", *MODES[mode], f"{R}.ahead={ahead}") == late
 
 
+def test_ahead_is_adapter_lag_where_the_guard_changes_the_mode(small_config, pooled):
+    """Of an objective that compares means: a batch is asked for in one mode and learned from in another."""
+    falling = (
+        "algorithm.rollout_correction.bypass_mode=true",
+        "algorithm.rollout_correction.guard=fallback",
+        "actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",
+        "actor_rollout_ref.actor.diffusion_loss.clip_ratio=1e-6",
+        f"{R}.dtype=bfloat16",
+    )
+    late = run(small_config, "late", *falling, f"{R}.adapter_lag=1")
+    fallen = [row.get("guard/fallback") for row in late[1:]]
+    assert 0 < sum(fallen) < len(fallen)
+    pooled()
+    assert run(small_config, "ahead", *falling, f"{R}.ahead=1") == late
+
+
 def test_a_pool_without_ahead_is_the_engine_here(small_config, pooled):
     here = run(small_config, "here")
     pooled(engines=3)

@@ -13,6 +13,8 @@ from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 KILLS = 20
+TRAINING = 9
+"""So many of them while a run trains, the others in a checkpoint or while it loads."""
 SMALLER = (
     "data.train_batch_size=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
@@ -30,11 +32,11 @@ def lines_of(folder):
     return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
 
 
-def kill_again_and_again(kills, overrides, seed=1):
+def kill_again_and_again(kills, training, overrides, seed=1):
     """Start a run until it has been killed so often, each time whole with all that it has started, and then let it
     end."""
     script = Path(__file__).with_name("killed_runs.py")
-    command = [sys.executable, str(script), str(kills), str(seed), *overrides]
+    command = [sys.executable, str(script), str(kills), str(training), str(seed), *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, timeout=900, capture_output=True, text=True, check=False, env=environment)
     told = [line for line in done.stdout.splitlines() if line.startswith("plan ")]
@@ -47,7 +49,7 @@ def test_twenty_kills_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp
     """About a minute on two quiet cores: twenty starts with a load each. Rows, adapter and grids are the same, the
     rows that a resume made again lie aside, and no half-written file is left."""
     whole = FlowGRPOTrainer(small_config(*SMALLER, folder="whole")).fit()
-    kill_again_and_again(KILLS, overrides_of(tmp_path / "killed", *SMALLER))
+    kill_again_and_again(KILLS, TRAINING, overrides_of(tmp_path / "killed", *SMALLER))
     killed = RunFolder(tmp_path / "killed")
     assert lines_of(killed) == lines_of(whole)
     assert same_lora(killed.lora, whole.lora)
@@ -63,13 +65,13 @@ def test_twenty_kills_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp
 
 @pytest.mark.slow
 def test_kills_while_a_process_draws_ahead_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp_path):
-    """Four starts with an engine's process each, one or two batches in flight: what was lost is drawn again with the
-    adapters of its time, and no engine outlives its trainer."""
+    """Five starts with an engine's process each, two batches in flight: what was lost is drawn again with the adapters
+    of its time, and no engine outlives its trainer."""
     rollout = "actor_rollout_ref.rollout"
     few = ("trainer.total_training_steps=8", "trainer.test_freq=4")
     whole = FlowGRPOTrainer(small_config(*SMALLER, *few, f"{rollout}.adapter_lag=2", folder="whole")).fit()
     ahead = (f"{rollout}.ahead=2", f"{rollout}.placement=process")
-    kill_again_and_again(3, overrides_of(tmp_path / "killed", *SMALLER, *few, *ahead), seed=3)
+    kill_again_and_again(4, 3, overrides_of(tmp_path / "killed", *SMALLER, *few, *ahead), seed=3)
     killed = RunFolder(tmp_path / "killed")
     assert lines_of(killed) == lines_of(whole)
     assert same_lora(killed.lora, whole.lora)

@@ -19,7 +19,7 @@ from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
-from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
+from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, setup
 
 
 def rows_of(folder):
@@ -771,6 +771,24 @@ def test_non_finite_update_names_the_prompts(small_config):
     prompt = trainer.run.train_prompts[1].prompt
     with pytest.raises(NonFiniteUpdateError, match=rf"step 1: .*rows \[5\].*their prompts: '{prompt}'"):
         trainer.train_step()
+
+
+def test_an_engine_is_closed_where_what_comes_after_it_fails(small_config, monkeypatch):
+    """Its processes hold GPUs, and a program that catches the error goes on."""
+    closed = []
+    build = setup.build_engine
+
+    def noted(*arguments):
+        engine = build(*arguments)
+        close = engine.close
+        monkeypatch.setattr(engine, "close", lambda: (closed.append(engine), close()))
+        return engine
+
+    monkeypatch.setattr(setup, "build_engine", noted)
+    monkeypatch.setattr(setup, "DiffusionActor", lambda *_all, **_more: pytest.fail("out of memory"))
+    with pytest.raises(pytest.fail.Exception, match="out of memory"):
+        FlowGRPOTrainer(small_config(folder="never"))
+    assert len(closed) == 1
 
 
 def test_refused_runs_leave_no_folder(small_config, tmp_path):

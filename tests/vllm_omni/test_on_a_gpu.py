@@ -1,7 +1,6 @@
 """What only a GPU can show: the gap between vllm-omni's kernels and the trainer's, and that it is rounding."""
 
 import os
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from engine_pair import TIMEOUTS, adapter_like, request_for
+from tests_support import wait_until
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import ModelConfig, load_model
@@ -85,13 +85,6 @@ def group_exists(number):
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_until(done, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert done()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

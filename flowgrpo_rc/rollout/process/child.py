@@ -41,6 +41,7 @@ def serve(make: Callable[[Any], Any]) -> NoReturn:
         try:
             with lock:
                 send(connection, reply)
+            del reply  # a whole rollout, which need not be kept until the next one
             call: Call = receive(connection)
         except (EOFError, OSError):
             _end()

@@ -1,8 +1,7 @@
 """An engine in a process of its own on one device of this machine, as a ``RolloutPool`` takes it."""
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutHandle, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.base import RolloutHandle, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.host import check_elsewhere
@@ -54,32 +53,19 @@ class ProcessHandle:
 
     def start(self) -> None:
         """As ``RolloutHandle.start``; returns when the model is loaded."""
-        with self._naming():
-            self._process.start()
+        self._process.start()
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
         """As ``RolloutHandle.sync``; of a tensor that is a view all that it is a view of would travel."""
-        with self._naming():
-            return self._process.call("sync", dict(state), version)
+        return self._process.call("sync", dict(state), version)
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """As ``RolloutHandle.generate``."""
-        with self._naming():
-            return self._process.call("generate", request)
+        return self._process.call("generate", request)
 
     def close(self) -> None:
         """As ``RolloutHandle.close``."""
         self._process.close()
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Adds the engine to an error that ends the run; a pool adds it to the loss of one."""
-        try:
-            yield
-        except EngineLostError:
-            raise
-        except RolloutError as error:
-            raise RolloutError(f"rollout engine {self.name}: {error}") from error
 
 
 def process_handles(

@@ -80,7 +80,8 @@ class EngineProcess:
         """
         with self._in_use:
             self._end()
-            self._spawn()
+            if not self._closed:
+                self._spawn()
             if self._closed:
                 self._end()
                 raise EngineLostError(f"{self._launch.subject} was closed before starting")

@@ -3,6 +3,7 @@
 import os
 import pickle
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -303,12 +304,15 @@ def _end(process: "subprocess.Popen[bytes]", log: Path | None) -> None:
 
 
 def _environment(device: Any, *, starts_ray: bool) -> dict[str, str]:
-    """The trainer's environment without its process group; a Ray that is started in it has all GPUs but the trainer's.
+    """The trainer's environment without its process group; a Ray that is started in it has all GPUs but the trainer's,
+    and does the bidding of those alone who have its token, since it listens to the network.
 
     The actors' own is that of their node, where Ray sets ``CUDA_VISIBLE_DEVICES`` to the GPUs that it gave them.
     """
     environment = without_process_group(os.environ)
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if starts_ray and "RAY_AUTH_MODE" not in environment:
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     device = torch.device(device)
     if starts_ray and device.type == "cuda":
         visible = environment.get("CUDA_VISIBLE_DEVICES")

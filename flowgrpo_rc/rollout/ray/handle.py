@@ -1,7 +1,6 @@
 """Engines on a Ray cluster, as a ``RolloutPool`` has them."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -77,8 +76,7 @@ class RayHandle:
             RolloutError: the model cannot be loaded.
         """
         try:
-            with self._naming():
-                self.place = self._connection.start(self._index)
+            self.place = self._connection.start(self._index)
         except RolloutError as error:
             if self._has_worked:
                 raise EngineLostError(str(error)) from error
@@ -91,8 +89,7 @@ class RayHandle:
         Raises:
             EngineLostError, AdapterMismatchError, RolloutError: see ``RolloutHandle``.
         """
-        with self._naming():
-            return self._connection.sync(self._index, state, version)
+        return self._connection.sync(self._index, state, version)
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample every image of the request.
@@ -100,19 +97,8 @@ class RayHandle:
         Raises:
             EngineLostError, RolloutError: see ``RolloutHandle``.
         """
-        with self._naming():
-            return self._connection.generate(self._index, request)
+        return self._connection.generate(self._index, request)
 
     def close(self) -> None:
         """End the actor, and with that of the last handle the connection to Ray."""
         self._connection.leave(self._index)
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Adds the engine to an error that ends the run; a pool adds it to the loss of one."""
-        try:
-            yield
-        except EngineLostError:
-            raise
-        except RolloutError as error:
-            raise RolloutError(f"rollout engine {self.name}: {error}") from error

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -143,7 +144,8 @@ class VllmOmniEngine:
         sent = _on_host(request)
         drawn = self._twice(lambda: self._handle.generate(sent))
         if self._sleeps:
-            self._used = self._handle.memory()
+            with suppress(EngineLostError):  # the next call starts it anew, and the images are there
+                self._used = self._handle.memory()
         return drawn
 
     def memory_metrics(self) -> dict[str, float]:
