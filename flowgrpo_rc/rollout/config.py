@@ -216,7 +216,8 @@ class RolloutConfig:
     """The section ``actor_rollout_ref.rollout``: which engine samples, and how."""
 
     name: str = "diffusers"
-    """The engine: ``diffusers`` samples in this process, ``vllm_omni`` in one of its own that runs vllm-omni."""
+    """The engine: ``diffusers`` samples where ``placement`` says, ``vllm_omni`` always in a process of its own, which
+    runs vllm-omni."""
 
     n: int = 16
     """How many images are drawn for every prompt. They are the group that advantages compare."""

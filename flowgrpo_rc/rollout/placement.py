@@ -42,7 +42,7 @@ class EngineTimeouts:
     """Seconds from the start of the process until the model is loaded."""
 
     request_timeout_s: float = 3600.0
-    """Seconds that one rollout may take, with all its images."""
+    """Seconds that one request may take: a rollout with all its images, or with ``placement`` one micro-batch of it."""
 
     sync_timeout_s: float = 600.0
     """Seconds that taking over one adapter may take."""

@@ -180,8 +180,8 @@ class FlowGRPOTrainer:
         seed = self.config.rollout_seed
         prompts, rows = self._next_prompts()
         group = rows.repeat_interleave(rollout.n)
-        # In bypass mode the engine is the old policy, so objectives that compare means need its. The mode in force is not
-        # asked, for the guard may change it before the batch is learned from.
+        # In bypass mode the engine is the old policy, so objectives that compare means need its. The guard may change
+        # the mode in force before the batch is learned from, so the configured one counts.
         mode = self._configured_mode
         request = RolloutRequest(
             conditioning=self.conditioning(prompts, rollout.pipeline),
