@@ -138,8 +138,8 @@ class AdapterSync:
         return old_enough[-1] if old_enough else self._known[0]
 
     def _give(self, state: Mapping[str, Tensor], version: int) -> None:
-        if self._ahead and isinstance(self._engine, RolloutPool):
-            # Engines may still be drawing with the adapter before; each proves that it holds this one before it draws.
+        if isinstance(self._engine, RolloutPool):
+            # Its engines may still draw with the adapter before; each proves that it holds this one before it draws.
             self.held = self._engine.push(state, version)
             return
         self.held = HeldAdapter(version, self._engine.digest_of(state))

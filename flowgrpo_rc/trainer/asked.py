@@ -62,7 +62,7 @@ class AskedRollouts:
         for due in range(asked_until, max(step + 1, min(step + self._ahead + 1, self._last))):
             batch = self._request(due)
             pending = None
-            if self._ahead and isinstance(self._engine, RolloutPool):
+            if isinstance(self._engine, RolloutPool):
                 self._adapter.give_for(due)
                 pending = self._engine.submit(batch.request)
             self._asked.append((batch, self._adapter.held, pending))

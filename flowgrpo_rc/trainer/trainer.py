@@ -118,6 +118,7 @@ class FlowGRPOTrainer:
         self._configured_mode = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.adapter = AdapterSync(self.run.engine, actor, rollout.staleness, rollout.ahead)
         self.adapter.restore(self.run.older_adapters)
+        self.run.older_adapters = {}  # it drops each when it is too old
         self.adapter.push(self.step)
         self.rollouts = AskedRollouts(self.run.engine, self.adapter, rollout.ahead, self.run.total_steps, self._ask)
         self.rescoring = Rescoring(

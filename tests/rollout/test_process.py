@@ -282,7 +282,7 @@ def test_an_engine_that_waited_long_ends_when_asked_and_a_deaf_one_is_killed(tmp
     time.sleep(1.0)
     running = process._process
     process.close()
-    assert running.returncode == ends
+    assert running._process.returncode == ends
     assert not process.log.exists()
 
 

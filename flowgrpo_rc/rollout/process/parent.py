@@ -1,18 +1,13 @@
 """The trainer's hold on an engine's process: start, call, notice death and silence, end."""
 
 import os
-import signal
 import socket
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +16,7 @@ from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError
 from flowgrpo_rc.rollout.placement import EngineTimeouts
 from flowgrpo_rc.rollout.process.protocol import READY, Call, Reply, Start, receive, send
+from flowgrpo_rc.rollout.process.spawned import Spawned
 
 
 @dataclass(frozen=True)
@@ -53,22 +49,23 @@ class EngineProcess:
         self._timeouts = timeouts
         self._in_use = threading.Lock()
         """Held by whoever reads and writes the pipe."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Spawned | None = None
         self._connection: Connection | None = None
         """``None``: there is no process to call."""
-        self._killed = False
-        """Whether it has been ended; its number may be another's by then."""
         self._started = False
         """Whether it has ever been ready."""
         self._closed = False
         self._last_id = 0
-        self.log = Path(os.devnull)
-        """What the process writes; kept where it was lost."""
 
     @property
     def pid(self) -> int:
         """Of the process that was started last."""
         return -1 if self._process is None else self._process.pid
+
+    @property
+    def log(self) -> Path:
+        """What the process that was started last writes; kept where it was lost."""
+        return Path(os.devnull) if self._process is None else self._process.log
 
     def start(self) -> None:
         """Start the process, in place of one that is there, and wait until it is ready.
@@ -116,7 +113,8 @@ class EngineProcess:
         """Ask it to end, and end it; in the midst of a call end it at once. Harmless when it is gone."""
         self._closed = True
         if not self._in_use.acquire(blocking=False):
-            self._kill()  # who is in the midst of a call notices
+            if self._process is not None:
+                self._process.end()  # who is in the midst of a call notices
             return
         try:
             if self._connection is not None:
@@ -126,21 +124,9 @@ class EngineProcess:
             self._in_use.release()
 
     def _spawn(self) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="rollout_engine_", suffix=".log")
-        self.log = Path(name)
-        self._connection, theirs = Pipe()
+        self._process = Spawned(self._launch.module, self._launch.environment, "rollout_engine_")
+        self._connection = self._process.connection
         _limit_waits(self._connection, self._timeouts.silence_timeout_s)
-        with os.fdopen(descriptor, "wb") as log, theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._launch.module, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(self._launch.environment),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is the trainer's to answer
-            )
-            self._killed = False
 
     def _ask_to_end(self, connection: Connection) -> None:
         assert self._process is not None
@@ -150,26 +136,17 @@ class EngineProcess:
             # Signs of life that nobody has read since the last call fill the pipe and would hold up its end.
             while (left := deadline - time.monotonic()) > 0 and connection.poll(left):
                 connection.recv_bytes()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
+        self._process.wait(max(0.0, deadline - time.monotonic()))
 
     def _end(self, *, keep_log: bool = False) -> None:
-        """End it now, and let go of it."""
-        self._kill()
+        """End it now, with what it has started, and let go of it."""
+        if self._process is not None:
+            self._process.end()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
             if not keep_log:
                 self.log.unlink(missing_ok=True)
-
-    def _kill(self) -> None:
-        """End it and the processes that it has started, which are of its group; waits for itself alone."""
-        if self._process is None or self._killed:
-            return
-        with suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._killed = True
 
     def _send(self, message: Any, doing: str) -> None:
         assert self._connection is not None
@@ -203,27 +180,16 @@ class EngineProcess:
     def _exit(self) -> str:
         """How it ended, whose pipe is closed."""
         assert self._process is not None
-        try:
-            code = self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            return "closed its pipe"
-        if self._closed:
-            return "was closed"
-        return f"died of signal {-code}" if code < 0 else f"ended with code {code}"
+        return "was closed" if self._closed else self._process.how_it_ended()
 
     def _lost(self, what: str) -> NoReturn:
+        assert self._process is not None
         # An error of its own at the first start comes from what it was given, which would not change.
-        final = not self._started and self._process is not None and (self._process.poll() or 0) > 0
+        final = not self._started and self._process.failed
         self._end(keep_log=not self._closed)
-        last_line = "" if self._closed else f"; log: {self.log}{self._last_line()}"
+        last_line = "" if self._closed else self._process.last_line(self._launch.explain)
         kind = RolloutError if final else EngineLostError
         raise kind(f"{self._launch.subject} {self.pid} {what}{last_line}")
-
-    def _last_line(self) -> str:
-        with suppress(OSError):
-            lines = self.log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-            return f", which ends: {self._launch.explain(lines[-1].strip()[:600])}" if lines else ", which is empty"
-        return ""
 
 
 def _limit_waits(connection: Connection, seconds: float) -> None:

@@ -4,10 +4,6 @@ import os
 import pickle
 import queue
 import secrets
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
@@ -15,8 +11,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from itertools import count
-from multiprocessing import Pipe
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +22,7 @@ from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutReque
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.process.environment import without_process_group
 from flowgrpo_rc.rollout.process.protocol import receive, send
+from flowgrpo_rc.rollout.process.spawned import Spawned
 from flowgrpo_rc.rollout.ray.messages import CLOSE, LOST, READY, Answer, Ask, DriverSettings
 
 ADAPTERS = 2
@@ -153,20 +148,8 @@ class _Driver:
 
     def __init__(self, settings: DriverSettings, environment: Mapping[str, str]) -> None:
         self._timeouts = settings.timeouts
-        descriptor, name = tempfile.mkstemp(prefix="flowgrpo_rc_ray_", suffix=".log")
-        self._log = Path(name)
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "flowgrpo_rc.rollout.ray.driver", str(theirs.fileno())]
-        with os.fdopen(descriptor, "wb") as log, theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(environment),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is the trainer's to answer
-            )
+        self._process = Spawned("flowgrpo_rc.rollout.ray.driver", environment, "flowgrpo_rc_ray_")
+        self._connection = self._process.connection
         self._lock = threading.Lock()
         self._ids = count(READY + 1)
         self._waiting: dict[int, Future[_Reply]] = {READY: Future()}
@@ -175,7 +158,7 @@ class _Driver:
         """Why nothing is answered any more."""
         self._outgoing: queue.SimpleQueue[tuple[Any, bytes | None] | None] = queue.SimpleQueue()
         self._outgoing.put((settings, None))
-        self._finish = weakref.finalize(self, _end, self._process, self._log)
+        self._finish = weakref.finalize(self, _end, self._process)
         # A stopped process reads nothing, and a full pipe blocks: hence a thread to write.
         for work in (self._write, self._read):
             threading.Thread(target=work, daemon=True).start()
@@ -196,7 +179,7 @@ class _Driver:
         except RolloutError as error:
             if not self.has_ended:  # it has said all there is in its log
                 self._end(str(error))
-                self._log.unlink(missing_ok=True)
+                self._process.log.unlink(missing_ok=True)
             raise
 
     def call(
@@ -224,10 +207,9 @@ class _Driver:
     def close(self) -> None:
         """Have it leave Ray and end; harmless when it has."""
         self._outgoing.put((Ask(next(self._ids), 0, CLOSE), None))
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._timeouts.close_timeout_s)
+        self._process.wait(self._timeouts.close_timeout_s)
         self._end("it has been closed")
-        self._log.unlink(missing_ok=True)
+        self._process.log.unlink(missing_ok=True)
 
     def _result(self, future: "Future[_Reply]", limit: float, doing: str) -> _Reply:
         try:
@@ -244,12 +226,12 @@ class _Driver:
                     self._connection.send_bytes(message[1])
 
     def _read(self) -> None:
-        with suppress(EOFError, OSError, pickle.UnpicklingError):
+        with suppress(Exception):  # whatever it is, there will be no answers, and nobody is to wait for any
             while True:
                 answer: Answer = receive(self._connection)
                 payload = self._connection.recv_bytes() if answer.has_payload else b""
                 self._settle(answer, payload)
-        self._end(f"the process that speaks to Ray {self._exit()}; log: {self._log}{self._last_line()}")
+        self._end(f"the process that speaks to Ray {self._process.how_it_ended()}{self._process.last_line()}")
         self._connection.close()
 
     def _settle(self, answer: Answer, payload: bytes) -> None:
@@ -276,31 +258,14 @@ class _Driver:
         if first:
             self._outgoing.put(None)
             self._finish.detach()
-            _end(self._process, None)
+            self._process.end()
         for future in waiting.values():
             future.set_exception(EngineLostError(why))
 
-    def _exit(self) -> str:
-        try:
-            code = self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            return "closed its pipe"
-        return f"died of signal {-code}" if code < 0 else f"ended with code {code}"
 
-    def _last_line(self) -> str:
-        with suppress(OSError):
-            lines = self._log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-            return f", which ends: {lines[-1].strip()[:300]}" if lines else ", which is empty"
-        return ""
-
-
-def _end(process: "subprocess.Popen[bytes]", log: Path | None) -> None:
-    """End it, and a Ray that it has started, whose daemons are of its group and would outlive it."""
-    with suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if log is not None:
-        log.unlink(missing_ok=True)
+def _end(process: Spawned) -> None:
+    process.end()
+    process.log.unlink(missing_ok=True)
 
 
 def _environment(device: Any, *, starts_ray: bool) -> dict[str, str]:
