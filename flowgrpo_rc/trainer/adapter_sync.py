@@ -68,7 +68,7 @@ class AdapterSync:
         """The actor's adapter has this version: give the engine the one for the batch that it is asked for next.
 
         Raises:
-            RolloutSyncError: the engine does not hold what it was given.
+            RolloutSyncError: the engine does not hold what it was given. A pool says so when it is asked for images.
         """
         state = None
         if self._lag:
@@ -81,7 +81,7 @@ class AdapterSync:
         """Have the engine hold the adapter that batch ``step`` is drawn with.
 
         Raises:
-            RolloutSyncError: it does not.
+            RolloutSyncError: see ``push``.
         """
         adapter = self._of_batch(step)
         if adapter is not self._given:

@@ -12,7 +12,7 @@ from tests_support import wait_until
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
-from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state
 from flowgrpo_rc.rollout import (
     DiffusersEngine,
     EngineLostError,
@@ -445,6 +445,35 @@ def test_one_engine_that_goes_wrong_is_found_by_name(kind, words, make_pool, alo
             pool.generate(make_request(version))
 
     with pytest.raises(RolloutSyncError, match=words):
+        run()
+
+
+@pytest.mark.parametrize("method", ["sync", "generate"])
+@pytest.mark.parametrize("kind", [RolloutError, AdapterMismatchError])
+def test_an_error_of_one_engine_keeps_its_kind_and_says_whose_it_is(method, kind, make_pool, alone, make_request):
+    class Broken(Here):
+        pass
+
+    def fail(*_all):
+        raise kind("out of memory")
+
+    setattr(Broken, method, fail)
+
+    class Waiting(Here):
+        """Leaves the work to the other one until that has failed."""
+
+        def generate(self, request):
+            time.sleep(0.2)
+            return super().generate(request)
+
+    pool, _ = make_pool(Waiting, Broken)
+
+    def run():
+        pool.sync(state_of(alone), 0)
+        for seed in range(3):
+            pool.generate(make_request(seed))
+
+    with pytest.raises(kind, match="^rollout engine engine 1: out of memory$"):
         run()
 
 

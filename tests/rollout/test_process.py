@@ -231,6 +231,15 @@ def test_close_from_another_thread_ends_a_call_at_once(make_process, doing):
     assert not process.log.exists()
 
 
+def test_one_that_was_closed_is_not_started_again(make_process):
+    process = make_process()
+    pid = process.pid
+    process.close()
+    with pytest.raises(EngineLostError, match="^its process was closed before starting$"):
+        process.start()
+    assert process.pid == pid
+
+
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_what_it_has_started_ends_with_it(make_process, how):
     """As vllm-omni starts a process for each GPU of an engine."""
