@@ -295,17 +295,14 @@ class RolloutPool:
         Raises:
             RolloutError: there will be nothing to find.
         """
-        while True:
-            with self._changed:
-                notices, self._notices = self._notices, []
+        with self._changed:
+            while True:
+                self._tell()
                 answer = found()
-                if answer is None and not notices:
-                    self._raise_failure()
-                    self._changed.wait()
-            for notice in notices:
-                warnings.warn(notice, stacklevel=4)
-            if answer is not None:
-                return answer
+                if answer is not None:
+                    return answer
+                self._raise_failure()
+                self._changed.wait()
 
     # ------------------------------------------------------------------ what each handle's thread does
 
@@ -439,9 +436,16 @@ class RolloutPool:
                 self._failure = error
             self._changed.notify_all()
 
+    def _tell(self) -> None:
+        """Warn of what has become of engines; the lock is held."""
+        notices, self._notices = self._notices, []
+        for notice in notices:
+            warnings.warn(notice, stacklevel=4)
+
     def _raise_failure(self) -> None:
-        """Raise what keeps anything from being drawn; the lock is held."""
+        """Raise what keeps anything from being drawn, after what led to it was told; the lock is held."""
         if self._failure is not None:
+            self._tell()
             raise self._failure
         if self._closed:
             raise RolloutError("the rollout engines are closed")

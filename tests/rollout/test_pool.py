@@ -306,6 +306,32 @@ def test_without_an_engine_left_the_rollout_fails_and_names_all(make_pool, alone
         pool.push(state_of(alone), 1)
 
 
+def test_engines_lost_while_nobody_waits_are_told_of_before_the_failure(make_pool, alone, make_request):
+    """As while the actor learns: the next call gives it another adapter, or asks for the next batch."""
+
+    class Gone(dying("drawing", times=9)):
+        def start(self):
+            super().start()
+            if self.starts > 1:
+                raise EngineLostError("no such machine")
+
+    state = state_of(alone)
+    for call in (lambda pool: pool.push(state, 1), lambda pool: pool.submit(make_request())):
+        pool, _ = make_pool(Gone, Gone)
+        pool.sync(state, 0)
+        pool.submit(make_request())
+        wait_until(lambda: not any(thread.name.startswith("rollout engine") for thread in threading.enumerate()))
+        with (
+            pytest.warns(UserWarning, match="is given up") as told,
+            pytest.raises(RolloutError, match="no rollout engine is left of 2"),
+        ):
+            call(pool)
+        words = [str(one.message) for one in told]
+        for name in ("engine 0", "engine 1"):
+            assert f"rollout engine {name} is started anew: {name} died while drawing" in words
+            assert f"rollout engine {name} is given up: no such machine" in words
+
+
 def test_images_that_cost_one_engine_after_the_other_are_taken_for_the_cause(make_pool, alone, make_request):
     class Stumbling(Here):
         def generate(self, request):
