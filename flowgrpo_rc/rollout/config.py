@@ -365,6 +365,20 @@ class RolloutConfig:
                 f"{_HERE}.engines: got {self.engines} with placement={self.placement}; only Ray finds places for "
                 f"engines, so name several in {_HERE}.devices with placement=process, or set placement=ray"
             )
+        self._check_timeouts()
+
+    def _check_timeouts(self) -> None:
+        """A ``vllm_omni`` engine has a process of its own, which goes by one section's time-outs; on Ray, by both."""
+        if self.name != "vllm_omni" or self.placement == "ray":
+            return
+        read, ignored = ("process", "vllm_omni") if self.is_elsewhere else ("vllm_omni", "process")
+        for timeout in fields(EngineTimeouts):
+            value = getattr(getattr(self, ignored), timeout.name)
+            if value not in (timeout.default, getattr(getattr(self, read), timeout.name)):
+                raise ValueError(
+                    f"{_HERE}.{ignored}.{timeout.name}: got {value:g}; with name={self.name} and placement="
+                    f"{self.placement} the engine's process goes by {_HERE}.{read}.{timeout.name}, so set that"
+                )
 
     @property
     def is_elsewhere(self) -> bool:

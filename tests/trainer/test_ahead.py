@@ -360,11 +360,31 @@ def test_the_last_batches_are_not_asked_for_twice_and_old_ones_are_dropped(small
         ((f"{R}.engines=0",), f"{R}.engines: got 0; give a number above 0"),
         ((f"{R}.ray.num_gpus=1.5",), f"{R}.ray.num_gpus: got 1.5; .*give a number up to 1 or a whole one"),
         ((f"{R}.process.silence_timeout_s=1",), f"{R}.process.silence_timeout_s: got 1.0; .*at least 3"),
+        (
+            (f"{R}.name=vllm_omni", f"{R}.placement=process", f"{R}.vllm_omni.sync_timeout_s=50"),
+            f"{R}.vllm_omni.sync_timeout_s: got 50; .*goes by {R}.process.sync_timeout_s, so set that",
+        ),
+        (
+            (f"{R}.name=vllm_omni", f"{R}.process.start_timeout_s=50"),
+            f"{R}.process.start_timeout_s: got 50; .*placement=trainer.*goes by {R}.vllm_omni.start_timeout_s",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(overrides, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         compose("tiny_qwen_image_ocr", [*overrides_of(tmp_path / "run"), *overrides])
+
+
+def test_time_outs_are_taken_where_they_hold(tmp_path):
+    """On Ray both sections do; where one does not, it may say what holds."""
+    both = (f"{R}.vllm_omni.sync_timeout_s=50", f"{R}.process.sync_timeout_s=50")
+    for settings in (
+        (f"{R}.name=vllm_omni", f"{R}.placement=ray", f"{R}.vllm_omni.sync_timeout_s=50", f"{R}.ray.num_gpus=0"),
+        (f"{R}.name=vllm_omni", *both),
+        (f"{R}.name=vllm_omni", f"{R}.placement=process", *both),
+        (f"{R}.process.sync_timeout_s=50",),
+    ):
+        compose("tiny_qwen_image_ocr", [*overrides_of(tmp_path / "run"), *settings])
 
 
 def test_engines_that_compute_on_several_devices_are_taken(tmp_path):
