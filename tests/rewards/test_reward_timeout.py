@@ -278,9 +278,9 @@ def test_calls_that_go_on_together_are_each_watched_to_their_end(monkeypatch: py
 
     def outer() -> None:
         exits()
-        UserCode("inner", timeout_s=100).run(exits)
+        UserCode("inner", timeout_s=10_000).run(exits)
         exits()
-        thread = threading.Thread(target=UserCode("beside", timeout_s=300).run, args=(other,))
+        thread = threading.Thread(target=UserCode("beside", timeout_s=30_000).run, args=(other,))
         thread.start()
         assert begun.wait(60)
         threads.append(thread)
@@ -288,7 +288,7 @@ def test_calls_that_go_on_together_are_each_watched_to_their_end(monkeypatch: py
     threads: list[threading.Thread] = []
     ended: list[bool] = []
     exit_process = os._exit
-    UserCode("outer", timeout_s=200).run(outer)
+    UserCode("outer", timeout_s=20_000).run(outer)
     exited: list[int] = []
     with monkeypatch.context() as patched:
         patched.setattr(watch, "_exit_process", exited.append)
@@ -298,5 +298,5 @@ def test_calls_that_go_on_together_are_each_watched_to_their_end(monkeypatch: py
     threads[0].join(60)
     assert ended
     assert os._exit is exit_process
-    rounded = [None if seconds is None else round(seconds, -1) for seconds in due]
-    assert rounded == [200, 100, 200, 200, 300, None], "each time the one that is due first"
+    rounded = [None if seconds is None else round(seconds, -4) for seconds in due]
+    assert rounded == [20_000, 10_000, 20_000, 20_000, 30_000, None], "each time the one that is due first"
