@@ -132,7 +132,7 @@ class ScoringThread:
     Args:
         scoring: what it adds to.
         prepare: called in the thread before anything is scored.
-        after: begin when this one has ended, so that functions are called batch by batch.
+        after: begin when this one has ended, so that functions are called batch by batch; its error is this one's too.
     """
 
     def __init__(
@@ -187,7 +187,10 @@ class ScoringThread:
         try:
             if self._after is not None:
                 self._after._thread.join()
+                self._error = self._after._error
                 self._after = None
+            if self._error is not None:  # the run ends with the batch before
+                return
             self._prepare()
             while not self._scoring.streamed and (images := self._parts.get()) is not None and not self._abandoned:
                 self._scoring.add(images, drawing=True)

@@ -8,7 +8,11 @@ from contextlib import contextmanager
 
 
 class RewardTurns:
-    """One thread at a time calls a reward function. What the trainer waits for goes before what it will want later."""
+    """One thread at a time calls a reward function. What the trainer waits for goes before what it will want later.
+
+    The two threads are that of the trainer, which scores a validation, and the one that scores images of batches to
+    come. With a plain lock the second could go on and on: a lock does not heed who has waited longest.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

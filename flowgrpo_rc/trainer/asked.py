@@ -64,12 +64,20 @@ class AskedRollouts:
         asked_until = self._asked[-1][0].step + 1 if self._asked else step
         for due in range(asked_until, max(step + 1, min(step + self._ahead + 1, self._last))):
             batch = self._request(due)
-            pending = None
-            if isinstance(self._engine, RolloutPool):
-                self._adapter.give_for(due)
-                pending = self._engine.submit(batch.request, batch.scoring.take_ahead)
+            try:
+                pending = self._submit(batch)
+            except BaseException:
+                batch.scoring.abandon()  # ``abandon`` does not know of it
+                raise
             self._asked.append((batch, self._adapter.held, pending))
         return self._asked[0][0]
+
+    def _submit(self, batch: BatchRequest) -> PendingRollout | None:
+        """Have it drawn from now on, where engines do that beside the trainer."""
+        if not isinstance(self._engine, RolloutPool):
+            return None
+        self._adapter.give_for(batch.step)
+        return self._engine.submit(batch.request, batch.scoring.take_ahead)
 
     def draw(self) -> tuple[Trajectories, HeldAdapter]:
         """Wait for the images of the batch that ``next`` gave last, and drop it; its scoring takes them on the way.

@@ -81,10 +81,10 @@ class RolloutScoring:
     from when the trainer wants them, which a failure inside leaves without waiting for a score.
 
     Args:
-        scoring: of the functions that are called from then on.
+        scoring: calls the functions that wait until the trainer wants the batch.
         overlaps: whether a thread of its own scores what comes before the rollout is done.
-        early: of the others.
-        early_thread: scores with those, from now on.
+        early: calls the others, which score images as soon as they are there.
+        early_thread: the thread in which it does.
     """
 
     def __init__(

@@ -371,16 +371,29 @@ class FlowGRPOTrainer:
                         self._finish()
             finally:
                 self.run.engine.close()
-                self.rollouts.abandon()
                 self.run.end_rewards()
                 self.logger.close()
                 self.folder.close()
         return self.folder
 
     def _loop(self, stop: Event) -> None:
-        trainer = self.config.trainer
         if self._validates_first:
             self._log(self._validate() | self.timer.take())
+        try:
+            self._train(stop)
+        finally:
+            self.rollouts.abandon()
+        if self.interrupted:
+            if self.step != self._saved_step:
+                self.save(last=True)
+            self.logger.alert(
+                f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
+                f"trainer.default_local_dir={self.folder.root}"
+            )
+
+    def _train(self, stop: Event) -> None:
+        """All steps, or as many as there is time for before a request to stop."""
+        trainer = self.config.trainer
         # One that is asked to stop stops all: they must end at the same step.
         while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
             with self.profiler(self.step + 1):
@@ -398,13 +411,6 @@ class FlowGRPOTrainer:
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
-        if self.interrupted:
-            if self.step != self._saved_step:
-                self.save(last=True)
-            self.logger.alert(
-                f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
-                f"trainer.default_local_dir={self.folder.root}"
-            )
 
     def _times(self) -> dict[str, float]:
         """Seconds of every stage since the last row, and what they come to for an image."""

@@ -1,8 +1,11 @@
 """Rewards of batches to come: asked of other processes while the actor learns, to the digit those of a serial run."""
 
 import base64
+import gc
 import io
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +18,18 @@ from stub_server import Reply, StubServer
 from tests_support import wait_until
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.rewards import RewardConfig, RewardError, RewardMix, build_reward
+from flowgrpo_rc.rewards import PartialScoring, RewardConfig, RewardError, RewardMix, build_reward
 from flowgrpo_rc.rewards.judge.reward import JudgeReward
 from flowgrpo_rc.rewards.turns import RewardTurns
+from flowgrpo_rc.rollout import RolloutError, RolloutPool
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.scoring import BatchScoring
+from flowgrpo_rc.trainer.scoring import BatchScoring, RolloutScoring
 
 R = "actor_rollout_ref.rollout"
 WAIT_S = 60
 """So long a test waits for another thread before it fails."""
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 3), dtype=np.uint8)
-RECORDS = [PromptRecord(prompt=f"prompt {i}") for i in range(7)]
 
 
 class Scorer:
@@ -149,21 +152,40 @@ def test_a_run_that_ends_waits_for_no_score_and_asks_for_none(small_config, far,
     trainer.run.actor.update = failing
     with pytest.raises(RuntimeError, match="the update failed"):
         trainer.fit()
-    assert not go_on.is_set()
+    assert scoring_threads(), "the run has waited for the score"
     go_on.set()
-    wait_until(lambda: not any(thread.name == "reward scoring" for thread in threading.enumerate()))
+    wait_until(lambda: not scoring_threads())
     assert len(trained_on(far.asked)) == 5
+
+
+def test_a_batch_that_cannot_be_asked_for_leaves_no_thread(small_config, far, pooled, monkeypatch):
+    def gone(*_args):
+        raise RolloutError("no rollout engine is left")
+
+    pooled()
+    trainer = trainer_of(small_config(*far.settings, f"{R}.ahead=1"), far)
+    monkeypatch.setattr(RolloutPool, "submit", gone)
+    with pytest.raises(RolloutError):
+        trainer.rollouts.next(0)
+    trainer.run.engine.close()
+    trainer.folder.close()
+    wait_until(lambda: not scoring_threads())
+
+
+def scoring_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "reward scoring"]
 
 
 # ---------------------------------------------------------------------- its parts
 
 
-def elsewhere(calls: list[Any]) -> RewardMix:
+def elsewhere(calls: list[Any], before: Callable[[str], object] = lambda _: None) -> RewardMix:
     """``far`` may be asked ahead; ``near``, of one's own, may not, whatever it says of itself."""
 
     def make(name: str) -> Any:
         def score(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
             calls.append((name, prompts[0], len(prompts), threading.current_thread() is threading.main_thread()))
+            before(name)
             return images.reshape(len(images), -1).mean(1)
 
         score.streams = True  # type: ignore[attr-defined]
@@ -174,31 +196,111 @@ def elsewhere(calls: list[Any]) -> RewardMix:
     return RewardMix(functions, {"near": 1.0, "far": 2.0}, builtin=["far"])
 
 
+def deliver(scoring: RolloutScoring, images: np.ndarray = IMAGES, part: int = 3) -> None:
+    assert scoring.take_ahead is not None
+    for rows in torch.arange(len(images)).split(part):
+        scoring.take_ahead(rows, torch.from_numpy(images[rows.numpy()]))
+
+
+def records(batch: object) -> list[PromptRecord]:
+    return [PromptRecord(prompt=f"{batch} {i}") for i in range(len(IMAGES))]
+
+
+def of(name: str, calls: list[Any]) -> list[Any]:
+    return [call[1:] for call in calls if call[0] == name]
+
+
 def test_batches_are_scored_in_turn_whichever_comes_first():
+    """And before the trainer comes to the first of them."""
     calls: list[Any] = []
     mix = elsewhere(calls)
     batches = BatchScoring(mix, 3, overlaps=False, ahead=True)
     assert batches.ahead == () == BatchScoring(mix, 3, overlaps=True).ahead
     batches = BatchScoring(mix, 3, overlaps=True, ahead=True)
     assert batches.ahead == ("far",)
-    named = [[PromptRecord(prompt=f"{batch} {i}") for i in range(7)] for batch in range(3)]
-    scorings = [batches(records) for records in named]
+    scorings = [batches(records(batch)) for batch in range(3)]
     for scoring in scorings[::-1]:
-        for start in (0, 3, 6):
-            scoring.take_ahead(torch.arange(start, min(start + 3, 7)), torch.from_numpy(IMAGES[start : start + 3]))
+        deliver(scoring)
+    parts = [(batch, first, size) for batch in range(3) for first, size in [(0, 3), (3, 3), (6, 1)]]
+    wait_until(lambda: len(calls) == 9)
+    assert of("far", calls) == [(f"{batch} {first}", size, False) for batch, first, size in parts]
     results = []
     for scoring in scorings:
         with scoring:
             results.append(scoring.result(IMAGES))
-    parts = [(0, 3), (3, 3), (6, 1)]
-    far = [("far", f"{batch} {first}", size, False) for batch in range(3) for first, size in parts]
-    near = [("near", f"{batch} {first}", size, True) for batch in range(3) for first, size in parts]
-    assert [call for call in calls if call[0] == "far"] == far
-    assert [call for call in calls if call[0] == "near"] == near
-    alone = mix(IMAGES, [record.prompt for record in RECORDS])
+    assert len(of("far", calls)) == 9
+    assert of("near", calls) == [(f"{batch} {first}", size, True) for batch, first, size in parts]
+    alone = mix(IMAGES, [record.prompt for record in records(0)])
     for result in results:
         assert list(result.parts) == ["near", "far"]
         np.testing.assert_array_equal(result.total, alone.total)
+
+
+def test_a_result_waits_for_what_is_still_scored():
+    def slow(_: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+
+    calls: list[Any] = []
+    scoring = BatchScoring(elsewhere(calls, slow), 3, overlaps=True, ahead=True)(records(0))
+    with scoring:
+        deliver(scoring)
+        result = scoring.result(IMAGES)
+    assert of("far", calls) == [("0 0", 3, False), ("0 3", 3, False), ("0 6", 1, False)]
+    np.testing.assert_array_equal(result.parts["far"], IMAGES.reshape(len(IMAGES), -1).mean(1).astype(np.float32))
+
+
+def test_batches_after_one_that_failed_are_not_scored():
+    def fail(_: str) -> None:
+        raise OSError("broken")
+
+    calls: list[Any] = []
+    batches = BatchScoring(elsewhere(calls, fail), 3, overlaps=True, ahead=True)
+    scorings = [batches(records(batch)) for batch in range(3)]
+    for scoring in scorings:
+        deliver(scoring)
+    wait_until(lambda: not scoring_threads())
+    assert calls == [("far", "0 0", 3, False)]
+    for scoring in scorings:
+        with scoring, pytest.raises(RewardError, match="OSError: broken"):
+            scoring.result(IMAGES)
+
+
+def test_what_a_batch_was_scored_with_is_kept_no_longer_than_it():
+    batches = BatchScoring(elsewhere([]), 3, overlaps=True, ahead=True)
+    kept = []
+    for batch in range(3):
+        scoring = batches(records(batch))
+        kept.append(weakref.ref(scoring._early))
+        deliver(scoring)
+        with scoring:
+            scoring.result(IMAGES)
+        del scoring
+    gc.collect()
+    assert [found() is not None for found in kept] == [False, False, True], "the next one waits for the last"
+
+
+def test_a_validation_goes_before_images_of_batches_to_come():
+    """It is scored as soon as the call that goes on has ended."""
+    go_on = threading.Event()
+    calls: list[Any] = []
+
+    def hold(name: str) -> None:
+        if name == "far" and len(of("far", calls)) == 1:
+            assert go_on.wait(WAIT_S)
+
+    mix = elsewhere(calls, hold)
+    deliver(BatchScoring(mix, 3, overlaps=True, ahead=True)(records("train")))
+    wait_until(lambda: calls)
+    prompts = [record.prompt for record in records("val")]
+    validation = threading.Thread(target=PartialScoring(mix, prompts, [{}] * len(prompts), 4).result, args=(IMAGES,))
+    validation.start()
+    wait_until(lambda: mix.turns["far"]._wanted)
+    assert of("far", calls) == [("train 0", 3, False)], "two calls at once"
+    go_on.set()
+    validation.join(WAIT_S)
+    wait_until(lambda: len(of("far", calls)) == 5)
+    assert of("far", calls)[1] == ("val 0", 4, False)
 
 
 def test_who_computes_elsewhere(tmp_path):

@@ -113,10 +113,9 @@ class Watch:
         self._ended.set()
         if os.getpid() != self._process:
             _exit_process(1)  # a fork's child that came back from the call must not train too
-        with _lock:
-            if _last_resorts.pop(self, None) is not None:
-                _set_fault_handler()
         if self._watcher is not None:
+            with _lock:
+                _set_fault_handler()
             self._watcher.join()
             # The interrupt may have been set just before the call returned.
             if not self._in_main:
@@ -167,8 +166,13 @@ class Watch:
             raise
 
     @property
+    def is_calling(self) -> bool:
+        """Whether its call goes on."""
+        return self._calling
+
+    @property
     def is_here(self) -> bool:
-        """Whether its call goes on, in this process and this thread."""
+        """Whether its call goes on in this process and this thread."""
         return self._calling and os.getpid() == self._process and threading.get_ident() == self._thread
 
     def _handle(self, number: int, handler: Callable[..., None]) -> None:
@@ -186,7 +190,10 @@ def _refuse_exit(status: int) -> None:
 
 
 def _set_fault_handler() -> None:
-    """Have it come when the first of the watches is due; the lock is held."""
+    """Have it come when the first of the calls that go on is due; the lock is held."""
+    for watch in tuple(_last_resorts):
+        if not watch.is_calling:
+            del _last_resorts[watch]
     if not _last_resorts:
         faulthandler.cancel_dump_traceback_later()
         return
