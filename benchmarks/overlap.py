@@ -3,6 +3,7 @@
     python benchmarks/overlap.py --out benchmarks/results/overlap.json
     python benchmarks/overlap.py --what ahead --out benchmarks/results/overlap_ahead.json
     python benchmarks/overlap.py --what streamed --out benchmarks/results/overlap_streamed.json
+    python benchmarks/overlap.py --what server --out benchmarks/results/overlap_server.json
     python benchmarks/overlap.py --what process --out benchmarks/results/overlap_process.json
 
 Steps of the tiny Qwen-Image run. With all but ``process``, engines, scorers and updates sleep, much longer than
@@ -20,11 +21,14 @@ longest) and update.
 
 ``streamed``: the same of machines with slow rewards, which score micro-batch by micro-batch as they are drawn.
 
+``server``: likewise, by a server of ``reward.remote``, which a run that is ahead asks while the actor learns.
+
 ``process``: nothing sleeps; the engine draws in the trainer's process, or in one of its own, in turn or ahead. The two
 processes share the machine's cores, of which each uses as many as it has threads.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -32,8 +36,9 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +161,9 @@ class Machine:
     engines: int
     """GPUs of engines."""
 
-    def expected(self, *, split: bool, streams: bool) -> float:
-        """Of a step, in units. Images that were drawn ahead are scored when the trainer comes to them.
+    def expected(self, kind: str, *, split: bool) -> float:
+        """Of a step, in units. Images that were drawn ahead are scored when the trainer comes to them, by a server
+        before that.
 
         Engines that began together deliver together, in rounds: rewards that stream begin after the first round and end
         after those of the last.
@@ -165,10 +171,12 @@ class Machine:
         if not split:
             rounds = CHUNKS / self.turns
             scored = self.rollout + self.reward
-            if streams:
+            if kind != "ahead":
                 scored = max(self.rollout + self.reward / rounds, self.rollout / rounds + self.reward)
             return scored + self.update
-        return max(self.rollout * self.turns / self.engines, self.reward + self.update * self.turns / self.trainer)
+        rollout = self.rollout * self.turns / self.engines
+        update = self.update * self.turns / self.trainer
+        return max(rollout, self.reward, update) if kind == "server" else max(rollout, self.reward + update)
 
 
 MACHINES = (
@@ -178,6 +186,7 @@ MACHINES = (
     Machine("4 GPUs, rollout = 4 updates, reward = update", 1, 0.25, 0.25, 4, 1, 3),
     Machine("4 GPUs, rollout = 4 updates, reward = 4 updates", 1, 0.25, 1, 4, 2, 2),
     Machine("a second GPU for the engine, rollout = update", 1, 1, 0, 1, 1, 1),
+    Machine("a second GPU for the engine, rollout = update = reward", 1, 1, 1, 1, 1, 1),
 )
 
 
@@ -215,10 +224,55 @@ class SleepingHandle:
         """Nothing to end."""
 
 
-def asleep(folder: Path, machine: Machine, *, split: bool, streams: bool, unit: float, steps: int) -> dict[str, Any]:
-    """A run on such a machine: seconds of its steps, without the first, and of their parts."""
+@contextlib.contextmanager
+def server_that_sleeps(seconds: float) -> Iterator[str]:
+    """A reward server that takes so long for a batch; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            files = asked["images"]
+            time.sleep(seconds * len(files) / CHUNKS)
+            body = json.dumps({"scores": [len(file) / 1e4 for file in files]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def slow_reward(folder: Path, kind: str, seconds: float) -> Iterator[tuple[str, ...]]:
+    """The settings of a reward that sleeps so long for a batch."""
+    if kind == "server":
+        with server_that_sleeps(seconds) as url:
+            far = "reward.remote.far"
+            yield (f"{far}.url={url}", f"{far}.streams=true", "reward.functions.far=1", "reward.functions.ocr=0")
+        return
     scorer = folder / "scorer.py"
-    scorer.write_text(OF_BATCH.replace("STREAMS", str(streams)))
+    scorer.write_text(OF_BATCH.replace("STREAMS", str(kind == "streamed")))
+    yield (
+        f"reward.reward_functions.sleeps={{path: {scorer}, name: sleeps, seconds: {seconds}}}",
+        "reward.functions.ocr=0",
+    )
+
+
+def asleep(folder: Path, machine: Machine, kind: str, *, split: bool, unit: float, steps: int) -> dict[str, Any]:
+    """A run on such a machine: seconds of its steps, without the first, and of their parts."""
     engines = machine.engines if split else machine.turns
     chunk_s = machine.rollout * machine.turns * unit / CHUNKS
     update_s = machine.update * unit * (machine.turns / machine.trainer if split else 1)
@@ -240,27 +294,23 @@ def asleep(folder: Path, machine: Machine, *, split: bool, streams: bool, unit: 
 
     setup.build_engine = build
     DiffusionActor.update = update  # type: ignore[method-assign]
+    settings = [
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        f"actor_rollout_ref.rollout.n={CHUNKS // 4}",
+        "actor_rollout_ref.rollout.micro_batch_size=1",
+        f"actor_rollout_ref.rollout.ahead={int(split)}",
+        "actor_rollout_ref.rollout.pipeline.num_inference_steps=3",
+        "actor_rollout_ref.rollout.algo.sde_window_range=[0,2]",
+        "actor_rollout_ref.rollout.probe.images=0",
+        "trainer.val_before_train=false",
+        f"trainer.total_training_steps={steps + 1}",
+        "data.val_files=null",
+        f"trainer.default_local_dir={folder / 'run'}",
+    ]
     try:
-        config = compose(
-            "tiny_qwen_image_ocr",
-            [
-                "data.train_batch_size=4",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-                f"actor_rollout_ref.rollout.n={CHUNKS // 4}",
-                "actor_rollout_ref.rollout.micro_batch_size=1",
-                f"actor_rollout_ref.rollout.ahead={int(split)}",
-                "actor_rollout_ref.rollout.pipeline.num_inference_steps=3",
-                "actor_rollout_ref.rollout.algo.sde_window_range=[0,2]",
-                "actor_rollout_ref.rollout.probe.images=0",
-                f"reward.reward_functions.sleeps={{path: {scorer}, name: sleeps, seconds: {machine.reward * unit}}}",
-                "reward.functions.ocr=0",
-                "trainer.val_before_train=false",
-                f"trainer.total_training_steps={steps + 1}",
-                "data.val_files=null",
-                f"trainer.default_local_dir={folder / 'run'}",
-            ],
-        )
-        return measured(FlowGRPOTrainer(config).fit())
+        with slow_reward(folder, kind, machine.reward * unit) as reward:
+            return measured(FlowGRPOTrainer(compose("tiny_qwen_image_ocr", [*settings, *reward])).fit())
     finally:
         DiffusionActor.update = compute_update
 
@@ -280,17 +330,18 @@ def measured(folder: RunFolder) -> dict[str, Any]:
 OF_ENGINES = ("timing_s/engine_draw", "timing_s/engine_draw_max", "perf/engines_busy", "perf/trainer_waits")
 
 
-def of_ahead(args: argparse.Namespace, *, streams: bool = False) -> dict[str, Any]:
-    """The parts ``ahead`` and ``streamed``."""
-    results: dict[str, Any] = {"unit_s": args.unit, "streams": streams, "machines": []}
+def of_ahead(args: argparse.Namespace) -> dict[str, Any]:
+    """The parts ``ahead``, ``streamed`` and ``server``."""
+    kind = args.what
+    results: dict[str, Any] = {"unit_s": args.unit, "streams": kind != "ahead", "machines": []}
     for machine in MACHINES:
-        if (streams and not machine.reward) or args.only not in machine.name:
+        if (kind != "ahead" and not machine.reward) or args.only not in machine.name:
             continue
         entry: dict[str, Any] = {**asdict(machine), "load_average": os.getloadavg()}
         for name, split in (("take_turns", False), ("split_ahead", True)):
             with tempfile.TemporaryDirectory() as folder:
-                found = asleep(Path(folder), machine, split=split, streams=streams, unit=args.unit, steps=args.steps)
-            found["expected"] = args.unit * machine.expected(split=split, streams=streams)
+                found = asleep(Path(folder), machine, kind, split=split, unit=args.unit, steps=args.steps)
+            found["expected"] = args.unit * machine.expected(kind, split=split)
             slower = max(found["timing_s/engine_draw_max"], found["timing_s/update"])
             found["over_slower"] = found["seconds"] / slower
             entry[name] = found
@@ -341,7 +392,8 @@ def of_process(args: argparse.Namespace) -> dict[str, Any]:
 WHAT = {
     "rewards": of_rewards,
     "ahead": of_ahead,
-    "streamed": partial(of_ahead, streams=True),
+    "streamed": of_ahead,
+    "server": of_ahead,
     "process": of_process,
 }
 
@@ -351,7 +403,7 @@ def main() -> None:
     parser.add_argument("--what", choices=WHAT, default="rewards")
     parser.add_argument("--seconds", type=float, default=1.0, help="rewards: sleep of a micro-batch")
     parser.add_argument("--unit", type=float, default=8.0, help="ahead: seconds of a unit, which a rollout takes")
-    parser.add_argument("--only", default="", help="ahead, streamed: machines whose names hold this")
+    parser.add_argument("--only", default="", help="ahead, streamed, server: machines whose names hold this")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="process: runs of each kind")
     parser.add_argument("--threads", type=int, default=1, help="threads of the trainer, and of each engine's process")

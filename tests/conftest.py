@@ -96,6 +96,26 @@ def small_config(tmp_path):
     return make
 
 
+@pytest.fixture
+def pooled(monkeypatch):
+    """``use(kind, engines)``: runs draw with pools of such engines; gives the handles of the last one."""
+    from engines_elsewhere import Elsewhere, pool_of
+
+    from flowgrpo_rc.trainer import setup
+
+    handles = []
+
+    def use(kind=Elsewhere, engines=2):
+        def build(config, model, lora, device, *_):
+            handles[:] = [kind(config, lora, f"engine {i}") for i in range(engines)]
+            return pool_of(handles, config, model, lora, device)
+
+        monkeypatch.setattr(setup, "build_engine", build)
+        return handles
+
+    return use
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
     """The folder of one such run, with a validation and a checkpoint at each of its two steps; for reading alone."""

@@ -111,7 +111,7 @@ def panels_of(history: History) -> list[Panel]:
                 Line(("timing_s/step",), "the whole step", SOFT, name="seconds a step", key=True),
                 Line(("timing_s/rollout",), "rollout"),
                 Line(("timing_s/reward",), "reward", GREEN),
-                Line(("timing_s/reward_work",), "reward, also while drawing", GREEN, style={"linestyle": ":"}),
+                Line(("timing_s/reward_work",), "reward, also beside other stages", GREEN, style={"linestyle": ":"}),
                 Line(("timing_s/update",), "update", ORANGE),
             ),
             caption="The rest is mostly validation and saving, which happen in some steps only.",

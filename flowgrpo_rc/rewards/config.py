@@ -177,9 +177,10 @@ class RewardConfig:
 
     overlap: bool = True
     """Whether functions with ``streams = True`` (``judge``, ``ocr``, ...) score the images of a rollout's
-    micro-batch in another thread while the next ones are drawn. The scores are the same either way: such functions are
-    called for one micro-batch of ``rollout.micro_batch_size`` at a time in both. All others are called in the main
-    thread when all images are drawn."""
+    micro-batch in another thread while the next ones are drawn; those of them that other processes compute, with
+    ``rollout.ahead`` while the actor learns. The scores are the same either way: such functions are called for one
+    micro-batch of ``rollout.micro_batch_size`` at a time in both. All others are called in the main thread when all
+    images are drawn."""
 
     remote: Any = field(default_factory=dict)
     """Reward servers, by names of your choice that ``functions`` gives weights: name -> the keys of ``RemoteConfig``,

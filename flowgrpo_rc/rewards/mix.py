@@ -23,6 +23,7 @@ from flowgrpo_rc.rewards.own_function import OwnFunction
 from flowgrpo_rc.rewards.registry import load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
 from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, asking, serving
+from flowgrpo_rc.rewards.turns import RewardTurns
 
 RewardFunction = Callable[..., Any]
 """``fn(images, prompts, metadata)`` -> N scores, or ``(N scores, info dict)``; images (N, H, W, 3) uint8 RGB. Or
@@ -102,6 +103,13 @@ class RewardMix:
         """What serves the model that the functions ask; None where nothing has been started."""
         self.streaming = tuple(name for name, function in self.functions.items() if _streams(function.function))
         """The functions that may be called for a part of a batch, in a thread of its own: those with ``streams``."""
+        self.turns = {
+            name: RewardTurns()
+            for name in self.streaming
+            if name in self.builtin and getattr(self.functions[name].function, "computes_elsewhere", False)
+        }
+        """Those of them that may be called while the actor learns: this package's own that other processes compute; and
+        whose turn it is to call each."""
         self._code = {
             name: UserCode(f"reward function {name!r}", _file_of(function.function), timeout_s)
             for name, function in self.functions.items()

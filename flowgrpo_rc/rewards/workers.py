@@ -51,6 +51,9 @@ class WorkerReward:
         RuntimeError: a process ended before it answered.
     """
 
+    computes_elsewhere = True
+    """The processes do."""
+
     def __init__(self, name: str, options: Any, count: int, streams: bool) -> None:
         self.streams = streams
         self._workers = [_Worker(name) for _ in range(count)]

@@ -41,6 +41,8 @@ LOSSES_OF_A_CHUNK = 3
 LOSSES_OF_A_HANDLE = 2
 """So often in a row may an engine be lost without having done anything in between, before it is given up."""
 T = TypeVar("T")
+OnImages = Callable[[Tensor, Tensor], object]
+"""Takes the rows of some images, and these."""
 _OF_ITS_ROWS = ("request_id", "window_starts", "seeds")
 """Fields of an echo that belong to the rows of a chunk; the others are the same for all chunks of a request."""
 
@@ -123,13 +125,22 @@ class _Member:
 class PendingRollout:
     """The answer to a request that engines are at work on."""
 
-    def __init__(self, pool: "RolloutPool", request: RolloutRequest, rows: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        pool: "RolloutPool",
+        request: RolloutRequest,
+        rows: Sequence[Tensor],
+        on_arrival: OnImages | None = None,
+    ) -> None:
         self._pool = pool
         self._request = request
         self._rows = rows
+        self._on_arrival = on_arrival
+        self._arrived = 0
+        """Chunks, from the first on, that ``on_arrival`` has been told of."""
         self._parts: list[Trajectories | None] = [None] * len(rows)
 
-    def result(self, on_images: Callable[[Tensor, Tensor], object] | None = None) -> Trajectories:
+    def result(self, on_images: OnImages | None = None) -> Trajectories:
         """Wait for the answer.
 
         Args:
@@ -148,8 +159,16 @@ class PendingRollout:
         return _joined(self._request, parts)
 
     def deliver(self, chunk: _Chunk, part: Trajectories) -> None:
-        """The chunk has been drawn."""
+        """The chunk has been drawn; the pool's lock is held."""
         self._parts[chunk.number] = part
+        if self._on_arrival is None:
+            return
+        for number in range(self._arrived, len(self._parts)):
+            arrived = self._parts[number]
+            if arrived is None:
+                break
+            self._on_arrival(self._rows[number], arrived.images)
+            self._arrived += 1
 
 
 class RolloutPool:
@@ -243,12 +262,18 @@ class RolloutPool:
         self.wait_for(lambda: all(m.holds is pushed or m.given_up for m in self._members) or None)
         return held.digest
 
-    def submit(self, request: RolloutRequest) -> PendingRollout:
-        """Have the images of a request drawn after those of earlier ones, with the adapter that was pushed last."""
+    def submit(self, request: RolloutRequest, on_arrival: OnImages | None = None) -> PendingRollout:
+        """Have the images of a request drawn after those of earlier ones, with the adapter that was pushed last.
+
+        Args:
+            request: what to draw.
+            on_arrival: called with rows and images of each chunk, in order, as soon as it is there, whether or not
+                anybody waits for the answer; by an engine's thread, so that it must return at once.
+        """
         check_has_adapter(self.adapter_version)
         assert self._current is not None
         rows = torch.arange(len(request.prompt_index)).split(self._size)
-        pending = PendingRollout(self, request, rows)
+        pending = PendingRollout(self, request, rows, on_arrival)
         chunks = [_Chunk(i, _chunk_of(request, part), self._current, pending) for i, part in enumerate(rows)]
         with self._changed:
             self._raise_failure()

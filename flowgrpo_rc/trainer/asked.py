@@ -12,6 +12,7 @@ from flowgrpo_rc.rollout import RolloutEngine, RolloutPool, RolloutRequest, Traj
 from flowgrpo_rc.rollout.pool import PendingRollout
 from flowgrpo_rc.rollout.proof import HeldAdapter
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.scoring import RolloutScoring
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class BatchRequest:
     group: Int[Tensor, " B"]
     """For each image the position of its prompt in the batch of all processes."""
     request: RolloutRequest
+    scoring: RolloutScoring
+    """What takes its images, and gives their rewards."""
 
 
 class AskedRollouts:
@@ -61,18 +64,23 @@ class AskedRollouts:
         asked_until = self._asked[-1][0].step + 1 if self._asked else step
         for due in range(asked_until, max(step + 1, min(step + self._ahead + 1, self._last))):
             batch = self._request(due)
-            pending = None
-            if isinstance(self._engine, RolloutPool):
-                self._adapter.give_for(due)
-                pending = self._engine.submit(batch.request)
+            try:
+                pending = self._submit(batch)
+            except BaseException:
+                batch.scoring.abandon()  # ``abandon`` does not know of it
+                raise
             self._asked.append((batch, self._adapter.held, pending))
         return self._asked[0][0]
 
-    def draw(self, on_images: Callable[..., object] | None = None) -> tuple[Trajectories, HeldAdapter]:
-        """Wait for the images of the batch that ``next`` gave last, and drop it.
+    def _submit(self, batch: BatchRequest) -> PendingRollout | None:
+        """Have it drawn from now on, where engines do that beside the trainer."""
+        if not isinstance(self._engine, RolloutPool):
+            return None
+        self._adapter.give_for(batch.step)
+        return self._engine.submit(batch.request, batch.scoring.take_ahead)
 
-        Args:
-            on_images: see ``RolloutRequest``.
+    def draw(self) -> tuple[Trajectories, HeldAdapter]:
+        """Wait for the images of the batch that ``next`` gave last, and drop it; its scoring takes them on the way.
 
         Returns them and the adapter that they must have been drawn with.
 
@@ -81,6 +89,11 @@ class AskedRollouts:
         """
         batch, held, pending = self._asked.popleft()
         if pending is not None:
-            return pending.result(on_images), held
+            return pending.result(batch.scoring.take), held
         self._adapter.give_for(batch.step)
-        return self._engine.generate(replace(batch.request, on_images=on_images)), self._adapter.held
+        return self._engine.generate(replace(batch.request, on_images=batch.scoring.take)), self._adapter.held
+
+    def abandon(self) -> None:
+        """Nothing that was asked for is wanted any more."""
+        for batch, _, _ in self._asked:
+            batch.scoring.abandon()

@@ -1,6 +1,6 @@
 """The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures, write_plots
 from flowgrpo_rc.rewards import RewardResult
-from flowgrpo_rc.rollout import RolloutRequest, Trajectories
+from flowgrpo_rc.rollout import RolloutPool, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
@@ -49,7 +49,7 @@ from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
-from flowgrpo_rc.trainer.scoring import RolloutScoring, names_of_all
+from flowgrpo_rc.trainer.scoring import BatchScoring, names_of_all
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
@@ -120,6 +120,12 @@ class FlowGRPOTrainer:
         self.adapter.restore(self.run.older_adapters)
         self.run.older_adapters = {}  # it drops each when it is too old
         self.adapter.push(self.step)
+        self.scoring = BatchScoring(
+            self.run.reward,
+            rollout.micro_batch_size,
+            overlaps=config.reward.overlap,
+            ahead=rollout.ahead > 0 and isinstance(self.run.engine, RolloutPool),
+        )
         self.rollouts = AskedRollouts(self.run.engine, self.adapter, rollout.ahead, self.run.total_steps, self._ask)
         self.rescoring = Rescoring(
             rollout,
@@ -138,9 +144,9 @@ class FlowGRPOTrainer:
         with self.timer("rollout"):
             asked = self.rollouts.next(self.step)
         prompts, cond = asked.prompts, asked.request.conditioning
-        with self._scoring(prompts) as scoring:
+        with asked.scoring as scoring:
             with self.timer("rollout"):
-                batch, images = self._rollout(asked, scoring.take)
+                batch, images = self._rollout(asked)
             with self.timer("probe"), self._naming(batch, prompts):
                 sync_metrics = self.rescoring(batch, cond, self.step)
             with self.timer("reward"):
@@ -195,7 +201,8 @@ class FlowGRPOTrainer:
             sde_type=rollout.algo.sde_type,
             record_means=mode.objective.needs_old_means and mode.bypasses,
         )
-        return BatchRequest(step, prompts, group, request)
+        records = [record for record in prompts for _ in range(rollout.n)]
+        return BatchRequest(step, prompts, group, request, self.scoring(records))
 
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
@@ -210,18 +217,10 @@ class FlowGRPOTrainer:
         chosen = next(self.run.sampler)
         return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
 
-    def _scoring(self, prompts: list[PromptRecord]) -> RolloutScoring:
-        """What takes the images of a rollout of these prompts, and gives their rewards."""
-        rollout = self.config.actor_rollout_ref.rollout
-        records = [record for record in prompts for _ in range(rollout.n)]
-        return RolloutScoring(self.run.reward, records, rollout.micro_batch_size, self.config.reward.overlap)
-
-    def _rollout(
-        self, asked: BatchRequest, on_images: Callable[..., object] | None = None
-    ) -> tuple[TensorDict, np.ndarray]:
-        """The recorded steps and the images of the batch; ``on_images`` takes those that are finished before the last
-        is."""
-        trajectories, held = self.rollouts.draw(on_images)
+    def _rollout(self, asked: BatchRequest) -> tuple[TensorDict, np.ndarray]:
+        """The recorded steps and the images of the batch, of which its scoring takes what is finished before the
+        last is."""
+        trajectories, held = self.rollouts.draw()
         self._prove(asked.request, trajectories, held)
         assert trajectories.batch is not None
         trajectories.batch[Key.GROUP] = asked.group
@@ -378,9 +377,23 @@ class FlowGRPOTrainer:
         return self.folder
 
     def _loop(self, stop: Event) -> None:
-        trainer = self.config.trainer
         if self._validates_first:
             self._log(self._validate() | self.timer.take())
+        try:
+            self._train(stop)
+        finally:
+            self.rollouts.abandon()
+        if self.interrupted:
+            if self.step != self._saved_step:
+                self.save(last=True)
+            self.logger.alert(
+                f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
+                f"trainer.default_local_dir={self.folder.root}"
+            )
+
+    def _train(self, stop: Event) -> None:
+        """All steps, or as many as there is time for before a request to stop."""
+        trainer = self.config.trainer
         # One that is asked to stop stops all: they must end at the same step.
         while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
             with self.profiler(self.step + 1):
@@ -398,13 +411,6 @@ class FlowGRPOTrainer:
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
-        if self.interrupted:
-            if self.step != self._saved_step:
-                self.save(last=True)
-            self.logger.alert(
-                f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
-                f"trainer.default_local_dir={self.folder.root}"
-            )
 
     def _times(self) -> dict[str, float]:
         """Seconds of every stage since the last row, and what they come to for an image."""

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ import pytest
 from reward_files import GOOD, IMAGES, METADATA, PROMPTS, build, function, write
 
 from flowgrpo_rc.rewards import RewardError
+from flowgrpo_rc.rewards.isolation import watch
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
 
 LIMIT = 0.3
@@ -251,3 +253,49 @@ def test_a_coroutine_off_the_main_thread_is_woken_after_the_interrupt(tmp_path: 
     test_python_code_off_the_main_thread_is_interrupted(
         tmp_path, "async def f(solution_image): await asyncio.sleep(60)"
     )
+
+
+def test_calls_that_go_on_together_are_each_watched_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One inside another, and one in another thread: what ends first takes nothing from the others."""
+    due: list[float | None] = []
+    fake = types.SimpleNamespace(
+        dump_traceback_later=lambda seconds, exit, file: due.append(seconds - 2 * watch.GRACE_S),
+        cancel_dump_traceback_later=lambda: due.append(None),
+    )
+    monkeypatch.setattr(watch, "faulthandler", fake)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def exits() -> None:
+        with pytest.raises(SystemExit):
+            os._exit(13)  # where nothing refuses it, all tests end with this code
+
+    def other() -> None:
+        begun.set()
+        assert may_end.wait(60)
+        exits()
+        ended.append(True)
+
+    def outer() -> None:
+        exits()
+        UserCode("inner", timeout_s=10_000).run(exits)
+        exits()
+        thread = threading.Thread(target=UserCode("beside", timeout_s=30_000).run, args=(other,))
+        thread.start()
+        assert begun.wait(60)
+        threads.append(thread)
+
+    threads: list[threading.Thread] = []
+    ended: list[bool] = []
+    exit_process = os._exit
+    UserCode("outer", timeout_s=20_000).run(outer)
+    exited: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, "_exit_process", exited.append)
+        os._exit(3)  # of this thread, where nothing is called any more
+    assert exited == [3]
+    may_end.set()
+    threads[0].join(60)
+    assert ended
+    assert os._exit is exit_process
+    rounded = [None if seconds is None else round(seconds, -4) for seconds in due]
+    assert rounded == [20_000, 10_000, 20_000, 20_000, 30_000, None], "each time the one that is due first"

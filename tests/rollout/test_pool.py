@@ -180,6 +180,29 @@ def test_images_come_in_order_while_others_are_drawn(make_pool, alone, make_requ
     assert_same(found, drawn_alone(alone, request, state), request)
 
 
+def test_images_are_told_of_as_they_arrive_though_nobody_waits(make_pool, alone, make_request):
+    """In order: the first chunk comes last here."""
+    others_are_drawn = threading.Event()
+
+    class SlowAtFirst(Here):
+        def generate(self, request):
+            if request.request_id.endswith("/0"):
+                assert others_are_drawn.wait(WAIT_S)
+            found = super().generate(request)
+            if request.request_id.endswith("/9"):
+                others_are_drawn.set()
+            return found
+
+    pool, _ = make_pool(SlowAtFirst, SlowAtFirst)
+    pool.sync(state_of(alone), 0)
+    request = make_request()
+    arrived = []
+    pending = pool.submit(request, lambda rows, images: arrived.append((rows, images)))
+    wait_until(lambda: len(arrived) == 4)
+    assert torch.equal(torch.cat([rows for rows, _ in arrived]), torch.arange(IMAGES))
+    assert torch.equal(torch.cat([images for _, images in arrived]), pending.result().images)
+
+
 def test_requests_wait_in_line_each_with_its_own_adapter(make_pool, alone, make_request):
     """Two requests in flight under different adapters, and a third one that changes what the engines hold."""
     pool, _ = make_pool()

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines_elsewhere import Elsewhere
 from tests_support import overrides_of, run_process
 
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutError, RolloutPool
+from flowgrpo_rc.rollout import EngineLostError, RolloutError
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
-from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, setup
+from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 
 R = "actor_rollout_ref.rollout"
 SETTINGS = (
@@ -28,56 +28,6 @@ SETTINGS = (
 )
 """Validation, and an average that it is drawn with, come between batches in flight."""
 WAIT_S = 60
-
-
-class Elsewhere:
-    """An engine with a model of its own, which a thread of the pool calls."""
-
-    loading = threading.Lock()
-    """Libraries change classes while they load."""
-
-    def __init__(self, config, lora, name):
-        self.name = name
-        self._config = config
-        self._lora = lora
-        self.drawn = []
-
-    def start(self):
-        torch.set_num_threads(1)
-        with self.loading:
-            model = PipelineLoader(self._lora.path, dtype=self._lora.dtype).load()
-            model.batch_guidance = self._lora.batch_guidance
-            self.engine = DiffusersEngine.from_config(self._config, model, self._lora, "cpu")
-
-    def sync(self, state, version):
-        return self.engine.sync(state, version)
-
-    def generate(self, request):
-        self.drawn.append((request.request_id, self.engine.adapter_version))
-        return self.engine.generate(request)
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def pooled(monkeypatch):
-    """Runs draw with pools of such engines; gives the handles of the last one."""
-    handles = []
-
-    def use(kind=Elsewhere, engines=2):
-        def build(config, model, lora, device, *_):
-            own = DiffusersEngine.from_config(config, model, lora, device)
-            digest_of = own.digest_of
-            own.close()
-            handles[:] = [kind(config, lora, f"engine {i}") for i in range(engines)]
-            dtype = getattr(torch, config.dtype)
-            return RolloutPool(handles, digest_of=digest_of, dtype=dtype, micro_batch_size=config.micro_batch_size)
-
-        monkeypatch.setattr(setup, "build_engine", build)
-        return handles
-
-    return use
 
 
 def numbers(folder):

@@ -13,7 +13,7 @@ from flowgrpo_rc.rewards import RewardError, RewardMix
 from flowgrpo_rc.rollout import RolloutSyncError, diffusers_engine
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.scoring import RolloutScoring
+from flowgrpo_rc.trainer.scoring import BatchScoring
 
 WAIT_S = 60
 """So long a scorer waits for the engine before the test fails."""
@@ -191,10 +191,11 @@ def test_the_thread_that_scores_is_on_the_gpu_of_the_one_that_draws(monkeypatch,
         torch.cuda.set_device(3)
     torch.set_num_threads(threads + 2)
     try:
-        scoring = RolloutScoring(RewardMix({"f": score}, {"f": 1.0}), [PromptRecord(prompt="a")] * 2, 2, overlaps=True)
+        batches = BatchScoring(RewardMix({"f": score}, {"f": 1.0}), 2, overlaps=True)
         images = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
-        scoring.take(torch.arange(2), images)
-        scoring.result(images.numpy())
+        with batches([PromptRecord(prompt="a")] * 2) as scoring:
+            scoring.take(torch.arange(2), images)
+            scoring.result(images.numpy())
     finally:
         torch.set_num_threads(threads)
     assert calls == [("reward scoring", 3 if on_a_gpu else None, threads + 2)]

@@ -8,6 +8,8 @@ come back ``GRACE_S`` later is stuck in compiled code, or keeps swallowing excep
 the message itself and ends the process. Compiled code that never gives up the interpreter's lock stops that thread
 too; after another ``GRACE_S`` Python's fault handler, which needs no lock, prints where every thread is and ends the
 process with exit code 1.
+
+Calls may be watched in several threads at a time, and one inside another.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +38,12 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 """Signals whose handlers may raise ``KeyboardInterrupt`` to end a run."""
 
 _exit_process = os._exit
+_lock = threading.RLock()
+"""Guards what the watches of a process share. A signal's handler may raise inside it, and begin another watch."""
+_open: list[Watch] = []
+"""Those that are entered."""
+_last_resorts: dict[Watch, float] = {}
+"""When the fault handler, of which a process has one, is due for each of them, in seconds of ``time.monotonic``."""
 _end_is_arranged = threading.Event()
 
 
@@ -78,8 +87,10 @@ class Watch:
                     self._handle(number, self._on_interrupt)
             if WAKE is not None and self.timeout_s is not None:
                 self._handle(WAKE, self._on_wake)
-        # No exception handler sees os._exit: the run would end without a word and without its last checkpoint.
-        os._exit = self._refuse_exit  # type: ignore[assignment]
+        with _lock:
+            _open.append(self)
+            # No exception handler sees os._exit: the run would end without a word and without its last checkpoint.
+            os._exit = _refuse_exit  # type: ignore[assignment]
         return self
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -90,9 +101,9 @@ class Watch:
                 self._watcher = threading.Thread(target=self._wait, args=[self.timeout_s], name="reward deadline")
                 self._watcher.daemon = True
                 self._watcher.start()
-                last_resort = min(self.timeout_s + 2 * GRACE_S, threading.TIMEOUT_MAX / 2)
-                with suppress(OSError, OverflowError, ValueError, RuntimeError):  # no standard error stream
-                    faulthandler.dump_traceback_later(last_resort, exit=True, file=2)
+                with _lock:
+                    _last_resorts[self] = time.monotonic() + self.timeout_s + 2 * GRACE_S
+                    _set_fault_handler()
             return function(*args)
         finally:
             self._calling = False  # nothing is raised from here on
@@ -103,12 +114,16 @@ class Watch:
         if os.getpid() != self._process:
             _exit_process(1)  # a fork's child that came back from the call must not train too
         if self._watcher is not None:
-            faulthandler.cancel_dump_traceback_later()
+            with _lock:
+                _set_fault_handler()
             self._watcher.join()
             # The interrupt may have been set just before the call returned.
             if not self._in_main:
                 _raise_in(self._thread, None)
-        os._exit = _exit_process
+        with _lock:
+            _open.remove(self)
+            if not _open:
+                os._exit = _exit_process
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
@@ -150,17 +165,41 @@ class Watch:
             self.stopped = error
             raise
 
-    def _refuse_exit(self, status: int) -> None:
-        """``os._exit`` of the call itself becomes an exception; that of a child process or another thread is obeyed."""
-        if self._calling and os.getpid() == self._process and threading.get_ident() == self._thread:
-            raise SystemExit(f"os._exit({status})")
-        _exit_process(status)
+    @property
+    def is_calling(self) -> bool:
+        """Whether its call goes on."""
+        return self._calling
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its call goes on in this process and this thread."""
+        return self._calling and os.getpid() == self._process and threading.get_ident() == self._thread
 
     def _handle(self, number: int, handler: Callable[..., None]) -> None:
         previous = signal.getsignal(number)
         if previous is not None:  # None: not installed by Python, which could not put it back
             self._previous_handlers[number] = previous
             signal.signal(number, handler)
+
+
+def _refuse_exit(status: int) -> None:
+    """``os._exit`` of a call itself becomes an exception; that of a child process or another thread is obeyed."""
+    if any(watch.is_here for watch in tuple(_open)):
+        raise SystemExit(f"os._exit({status})")
+    _exit_process(status)
+
+
+def _set_fault_handler() -> None:
+    """Have it come when the first of the calls that go on is due; the lock is held."""
+    for watch in tuple(_last_resorts):
+        if not watch.is_calling:
+            del _last_resorts[watch]
+    if not _last_resorts:
+        faulthandler.cancel_dump_traceback_later()
+        return
+    wait_s = max(min(_last_resorts.values()) - time.monotonic(), 0.01)
+    with suppress(OSError, OverflowError, ValueError, RuntimeError):  # no standard error stream
+        faulthandler.dump_traceback_later(min(wait_s, threading.TIMEOUT_MAX / 2), exit=True, file=2)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

@@ -69,6 +69,9 @@ class JudgeReward:
     streams = True
     """An image's score has nothing to do with the others', so the judge may work while the next ones are drawn."""
 
+    computes_elsewhere = True
+    """Also while the actor learns: it is the server that computes."""
+
     def __init__(self, config: JudgeConfig | None = None) -> None:
         self.config = JudgeConfig() if config is None else config
         if self.config.base_url is None:

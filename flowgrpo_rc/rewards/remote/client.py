@@ -28,6 +28,9 @@ class RemoteReward:
         config: that section.
     """
 
+    computes_elsewhere = True
+    """The server does."""
+
     def __init__(self, name: str, config: RemoteConfig) -> None:
         config.check(name)
         self.name = name

@@ -54,9 +54,9 @@ class RemoteConfig:
     protocol's own clients send: ``png`` for ``json``, ``jpeg`` for the others."""
 
     streams: bool = False
-    """Whether images are sent while the next ones are drawn, a micro-batch of the rollout at a time (see
-    ``reward.overlap``). The server must then score each image by itself, whichever others come with it; false sends all
-    images of a process together."""
+    """Whether images are sent while the next ones are drawn, and with ``rollout.ahead`` while the actor learns, a
+    micro-batch of the rollout at a time (see ``reward.overlap``). The server must then score each image by itself,
+    whichever others come with it; false sends all images of a process together."""
 
     columns: list[str] | None = None
     """Names of the prompt file's columns that are sent beside the prompts; null for all, which the server's protocol
