@@ -21,7 +21,19 @@ def waiting(history: History) -> Measurement | None:
     if waits.mean > idle:
         advice = "Give the engines more GPUs (rollout.devices, rollout.engines), or draw in a lower rollout.dtype."
         return Measurement(waits.mean, waits.metric, waits.span, says, _turns(history) or advice)
-    return Measurement(idle, busy.metric, busy.span, says, _turns(history))
+    return Measurement(idle, busy.metric, busy.span, says, _turns(history) or _rewards(history))
+
+
+def _rewards(history: History) -> str | None:
+    """What to do where it is the rewards that keep the trainer from the images; None where it is not."""
+    reward = history.recent("timing_s/reward")
+    update = history.recent("timing_s/update")
+    if reward is None or update is None or reward.mean <= update.mean:
+        return None
+    return (
+        f"The trainer waits for rewards ({reward.mean:.3g} s a step) longer than it learns ({update.mean:.3g} s): have "
+        "a server score them while it learns (reward.remote with streams=true), or make the server faster."
+    )
 
 
 def _turns(history: History) -> str | None:

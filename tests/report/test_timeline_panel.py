@@ -116,12 +116,14 @@ def test_the_page_shows_the_timeline_of_a_run_folder(tmp_path):
     assert "over time" not in page
 
 
-def waiting(busy, waits, **changes):
-    """Of 12 steps whose first ones are otherwise."""
+def waiting(busy, waits, reward=0.0, **changes):
+    """Of 12 steps whose first ones are otherwise; an update takes 2 s."""
     made = rows(
         12,
         perf__engines_busy=lambda step: busy if step > 2 else 0.0,
         perf__trainer_waits=lambda step: waits if step > 2 else 1.0,
+        timing_s__reward=reward,
+        timing_s__update=2.0,
     )
     return WAITING_CHECK.run(History(made, settings(**changes)))
 
@@ -141,6 +143,19 @@ def test_who_waits_for_whom_and_what_to_do(busy, waits, changes, level, value, a
     assert (found.level, found.value) == (level, pytest.approx(value))
     assert found.advice.startswith(advice)
     assert f"engines were idle {1 - busy:.0%} of the time, the trainer waited for images {waits:.0%}" in found.measured
+
+
+@pytest.mark.parametrize(
+    ("busy", "waits", "reward", "changes", "advice"),
+    [
+        (0.4, 0.1, 3.0, AHEAD, "The trainer waits for rewards (3 s a step) longer than it learns (2 s): have a server"),
+        (0.4, 0.1, 1.9, AHEAD, "Give the trainer some of the engines' GPUs"),
+        (0.9, 0.7, 3.0, AHEAD, "Give the engines more GPUs"),
+        (0.4, 0.1, 3.0, {}, "Set rollout.ahead=1"),
+    ],
+)
+def test_slow_rewards_are_told_from_a_trainer_that_is_slow(busy, waits, reward, changes, advice):
+    assert waiting(busy, waits, reward, **changes).advice.startswith(advice)
 
 
 def test_waits_are_judged_with_engines_elsewhere_and_after_some_steps_alone():
