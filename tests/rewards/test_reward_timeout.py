@@ -263,7 +263,8 @@ def test_calls_that_go_on_together_are_each_watched_to_their_end(monkeypatch: py
         cancel_dump_traceback_later=lambda: due.append(None),
     )
     monkeypatch.setattr(watch, "faulthandler", fake)
-    begun, may_end = threading.Event(), threading.Event()
+    begun = threading.Event()
+    may_end = threading.Event()
 
     def exits() -> None:
         with pytest.raises(SystemExit):

@@ -41,9 +41,7 @@ _exit_process = os._exit
 _lock = threading.RLock()
 """Guards what the watches of a process share. A signal's handler may raise inside it, and begin another watch."""
 _open: list[Watch] = []
-"""Those that are entered."""
-_last_resorts: dict[Watch, float] = {}
-"""When the fault handler, of which a process has one, is due for each of them, in seconds of ``time.monotonic``."""
+"""The watches that have been entered and not left yet."""
 _end_is_arranged = threading.Event()
 
 
@@ -79,6 +77,7 @@ class Watch:
         self._previous_handlers: dict[int, Any] = {}
         self._watcher: threading.Thread | None = None
         self._message: str | None = None
+        self._last_resort: float | None = None
 
     def __enter__(self) -> Watch:
         if self._in_main:
@@ -102,7 +101,7 @@ class Watch:
                 self._watcher.daemon = True
                 self._watcher.start()
                 with _lock:
-                    _last_resorts[self] = time.monotonic() + self.timeout_s + 2 * GRACE_S
+                    self._last_resort = time.monotonic() + self.timeout_s + 2 * GRACE_S
                     _set_fault_handler()
             return function(*args)
         finally:
@@ -166,9 +165,9 @@ class Watch:
             raise
 
     @property
-    def is_calling(self) -> bool:
-        """Whether its call goes on."""
-        return self._calling
+    def last_resort(self) -> float | None:
+        """When the fault handler is due for it, in seconds of ``time.monotonic``; ``None``: no deadline runs."""
+        return self._last_resort if self._calling else None
 
     @property
     def is_here(self) -> bool:
@@ -190,14 +189,13 @@ def _refuse_exit(status: int) -> None:
 
 
 def _set_fault_handler() -> None:
-    """Have it come when the first of the calls that go on is due; the lock is held."""
-    for watch in tuple(_last_resorts):
-        if not watch.is_calling:
-            del _last_resorts[watch]
-    if not _last_resorts:
+    """Have the fault handler, of which a process has one, come when the first watch is due; the lock is held."""
+    # A call of another thread may end between two looks.
+    times = [due for watch in _open if (due := watch.last_resort) is not None]
+    if not times:
         faulthandler.cancel_dump_traceback_later()
         return
-    wait_s = max(min(_last_resorts.values()) - time.monotonic(), 0.01)
+    wait_s = max(min(times) - time.monotonic(), 0.01)
     with suppress(OSError, OverflowError, ValueError, RuntimeError):  # no standard error stream
         faulthandler.dump_traceback_later(min(wait_s, threading.TIMEOUT_MAX / 2), exit=True, file=2)
 
