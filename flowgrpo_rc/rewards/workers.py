@@ -52,7 +52,7 @@ class WorkerReward:
     """
 
     computes_elsewhere = True
-    """The processes do."""
+    """It is the worker processes that compute, so they may be asked while the actor learns."""
 
     def __init__(self, name: str, options: Any, count: int, streams: bool) -> None:
         self.streams = streams

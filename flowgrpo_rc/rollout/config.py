@@ -371,7 +371,8 @@ class RolloutConfig:
         """A ``vllm_omni`` engine has a process of its own, which goes by one section's time-outs; on Ray, by both."""
         if self.name != "vllm_omni" or self.placement == "ray":
             return
-        read, ignored = ("process", "vllm_omni") if self.is_elsewhere else ("vllm_omni", "process")
+        read = "process" if self.is_elsewhere else "vllm_omni"
+        ignored = "vllm_omni" if self.is_elsewhere else "process"
         for timeout in fields(EngineTimeouts):
             value = getattr(getattr(self, ignored), timeout.name)
             if value not in (timeout.default, getattr(getattr(self, read), timeout.name)):

@@ -151,7 +151,7 @@ class RolloutScoring:
         return self._scoring.seconds + (self._early.seconds if self._early is not None else 0.0)
 
     def abandon(self) -> None:
-        """Nothing more is scored."""
+        """Have nothing more scored; what is being scored is left to itself."""
         for thread in (self._thread, self._early_thread):
             if thread is not None:
                 thread.abandon()

@@ -70,7 +70,7 @@ class JudgeReward:
     """An image's score has nothing to do with the others', so the judge may work while the next ones are drawn."""
 
     computes_elsewhere = True
-    """Also while the actor learns: it is the server that computes."""
+    """It is the server that computes, so it may be asked while the actor learns."""
 
     def __init__(self, config: JudgeConfig | None = None) -> None:
         self.config = JudgeConfig() if config is None else config

@@ -29,7 +29,7 @@ class RemoteReward:
     """
 
     computes_elsewhere = True
-    """The server does."""
+    """It is the server that computes, so it may be asked while the actor learns."""
 
     def __init__(self, name: str, config: RemoteConfig) -> None:
         config.check(name)

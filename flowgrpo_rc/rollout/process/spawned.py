@@ -27,7 +27,7 @@ class Spawned:
         descriptor, name = tempfile.mkstemp(prefix=log_prefix, suffix=".log")
         self.log = Path(name)
         self.connection, theirs = Pipe()
-        """This end of the pipe."""
+        """The trainer's end of the pipe, which the user of this object reads, writes and closes."""
         self._ended = False
         """Whether it has been ended; its number may be another's by then."""
         with os.fdopen(descriptor, "wb") as log, theirs:
@@ -43,7 +43,7 @@ class Spawned:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The number of the process, which is also that of its group."""
         return self._process.pid
 
     @property
