@@ -9,8 +9,15 @@ from pathlib import Path
 
 from conftest import SMALL_RUN
 
+from flowgrpo_rc.run_folder import TIMING_PREFIXES
+
 TIMEOUT = 600
 """Seconds for a process that a test starts: it must end by itself, also where fifteen others want the processor."""
+
+
+def untimed(rows):
+    """Rows of ``metrics.jsonl`` without what no two runs have in common: times and speeds."""
+    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in rows]
 
 
 def overrides_of(folder, *overrides):

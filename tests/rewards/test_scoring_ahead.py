@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,13 @@ import torch
 from PIL import Image
 from reward_files import build, function, write
 from stub_server import Reply, StubServer
-from tests_support import wait_until
+from tests_support import untimed, wait_until
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.rewards import PartialScoring, RewardConfig, RewardError, RewardMix, build_reward
+from flowgrpo_rc.rewards import PartialScoring, RewardConfig, RewardError, RewardMix, build_reward, streaming
 from flowgrpo_rc.rewards.judge.reward import JudgeReward
 from flowgrpo_rc.rewards.turns import RewardTurns
 from flowgrpo_rc.rollout import RolloutError, RolloutPool
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.scoring import BatchScoring, RolloutScoring
 
@@ -37,6 +37,8 @@ class Scorer:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[bytes], list[str]]] = []
+        self.settings: tuple[str, ...] = ()
+        """Overrides of a run that trains on it."""
         self.before: Callable[[], object] = lambda: None
         """Called before each answer."""
 
@@ -50,10 +52,10 @@ class Scorer:
 
 @pytest.fixture
 def far():
-    """A server, and the settings that train on it."""
+    """A server's scorer."""
     scorer = Scorer()
     with StubServer(scorer) as server:
-        scorer.settings = (  # type: ignore[attr-defined]
+        scorer.settings = (
             f"reward.remote.far.url={server.url}",
             "reward.remote.far.streams=true",
             "reward.remote.far.tries=1",
@@ -79,10 +81,6 @@ def trainer_of(config: Any, far: Scorer) -> FlowGRPOTrainer:
     return trainer
 
 
-def numbers(folder: Any) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
-
-
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_run_has_the_numbers_and_the_calls_of_a_serial_one(batches, small_config, far, pooled):
     runs = {}
@@ -93,7 +91,7 @@ def test_a_run_has_the_numbers_and_the_calls_of_a_serial_one(batches, small_conf
     ):
         if name == "ahead":
             pooled()
-        rows = numbers(trainer_of(small_config(*far.settings, *settings, folder=name), far).fit())
+        rows = untimed(trainer_of(small_config(*far.settings, *settings, folder=name), far).fit().rows())
         runs[name] = rows, trained_on(far.asked), sorted(far.asked)
     assert len(runs["late"][1]) == 4 * 4
     assert runs["ahead"] == runs["late"]
@@ -280,9 +278,11 @@ def test_what_a_batch_was_scored_with_is_kept_no_longer_than_it():
     assert [found() is not None for found in kept] == [False, False, True], "the next one waits for the last"
 
 
-def test_a_validation_goes_before_images_of_batches_to_come():
-    """It is scored as soon as the call that goes on has ended."""
+def test_a_validation_goes_before_images_of_batches_to_come(monkeypatch):
+    """It is scored as soon as the call that goes on has ended; that it had to wait is no time in reward functions."""
     go_on = threading.Event()
+    clock = [0.0]
+    monkeypatch.setattr(streaming, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     calls: list[Any] = []
 
     def hold(name: str) -> None:
@@ -290,17 +290,21 @@ def test_a_validation_goes_before_images_of_batches_to_come():
             assert go_on.wait(WAIT_S)
 
     mix = elsewhere(calls, hold)
-    deliver(BatchScoring(mix, 3, overlaps=True, ahead=True)(records("train")))
+    training = BatchScoring(mix, 3, overlaps=True, ahead=True)(records("train"))
+    deliver(training)
     wait_until(lambda: calls)
     prompts = [record.prompt for record in records("val")]
-    validation = threading.Thread(target=PartialScoring(mix, prompts, [{}] * len(prompts), 4).result, args=(IMAGES,))
+    scoring = PartialScoring(mix, prompts, [{}] * len(prompts), 4)
+    validation = threading.Thread(target=scoring.result, args=(IMAGES,))
     validation.start()
     wait_until(lambda: mix.turns["far"]._wanted)
     assert of("far", calls) == [("train 0", 3, False)], "two calls at once"
+    clock[0] += 100.0
     go_on.set()
     validation.join(WAIT_S)
     wait_until(lambda: len(of("far", calls)) == 5)
     assert of("far", calls)[1] == ("val 0", 4, False)
+    assert (scoring.seconds, training.seconds) == (0.0, 100.0)
 
 
 def test_who_computes_elsewhere(tmp_path):

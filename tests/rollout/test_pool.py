@@ -452,6 +452,14 @@ class LyingStale(Stale):
         return self.engine.digest_of(state)
 
 
+class Patient(Here):
+    """Leaves the work to the other one until that has done something wrong."""
+
+    def generate(self, request):
+        time.sleep(0.2)
+        return super().generate(request)
+
+
 class Late(Here):
     """Answers with what it was asked before."""
 
@@ -479,14 +487,7 @@ class FewerImages(Here):
     ],
 )
 def test_one_engine_that_goes_wrong_is_found_by_name(kind, words, make_pool, alone, make_request):
-    class Waiting(Here):
-        """Leaves the work to the other one until that has done something wrong."""
-
-        def generate(self, request):
-            time.sleep(0.2)
-            return super().generate(request)
-
-    pool, _ = make_pool(Waiting, kind)
+    pool, _ = make_pool(Patient, kind)
 
     def run():
         for version in range(3):
@@ -508,14 +509,7 @@ def test_an_error_of_one_engine_keeps_its_kind_and_says_whose_it_is(method, kind
 
     setattr(Broken, method, fail)
 
-    class Waiting(Here):
-        """Leaves the work to the other one until that has failed."""
-
-        def generate(self, request):
-            time.sleep(0.2)
-            return super().generate(request)
-
-    pool, _ = make_pool(Waiting, Broken)
+    pool, _ = make_pool(Patient, Broken)
 
     def run():
         pool.sync(state_of(alone), 0)

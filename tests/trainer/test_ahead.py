@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from engines_elsewhere import Elsewhere
-from tests_support import overrides_of, run_process
+from tests_support import overrides_of, run_process, untimed
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import EngineLostError, RolloutError
 from flowgrpo_rc.rollout.engines import ENGINES
-from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
+from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 
 R = "actor_rollout_ref.rollout"
@@ -30,17 +30,13 @@ SETTINGS = (
 WAIT_S = 60
 
 
-def numbers(folder):
-    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
-
-
 def trained(rows):
     """What was trained with, at each step; a run that ends early validates at its last."""
     return [{k: v for k, v in row.items() if not k.startswith("val/")} for row in rows]
 
 
 def run(small_config, name, *overrides):
-    return numbers(FlowGRPOTrainer(small_config(*SETTINGS, *overrides, folder=name)).fit())
+    return untimed(FlowGRPOTrainer(small_config(*SETTINGS, *overrides, folder=name)).fit().rows())
 
 
 MODES = {
@@ -96,7 +92,7 @@ def test_two_trainer_processes_share_out_the_engines_of_their_machine(tmp_path):
         command = (*launch, "-m", "flowgrpo_rc.cli.main", "train", "--config-name", "tiny_qwen_image_ocr")
         done = run_process(*command, *overrides_of(tmp_path / name, *settings))
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-        found.append(numbers(RunFolder(tmp_path / name)))
+        found.append(untimed(RunFolder(tmp_path / name).rows()))
     assert found[0] == found[1]
 
 
@@ -209,7 +205,7 @@ def test_a_resume_repeats_the_undisturbed_run(stops, settings, small_config, poo
         trainer.fit()
     again = FlowGRPOTrainer(small_config(*parts, folder="parts"))
     assert again.step == stops[-1]
-    assert trained(numbers(again.fit())) == trained(whole)
+    assert trained(untimed(again.fit().rows())) == trained(whole)
 
 
 def test_a_checkpoint_holds_the_older_adapters_and_no_more(small_config):
@@ -275,7 +271,7 @@ def test_an_interrupt_waits_for_the_step_and_resumes_exactly(small_config, poole
     assert trainer.step == 2
     again = FlowGRPOTrainer(small_config(*parts, folder="parts"))
     assert again.step == 2
-    assert numbers(again.fit())[-3:] == whole[-3:]
+    assert untimed(again.fit().rows())[-3:] == whole[-3:]
 
 
 def test_the_last_batches_are_not_asked_for_twice_and_old_ones_are_dropped(small_config, pooled):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests_support import untimed
 
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.rewards import RewardError, RewardMix
 from flowgrpo_rc.rollout import RolloutSyncError, diffusers_engine
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.scoring import BatchScoring
 
@@ -59,10 +59,6 @@ def scorers(tmp_path):
         PARTS,
         "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",  # the same for a run that ends early
     )
-
-
-def untimed(rows):
-    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in rows]
 
 
 def test_overlapped_runs_are_serial_ones_to_the_digit(small_config, scorers, tmp_path):
