@@ -26,7 +26,11 @@ _FORMS = "a path, an image file's bytes (parquet), a mapping with 'bytes' or 'pa
 _ORIENTATION = 0x0112
 """The EXIF tag that says how a picture is to be turned; from 5 on its sides are exchanged."""
 _DEEP_MODES = ("I", "F")
-"""How the names of Pillow's modes begin whose values are no bytes."""
+"""Pillow's modes with integers or floats for values have names that begin with these letters."""
+_PNG_BIT_DEPTH = 24
+"""Offset of the bit depth in a PNG file: signature, chunk header, width and height come before it."""
+_TIFF_BITS_PER_SAMPLE = 258
+"""The TIFF tag that holds the bits of each channel."""
 _TOO_LARGE = f"is larger than {LARGEST_PIXELS:,} pixels; scale it down"
 
 
@@ -105,7 +109,7 @@ def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of sizes, which are judged here, and of odd metadata
             with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
-                fault = _fault(image)
+                fault = _fault(image, content)
             width, height = (0, 0) if fault is not None else _upright_size(content)
     except UnidentifiedImageError as error:
         known = ", ".join(IMAGE_FORMATS)
@@ -133,8 +137,8 @@ def _upright_size(content: bytes) -> tuple[int, int]:
         return (height, width) if _orientation(image, content) >= 5 else (width, height)
 
 
-def _fault(image: Any) -> str | None:
-    """What an image that can be decoded may not be."""
+def _fault(image: Any, content: bytes) -> str | None:
+    """The reason to refuse an image that can be decoded, or ``None``."""
     if image.width * image.height > LARGEST_PIXELS:
         return _TOO_LARGE
     if not all(image.size):
@@ -143,9 +147,18 @@ def _fault(image: Any) -> str | None:
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if frames > 1:
         return f"holds {frames} pictures (an animation or several pages); save one of them"
-    if image.mode.startswith(_DEEP_MODES):
+    if image.mode.startswith(_DEEP_MODES) or _bits_per_value(image, content) > 8:
         return f"has more than 8 bits a value (mode {image.mode}), which would be cut off; save it with 8"
     return None
+
+
+def _bits_per_value(image: Any, content: bytes) -> int:
+    """Bits of a channel in the file. Pillow opens 16-bit colours as 8-bit ones, so its mode does not show them."""
+    if image.format == "PNG":
+        return content[_PNG_BIT_DEPTH]
+    if image.format == "TIFF":
+        return max(image.tag_v2.get(_TIFF_BITS_PER_SAMPLE, (8,)))
+    return 8
 
 
 def _orientation(image: Any, content: bytes) -> int:

@@ -40,15 +40,32 @@ def turned(kind: str) -> bytes:
     return encoded(kind=kind, exif=exif)
 
 
-def png_of(width: int, height: int) -> bytes:
-    """A header that claims this size, before no pixels."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = {b"IHDR": header, b"IDAT": zlib.compress(b""), b"IEND": b""}
+def png_of(width: int, height: int, bits: int = 8, colours: int = 2, pixels: bytes = b"") -> bytes:
+    """A PNG whose header claims this size, with ``pixels`` for the content of all rows."""
+    header = struct.pack(">IIBBBBB", width, height, bits, colours, 0, 0, 0)
+    parts = {b"IHDR": header, b"IDAT": zlib.compress(pixels), b"IEND": b""}
     chunks = [
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         for name, data in parts.items()
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def sixteen_bits(channels: int, colours: int) -> bytes:
+    """A whole PNG of 6 x 4 pixels; ``colours`` is the header's colour type."""
+    row = b"\0" + struct.pack(">H", 40000) * 6 * channels
+    return png_of(6, 4, 16, colours, row * 4)
+
+
+def sixteen_bit_tiff() -> bytes:
+    """A TIFF of one RGB pixel with 16 bits a value."""
+    short, long = 3, 4
+    bits_at = 8 + 2 + 9 * 12 + 4
+    tags = [(256, long, 1), (257, long, 1), (258, short, bits_at), (259, short, 1), (262, short, 2)]
+    tags += [(273, long, bits_at + 6), (277, short, 3), (278, long, 1), (279, long, 6)]
+    fields = b"".join(struct.pack("<HHII", tag, kind, 3 if tag == 258 else 1, value) for tag, kind, value in tags)
+    directory = struct.pack("<H", len(tags)) + fields + bytes(4)
+    return b"II*\0" + struct.pack("<I", 8) + directory + struct.pack("<HHH", 16, 16, 16) + b"\x40\x9c" * 3
 
 
 def animation(kind: str) -> bytes:
@@ -152,6 +169,10 @@ def cut(content: bytes) -> bytes:
         (png_of(60000, 60000), "a is larger than 67,108,864 pixels; scale it down"),
         *((animation(kind), "a holds 2 pictures (an animation or several") for kind in ("PNG", "GIF", "WEBP", "TIFF")),
         (encoded(Image.fromarray(np.full((4, 6), 40000, np.uint16))), "a has more than 8 bits a value (mode I;16), wh"),
+        (sixteen_bits(3, 2), "a has more than 8 bits a value (mode RGB), which would be cut off"),
+        (sixteen_bits(2, 4), "a has more than 8 bits a value (mode"),  # grey with alpha
+        (sixteen_bits(4, 6), "a has more than 8 bits a value (mode RGBA), which would be cut off"),
+        (sixteen_bit_tiff(), "a has more than 8 bits a value (mode RGB), which would be cut off"),
         (encoded(Image.fromarray(np.ones((4, 6), np.float32)), "TIFF"), "a has more than 8 bits a value (mode F), wh"),
     ],
 )
