@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all of their own set-up; a second call reuses .venv.
+# Every target does its own set-up; a second call reuses .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -10,12 +10,18 @@ VERL   := $(VENV)/verl
 OMNI   := $(VENV)/verl-omni
 VLLM   := .venv-vllm
 
-.PHONY: demo test lint unit verl verl-omni docs kernels vllm browser gpu install clean
+.PHONY: demo test test-all lint unit verl verl-omni docs kernels vllm browser gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
 
-test: lint unit verl
+# Quick: everything that neither trains nor starts a process.
+test: lint unit
+
+# The rest: training runs, processes, slow tests, and the drop-in against verl.
+test-all: $(STAMP)
+	$(PYTEST) -m "run or process or slow" $(PYTEST_ARGS)
+	$(MAKE) verl
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -23,7 +29,7 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 unit: $(STAMP)
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -m "not run and not process and not slow and not gpu" --cpu-limit 2 $(PYTEST_ARGS)
 
 # The drop-in against verl itself, which lives in a folder of its own.
 verl: $(VERL)/.installed

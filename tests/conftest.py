@@ -1,9 +1,11 @@
 """Fixtures: the tiny model, small runs of it, and a reward that needs no engine."""
 
 import atexit
+import hashlib
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -11,12 +13,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "ATEN_CPU_CAPABILITY" in os.environ:
-    # What torch.compile keeps for one kind of vectors does not compile with another.
+    # Code that torch.compile has cached for one kind of vectors does not compile with another.
     kept = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
 
 import pytest
 import torch
+from filelock import FileLock
 
 # Embeddings of prompts go to a folder that begins empty, here and in the processes that tests start.
 os.environ["FLOWGRPO_RC_CACHE"] = tempfile.mkdtemp(prefix="flowgrpo_rc_tests_")
@@ -42,9 +45,27 @@ SMALL_RUN = (
 """Overrides that make the demo a run of a second or two."""
 
 
+UNLIMITED = ("run", "process", "slow", "gpu")
+"""Marks of tests that may take long; ``make test`` leaves them to ``make test-all``."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_signal_handlers():
+    """Give the tests and their child processes the usual signals, also under ``nohup`` or behind ``&``.
+
+    A child inherits an ignored signal but not a handler. SIGHUP therefore gets one that does nothing: the tests outlive
+    their terminal, and their children still end with SIGHUP.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def _few_threads():
-    """A worker of pytest's on each core; more threads only get in each other's way."""
+    """Each core has a worker of pytest already; more threads only slow each other down."""
     torch.set_num_threads(1)
 
 
@@ -117,15 +138,64 @@ def pooled(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory):
-    """The folder of one such run, with a validation and a checkpoint at each of its two steps; for reading alone."""
+def trained_run(tmp_path_factory):
+    """``train(*overrides)``: the ``RunFolder`` of a finished small run, to be read and never written.
+
+    Equal overrides are trained once for all tests of all workers.
+    """
     from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.run_folder import RunFolder
     from flowgrpo_rc.trainer import FlowGRPOTrainer
 
-    torch.set_num_threads(1)
-    where = f"trainer.default_local_dir={tmp_path_factory.mktemp('finished') / 'run'}"
-    config = compose("tiny_qwen_image_ocr", [*SMALL_RUN, where, "trainer.save_freq=1", "trainer.test_freq=1"])
-    return FlowGRPOTrainer(config).fit()
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def train(*overrides):
+        key = hashlib.sha256("\n".join(overrides).encode()).hexdigest()[:16]
+        folder = shared / "trained" / key
+        done = folder / "done"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not done.exists():
+                torch.set_num_threads(1)
+                where = f"trainer.default_local_dir={folder / 'run'}"
+                FlowGRPOTrainer(compose("tiny_qwen_image_ocr", [*SMALL_RUN, where, *overrides])).fit()
+                done.touch()
+        return RunFolder(folder / "run")
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def finished_run(trained_run):
+    """The folder of one such run, with a validation and a checkpoint at each of its two steps."""
+    return trained_run("trainer.save_freq=1", "trainer.test_freq=1")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cpu-limit", type=float, help=f"CPU seconds of a test; more need one of the marks {', '.join(UNLIMITED)}"
+    )
+
+
+def pytest_sessionstart(session):
+    """Import the heavy libraries before the clock of ``--cpu-limit`` runs, so that no test is charged for them."""
+    if session.config.getoption("--cpu-limit") is not None:
+        import flowgrpo_rc.models.load
+        import flowgrpo_rc.trainer.trainer  # noqa: F401
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fail an unmarked test above ``--cpu-limit``. CPU time, unlike the clock, hardly depends on a busy machine."""
+    began = sum(os.times()[:4])
+    result = yield
+    spent = sum(os.times()[:4]) - began
+    limit = item.config.getoption("--cpu-limit")
+    if limit is not None and spent > limit and not any(item.get_closest_marker(mark) for mark in UNLIMITED):
+        pytest.fail(f"took {spent:.1f} s of CPU; make it faster, or mark it as one of {', '.join(UNLIMITED)}")
+    return result
 
 
 def pytest_runtest_setup(item):
