@@ -29,6 +29,7 @@ from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rollout import build_engine
 from flowgrpo_rc.rollout.engines import check_engine, check_placement
 from flowgrpo_rc.rollout.placement import Share
+from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import PromptSet, fill_store, open_checked
@@ -89,6 +90,7 @@ class Run:
             _check_prompts(self.observers, self.prompt_sets[-1])
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
+        require_agreement(settings_of(config, self.train_prompts, self.val_prompts))
         config.check_processes(self.accelerator.num_processes)
         self._share = Share(self.accelerator.local_process_index, processes_here(self.accelerator))
         check_placement(config.actor_rollout_ref.rollout, self._share)
@@ -114,6 +116,7 @@ class Run:
         self.older_adapters: dict[int, dict[str, torch.Tensor]] = {}
         """Of the run that this one continues: the actor's adapter before earlier batches, by their steps."""
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
+        require_agreement({"model or reward": self.fingerprint})
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.guard = Guard(mode)
         self.clip_bands = ClipBands.configured(mode.diffusion_loss)

@@ -1,0 +1,101 @@
+"""All processes of a launch train one run: they must have the same settings, prompts and model.
+
+Processes that differ would train on together, and the result would be that of no configuration.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc import __version__
+from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.trainer.config import FlowGRPOConfig
+
+NAMED = 5
+"""Differences that a message names at most."""
+
+Gather = Callable[[list[Any]], list[Any]]
+"""Concatenates the lists of all processes in rank order."""
+
+
+def require_agreement(own: Mapping[str, Any], gather: Gather | None = None) -> None:
+    """Raise on every process unless ``own`` is equal on all of them; every process must call it.
+
+    Args:
+        own: nested mappings of values with a ``repr`` that depends on the value alone.
+        gather: ``accelerate.utils.gather_object`` by default.
+
+    Raises:
+        ValueError: names the first keys that differ, with the values and the ranks that have them.
+    """
+    if gather is None:
+        from accelerate.utils import gather_object
+
+        gather = gather_object
+    flat = flatten(own)
+    # A digest first, since thousands of ranks would otherwise exchange the whole configuration at every start.
+    if len(set(gather([_digest(json.dumps(flat, sort_keys=True))]))) == 1:
+        return
+    everyones = gather([flat])
+    keys = sorted({key for one in everyones for key in one})
+    different = [key for key in keys if len({one.get(key) for one in everyones}) > 1]
+    named = "; ".join(f"{key} is {_by_value([one.get(key) for one in everyones])}" for key in different[:NAMED])
+    more = f"; and {len(different) - NAMED} more" if len(different) > NAMED else ""
+    raise ValueError(
+        f"the processes of this run do not agree: {named}{more}. Start every process with the same settings and files"
+    )
+
+
+def settings_of(
+    config: FlowGRPOConfig, train: Sequence[PromptRecord], validation: Sequence[PromptRecord]
+) -> dict[str, Any]:
+    """Everything that the processes read before they know of each other: settings, and the content of files."""
+    return {
+        "flowgrpo_rc": __version__,
+        **config.to_dict(),
+        "content of data.train_files": _prompts_digest(train),
+        "content of data.val_files": _prompts_digest(validation),
+        "content of rewards": {name: _file_digest(own.path) for name, own in config.reward.own_functions().items()},
+    }
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """``{"a.b": repr(value)}`` of nested mappings."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = repr(value)
+    return flat
+
+
+def _by_value(values: Sequence[str | None]) -> str:
+    """``1e-4 on rank(s) 0, 2 and 1e-3 on rank(s) 1``."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault("absent" if value is None else value[:80], []).append(str(rank))
+    return " and ".join(f"{value} on rank(s) {', '.join(having)}" for value, having in ranks.items())
+
+
+def _prompts_digest(records: Sequence[PromptRecord]) -> str:
+    """Of the prompts and all that rewards see of them; the files' places may differ from machine to machine."""
+    content = []
+    for record in records:
+        metadata = {name: value for name, value in record.metadata.items() if name != "images"}
+        content.append((record.prompt, record.negative_prompt, [image.digest for image in record.images], metadata))
+    return _digest(repr(content))
+
+
+def _file_digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16]
+    except OSError as error:  # a module's name, which the reward imports
+        return one_line(error)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
