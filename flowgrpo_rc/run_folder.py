@@ -274,8 +274,9 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a ``metrics.jsonl`` or a ``timeline.jsonl``, and how many lines were none."""
-    lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
-    rows = [_row(line) for line in lines if line.strip()]
+    # Line by line: the text of a million rows is as large as the rows.
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        rows = [_row(line) for line in lines if line.strip()]
     return [row for row in rows if row], rows.count(None)
 
 

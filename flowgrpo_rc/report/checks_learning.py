@@ -152,9 +152,8 @@ def not_finite(history: History) -> Measurement | None:
     """How many values are NaN or infinite, and lines not readable; the last line alone counts as one half."""
     if not history.rows:
         return None
-    numeric = {name for row in history.rows for name, value in row.items() if isinstance(value, (int, float))}
-    rows = zip(history.steps, history.rows, strict=True)
-    bad = [(step, n) for step, row in rows for n, value in row.items() if _is_not_finite(value, n in numeric)]
+    found = history.not_finite
+    bad = [(step, name) for step, name, value in found if _is_not_finite(value, name in history.numeric)]
     span = (history.steps[0], history.steps[-1])
     if bad:
         names = ", ".join(dict.fromkeys(name for _, name in bad[:5]))

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -35,10 +36,17 @@ class Series:
     metric: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
+    now_from: int | None = None
+    """Index of the first point of the run's last ``WINDOW`` training steps; None where it ended before them."""
 
     def part(self, start: int, stop: int) -> "Series":
         """Points ``start`` to ``stop``, as a slice."""
         return Series(self.metric, self.steps[start:stop], self.values[start:stop])
+
+    @property
+    def now(self) -> "Series | None":
+        """The points of the run's last ``WINDOW`` training steps; None where the metric is no longer logged."""
+        return None if self.now_from is None else self.part(self.now_from, len(self))
 
     @property
     def mean(self) -> float:
@@ -75,52 +83,79 @@ class History:
         self.config = config
         self.timeline = timeline
         self.broken_lines = broken_lines
-        # One name is asked for by several checks and panels, and each time costs a pass over the rows.
-        self._series = functools.cache(self._read)
         steps = _steps(rows)
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
         highest = itertools.accumulate(trained_at, max)
         self.repeated = [step for step, before in zip(trained_at[1:], highest, strict=False) if step <= before]
         """Training steps that were logged after the same or a later one, as where two runs wrote one log."""
-        self.rows = [row for _, row in sorted(zip(steps, rows, strict=True), key=lambda pair: pair[0])]
+        in_order = sorted(zip(steps, rows, strict=True), key=lambda pair: pair[0])
+        self.rows = [row for _, row in in_order]
         self.steps = sorted(steps)
-        self.names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
         self.trained = sorted(set(trained_at))
         """The steps that logged more than a validation."""
+        self._place = {step: i for i, step in enumerate(self.trained)}
+        self.names: list[str] = []
+        """Every metric that was logged, in order of its first row."""
+        self.numeric: set[str] = set()
+        """Those that were a number at least once, NaN and infinity among them."""
+        self.not_finite: list[tuple[int, str, Any]] = []
+        """Step, metric and value of everything logged that is no finite number."""
+        self._columns: dict[str, dict[int, float]] = {}
+        self._read_columns()
+        self._series = functools.cache(self._read)
+
+    def _read_columns(self) -> None:
+        """Sort the finite values by metric, as ``{row: value}``, in the only pass over all rows.
+
+        Checks and panels look up some hundred names, most of which a run does not log.
+        """
+        for number, row in enumerate(self.rows):
+            for name, logged in row.items():
+                column = self._columns.setdefault(name, {})
+                value = finite(logged)
+                if value is None:
+                    self.not_finite.append((self.steps[number], name, logged))
+                else:
+                    column[number] = value
+        self.numeric = {name for name, column in self._columns.items() if column}
+        self.numeric |= {name for _, name, logged in self.not_finite if isinstance(logged, (int, float))}
+        self.names = [name for name in self._columns if name != "step"]
 
     def series(self, *names: str) -> Series | None:
         """The first of ``names`` that is still logged, or else that ever was."""
         there = [series for series in map(self._series, names) if series is not None]
-        return next((series for series in there if self.now(series) is not None), there[0] if there else None)
+        return next((series for series in there if series.now_from is not None), there[0] if there else None)
 
     def _read(self, name: str) -> Series | None:
         """One metric; a ``rollout_corr/`` name also from the rows where the actor logged it, as in bypass mode."""
-        metrics = (name, f"actor/{name}") if name.startswith(CORRECTION) else (name,)
-        points = []
-        for step, row in zip(self.steps, self.rows, strict=True):
-            logged = ((metric, finite(row.get(metric))) for metric in metrics)
-            points += [(step, value, metric) for metric, value in logged if value is not None][:1]
-        if not points:
+        column = self._columns.get(name, {})
+        metric = name
+        by_actor = self._columns.get(f"actor/{name}", {}) if name.startswith(CORRECTION) else {}
+        if by_actor:
+            column = dict(sorted({**by_actor, **column}.items()))
+        if not column:
             return None
-        return Series(points[-1][2], tuple(step for step, _, _ in points), tuple(value for _, value, _ in points))
+        if next(reversed(column)) not in self._columns.get(name, {}):
+            metric = f"actor/{name}"
+        steps = tuple(self.steps[number] for number in column)
+        return Series(metric, steps, tuple(column.values()), self._now_from(steps))
 
-    def now(self, series: Series) -> Series | None:
-        """What ``series`` holds of the run's last ``WINDOW`` training steps; None where it ended before them.
+    def _now_from(self, steps: tuple[int, ...]) -> int | None:
+        """Where the recent points of a metric that was logged at ``steps`` begin; None where there are none.
 
         What is logged only now and then gets a window of twice its own spacing.
         """
-        place = {step: i for i, step in enumerate(self.trained)}
-        places = [place[step] for step in series.steps if step in place]
+        places = [self._place[step] for step in steps if step in self._place]
         spacing = median(b - a for a, b in itertools.pairwise(places)) if len(places) > 1 else 1
         window = max(WINDOW, math.ceil(2 * spacing)) if spacing > 1 else WINDOW
         start = self.trained[-window:][0] if self.trained else self.steps[0]
-        first = next((i for i, step in enumerate(series.steps) if step >= start), None)
-        return None if first is None else series.part(first, len(series))
+        first = bisect_left(steps, start)
+        return first if first < len(steps) else None
 
     def recent(self, *names: str) -> Series | None:
-        """``series``, ``now``."""
+        """``series(...).now``."""
         series = self.series(*names)
-        return None if series is None else self.now(series)
+        return None if series is None else series.now
 
     def is_raised(self, name: str) -> bool:
         """Whether a metric that is 0 while all is well, as the guard's are, is above it now."""

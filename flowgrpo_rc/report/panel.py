@@ -46,6 +46,8 @@ SETTINGS: Any = {
 """Of matplotlib, for ``rc_context``."""
 LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
 """How limits are drawn, in red, in every panel."""
+MOST_POINTS = 1000
+"""Points of a line in a picture, which is some 500 pixels wide; matplotlib takes minutes for a million."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,30 @@ class Line:
     def series(self, history: History) -> Series | None:
         """What the run logged of it."""
         series = history.series(*self.metrics)
-        if series is None or not self.smooth:
-            return series
-        window = max(WINDOW, len(series) // 40)  # of more steps in long runs, which scatter over more points
-        means = (series.part(max(0, i - window + 1), i + 1).mean for i in range(len(series)))
-        return Series(series.metric, series.steps, tuple(means))
+        return running_mean(series) if series is not None and self.smooth else series
+
+
+def running_mean(series: Series) -> Series:
+    """The mean over a window that ends at each point, at ``MOST_POINTS`` points or fewer, the last among them."""
+    window = max(WINDOW, len(series) // 40)  # of more steps in long runs, which scatter over more points
+    # Means at every point would cost the square of the length, as the window grows with it.
+    stride = -(-len(series) // MOST_POINTS)
+    chosen = sorted({0, *range(len(series) - 1, 0, -stride)})
+    means = (series.part(max(0, i - window + 1), i + 1).mean for i in chosen)
+    return Series(series.metric, tuple(series.steps[i] for i in chosen), tuple(means), series.now_from)
+
+
+def thinned(points: Mapping[int, float]) -> dict[int, float]:
+    """``{step: value}`` of ``MOST_POINTS`` points or few more: the ends, and the lowest and highest of each stretch."""
+    if len(points) <= MOST_POINTS:
+        return dict(points)
+    steps = list(points)
+    size = -(-2 * len(steps) // MOST_POINTS)
+    chosen = {steps[0], steps[-1]}
+    for start in range(0, len(steps), size):
+        stretch = steps[start : start + size]
+        chosen |= {min(stretch, key=points.__getitem__), max(stretch, key=points.__getitem__)}
+    return {step: points[step] for step in sorted(chosen)}
 
 
 @dataclass(frozen=True)
@@ -133,6 +154,7 @@ class Panel:
         for line, series in logged:
             # A logarithmic scale has no place for zeros, and a line of nothing else needs no legend.
             points = {step: v for step, v in zip(series.steps, series.values, strict=True) if v > 0 or not logarithmic}
+            points = thinned(points)
             if points:
                 # A line through one or two points is hard to see without them.
                 style = {"marker": "o" if len(points) < 3 else None, "color": line.color, **line.style}

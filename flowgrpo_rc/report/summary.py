@@ -39,7 +39,7 @@ def key_numbers(history: History) -> list[KeyNumber]:
     found = []
     for panel in panels_of(history):
         for line, series in panel.logged(history):
-            if not line.key or history.now(series) is None:
+            if not line.key or series.now_from is None:
                 continue
             # Training batches differ too much for one of them to say anything; validations repeat their prompts.
             count = 1 if series.metric.startswith("val/") else max(1, min(WINDOW, len(series) // 3))
