@@ -20,8 +20,8 @@ LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 LOG_RATIOS = 1e-4 * torch.tensor([2.4, -2.25, 3.7, 0.4])[:, None] * torch.tensor([1.0, 0.2, 2.0])
 """Log ratios, actor over rollout, of each image's steps before the first update.
 
-They replace those of the engine, which differ between processors. Every threshold below is 100 times as far from them as
-float32 rounds.
+They replace those of the engine, which differ between processors. Every threshold below is at least ten times as far
+from them as float32 rounds.
 """
 
 

@@ -20,10 +20,14 @@ from flowgrpo_rc.rewards.registry import REWARDS
 from flowgrpo_rc.rollout.engines import ENGINES
 
 
+@pytest.mark.run
 def test_quickstart(tmp_path, monkeypatch):
-    scope = run_page("quickstart.md", tmp_path, monkeypatch)
+    scope = run_page("quickstart.md", tmp_path, monkeypatch, digits=False)
     scope["trainer"].folder.close()
     assert (tmp_path / "outputs/first_run/report.html").is_file()
+    held_out = [row["val/reward/brightness"] for row in scope["run"].rows if "val/reward/brightness" in row]
+    assert held_out[-1] > held_out[0] + 0.005
+    assert 0.1 < scope["gap"].value < 0.5
 
 
 def test_training_in_micro_batches_equals_the_whole_batch(tmp_path, monkeypatch):
@@ -51,6 +55,9 @@ def test_training_on_tokens_leaves_masked_ones_alone(tmp_path, monkeypatch):
 def test_output_is_compared_number_by_number():
     shown = "gap 0.22 in 25 checks\n... 1.5e-04"
     assert_shown(shown, "gap 0.22 in 25 checks\nabc\ndef 1.6e-04\n", "page")
+    assert_shown("reward 0.84 ...", "reward 0.91 more", "page", digits=False)
+    with pytest.raises(AssertionError, match="page shows"):
+        assert_shown("reward 0.84", "held-out 0.84", "page", digits=False)
     for printed in ("gap 0.24 in 25 checks\nabc 1.5e-04", "gap 0.22 in 26 checks\nabc 1.5e-04", "gap 0.22"):
         with pytest.raises(AssertionError, match="page shows"):
             assert_shown(shown, printed, "page")
@@ -122,11 +129,13 @@ def test_adding_an_objective(tmp_path, monkeypatch):
         run_page("howto/objective.md", tmp_path, monkeypatch)
 
 
+@pytest.mark.run
 def test_adding_an_engine(tmp_path, monkeypatch):
     with patch.dict(ENGINES):
         run_page("howto/engine.md", tmp_path, monkeypatch)
 
 
+@pytest.mark.run
 def test_adding_a_metric_with_its_check(tmp_path, monkeypatch):
     monkeypatch.setattr(health, "CHECKS", health.CHECKS)
     scope = run_page("howto/metric.md", tmp_path, monkeypatch)
