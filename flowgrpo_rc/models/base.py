@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, UInt8
@@ -29,7 +30,13 @@ decoder holds several."""
 
 
 FLOW_SOLVERS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
-"""Solvers of higher order that checkpoints of flow models name, whose noise levels are those of Euler's steps."""
+"""Solvers of higher order that checkpoints of flow models name. A policy takes Euler steps over their noise levels."""
+
+LEVEL_SETTINGS = (
+    *("shift", "flow_shift", "use_dynamic_shifting", "shift_terminal", "invert_sigmas", "final_sigmas_type"),
+    *("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas"),
+)
+"""Settings of a scheduler that change its noise levels."""
 
 
 class UnsupportedSchedulerError(ValueError):
@@ -171,6 +178,9 @@ class DiffusionModel(ABC):
     masks_attention = False
     """Whether its attention takes a mask though it leaves none of them out."""
 
+    solver_spaces_levels = False
+    """The pipeline leaves the spacing of the noise levels to a scheduler with ``use_flow_sigmas``."""
+
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
         self.batch_guidance = True
@@ -217,7 +227,12 @@ class DiffusionModel(ABC):
         # Written so that a NaN fails too. The first may be above 1 by a rounding.
         falling = all(after < before for before, after in itertools.pairwise(sigmas))
         if not (falling and len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and sigmas[-1] == 0):
-            raise ValueError(f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}")
+            config = self.pipe.scheduler.config
+            settings = ", ".join(f"{name}={config[name]}" for name in LEVEL_SETTINGS if config.get(name))
+            raise ValueError(
+                f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}; its settings "
+                f"are {settings or 'none'}"
+            )
 
     def check_request(
         self,
@@ -409,35 +424,48 @@ class DiffusionModel(ABC):
         return {}
 
     def _scheduler(self) -> Any:
-        """A scheduler of its own for the flow's Euler steps: the pipeline's is left as it was loaded.
+        """A copy of the pipeline's scheduler, which gives timesteps and noise levels; the steps are always Euler's.
 
         Raises:
-            UnsupportedSchedulerError: the pipeline's makes other steps.
+            UnsupportedSchedulerError: the pipeline's steps are not those of a flow.
         """
         with only_errors(IMPORTS):
             from diffusers import FlowMatchEulerDiscreteScheduler
 
-        config = self.pipe.scheduler.config
-        name = type(self.pipe.scheduler).__name__
-        if name in FLOW_SOLVERS and config.get("use_flow_sigmas"):
-            # Higher orders reuse earlier velocities; a policy's step depends on its own alone.
-            return FlowMatchEulerDiscreteScheduler(config.num_train_timesteps, shift=config.flow_shift)
+        scheduler = self.pipe.scheduler
+        config = scheduler.config
+        name = type(scheduler).__name__
+        if name in FLOW_SOLVERS:
+            # Higher orders reuse earlier velocities, and a policy's step depends on its own alone. The levels stay the
+            # solver's: an Euler scheduler of the same shift has others.
+            fits = bool(config.get("use_flow_sigmas")) and config.get("prediction_type") == "flow_prediction"
+        else:
+            fits = isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not config.get("stochastic_sampling")
+        if fits:
+            return type(scheduler).from_config(config)
         stochastic = " with stochastic_sampling" if config.get("stochastic_sampling") else ""
-        if stochastic or not isinstance(self.pipe.scheduler, FlowMatchEulerDiscreteScheduler):
-            raise UnsupportedSchedulerError(
-                f"its scheduler is a {name}{stochastic}; a policy is made of the flow's Euler steps, so "
-                "scheduler/scheduler_config.json must be of a FlowMatchEulerDiscreteScheduler without "
-                f"stochastic_sampling, or of {' or '.join(FLOW_SOLVERS)} with use_flow_sigmas"
-            )
-        return type(self.pipe.scheduler).from_config(config)
+        raise UnsupportedSchedulerError(
+            f"its scheduler is a {name}{stochastic}; a policy is made of the flow's Euler steps, so "
+            "scheduler/scheduler_config.json must be of a FlowMatchEulerDiscreteScheduler without "
+            f"stochastic_sampling, or of {' or '.join(FLOW_SOLVERS)} with use_flow_sigmas and "
+            "prediction_type=flow_prediction"
+        )
 
-    @abstractmethod
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
-        """Of the scheduler's ``set_timesteps``, for so many image tokens."""
+        """Arguments of the scheduler's ``set_timesteps``, for an image of so many tokens: evenly spaced levels and the
+        shift for this size."""
+        mu = self._shift(config, num_inference_steps, tokens)
+        if self.solver_spaces_levels and config.get("use_flow_sigmas"):
+            return {"num_inference_steps": num_inference_steps, "mu": mu}
+        return {"sigmas": np.linspace(1.0, 1 / num_inference_steps, num_inference_steps), "mu": mu}
+
+    def _shift(self, config: Any, num_inference_steps: int, tokens: int) -> float:
+        """``mu``, the logarithm of the shift, of a pipeline whose schedule depends on the image's size."""
+        return self._dynamic_shift(config, tokens, 1.15)
 
     @staticmethod
     def _dynamic_shift(config: Any, tokens: int, default_max_shift: float) -> float:
-        """``mu`` of the pipelines whose schedule depends on the image's size."""
+        """``mu`` that rises linearly with the number of tokens, between the two shifts of the scheduler's config."""
         with only_errors(IMPORTS):
             from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 

@@ -71,7 +71,8 @@ class Bria(Chroma):
         return timesteps.to(dtype).float()
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
-        if config.use_dynamic_shifting:
+        # The pipeline shifts by the image's size with an Euler scheduler alone.
+        if config.get("use_dynamic_shifting") and not config.get("use_flow_sigmas"):
             return super()._schedule_arguments(config, num_inference_steps, tokens)
         from diffusers.pipelines.bria.pipeline_bria import get_original_sigmas
 

@@ -20,6 +20,7 @@ class Chroma(Flux):
     """
 
     masks_attention = True
+    solver_spaces_levels = False
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +23,7 @@ class Flux(DiffusionModel):
     default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
     longest_prompt = 512
     masks_prompts = False  # its prompts are padded to one length with embeddings that count
+    solver_spaces_levels = True
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         return (height // self._multiple) * (width // self._multiple), self._channels
@@ -93,10 +93,6 @@ class Flux(DiffusionModel):
         """The pipeline divides in its own precision, and the transformer multiplies again."""
         return (timesteps.to(dtype) / 1000 * 1000).float()
 
-    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
-        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        return {"sigmas": sigmas, "mu": self._dynamic_shift(config, tokens, 1.15)}
-
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         unpacked = self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
         return self._decode_scaled_and_shifted(unpacked)
@@ -104,6 +100,8 @@ class Flux(DiffusionModel):
 
 class FluxKontext(Flux):
     """Adapter of ``diffusers.FluxKontextPipeline``, which edits one image."""
+
+    solver_spaces_levels = False
 
     def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
         device = torch.device("cpu")

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ class Flux2Klein(DiffusionModel):
     """The attention; blocks that have one stream for image and prompt compute their feed-forward layer with it."""
     longest_prompt = 512
     masks_prompts = False  # its prompts are padded to one length with embeddings that count
+    solver_spaces_levels = True
     text_layers: tuple[int, ...] = (9, 18, 27)
     """The layers of the text encoder whose outputs stand side by side in an embedding."""
 
@@ -150,12 +150,11 @@ class Flux2Klein(DiffusionModel):
         """The pipeline divides in its own precision, and the transformer multiplies again."""
         return (timesteps.to(dtype) / 1000 * 1000).float()
 
-    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+    def _shift(self, config: Any, num_inference_steps: int, tokens: int) -> float:
         with only_errors(IMPORTS):
             from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
-        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        return {"sigmas": sigmas, "mu": compute_empirical_mu(tokens, num_inference_steps)}
+        return compute_empirical_mu(tokens, num_inference_steps)
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         vae = self.pipe.vae

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +81,6 @@ class Lumina2(SpatialLatents):
         guided = super()._guide(cond, uncond, scale)
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
-    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+    def _shift(self, config: Any, num_inference_steps: int, tokens: int) -> float:
         """The pipeline computes the shift from the number of channels where others take that of tokens."""
-        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        return {"sigmas": sigmas, "mu": self._dynamic_shift(config, self._channels, 1.15)}
+        return self._dynamic_shift(config, self._channels, 1.15)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -92,10 +91,6 @@ class QwenImage(DiffusionModel):
         """The pipeline gives every token the length of its conditional prediction."""
         guided = super()._guide(cond, uncond, scale)
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-
-    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
-        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        return {"sigmas": sigmas, "mu": self._dynamic_shift(config, tokens, 1.15)}
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         vae = self.pipe.vae

@@ -142,16 +142,6 @@ def test_sana_gives_its_instruction_to_prompts_and_not_to_negative_ones(said):
         assert_close(row[:length], expected[:length], rtol=0, atol=EMBEDDING)
 
 
-def test_sana_takes_a_scheduler_that_makes_the_steps_itself(tmp_path):
-    import diffusers
-
-    pipe = sana.build()
-    released = Sana(pipe).schedule(5, 64, 64)
-    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    pipe.save_pretrained(tmp_path)
-    assert_close(load_model(str(tmp_path)).schedule(5, 64, 64).sigmas, released.sigmas, rtol=0, atol=0)
-
-
 # ---------------------------------------------------------------- Wan
 
 
@@ -166,14 +156,6 @@ def test_two_transformers_that_take_turns_are_refused(tmp_path, entries, load):
     with pytest.raises(UnsupportedModelError, match=r"has two transformers, .* take a model that has one") as caught:
         load(str(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_a_solver_whose_noise_levels_are_not_the_flows_is_refused(tmp_path):
-    wan.build().save_pretrained(tmp_path)
-    file = tmp_path / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_flow_sigmas": False}))
-    with pytest.raises(UnsupportedModelError, match="its scheduler is a UniPCMultistepScheduler; a policy is made of"):
-        load_model(str(tmp_path))
 
 
 def test_wan_2_2_is_told_the_noise_level_of_every_token():

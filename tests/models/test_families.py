@@ -95,12 +95,6 @@ def drawn_by_the_pipeline(name, pipe, guidance, size, negative, steps=STEPS):
     return torch.cat(latents), np.concatenate(images)
 
 
-def with_euler_steps(model):
-    """The model's pipeline, whose scheduler makes the steps that a policy is made of."""
-    model.pipe.scheduler = model._scheduler()
-    return model.pipe
-
-
 def ode(name, model, guidance, size):
     """Latents of the deterministic loop, step by step as engines do it."""
     cond = conditioning(name, model, guidance, size)
@@ -119,7 +113,7 @@ def test_latents_and_images_equal_the_diffusers_pipeline(name, model, which):
     family = TINY[name]
     guidance = family.guidances[which]
     for size in family.sizes:
-        expected, images = drawn_by_the_pipeline(name, with_euler_steps(model), guidance, size, model.negative_prompt)
+        expected, images = drawn_by_the_pipeline(name, model.pipe, guidance, size, model.negative_prompt)
         latents = ode(name, model, guidance, size)
         assert latents.shape[1:] == model.latent_shape(*size)
         assert_close(latents, expected.reshape(latents.shape), atol=guided(LATENT, guidance[0]), rtol=0)
@@ -133,7 +127,7 @@ def test_the_engine_draws_the_pipelines_images(name, model):
     family = TINY[name]
     guidance = family.guidances[-1]
     size = family.sizes[-1]
-    _, expected = drawn_by_the_pipeline(name, with_euler_steps(model), guidance, size, model.negative_prompt)
+    _, expected = drawn_by_the_pipeline(name, model.pipe, guidance, size, model.negative_prompt)
     engine = DiffusersEngine(model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
     engine.sync(adapter_state(engine.transformer, engine.adapter), 0)
     cond = conditioning(name, model, guidance, size)
@@ -145,7 +139,7 @@ def test_the_engine_draws_the_pipelines_images(name, model):
 def test_schedule_is_the_pipelines(name, model, steps):
     family = TINY[name]
     for size in family.sizes:
-        pipe = with_euler_steps(model)
+        pipe = model.pipe
         drawn_by_the_pipeline(name, pipe, family.guidances[0], size, model.negative_prompt, steps)
         ours = model.schedule(steps, *size)
         assert_close(ours.sigmas, pipe.scheduler.sigmas.float(), rtol=0, atol=0)
@@ -248,9 +242,9 @@ def test_gradients_reach_every_lora_matrix(name, model):
 def test_diffusers_reloads_the_identical_image(name, model, folder, tmp_path):
     family = TINY[name]
     call = (family.guidances[-1], family.sizes[0], model.negative_prompt)
-    _, base = drawn_by_the_pipeline(name, with_euler_steps(model), *call)
+    _, base = drawn_by_the_pipeline(name, model.pipe, *call)
     randomise(model)
-    _, trained = drawn_by_the_pipeline(name, with_euler_steps(model), *call)
+    _, trained = drawn_by_the_pipeline(name, model.pipe, *call)
     save_lora(model, model.transformer, tmp_path)
     fresh = load_model(folder)
     fresh.pipe.set_progress_bar_config(disable=True)
@@ -259,7 +253,7 @@ def test_diffusers_reloads_the_identical_image(name, model, folder, tmp_path):
     else:
         fresh.pipe.transformer.load_lora_adapter(str(tmp_path), weight_name=ADAPTER_FILE)
     assert np.abs(trained - base).max() > 0.05
-    assert np.array_equal(drawn_by_the_pipeline(name, with_euler_steps(fresh), *call)[1], trained)
+    assert np.array_equal(drawn_by_the_pipeline(name, fresh.pipe, *call)[1], trained)
     before = adapter_state(model.transformer)
     load_adapter_state(model.transformer, {key: torch.zeros_like(value) for key, value in before.items()})
     load_lora(model.transformer, tmp_path)

@@ -80,10 +80,13 @@ def run_overrides(name: str, path: str, folder: Path) -> list[str]:
     family = TINY[name]
     family.before_loading()
     scale, embedded = family.guidances[-1]
+    height, width = family.sizes[0]
     rollout = "actor_rollout_ref.rollout"
     overrides = [
         f"actor_rollout_ref.model.path={path}",
         f"{rollout}.dtype=float32",
+        f"{rollout}.pipeline.height={height}",
+        f"{rollout}.pipeline.width={width}",
         f"{rollout}.pipeline.max_sequence_length={family.length}",
         f"{rollout}.pipeline.true_cfg_scale={scale}",
         f"{rollout}.pipeline.guidance_scale={'null' if embedded is None else embedded}",

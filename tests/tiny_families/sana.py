@@ -26,8 +26,9 @@ def build(*, out_channels=CHANNELS, shift=3.0):
             cross_attention_dim=32,
             caption_channels=GEMMA_WIDTH,
         ),
+        # Of order 1, so that its steps are Euler's; the noise levels do not depend on it.
         scheduler=diffusers.DPMSolverMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift, solver_order=1
         ),
     )
 

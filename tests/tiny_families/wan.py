@@ -15,8 +15,13 @@ def build(*, expand_timesteps=False, shift=3.0):
         tokenizer=tokenizer,
         text_encoder=parts.umt5(T5_WIDTH, tokenizer),
         vae=_vae(residual=expand_timesteps),
+        # Of order 1 and without its corrector, so that its steps are Euler's; the noise levels do not depend on it.
         scheduler=diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=shift,
+            solver_order=1,
+            disable_corrector=list(range(8)),
         ),
         transformer=diffusers.WanTransformer3DModel(
             num_attention_heads=2,
