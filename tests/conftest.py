@@ -160,7 +160,9 @@ def trained_run(tmp_path_factory):
             if not done.exists():
                 torch.set_num_threads(1)
                 where = f"trainer.default_local_dir={folder / 'run'}"
-                FlowGRPOTrainer(compose("tiny_qwen_image_ocr", [*SMALL_RUN, where, *overrides])).fit()
+                settings = dict(override.split("=", 1) for override in (*SMALL_RUN, where, *overrides))
+                chosen = [f"{name}={value}" for name, value in settings.items()]
+                FlowGRPOTrainer(compose("tiny_qwen_image_ocr", chosen)).fit()
                 done.touch()
         return RunFolder(folder / "run")
 

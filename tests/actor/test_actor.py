@@ -361,6 +361,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tiny_model):
         assert_close(checkpointed[name], plain[name], atol=1e-7, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend):
     """``aot_eager`` traces forward and backward as ``inductor`` does, and generates no code."""

@@ -11,6 +11,8 @@ from flowgrpo_rc.batch import Key, MiniBatch, correct_old_policy
 from flowgrpo_rc.correction.numerics import rejection
 from flowgrpo_rc.models.lora import adapter_parameters
 
+pytestmark = pytest.mark.slow
+
 ONE_WAIT = {("actor/actor.py", "to host"): 1}
 """Of an optimizer step: log-probs, metrics and the gradient's norm together."""
 

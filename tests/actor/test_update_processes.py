@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from test_rows import IMAGES, Rig, adapter_parameters, config
 from tolerances import GRADIENT
@@ -37,6 +38,7 @@ def one_of_two(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.process
 def test_a_process_whose_images_are_all_rejected_takes_the_step_of_the_others(tmp_path):
     """With as many forwards, and the gradient of one process that has all images."""
     torch.multiprocessing.spawn(one_of_two, (tmp_path,), nprocs=2)

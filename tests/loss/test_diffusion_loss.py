@@ -862,6 +862,7 @@ def _rank(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:rollout correction rejected every element")
 def test_averaging_over_ranks_gives_the_gradient_of_the_joined_batch(tmp_path):
     """As DDP averages: two gloo processes with unequal shards and unequal kept counts."""

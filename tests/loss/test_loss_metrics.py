@@ -226,6 +226,7 @@ def _rank(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.process
 def test_two_processes_equal_one(tmp_path):
     torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
     whole, parts = cut()

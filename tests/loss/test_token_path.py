@@ -705,6 +705,7 @@ def _rank(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.process
 def test_averaging_over_ranks_gives_gradient_and_metrics_of_the_joined_batch(tmp_path):
     torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
     for rank in range(2):
