@@ -82,7 +82,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "Python 3.10 to 3.13 is needed; choose one with: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[ocr,trackers,ray,dev,docs]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[ocr,serve,trackers,ray,dev,docs]"
 	touch $(STAMP)
 
 clean:

@@ -3,7 +3,12 @@
 
 def one_line(error: BaseException, limit: int | None = None) -> str:
     """The text of ``error`` in a line, cut to ``limit`` characters; its type where it has no text."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+    return printable(str(error))[:limit] or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """``text`` in a line without control characters: the words of a server may hold a terminal's escape codes."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
 def reason(error: OSError) -> str:

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import random
+import re
 import ssl
 import threading
 import time
@@ -28,7 +29,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.messages import one_line, printable
 from flowgrpo_rc.rewards.errors import AnswerError
 from flowgrpo_rc.rewards.http_options import HTTPOptions, is_loopback
 
@@ -51,6 +52,9 @@ RETRIED = (408, 409, 429)
 
 WORDS = 300
 """Characters of a server's own words that a message repeats."""
+
+LONGEST_ERROR = 2**16
+"""Bytes of an answer with an error that are read."""
 
 SHORTEST_KEY = 8
 """Characters of a key that is taken for a secret. Servers that want none get a word such as EMPTY or 1, which may occur
@@ -264,10 +268,10 @@ class _Batch:
         body = b""
         with suppress(httpx.TransportError):
             async for chunk in response.aiter_raw():
-                body += chunk[: 4 * WORDS]
-                if len(body) >= 4 * WORDS:
+                body += chunk[:LONGEST_ERROR]
+                if len(body) >= LONGEST_ERROR:
                     break
-        text = " ".join(self._without_key(body).decode(errors="replace").split())
+        text = printable(self._without_key(body).decode(errors="replace"))
         return f": {text if len(text) <= WORDS else f'{text[:WORDS]}...'}" if text else ""
 
     def _pause(self, index: int, failure: _Failed, number: int) -> float:
@@ -297,15 +301,21 @@ class _Batch:
     def _error(self, index: int, reason: str) -> ServerError:
         request = self.requests[index]
         name = request.name or f"request {index} of {len(self.requests)}"
-        return ServerError(f"{_address(request.url)}: {name}: {reason}")
+        return ServerError(self._without_key(f"{_address(request.url)}: {name}: {reason}"))
 
     def _without_key(self, text: T) -> T:
         """Servers repeat a key that they do not know. Hidden at once, since whoever reads the answer may quote it."""
         if self.key is None or len(self.key) < SHORTEST_KEY:
             return text
         if isinstance(text, bytes):
-            return text.replace(self.key.encode(), b"(the key)")
-        return text.replace(self.key, "(the key)")
+            return _spelled(self.key).sub("(the key)", text.decode("latin-1")).encode("latin-1")
+        return _spelled(self.key).sub("(the key)", text)
+
+
+@cache
+def _spelled(key: str) -> re.Pattern[str]:
+    """The key as it is, or with JSON's escapes in place of some of its characters."""
+    return re.compile("".join(rf"\\{{0,4}}(?:{re.escape(letter)}|u00(?i:{ord(letter):02x}))" for letter in key))
 
 
 @cache

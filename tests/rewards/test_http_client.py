@@ -22,6 +22,8 @@ from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url
 from flowgrpo_rc.rewards.isolation.user_code import UserCode
 
 SECRET = "sk-verySecret0123456789"
+ESCAPED = "".join(f"\\u{ord(letter):04x}" for letter in SECRET).encode()
+"""The same in a text of JSON."""
 
 
 def options(**values):
@@ -99,6 +101,19 @@ def test_what_cannot_pass_ends_at_once_with_the_servers_words(status):
         ask(server.url)
     assert len(server.calls) == 1
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_servers_words_have_no_escape_codes(status):
+    def read(body):
+        raise ValueError(body.decode())
+
+    with (
+        StubServer(lambda call: Reply(b"\x1b]0;title\x07\x1b[31mred\x9b2J\xc2\x9b2J", status=status)) as server,
+        pytest.raises(ServerError, match="red") as caught,
+    ):
+        ask(server.url, read=lambda body: read(body.replace(b"\x9b2J\xc2", b"\xc2")), tries=1)
+    assert str(caught.value).isprintable()
 
 
 def test_the_request_is_named():
@@ -268,8 +283,11 @@ class TestSecrets:
             Reply(status=302, headers={"location": f"http://elsewhere.example/{SECRET}"}),
             Reply(raw=f"{SECRET}\r\n\r\n".encode()),
             Reply({"content": f"I know {SECRET}"}),
+            Reply(b'{"error": "no key %s"}' % ESCAPED, status=401),
+            Reply(b'{"content": "I know %s"}' % ESCAPED),
+            Reply(b'{"content": "I know %s' % ESCAPED),
         ],
-        ids=["401", "500", "garbage", "redirect", "no http", "content"],
+        ids=["401", "500", "garbage", "redirect", "no http", "content", "escaped 401", "escaped", "escaped, cut off"],
     )
     def test_it_is_nowhere_to_be_read(self, reply, caplog):
         caplog.set_level(logging.DEBUG)
@@ -281,6 +299,7 @@ class TestSecrets:
             ask(server.url, read=read, api_key_env="JUDGE_KEY", tries=2)
         told = "".join(traceback.format_exception(caught.value))
         assert SECRET[:8] not in told + repr(caught.value) + str(caught.value)
+        assert "u006b" not in told
         assert SECRET[:8] not in caplog.text
         assert SECRET[:8] not in repr(options(api_key_env="JUDGE_KEY")) + repr(Request("http://x", SECRET.encode()))
 

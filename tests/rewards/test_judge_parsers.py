@@ -184,6 +184,10 @@ def test_lists_of_models_of_another_shape(text):
         read_models(text)
 
 
+def test_a_models_name_is_printed_without_escape_codes():
+    assert read_models(b'{"data": [{"id": "\\u001b[31mred\\nmodel"}]}') == ["[31mred model"]
+
+
 def test_means():
     table = np.asarray([[0.25, 1.0], [0.0, 1.0], [0.5, 0.5]])
     np.testing.assert_allclose(weighted_mean(table, [1, 3], "arithmetic"), [0.8125, 0.75, 0.5], rtol=1e-6)

@@ -1,6 +1,8 @@
 """The reward server: what it answers, what it refuses, and how it ends."""
 
+import contextlib
 import http.client
+import io
 import json
 import os
 import pickle
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from reward_files import build, function, write
 from reward_server import IMAGES, METADATA, PROMPTS, exchange, post, request_body, serving
 from tests_support import run_process, wait_until
@@ -24,8 +27,12 @@ from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import RewardConfig, ScorerConfig, build_reward
 from flowgrpo_rc.rewards.remote import server as module
 from flowgrpo_rc.rewards.remote.images import decode, encode
+from flowgrpo_rc.rewards.remote.protocols import SERVED, Request
+from flowgrpo_rc.rewards.remote.server import RewardServer
 
 BRIGHTNESS = function("return images.mean(axis=(1, 2, 3)) / 255, {'tag': [row.get('tag') for row in metadata]}")
+
+HEAD = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
 
 
 def test_scores_are_the_functions_own_to_the_digit(tmp_path):
@@ -100,7 +107,7 @@ def test_wrong_requests_are_refused_and_the_connection_goes_on(tmp_path):
         assert server.health()["requests"] == 1
 
 
-def test_requests_without_an_end_or_a_length_are_refused(tmp_path, monkeypatch):
+def test_requests_that_are_too_large_or_have_no_length_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_REQUEST", 1000)
     with serving(write(tmp_path, BRIGHTNESS)) as server:
         # More than the sockets buffer: the server has answered before the client has sent all of it.
@@ -108,23 +115,68 @@ def test_requests_without_an_end_or_a_length_are_refused(tmp_path, monkeypatch):
         assert (status, "20000000 bytes" in json.loads(answer)["error"]) == (413, True)
         status, answer = post(server, iter([b"x"]))  # chunked
         assert (status, "Content-Length" in json.loads(answer)["error"]) == (411, True)
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nabc")
-            connection.shutdown(socket.SHUT_WR)
-            answer = connection.makefile("rb").read()
-        assert b" 400 " in answer
-        assert b"ended after 3 of 10 bytes" in answer
 
 
 def test_health_names_function_and_version(tmp_path):
     with serving(write(tmp_path, BRIGHTNESS)) as server:
         post(server, request_body())
         status, body = exchange(server, "GET", "/health")
-        other, _ = exchange(server, "GET", "/secrets")
-        assert exchange(server, "DELETE", "/health")[0] == 501
+        assert exchange(server, "GET", "/secrets")[0] == 405
+        assert exchange(server, "DELETE", "/health")[0] == 405
     expected = {"status": "ok", "function": "f", "version": __version__, "requests": 1, "images": 3, "waiting": 0}
-    assert (status, json.loads(body), other) == (200, expected, 404)
+    assert (status, json.loads(body)) == (200, expected)
+
+
+def test_a_hundred_clients_that_connect_at_once_are_all_answered(tmp_path):
+    """They connect before the server accepts: the system holds the connections, and resets none."""
+    server = RewardServer(build(write(tmp_path, BRIGHTNESS)), SERVED["json"], "127.0.0.1", 0)
+    address = server.url.removeprefix("http://").split(":")
+    body = request_body()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(address, timeout=5)) for _ in range(100)]
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        for client in clients:
+            client.settimeout(60)
+            client.sendall(HEAD % len(body) + body)
+        answers = [client.makefile("rb").read(12) for client in clients]
+        server.stop()
+        thread.join()
+    assert answers.count(b"HTTP/1.1 200") >= module.MOST_WAITING
+    assert set(answers) <= {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+
+
+def test_two_requests_are_decoded_at_once_at_most(tmp_path, monkeypatch):
+    """Eight clients, each with pictures that take gigabytes together: one is scored, the next one is ready."""
+    decoded = []
+
+    def slow_decode(files):
+        decoded.append(server.requests)
+        return decode(files)
+
+    monkeypatch.setattr(module, "decode", slow_decode)
+    with serving(write(tmp_path, function("time.sleep(0.02)\nreturn [1.0] * len(images)"))) as server:
+        threads = [threading.Thread(target=post, args=[server, request_body()]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    # The request number n is decoded when n - 1 have been scored.
+    assert len(decoded) == 8
+    assert all(scored >= number - 1 for number, scored in enumerate(decoded))
+
+
+def test_a_picture_of_13000_pixels_is_refused_by_its_header(tmp_path, monkeypatch):
+    """Decoded, it would take half a gigabyte several times."""
+    file = io.BytesIO()
+    Image.new("1", (13_000, 13_000)).save(file, "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # Pillow's own limit only warns
+    monkeypatch.setattr("flowgrpo_rc.rewards.remote.images._pixels", lambda *_: pytest.fail("it was decoded"))
+    body = SERVED["json"].write_request(Request(files=[file.getvalue()], prompts=["a"], metadata=[{}]))
+    with serving(write(tmp_path, BRIGHTNESS)) as server:
+        status, answer = post(server, body)
+    assert status == 400
+    assert "1 images of 13000 x 13000 pixels are more than the 134217728" in json.loads(answer)["error"]
 
 
 def test_a_key_is_asked_for_and_never_logged(tmp_path, capfd):
@@ -164,28 +216,23 @@ def test_one_request_at_a_time(tmp_path):
 
 def test_too_many_waiting_requests_are_sent_away_and_abandoned_ones_not_scored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "MOST_WAITING", 2)
     gate = function("while not os.path.exists('open'): time.sleep(0.01)\nreturn [1.0] * len(images)")
+    body = request_body()
     with serving(write(tmp_path, gate)) as server:
-        server.jobs.maxsize = 1
-        first = threading.Thread(target=post, args=[server, request_body()])
+        first = threading.Thread(target=post, args=[server, body])
         first.start()
-        wait_until(lambda: server.jobs.empty() and post_is_running(server))
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as impatient:
-            body = request_body()
-            impatient.sendall(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            wait_until(lambda: server.jobs.full())
+        wait_until(lambda: server.health()["waiting"] == 1)
+        with socket.create_connection(server.url.removeprefix("http://").split(":")) as impatient:
+            impatient.sendall(HEAD % len(body) + body[:-1])
+            wait_until(lambda: server.health()["waiting"] == 2)
             status, answer = post(server, body)
         Path("open").touch()
         first.join()
         assert (status, "ask again" in json.loads(answer)["error"]) == (503, True)
-        wait_until(lambda: server.jobs.empty())
+        wait_until(lambda: server.health()["waiting"] == 0)
         post(server, body)
         assert server.requests == 2
-
-
-def post_is_running(server):
-    return any(thread.name.startswith("reward deadline") for thread in threading.enumerate())
 
 
 # ---------------------------------------------------------------------- the command
@@ -204,9 +251,10 @@ code = main(sys.argv[1:])
 known = set(sys.stdlib_module_names) | {{"flowgrpo_rc", "numpy", "PIL", "__main__", "__mp_main__"}}
 added = [name for name in set(sys.modules) - before if getattr(sys.modules[name], "__file__", None)]
 loaded = {{name.partition(".")[0] for name in added}}
-print("foreign:", sorted(name for name in loaded - known if "redness" not in name))
+print("foreign:", sorted(name for name in loaded - known - {serving!r} if "redness" not in name))
 sys.exit(code)
 """
+SERVING = {"starlette", "uvicorn", "anyio", "h11", "click", "typing_extensions", "exceptiongroup", "idna", "sniffio"}
 ABSENT = {"torch", "hydra", "omegaconf", "transformers", "diffusers", "httpx", "yaml", "rich", "accelerate", "jinja2"}
 REDNESS = """
 import numpy as np
@@ -219,9 +267,9 @@ def theirs(solution_image):
 
 
 def start(tmp_path, *options, **environment):
-    """The command in a process that has numpy and pillow alone; gives it once it listens, and its address."""
+    """The command in a process with numpy, pillow and uvicorn alone; gives it once it listens, and its address."""
     (tmp_path / "my_redness.py").write_text(REDNESS)
-    code = BLOCKED.format(blocked=ABSENT)
+    code = BLOCKED.format(blocked=ABSENT, serving=SERVING)
     command = [
         sys.executable,
         "-c",
@@ -248,7 +296,7 @@ def start(tmp_path, *options, **environment):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_needs_numpy_and_pillow_alone_and_ends_on_signals(tmp_path, number):
+def test_the_command_needs_few_packages_and_ends_on_signals(tmp_path, number):
     process, url = start(tmp_path)
     try:
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
@@ -359,6 +407,12 @@ def test_options_of_a_built_in_reward_that_cannot_be_are_refused_in_a_line(capsy
     assert "\n" not in said
 
 
+def test_packages_that_are_missing_are_named_with_their_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve-reward", "--path", str(write(tmp_path, BRIGHTNESS)), "--name", "f"]) == 2
+    assert "serve-reward needs uvicorn and starlette" in capsys.readouterr().err
+
+
 def test_a_taken_port_is_named(tmp_path, capsys):
     path = write(tmp_path, BRIGHTNESS)
     with socket.socket() as taken:
@@ -371,7 +425,7 @@ def test_a_taken_port_is_named(tmp_path, capsys):
 
 def test_a_function_of_torch_tensors_is_refused_where_torch_is_not(tmp_path):
     (tmp_path / "my_redness.py").write_text(REDNESS)
-    code = BLOCKED.format(blocked=ABSENT)
+    code = BLOCKED.format(blocked=ABSENT, serving=SERVING)
     options = ["serve-reward", "--path", "my_redness.py", "--name", "theirs", "--port", "0"]
     done = run_process(sys.executable, "-c", code, *options, cwd=tmp_path)
     assert done.returncode == 2

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from flowgrpo_rc.checks import show
+from flowgrpo_rc.messages import printable
 from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import Answer
@@ -124,6 +125,6 @@ def read_models(text: bytes) -> list[str]:
     """
     answer = parse_json(text)
     try:
-        return [str(model["id"]) for model in answer["data"]]
+        return [printable(str(model["id"])) for model in answer["data"]]
     except (KeyError, TypeError):
         raise ValueError(f"answers with no list of models: {text[:200].decode(errors='replace')!r}") from None

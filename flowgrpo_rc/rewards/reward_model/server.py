@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowgrpo_rc.messages import printable
 from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
 from flowgrpo_rc.rewards.http_options import HTTPOptions
 from flowgrpo_rc.rewards.registry import REWARDS
@@ -121,7 +122,7 @@ class RewardModelServer:
         told = f"{SECTION}: vllm serve {self.model} {what}"
         if self.log is None:
             return ValueError(f"{told}; the first process of the run on this machine has its log")
-        lines = [" ".join(line.split()) for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [printable(line) for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         said = " | ".join(lines[-LOG_LINES:])[-LOG_CHARACTERS:]
         self.close()
         return ValueError(f"{told}; the end of its log: {said or 'it is empty'}")
