@@ -1,6 +1,6 @@
 """``flowgrpo-rc serve-reward``: a reward function behind an address, for training runs elsewhere to ask.
 
-Runs where this package has only numpy and pillow beside it, with what the function itself imports.
+Needs numpy, pillow, uvicorn and starlette, and the imports of the function itself.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def add_serve(commands: Any) -> None:
     command = commands.add_parser(
         "serve-reward",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}, until Ctrl-C or SIGTERM. Needs numpy and pillow alone, and what the "
+        description=f"{text[0].upper()}{text[1:]}, until Ctrl-C or SIGTERM. Needs the extra serve, numpy and pillow, and what the "
         "function imports. Exit code: 0 ended by a signal, 2 refused, 1 failed.",
     )
     which = command.add_mutually_exclusive_group(required=True)
