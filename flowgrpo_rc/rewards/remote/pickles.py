@@ -12,6 +12,7 @@ import math
 import pickle
 import pickletools
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -74,7 +75,9 @@ class _TextKeys(dict[str, Any]):
 class _Unpickler(pickle._Unpickler):
     """Python's own unpickler in Python, since the one in C offers no hook for dicts and states."""
 
-    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+    append: Callable[[Any], None]
 
     def load_empty_dict(self) -> None:
         self.append(_TextKeys())
