@@ -27,7 +27,7 @@ def add_serve(commands: Any) -> None:
     command = commands.add_parser(
         "serve-reward",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}, until Ctrl-C or SIGTERM. Needs the extra serve, numpy and pillow, and what the "
+        description=f"{text[0].upper()}{text[1:]}, until Ctrl-C or SIGTERM. Needs the extra serve and what the "
         "function imports. Exit code: 0 ended by a signal, 2 refused, 1 failed.",
     )
     which = command.add_mutually_exclusive_group(required=True)
