@@ -64,7 +64,8 @@ class ModelConfig:
     attention layers."""
 
     lora_adapter_path: str | None = None
-    """Folder of a LoRA in diffusers' format to start from; its rank, alpha and targets must be the ones given here."""
+    """Folder of a LoRA in diffusers' format to start from. Its rank and targets must be the ones given here, and its
+    alpha too unless it equals the rank, as in a run's ``lora/``; such a LoRA is converted to the alpha given here."""
 
     enable_gradient_checkpointing: bool | None = None
     """Whether activations are recomputed in the backward pass, which takes less memory and about a third more compute

@@ -31,9 +31,9 @@ class AdapterMismatchError(ValueError):
 
 
 def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
-    """``folder`` holds a readable LoRA of this rank and, as far as the file tells, this alpha; reads its header alone.
+    """Check that ``folder`` holds a readable LoRA of this rank, with this alpha or at full strength (alpha = rank).
 
-    So a run is refused before its model is loaded. Whether the adapter's layers are the model's is asked later.
+    It reads the header alone, so that a run is refused before its model is loaded. ``read_lora`` checks the layers.
 
     Raises:
         AdapterMismatchError: names the file, what is wrong and the remedy.
@@ -59,7 +59,8 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
             f"{START_FIELD}: {file} has rank {there}, actor_rollout_ref.model.lora_rank is {rank}; set it to that of "
             "the file"
         )
-    if scale is not None and scale != alpha:
+    # A file at full strength, such as a run's final one, is converted to the run's alpha when it is read.
+    if scale is not None and scale not in (alpha, rank):
         raise AdapterMismatchError(
             f"{START_FIELD}: {file} has lora_alpha {scale}, actor_rollout_ref.model.lora_alpha is {alpha}, which would "
             "scale its update differently; set it to that of the file"
@@ -229,13 +230,23 @@ def adapter_disabled(transformer: Any):
 
 
 def save_lora(
-    model: DiffusionModel, transformer: nn.Module, folder: Path, state: Mapping[str, Tensor] | None = None
+    model: DiffusionModel,
+    transformer: nn.Module,
+    folder: Path,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    full_strength: bool = False,
 ) -> None:
-    """Write the adapter in diffusers' LoRA format, ``lora_alpha`` included.
+    """Write the adapter in diffusers' LoRA format, readable by whom the umask allows.
 
     ``pipe.load_lora_weights(folder)`` on the same base model then draws the identical image, and where the pipeline has
-    no such method ``pipe.transformer.load_lora_adapter(folder, weight_name=ADAPTER_FILE)``. ``state`` gives other
-    weights for this adapter, named as ``adapter_state`` names them. The file may be read by whom the umask allows.
+    no such method ``pipe.transformer.load_lora_adapter(folder, weight_name=ADAPTER_FILE)``.
+
+    Args:
+        state: other weights for this adapter, named as ``adapter_state`` names them.
+        full_strength: multiply the second matrices by ``lora_alpha / lora_rank`` and record an alpha equal to the rank:
+            ``delta W = B @ A``. Readers that do not know the metadata, such as ComfyUI and kohya's tools, then apply
+            the whole update. Exact where the factor is a power of two, else to rounding.
     """
     from diffusers.loaders import QwenImageLoraLoaderMixin
     from diffusers.training_utils import _collate_lora_metadata
@@ -243,12 +254,28 @@ def save_lora(
 
     folder.mkdir(parents=True, exist_ok=True)
     state = adapter_state(transformer) if state is None else state
+    metadata = _collate_lora_metadata({"transformer": transformer})
+    if full_strength:
+        state = _scaled(state, _own_scale(transformer))
+        for settings in metadata.values():
+            settings["lora_alpha"] = settings["r"]
     weights = get_peft_model_state_dict(transformer, state_dict=dict(state))
     layers: dict[str, Any] = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
     # All pipelines that save a LoRA write the same file; one that saves none has it written by another's method.
     save = getattr(type(model.pipe), "save_lora_weights", QwenImageLoraLoaderMixin.save_lora_weights)
-    save(str(folder), transformer_lora_layers=layers, **_collate_lora_metadata({"transformer": transformer}))
+    save(str(folder), transformer_lora_layers=layers, **metadata)
     give_umask_mode(folder)
+
+
+def _own_scale(transformer: Any) -> float:
+    """``lora_alpha / lora_rank`` of the trained adapter."""
+    settings = transformer.peft_config[ACTOR_ADAPTER]
+    return settings.lora_alpha / settings.r
+
+
+def _scaled(state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """An adapter whose update ``B @ A`` is ``factor`` times that of ``state``."""
+    return {name: value * factor if ".lora_B." in name else value for name, value in state.items()}
 
 
 def give_umask_mode(folder: Path) -> None:
@@ -270,7 +297,10 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
 
 
 def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """What ``save_lora`` wrote, named as in ``transformer``, whose attached adapter it fits.
+    """An adapter's file, named as in ``transformer``, whose attached adapter it fits.
+
+    The second matrices are scaled so that the update under the run's ``lora_alpha`` is that of the file. A file that
+    records no alpha has full strength, as in diffusers.
 
     Raises:
         AdapterMismatchError: there is no such file, it cannot be read, its adapter is not of this shape, or a weight of
@@ -281,7 +311,10 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
         raise AdapterMismatchError(f"{folder} holds no {file.name}; give a folder with a LoRA in diffusers' format")
     try:
         saved = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
-    except (SafetensorError, OSError, ValueError) as error:
+        with safe_open(file, "pt") as content:
+            settings = _settings(content)
+        scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
+    except (SafetensorError, OSError, ValueError, TypeError, ZeroDivisionError) as error:
         raise AdapterMismatchError(f"{file} cannot be read ({one_line(error)}); is it complete?") from error
     bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
     if bad:
@@ -292,7 +325,8 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
         check_adapter_state(state, {name: tuple(p.shape) for name, p in adapter_parameters(transformer).items()})
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{file}: {error}") from error
-    return state
+    own = _own_scale(transformer)
+    return state if scale == own else _scaled(state, scale / own)
 
 
 def same_lora(one: Path, other: Path) -> bool:

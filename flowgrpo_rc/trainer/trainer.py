@@ -618,7 +618,7 @@ class FlowGRPOTrainer:
             states[self.folder.lora_ema] = average
         written: list[Path] = []
         for folder, state in states.items():
-            write = partial(save_lora, model, actor.transformer, state=state)
+            write = partial(save_lora, model, actor.transformer, state=state, full_strength=True)
             with self._wanted_output(f"{folder}/"):
                 self._alert_moved_aside(self.folder.replace_folder(folder, write, same_lora))
                 written.append(folder / ADAPTER_FILE)

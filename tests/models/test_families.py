@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_families import PROMPTS, TINY, run_overrides
 from tiny_families.references import asked, pictures
 from tolerances import LATENT, LOG_PROB, guided
@@ -28,7 +29,7 @@ from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 SEEDS = [seed_for(0, 0, 0, i) for i in range(3)]
 STEPS = 4
-LORA = ModelConfig(lora_rank=4, lora_alpha=12)
+LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 CPU = torch.device("cpu")
 
 
@@ -239,13 +240,15 @@ def test_gradients_reach_every_lora_matrix(name, model):
     assert len(layers) >= 4
 
 
-def test_diffusers_reloads_the_identical_image(name, model, folder, tmp_path):
+@pytest.mark.parametrize("full_strength", [False, True])
+def test_diffusers_reloads_the_identical_image(name, model, folder, tmp_path, full_strength):
+    """Its scale is 2, a power of two, so that multiplying it into the weights rounds nothing."""
     family = TINY[name]
     call = (family.guidances[-1], family.sizes[0], model.negative_prompt)
     _, base = drawn_by_the_pipeline(name, model.pipe, *call)
     randomise(model)
     _, trained = drawn_by_the_pipeline(name, model.pipe, *call)
-    save_lora(model, model.transformer, tmp_path)
+    save_lora(model, model.transformer, tmp_path, full_strength=full_strength)
     fresh = load_model(folder)
     fresh.pipe.set_progress_bar_config(disable=True)
     if hasattr(fresh.pipe, "load_lora_weights"):
@@ -258,6 +261,19 @@ def test_diffusers_reloads_the_identical_image(name, model, folder, tmp_path):
     load_adapter_state(model.transformer, {key: torch.zeros_like(value) for key, value in before.items()})
     load_lora(model.transformer, tmp_path)
     assert all(torch.equal(value, before[key]) for key, value in adapter_state(model.transformer).items())
+
+
+def test_a_reader_that_knows_no_metadata_gets_the_whole_update(name, model, tmp_path):
+    """``delta W = B @ A`` of the file against the weights that peft merges."""
+    randomise(model)
+    save_lora(model, model.transformer, tmp_path, full_strength=True)
+    weights = load_file(tmp_path / ADAPTER_FILE)
+    layers = [key.removesuffix(".lora_A.weight") for key in weights if key.endswith(".lora_A.weight")]
+    assert 2 * len(layers) == len(weights)
+    for layer in layers:
+        delta = weights[f"{layer}.lora_B.weight"] @ weights[f"{layer}.lora_A.weight"]
+        trained = model.transformer.get_submodule(layer.removeprefix("transformer.")).get_delta_weight("default")
+        assert_close(delta, trained, rtol=1e-5, atol=1e-5)
 
 
 def test_requests_that_the_model_cannot_serve(name, model):

@@ -5,9 +5,11 @@ import os
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tolerances import EPSILON
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, load_model
+from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, check_adapter_file, load_model
 from flowgrpo_rc.models.lora import (
     activate,
     adapter_active,
@@ -67,6 +69,44 @@ def test_save_and_load_are_exact(tiny_model, tmp_path):
     load_lora(tiny_model.transformer, tmp_path)
     after = adapter_state(tiny_model.transformer)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("alpha", [2, 12, 16])
+def test_an_adapter_at_full_strength_is_read_into_any_alpha(tiny_model, tmp_path, alpha):
+    """Its update stays the same: bit for bit where ``alpha / rank`` is a power of two, else to rounding."""
+    config = ModelConfig(lora_rank=4, lora_alpha=alpha)
+    attach_lora(tiny_model.transformer, tiny_model, config, dtype=torch.float32)
+    randomise(tiny_model.transformer)
+    before = adapter_state(tiny_model.transformer)
+    save_lora(tiny_model, tiny_model.transformer, tmp_path, full_strength=True)
+    check_adapter_file(str(tmp_path), 4, alpha)
+    randomise(tiny_model.transformer, seed=1)
+    load_lora(tiny_model.transformer, tmp_path)
+    for name, value in adapter_state(tiny_model.transformer).items():
+        assert_close(value, before[name], rtol=0 if alpha != 12 else 2 * EPSILON, atol=0)
+
+
+def test_a_file_without_metadata_has_full_strength(tiny_model, tmp_path):
+    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
+    randomise(tiny_model.transformer)
+    save_lora(tiny_model, tiny_model.transformer, tmp_path, full_strength=True)
+    expected = adapter_state(tiny_model.transformer)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file(load_file(file), file)
+    load_lora(tiny_model.transformer, tmp_path)
+    for name, value in adapter_state(tiny_model.transformer).items():
+        assert_close(value, expected[name], rtol=2 * EPSILON, atol=0)
+
+
+@pytest.mark.run
+def test_a_runs_final_adapter_has_full_strength_and_its_checkpoint_the_trained_weights(finished_run):
+    """Rank 8 and alpha 16, so that the second matrices of ``lora/`` are twice those of the last checkpoint."""
+    file = "pytorch_lora_weights.safetensors"
+    trained = load_file(finished_run.root / "checkpoints" / "step_2" / file)
+    final = load_file(finished_run.root / "lora" / file)
+    assert final.keys() == trained.keys()
+    for name, value in final.items():
+        assert torch.equal(value, trained[name] * (2 if ".lora_B." in name else 1)), name
 
 
 def test_load_refuses_another_adapter(tiny_model, tmp_path):
