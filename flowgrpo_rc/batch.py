@@ -1,10 +1,10 @@
-"""The trajectory batch: its one vocabulary, the old policy beside it, and where rollout correction touches it.
+"""The trajectory batch: its keys, the old policy beside it, and the functions that apply rollout correction to it.
 
-A batch is a ``TensorDict``, a dict of tensors, or any object with a ``.batch`` mapping (verl's ``DataProto``). Its keys
-are those of ``Key``, with ``B`` images, ``W`` trained SDE steps and latent shape ``L``.
+A batch is a ``TensorDict``, a dict of tensors, or any object with a ``.batch`` mapping (verl's ``DataProto``). ``Key``
+lists its keys, with ``B`` images, ``W`` trained SDE steps and latent shape ``L``.
 
-Inside the trainer the old policy is a value, ``OldPolicy``. Whoever calls the loss by himself has it written into the
-batch, by ``apply_bypass_mode_to_diffusion_batch`` or ``apply_rollout_correction_to_diffusion_batch``.
+Inside the trainer the old policy is a value, ``OldPolicy``. In a trainer of your own,
+``apply_bypass_mode_to_diffusion_batch`` or ``apply_rollout_correction_to_diffusion_batch`` writes it into the batch.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -26,14 +26,14 @@ Batch = TypeVar("Batch")
 
 
 class Key:
-    """Every key of a batch; the tensor's shape, dtype and meaning stand under it."""
+    """Every key of a batch, with the tensor's shape, dtype and meaning."""
 
     LATENTS = "latents"
     """``(B, W, *L)`` float32: ``x`` before each trained step."""
     NEXT_LATENTS = "next_latents"
     """``(B, W, *L)`` float32: ``x`` after each trained step."""
     TIMESTEPS = "timesteps"
-    """``(B, W)`` float32: as the scheduler names them."""
+    """``(B, W)`` float32: the scheduler's timesteps."""
     SIGMAS = "sigmas"
     """``(B, W)`` float32: noise level before the step."""
     NEXT_SIGMAS = "next_sigmas"
@@ -43,11 +43,11 @@ class Key:
     GROUP = "group"
     """``(B,)`` int64: images of one prompt share a number."""
     ADVANTAGES = "advantages"
-    """``(B,)`` float32: one an image."""
+    """``(B,)`` float32: one per image."""
     ROLLOUT_LOG_PROBS = "rollout_log_probs"
     """``(B, W)`` float32: from the rollout engine."""
     ROLLOUT_MEANS = "rollout_means"
-    """``(B, W, *L)`` float32, where they were asked for: the engine's transition means."""
+    """``(B, W, *L)`` float32, optional: the engine's transition means."""
     OLD_LOG_PROBS = "old_log_probs"
     """``(B, W)`` float32: from the actor, or in bypass mode the rollout's."""
     OLD_TRANSITION_MEANS = "old_transition_means"
@@ -55,30 +55,27 @@ class Key:
     ROLLOUT_IS_WEIGHTS = "rollout_is_weights"
     """``(B, W)`` float32: importance weight times ``rollout_keep``, so 0 where rejected."""
     ROLLOUT_KEEP = "rollout_keep"
-    """``(B, W)`` bool: what rejection kept; the denominator of ``rejection_normalization=kept``."""
+    """``(B, W)`` bool: steps that rejection kept; the denominator of ``rejection_normalization=kept``."""
     ROLLOUT_RS_BOUNDS = "rollout_rs_bounds"
     """``(B,)`` float32, for ``rollout_rs_threshold=auto``: the rejection bound of each image."""
     CLIP_WIDTHS = "clip_widths"
     """``(B, W)`` float32, for ``clip_ratio=auto``: half width of the clip band of each step."""
     RESPONSE_MASK = "response_mask"
-    """``(B, T)`` of any dtype, for tokens alone: not zero where a token is valid."""
+    """``(B, T)`` of any dtype, tokens only: non-zero at valid tokens."""
     REF_LOG_PROBS = "ref_log_probs"
-    """``(B, T)`` float32, for tokens with ``use_kl_loss``: from the reference policy."""
+    """``(B, T)`` float32, tokens with ``use_kl_loss`` only: from the reference policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OldPolicy:
-    """What the new policy is compared with: the old one's log-probs, and what correction has made of them.
-
-    The rows are those of a batch, or of the part of one that it was made from.
-    """
+    """The old policy's log-probs of a batch or a part of it, with the weights and rejection of the correction."""
 
     log_probs: Float[Tensor, "B W"]
     """From the actor before the update, or in bypass mode from the rollout engine."""
     weights: Float[Tensor, "B W"] | None = None
-    """Importance weight times ``keep``, 0 where rejected; ``None``: not corrected, or in bypass mode by the loss."""
+    """Importance weight times ``keep``, 0 if rejected; ``None``: not corrected, or in bypass mode by the loss."""
     keep: Bool[Tensor, "B W"] | None = None
-    """What rejection kept; ``None``: not corrected, or in bypass mode by the loss."""
+    """Steps that rejection kept; ``None``: not corrected, or in bypass mode by the loss."""
     means: Float[Tensor, "B W *L"] | None = None
     """Transition means, for objectives that need them."""
 
@@ -94,7 +91,7 @@ class OldPolicy:
 
     @classmethod
     def concatenate(cls, parts: "Sequence[OldPolicy]") -> "OldPolicy":
-        """The rows of all parts, in their order."""
+        """Join the rows of all parts, in order."""
         there = [name for name, values in vars(parts[0]).items() if values is not None]
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in there})
 
@@ -102,11 +99,11 @@ class OldPolicy:
         return len(self.log_probs)
 
     def rows(self, chosen: Int[Tensor, " M"]) -> "OldPolicy":
-        """The old policy of some of the rows, in the order of ``chosen``."""
+        """Select rows, in the order of ``chosen``."""
         return OldPolicy(**{name: values[chosen] for name, values in vars(self).items() if values is not None})
 
     def batch_keys(self) -> dict[str, Tensor]:
-        """What there is of it under the keys that the loss reads from a batch."""
+        """Its tensors, without those that are ``None``, under the keys that the loss reads from a batch."""
         named = {
             Key.OLD_LOG_PROBS: self.log_probs,
             Key.ROLLOUT_IS_WEIGHTS: self.weights,
@@ -117,24 +114,24 @@ class OldPolicy:
 
 
 class MiniBatch(NamedTuple):
-    """What one optimizer step sees."""
+    """Rows and old policy of one optimizer step."""
 
     rows: Int[Tensor, " M"]
-    """The rows of the batch that it sees."""
+    """Rows of the batch."""
     old: OldPolicy | None = None
-    """Of these rows. ``None``: the rollout's in bypass mode; in decoupled mode the present policy is the old one, and
-    the update's own forward supplies it."""
+    """The old policy of these rows. ``None``: the rollout in bypass mode; in decoupled mode the current policy, which
+    the update's own forward pass supplies."""
 
     def part(self, places: Int[Tensor, " M"]) -> "MiniBatch":
-        """The rows at some places of ``rows``."""
+        """The part at some places of ``rows``."""
         return MiniBatch(self.rows[places], None if self.old is None else self.old.rows(places))
 
 
 def apply_bypass_mode_to_diffusion_batch(batch: Batch) -> Batch:
-    """Sets ``old_log_probs`` to ``rollout_log_probs``, the same tensor, and returns the batch.
+    """Set ``old_log_probs`` to ``rollout_log_probs`` (the same tensor) and return the batch.
 
-    With pi_old = pi_rollout no pass of the actor is needed; weights and rejection then come from pi_theta
-    over pi_rollout, inside the loss.
+    With pi_old = pi_rollout the actor needs no scoring pass. The loss computes weights and rejection from
+    pi_theta / pi_rollout.
 
     Raises:
         ValueError: the batch has no ``rollout_log_probs``.
@@ -147,17 +144,16 @@ def apply_bypass_mode_to_diffusion_batch(batch: Batch) -> Batch:
 def apply_rollout_correction_to_diffusion_batch(
     batch: Batch, config: RolloutCorrectionConfig | Mapping[str, Any], dp_group: Any = None
 ) -> tuple[Batch, dict[str, float]]:
-    """Decoupled mode: weights and rejection from pi_old over pi_rollout, once for the whole batch.
+    """Decoupled mode: compute weights and rejection from pi_old / pi_rollout, once for the whole batch.
 
-    Adds two keys to the batch, and changes no tensor in it: ``rollout_is_weights`` (weight times keep, or keep
-    alone without ``rollout_is``) and ``rollout_keep``. Metrics cover all ranks of ``dp_group`` (None: every rank,
-    when ``torch.distributed`` is initialised), so each of them must call. A batch with a ``response_mask`` ``(B, T)``
-    holds tokens, as for ``token_loss``: what is masked enters neither weights nor rejection nor metrics, whatever it
-    holds.
+    Add two keys to the batch and change no tensor in it: ``rollout_is_weights`` (weight times keep, or keep alone
+    without ``rollout_is``) and ``rollout_keep``. Metrics cover all ranks of ``dp_group`` (None: every rank, when
+    ``torch.distributed`` is initialised), so each rank must call. A batch with a ``response_mask`` ``(B, T)`` holds
+    tokens, as for ``token_loss``; masked tokens affect neither weights nor rejection nor metrics.
 
     Raises:
-        ValueError: a missing key, shapes that differ or are not ``(B, W)``, a NaN or infinite log-prob, or tokens of
-            which none is valid (each rank needs one).
+        ValueError: a missing key, shapes that differ or are not ``(B, W)``, a NaN or infinite log-prob, or no valid
+            token (each rank needs one).
     """
     data = _mapping_with((Key.OLD_LOG_PROBS, Key.ROLLOUT_LOG_PROBS), batch, "rollout correction")
     old, result = correct_old_policy(OldPolicy(log_probs=data[Key.OLD_LOG_PROBS]), data, config, dp_group)
@@ -170,9 +166,9 @@ def apply_rollout_correction_to_diffusion_batch(
 def correct_old_policy(
     old: OldPolicy, batch: TensorMapping, config: RolloutCorrectionConfig | Mapping[str, Any], dp_group: Any = None
 ) -> tuple[OldPolicy, RolloutCorrection]:
-    """Decoupled mode: ``old`` with its weights and rejection over ``rollout_log_probs``, and what was measured.
+    """Decoupled mode: add weights and rejection, pi_old / pi_rollout, to ``old``; return the metrics too.
 
-    ``batch`` may be a part of one: a ``MetricAccumulator`` merges the measurements of several.
+    ``batch`` may be a part of a batch; a ``MetricAccumulator`` merges the metrics of several parts.
 
     Raises:
         ValueError: as ``apply_rollout_correction_to_diffusion_batch``.
@@ -208,30 +204,30 @@ def correct_old_policy(
 def weights_and_keep(
     log_probs: Float[Tensor, "..."], batch: TensorMapping, config: RolloutCorrectionConfig
 ) -> tuple[Float[Tensor, "..."], Bool[Tensor, "..."]]:
-    """The weights and the rejection of ``correct_old_policy`` for log-probs on a device, for which nobody waits.
+    """Weights and rejection as in ``correct_old_policy``, without a host sync.
 
-    Nothing is measured, and what is not finite is not refused: that is for ``correct_old_policy`` to do once the device
-    has been waited for.
+    Nothing is measured, and values that are not finite pass: ``correct_old_policy`` refuses them once the host has
+    waited for the device anyway.
 
     Args:
-        log_probs: ``(B, W)``, or ``(n,)`` SDE steps that have nothing to do with each other.
+        log_probs: ``(B, W)``, or ``(n,)`` independent SDE steps.
         batch: ``rollout_log_probs`` of that shape, and ``rollout_rs_bounds`` for ``rollout_rs_threshold=auto``.
         config: without batch normalisation of the weights.
     """
     batch = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "rollout correction")
     plan = config.plan()
-    bounds = batch[Key.ROLLOUT_RS_BOUNDS] if plan.calibrated and Key.ROLLOUT_RS_BOUNDS in batch.keys() else None  # noqa: SIM118
+    bounds = optional(batch, Key.ROLLOUT_RS_BOUNDS) if plan.calibrated else None
     weights, keep = weights_and_mask(log_probs, batch[Key.ROLLOUT_LOG_PROBS], plan=plan, row_bounds=bounds)
     return _in_the_loss(weights, keep), keep
 
 
 def _in_the_loss(weights: Tensor | None, keep: Tensor) -> Tensor:
-    """Weights as losses are multiplied by them: float32 whatever precision the log-probs have, 0 where rejected."""
+    """The factor of the loss: float32 for log-probs of any precision, 0 if rejected."""
     return keep.float() if weights is None else weights.float() * keep
 
 
 def _mapping_with(keys: tuple[str, ...], batch: object, purpose: str) -> MutableMapping[str, Tensor]:
-    """The batch's mapping; an error where it lacks one of the keys."""
+    """The batch's mapping; ``ValueError`` with a remedy if it lacks one of the keys."""
     data = cast("MutableMapping[str, Tensor]", as_mapping(batch))
     present = set(data.keys())
     missing = [key for key in keys if key not in present]

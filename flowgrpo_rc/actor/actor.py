@@ -7,7 +7,7 @@ and divided once by the global denominator, so that the result does not depend o
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from flowgrpo_rc.actor.agreement import on_any_process, rows_in_words
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.actor.rows import MicroBatch, OldRows, RecordedSteps
+from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, present_as_old
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
@@ -37,14 +37,14 @@ from flowgrpo_rc.transfers import queued_to_host, to_host
 BUCKET_BYTES = 256 * 2**20
 """Bytes of gradients that are summed over ranks in one collective, and copied for it at most."""
 COMPILE_BACKEND = "inductor"
-"""What ``torch.compile`` hands the transformer's blocks to."""
+"""Backend that ``torch.compile`` uses for the transformer's blocks."""
 
 _CORRECTION_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.TIMESTEPS, Key.ROLLOUT_RS_BOUNDS)
-"""What correction reads of a batch, besides the old policy."""
+"""Keys of a batch that rollout correction reads besides the old policy."""
 
 
 def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """The tensors in their order, cut where they would pass ``limit`` bytes; one that is larger goes alone."""
+    """Group consecutive tensors into lists of at most ``limit`` bytes; a larger tensor is a list of its own."""
     bucket: list[Tensor] = []
     taken = 0
     for tensor in tensors:
@@ -60,9 +60,9 @@ def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 class NonFiniteUpdateError(RuntimeError):
-    """A log-prob, loss or gradient is not finite; raised before the optimizer moves, with the samples to blame.
+    """A log-prob, loss or gradient is not finite. Raised before the optimizer moves; names the samples to blame.
 
-    Every process of a run raises it at the same place, wherever the samples are.
+    Every process of a run raises it at the same place, also one whose samples are fine.
     """
 
     def __init__(self, message: str, samples: Sequence[int]) -> None:
@@ -73,11 +73,11 @@ class NonFiniteUpdateError(RuntimeError):
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What ``DiffusionActor.update`` did."""
+    """Result of ``DiffusionActor.update``."""
 
     metrics: dict[str, float]
     optimizer_steps: int
-    """Steps taken; a mini-batch of which rejection kept nothing takes none."""
+    """Steps taken. A mini-batch that rejection empties takes none."""
 
 
 class DiffusionActor:
@@ -112,7 +112,7 @@ class DiffusionActor:
         self._model = model
         self._accelerator = accelerator
         self.config = config
-        """As it was configured; ``update`` is told the mode in force."""
+        """The configuration; the mode in force is an argument of ``update``, since the guard may change it."""
         self._sde_type = sde_type
         self._noise_level = noise_level
         self._lr = config.optim.lr
@@ -123,7 +123,7 @@ class DiffusionActor:
         attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype), device=accelerator.device)
         use_attention_backend(self.transformer, lora.attn_backend)
         self.recomputes = lora.checkpoints_gradients(frozen)
-        """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
+        """Recompute activations in the backward pass (gradient checkpointing)."""
         if self.recomputes:
             self.transformer.enable_gradient_checkpointing()
         self._compiled = lora.torch_compile
@@ -148,7 +148,7 @@ class DiffusionActor:
         self.load_average(None)
 
     def load_adapter(self, folder: Path) -> None:
-        """Read LoRA weights that ``save_lora`` wrote; their average, if one is kept, starts from them.
+        """Load LoRA weights that ``save_lora`` wrote, and start their moving average, if one is kept, from them.
 
         Raises:
             AdapterMismatchError: the file's adapter is not of this shape.
@@ -157,7 +157,7 @@ class DiffusionActor:
         self.load_average(None)
 
     def load_average(self, state: dict[str, Any] | None) -> None:
-        """Take over the average's ``state_dict``, or start one from the present weights; the decay is the config's."""
+        """Load the moving average, or start one from the current weights. The decay is always the configuration's."""
         if self.config.ema_decay is None:
             return
         from diffusers.training_utils import EMAModel
@@ -168,13 +168,14 @@ class DiffusionActor:
             self.average.to(device=self._accelerator.device)
 
     def averaged_state(self) -> dict[str, Tensor] | None:
-        """The averaged LoRA weights by name; ``None`` when no average is kept."""
+        """The averaged LoRA weights by name; ``None`` without ``ema_decay``."""
         if self.average is None:
             return None
         return dict(zip(adapter_parameters(self.transformer), self.average.shadow_params, strict=True))
 
     def load_optimizer(self, moments: dict[int, Any], taken: int) -> None:
-        """Go on with AdamW's ``moments`` after ``taken`` steps of the schedule; options are this configuration's."""
+        """Resume AdamW from its ``moments`` after ``taken`` steps of the schedule, with this configuration's
+        options."""
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.lr_scheduler.load_state_dict(
             {**self.lr_scheduler.state_dict(), "last_epoch": taken, "_step_count": taken + 1}
@@ -186,9 +187,9 @@ class DiffusionActor:
 
     @torch.no_grad()
     def score(self, batch: TensorDict, conditioning: Conditioning) -> OldPolicy:
-        """The present policy at the recorded steps, as the old one of the next update, on the host.
+        """Score the recorded steps: the old policy of the next update, on the host and not yet corrected.
 
-        It has means where the objective compares them, and is not corrected yet.
+        It has transition means if the objective compares them.
         """
         steps = RecordedSteps(batch, conditioning, self._accelerator.device)
         scored = self._score_steps(steps, torch.arange(len(batch)), means=self._compares_means)
@@ -196,9 +197,10 @@ class DiffusionActor:
 
     @torch.no_grad()
     def rescore(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
-        """The recorded steps under the present policy with their transitions, on the host.
+        """Score the recorded steps and return their transitions too, on the host.
 
-        ``log_probs`` and ``transition_stds`` ``(B, W)``, ``transition_means`` ``(B, W, *L)``.
+        Returns:
+            ``log_probs`` and ``transition_stds`` ``(B, W)``, ``transition_means`` ``(B, W, *L)``.
         """
         steps = RecordedSteps(batch, conditioning, self._accelerator.device)
         return self._score_steps(steps, torch.arange(len(batch)), means=True)
@@ -209,12 +211,13 @@ class DiffusionActor:
         conditioning: Conditioning,
         losses: Sequence[Callable[[dict[str, Tensor], TensorDict], Float[Tensor, ""]]],
     ) -> list[Float[Tensor, " parameters"]]:
-        """The adapter's gradient of each loss, summed over the batch; nothing moves. All losses share a forward, unless
-        the transformer is compiled.
+        """The adapter's gradient of each loss, summed over the batch; no weight changes.
+
+        All losses share one forward pass, unless the transformer is compiled.
 
         Args:
-            batch: recorded steps, and whatever the losses read.
-            conditioning: what ``prompt_index`` points into.
+            batch: recorded steps, and the tensors that the losses read.
+            conditioning: embeddings that ``prompt_index`` points into.
             losses: each takes the forward's output for a micro-batch (``log_probs`` and ``transition_stds`` ``(b, W)``,
                 ``transition_means`` ``(b, W, *L)``, on the actor's device) and that micro-batch, and returns a sum.
 
@@ -222,7 +225,7 @@ class DiffusionActor:
             Flat, float32, on the host; of this process alone.
 
         Raises:
-            NonFiniteUpdateError: a log-prob or a gradient is not finite; of a gradient it names the micro-batch.
+            NonFiniteUpdateError: a log-prob or a gradient is not finite; for a gradient it names the micro-batch.
         """
         count = sum(parameter.numel() for parameter in self._parameters)
         sums = [torch.zeros(count, device=self._accelerator.device) for _ in losses]
@@ -246,17 +249,17 @@ class DiffusionActor:
         *,
         gap: MetricAccumulator | None = None,
     ) -> UpdateResult:
-        """Take ``ppo_epochs`` passes of one optimizer step per mini-batch.
+        """Take one optimizer step per mini-batch, ``ppo_epochs`` times.
 
         Args:
-            batch: trajectories with ``advantages``, this process's share; with calibrated limits also ``clip_widths``
-                and ``rollout_rs_bounds``.
-            conditioning: what ``prompt_index`` points into.
-            mini_batches: the rows and the old policy of each optimizer step. In decoupled mode the first may come
-                without: before the first optimizer step the present policy is the old one, so that its own forward
-                supplies log-probs, weights and rejection, also for later epochs.
-            mode: by which correction and objective to learn; ``None``: those of the configuration.
-            gap: what correction has measured of this batch so far; its metrics are reported with the update's.
+            batch: this process's trajectories with ``advantages``; with calibrated limits also ``clip_widths`` and
+                ``rollout_rs_bounds``.
+            conditioning: embeddings that ``prompt_index`` points into.
+            mini_batches: rows and old policy of each optimizer step. In decoupled mode the first mini-batch may lack
+                its old policy: before the first optimizer step the current policy *is* the old one, so the update's own
+                forward pass supplies log-probs, weights and rejection, also for later epochs.
+            mode: correction and objective in force; ``None``: the configuration's.
+            gap: measurements of this batch's correction so far; the update adds its own and reports all.
 
         Raises:
             NonFiniteUpdateError: a log-prob, loss or gradient is not finite; weights and optimizer are untouched
@@ -287,8 +290,9 @@ class DiffusionActor:
     def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> tuple[LossMetrics, MiniBatch, float | None]:
         """Accumulate one mini-batch, reduce over ranks, divide, clip, step.
 
-        Returns its metrics, the mini-batch with its old policy, and the gradient's norm; ``None`` where rejection kept
-        nothing, and no step was taken.
+        Returns:
+            The metrics, the mini-batch with its old policy, and the gradient's norm. The norm is ``None`` if rejection
+            kept nothing and no step was taken.
         """
         self.optimizer.zero_grad(set_to_none=True)
         done = self._backward(update, mini)
@@ -296,7 +300,7 @@ class DiffusionActor:
         self._reduce_gradients(total.denominator.clamp(min=1.0))
         norm = clip_grad_norm_(self._parameters, self.config.grad_clip)
         log_probs, total, norm = _read(done.log_probs, total, norm)
-        # Before correction, which would refuse what is not finite on the process that has it, and leave the others.
+        # Before correction, which would raise on this process alone and leave the others waiting.
         self._check_finite(log_probs, mini.rows)
         given = mini
         if update.corrects(mini):
@@ -310,10 +314,10 @@ class DiffusionActor:
             self.optimizer.zero_grad(set_to_none=True)
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
             return total, mini, None
-        # Sums over all processes, so that all come to the same answer. A loss can be NaN where its gradient is not.
+        # Both are sums over all processes, so all take the same branch. A loss can be NaN while its gradient is finite.
         if not math.isfinite(total.loss) or not math.isfinite(norm):
             self._refuse(update, given)
-        # Read before the schedule moves on: the rate of the step that is taken.
+        # Read before the schedule advances: the rate of this step.
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
@@ -322,26 +326,32 @@ class DiffusionActor:
         return total, mini, norm
 
     def _backward(self, update: "_Update", mini: MiniBatch) -> "_Accumulated":
-        """Add a mini-batch's gradients, one micro-batch after another, without waiting for the device in between."""
+        """Accumulate a mini-batch's gradients over its micro-batches, without a host sync between them."""
         mode = update.mode
         window = update.steps.window
         size = self.config.micro_batch_rows(window)
         corrects = update.corrects(mini)
         corrected = None
         if corrects and mode.couples_steps:
+            # Weights and rejection of a window need all of its steps: score them first, or do not cut windows.
             if size < window or mode.rollout_correction.rollout_is_batch_normalize:
                 corrected = self._correct_ahead(update, mini)
             else:
                 size -= size % window
         known = corrected if corrects else mini.old
-        old = OldRows(known, mode, self._accelerator.device)
         keeps_means = known is None and not mode.bypasses and self._compares_means and self.config.ppo_epochs > 1
         done: list[LossMetrics] = []
         log_probs: list[Tensor] = []
         means: list[Tensor] = []
-        for micro in update.steps.cut(mini.rows, size, means=mode.bypasses and self._compares_means):
+        means_of_rollout = mode.bypasses and self._compares_means
+        old = known
+        if known is not None and mode.bypasses:
+            old = replace(known, means=None)  # in bypass mode the rollout's means are the old ones
+        for micro in update.steps.cut(mini.rows, size, rollout_means=means_of_rollout, old=old):
             output = self._forward(micro, means=self._needs_means, reference=self.config.use_kl_loss)
-            data = micro.data | old.of(micro, output, window)
+            data = micro.data
+            if known is None:
+                data = data | present_as_old(mode, data, output, window)
             sums = diffusion_loss_sums(mode, output, data, corrected=corrects)
             self._accelerator.backward(sums.loss_sum)
             done.append(sums.metrics)
@@ -356,25 +366,24 @@ class DiffusionActor:
         )
 
     def _correct_ahead(self, update: "_Update", mini: MiniBatch) -> OldPolicy:
-        """The present policy with weights and rejection, by a scoring pass: micro-batches will cut windows that must be
-        known whole before."""
+        """Score a mini-batch and correct it before the update, whose micro-batches will cut coupled windows."""
         with torch.no_grad():
             scored = self._score_steps(update.steps, mini.rows, means=self._compares_means and not update.mode.bypasses)
         self._check_finite(scored["log_probs"], mini.rows)
         return update.correct(mini, OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means")))
 
     def _score_steps(self, steps: RecordedSteps, images: Int[Tensor, " M"], *, means: bool) -> dict[str, Tensor]:
-        """The steps of some images under the present policy, ``(M, W)`` and ``(M, W, *L)`` on the host."""
+        """Score the steps of some images: ``(M, W)`` and ``(M, W, *L)`` on the host."""
         size = self.config.micro_batch_rows(steps.window)
         if self._score_batch_size is not None:
             size = self._score_batch_size * steps.window
         parts = []
         for micro in steps.cut(images, size):
             output = self._forward(micro, means=means)
-            # Means are large and leave the device at once; the rest crosses at the end, together.
+            # Means are large, so their copies start at once; the scalars cross together at the end.
             parts.append({n: queued_to_host(v) if n == "transition_means" else v for n, v in output.items()})
         numbers = to_host({n: torch.cat([part[n] for part in parts]) for n in parts[0] if n != "transition_means"})
-        if means:  # They are there now that the host has waited for the numbers.
+        if means:  # Complete, because the copy of the scalars came after them and has been waited for.
             numbers["transition_means"] = torch.cat([part["transition_means"] for part in parts])
         return {name: values.unflatten(0, (len(images), steps.window)) for name, values in numbers.items()}
 
@@ -386,10 +395,10 @@ class DiffusionActor:
         losses: Sequence[Callable[[dict[str, Tensor], TensorDict], Float[Tensor, ""]]],
         size: int,
     ) -> list[Float[Tensor, " parameters"]]:
-        """The flat gradient of each loss of some images, by micro-batches of ``size`` rows.
+        """The flat gradient of each loss over some images, computed in micro-batches of ``size`` rows.
 
-        A loss sees whole windows, so it is differentiated by the forward's output first, and then the output by the
-        parameters. Of a window that is cut, a forward without gradients gives the output.
+        A loss reads whole windows. So the chain rule is applied in two parts: the loss by the forward pass's output,
+        then the output by the parameters. If windows are cut, a forward pass without gradients supplies the output.
         """
         micro_batches = list(steps.cut(images, size))
         cut = len(micro_batches) > 1
@@ -404,7 +413,7 @@ class DiffusionActor:
         sums = [torch.zeros(count, device=self._accelerator.device) for _ in losses]
         for micro, output in zip(micro_batches, outputs, strict=True):
             for number, gradients in enumerate(of_outputs):
-                # A compiled backward pass gives its buffers away, so that there is one for each forward.
+                # A compiled backward pass frees its buffers, so each needs a forward pass of its own.
                 if (cut and number == 0) or (self._compiled and number > 0):
                     output = self._forward(micro, means=True)
                 found = torch.autograd.grad(
@@ -418,14 +427,18 @@ class DiffusionActor:
         return sums
 
     def _check_finite(self, log_probs: Float[Tensor, "b W"], rows: Int[Tensor, " b"]) -> None:
-        """Every process raises where one has found something, so that none goes on to a forward alone."""
+        """Raise on every process if a log-prob of any process is not finite: none may enter a collective alone."""
         finite = torch.isfinite(log_probs).all(1)
         if on_any_process(~finite.all()):
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
 
     def _forward(self, micro: MicroBatch, *, means: bool, reference: bool = False) -> dict[str, Tensor]:
-        """Log-probs of a micro-batch's rows ``(n,)``; with ``means`` their transitions, with ``reference`` the means of
-        the reference policy, too."""
+        """Log-probs ``(n,)`` of a micro-batch's rows.
+
+        Args:
+            means: return means and standard deviations of the transitions too.
+            reference: return the reference policy's means too, from a second forward pass without the adapter.
+        """
         data = micro.data
         step = self._transition(data, micro.conditioning)
         output = {"log_probs": log_prob(step, data[Key.NEXT_LATENTS], sde_type=self._sde_type)}
@@ -439,7 +452,7 @@ class DiffusionActor:
 
     @property
     def _needs_means(self) -> bool:
-        """Whether the loss reads the new policy's transition means."""
+        """True if the loss reads the current policy's transition means."""
         return self._compares_means or self.config.use_kl_loss
 
     @property
@@ -468,8 +481,8 @@ class DiffusionActor:
         )
 
     def _reduce_gradients(self, denominator: Tensor) -> None:
-        """Sum the gradients over ranks, some at a time, and divide them by the global denominator."""
-        # Every rank must bring the same shapes to the collectives, whatever its rows have reached.
+        """Sum the gradients over ranks, a bucket at a time, and divide them by the global denominator."""
+        # Collectives need equal shapes on every rank, also on one whose rows reach no parameter.
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -482,9 +495,9 @@ class DiffusionActor:
             vector_to_parameters(flat, bucket)
 
     def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
-        """The gradient is not finite: find the samples it comes from, one backward each, and raise.
+        """Find the samples whose gradient is not finite, by one backward pass each, and raise.
 
-        The gradient is that of all processes, so all come here, and each has as many samples as any other.
+        The gradient is a sum over all processes, so all of them come here, each with equally many samples.
         """
         bad = []
         for place in torch.arange(len(mini.rows)).split(1):
@@ -495,7 +508,8 @@ class DiffusionActor:
         self._raise_non_finite("gradient", bad)
 
     def _raise_non_finite(self, what: str, samples: list[int]) -> NoReturn:
-        """Every process must come here; the message names the samples of all, ``samples`` of the error its own."""
+        """Raise with all processes' samples in the message and this process's in ``samples``; every process must
+        call."""
         self.optimizer.zero_grad(set_to_none=True)
         count, rows = rows_in_words(samples)
         nowhere = "in the sum of a mini-batch (no single sample is to blame)"
@@ -509,11 +523,11 @@ class DiffusionActor:
     def _metrics(
         self, mini_steps: Sequence[LossMetrics], norms: Sequence[float], update: "_Update"
     ) -> dict[str, float]:
-        """The update's metrics: means over all mini-steps, and ``..._first`` of the first."""
+        """Metrics of an update: means over all mini-steps, and ``..._first`` from the first alone."""
         first = mini_steps[0].compute()
         metrics = reduce(add, mini_steps).compute()
         for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_inert"):
-            # A rejected element counts as a ratio of 1, which would thin out the share of those that are clipped.
+            # A rejected element counts as a ratio of 1; divide by the kept share to get the clipped share of the rest.
             metrics[f"{name}_first"] = first[name] / (first["actor/kept_fraction"] or 1.0)
         metrics["actor/log_ratio_abs_mean_first"] = first["actor/log_ratio_abs_mean"]
         metrics["actor/ratio_deviation_first"] = max(
@@ -528,20 +542,20 @@ class DiffusionActor:
 
 @dataclass(frozen=True)
 class _Update:
-    """What all optimizer steps of an update share."""
+    """State that all optimizer steps of an update share."""
 
     batch: TensorDict
     steps: RecordedSteps
     mode: ModeInForce
     gap: MetricAccumulator
-    """Collects what correction measures."""
+    """Measurements of the correction."""
 
     def corrects(self, mini: MiniBatch) -> bool:
-        """Whether the correction of a mini-batch comes from the very log-probs that are learned from."""
+        """True if the correction uses the update's own log-probs, not a scoring pass's."""
         return self.mode.bypasses or mini.old is None
 
     def correct(self, mini: MiniBatch, present: OldPolicy) -> OldPolicy:
-        """The present policy at a mini-batch's steps, with weights and rejection; adds to ``gap`` what is measured."""
+        """Add weights and rejection to the current policy's log-probs of a mini-batch, and their metrics to ``gap``."""
         numbers = self.batch.select(*_CORRECTION_KEYS, strict=False)[mini.rows]
         corrected, correction = correct_old_policy(present, numbers, self.mode.rollout_correction)
         self.gap.add(correction)
@@ -549,25 +563,24 @@ class _Update:
 
 
 class _Accumulated(NamedTuple):
-    """What the passes over a mini-batch leave behind, besides gradients."""
+    """Results of the passes over a mini-batch, besides gradients."""
 
     metrics: LossMetrics
     log_probs: Float[Tensor, "M W"]
-    """Of the present policy, on the device."""
+    """The current policy's, on the device."""
     means: list[Tensor]
-    """``(n, *L)`` of each micro-batch under the present policy, queued to the host, where later epochs compare with
-    them."""
+    """The current policy's transition means ``(n, *L)`` of each micro-batch, queued to the host for later epochs."""
     corrected: OldPolicy | None
-    """The present policy with weights and rejection, where a scoring pass found them ahead."""
+    """The current policy with weights and rejection, if a scoring pass computed them ahead."""
 
     def present(self, log_probs: Float[Tensor, "M W"]) -> OldPolicy:
-        """The present policy, now that the host has waited for the device and read its log-probs."""
+        """The current policy as the old one of later epochs. Call it once the host has waited for the device."""
         means = torch.cat(self.means).unflatten(0, log_probs.shape) if self.means else None
         return OldPolicy(log_probs=log_probs, means=means)
 
 
 def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor, LossMetrics, float]:
-    """The same on the host. Here an optimizer step waits for its device, this once."""
+    """Copy an optimizer step's figures to the host: its only host sync."""
     parts = [log_probs.flatten(), metrics.sums, metrics.extremes, norm.reshape(1)]
     figures = torch.cat([part.double() for part in parts]).cpu()
     values, sums, extremes, size = figures.split([len(part) for part in parts])

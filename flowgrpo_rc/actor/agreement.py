@@ -1,7 +1,7 @@
-"""What one process finds and all must know of, so that all go on, or stop, at the same place.
+"""Agree over all processes, so that all continue or stop at the same place.
 
-A process that stopped by itself would leave the others waiting in the next collective, and with a sharded transformer
-that is its next forward. One process, without ``torch.distributed``, agrees with itself.
+A process that stops alone leaves the others waiting in the next collective, which with a sharded transformer is the
+next forward pass. A single process needs no ``torch.distributed``.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def on_any_process(flag: Tensor | bool) -> bool:
-    """Whether ``flag``, one boolean, is true on some process; every process must ask."""
+    """True if ``flag``, one boolean, is true on any process. Collective: every process must call."""
     state = PartialState()
     if state.num_processes == 1:
         return bool(flag)
@@ -21,9 +21,9 @@ def on_any_process(flag: Tensor | bool) -> bool:
 
 
 def rows_in_words(rows: list[int]) -> tuple[int, str]:
-    """How many rows all processes name, and which; every process must ask.
+    """Count and list the rows that all processes name. Collective: every process must call.
 
-    With several processes each one's rows are those of its own share of the batch, so that its number is told, too.
+    Each process numbers the rows of its own share of the batch, so with several processes the text names the process.
     """
     if PartialState().num_processes == 1:
         return len(rows), f"rows {rows[:8]}"

@@ -104,12 +104,12 @@ class DiffusionLossConfig:
 
     @property
     def has_sides(self) -> bool:
-        """Whether the clip band has a width of its own on a side."""
+        """True if one side of the clip band has a width of its own."""
         return self.clip_ratio_low is not None or self.clip_ratio_high is not None
 
     @property
     def takes_auto(self) -> bool:
-        """Whether the objective and its sides allow ``clip_ratio=auto``."""
+        """True if the objective and its sides allow ``clip_ratio=auto``."""
         return self.objective.clips_plain_ratio and not self.has_sides
 
 
@@ -179,19 +179,18 @@ class DiffusionActorConfig:
 
     ppo_micro_batch_rows: int | None = None
     """Rows per forward and backward pass on one process, at most; a row is one SDE step of one image. It takes the
-    place of ``ppo_micro_batch_size_per_gpu`` and may cut the window of an image, so that 1 needs the least memory; what
-    is learned does not depend on it. Where the correction in force decides by an image's whole window
-    (``rollout_is=sequence``, criteria ``seq_...``, a veto), whole windows go together if they fit into that many rows;
-    if not, a scoring pass, without gradients, comes before each update from log-probs that are not known yet. Null
-    counts images."""
+    place of ``ppo_micro_batch_size_per_gpu`` and may cut the window of an image, so that 1 needs the least memory; the
+    result does not depend on it. If the correction decides by an image's whole window (``rollout_is=sequence``,
+    criteria ``seq_...``, a veto), whole windows go together if they fit into that many rows. Otherwise a scoring pass
+    without gradients comes before each update whose log-probs are not known yet. Null counts images."""
 
     ppo_epochs: int = 1
     """Passes over one batch of rollouts."""
 
     score: str = "auto"
-    """What decoupled mode scores before the update. ``auto`` leaves out the first mini-batch, whose old policy the
-    update's own first forward supplies: until the first optimizer step of a batch, the present policy is the old one.
-    ``always`` scores everything."""
+    """Scoring pass of decoupled mode. ``auto`` skips the first mini-batch: until the first optimizer step of a batch
+    the current policy is the old one, so the update's own first forward pass supplies its log-probs. ``always`` scores
+    everything."""
 
     grad_clip: float = 1.0
     """Largest norm of the gradient of all LoRA weights."""
@@ -208,9 +207,9 @@ class DiffusionActorConfig:
     """Weight in the loss of the KL to the model with its adapter switched off."""
 
     detach_unconditional: bool = False
-    """Whether the gradient of a guided velocity leaves out its unconditional half, which is then computed without a
-    graph: about a quarter less work in an update and half its activations. It is flow_grpo's gradient, and not that of
-    the log-prob: ``true_cfg_scale`` times the conditional half's alone."""
+    """Leave the unconditional half of a guided velocity out of the gradient and compute it without a graph: about a
+    quarter less work in an update and half its activations. This is flow_grpo's gradient, ``true_cfg_scale`` times the
+    conditional half's, and not the log-prob's own."""
 
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     """The objective and its limits; a mapping of the section's keys will do."""

@@ -1,7 +1,7 @@
 """The mode in force: the correction and the objective by which the next update learns. Needs no torch.
 
-A run starts in the mode that it is configured for. The guard may move it from bypass to decoupled mode and back; then
-the trainer holds another value of this class, and hands it to everything that depends on the mode.
+A run starts in its configured mode. The guard may move it from bypass to decoupled mode and back: then the trainer
+holds another value of this class and passes it to everything that depends on the mode.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from flowgrpo_rc.loss.objectives import Objective
 
 @dataclass(frozen=True)
 class ModeInForce:
-    """What the loss reads: rollout correction, objective and KL term. It has the fields that ``diffusion_loss`` takes
-    of a configuration, so it can be handed to that as it is."""
+    """Rollout correction, objective and KL term. It has the fields of a configuration that ``diffusion_loss`` reads."""
 
     rollout_correction: RolloutCorrectionConfig
     diffusion_loss: DiffusionLossConfig
@@ -25,7 +24,7 @@ class ModeInForce:
 
     @classmethod
     def configured(cls, actor: DiffusionActorConfig) -> ModeInForce:
-        """The mode that the section ``actor_rollout_ref.actor`` asks for."""
+        """The mode of the section ``actor_rollout_ref.actor``."""
         return cls(actor.rollout_correction, actor.diffusion_loss, actor.use_kl_loss, actor.kl_loss_coef)
 
     @property
@@ -35,23 +34,25 @@ class ModeInForce:
 
     @property
     def bypasses(self) -> bool:
-        """Whether the rollout engine's log-probs stand in for the old policy's."""
+        """Bypass mode: the rollout engine's log-probs are the old policy's."""
         return self.rollout_correction.bypass_mode
 
     @property
     def has_limit(self) -> bool:
-        """Whether the objective's limit acts: REINFORCE in bypass mode has none."""
+        """True if the objective's limit acts; REINFORCE in bypass mode has none."""
         return self.rollout_correction.loss_type == "ppo_clip"
 
     @property
     def limits_the_gap(self) -> bool:
-        """Whether the objective's limit is centred at the engine's log-probs, so that the gap alone can exceed it."""
+        """True if the limit is centred on the engine's log-probs, so that the gap alone can exceed it."""
         return self.bypasses and self.has_limit
 
     @property
     def couples_steps(self) -> bool:
-        """Whether the weight or the rejection of a step depends on the other steps of its image, so that the window of
-        an image must be known whole before any of its steps can be learned from."""
+        """True if the weight or rejection of a step depends on the other steps of its image.
+
+        Then an image's whole window must be scored before any of its steps can be learned from.
+        """
         rc = self.rollout_correction
         uses_weights = not self.bypasses or rc.loss_type == "reinforce"
         return rc.plan().couples_elements(uses_weights=uses_weights)
@@ -59,7 +60,7 @@ class ModeInForce:
     def decoupled(self) -> ModeInForce:
         """The same objective in decoupled mode, where the limit is centred at the actor's own log-probs.
 
-        A calibrated clip band becomes as narrow as it may be, since there is no gap to hold.
+        A calibrated clip band gets its least width: without a gap at the limit's centre it needs no room for one.
         """
         loss = self.diffusion_loss
         if loss.clip_ratio == "auto":

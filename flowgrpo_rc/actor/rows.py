@@ -1,11 +1,10 @@
-"""Rows: recorded SDE steps of images, one by one, as the actor takes them to its device.
+"""Cut a batch into micro-batches of rows and bring them to the actor's device.
 
-A row is one step of one image. A batch of ``B`` images with ``W`` steps each has ``B * W`` rows, those of an image
-together, and a micro-batch is any number of them.
+A row is one recorded SDE step of one image. A batch of ``B`` images with ``W`` steps each has ``B * W`` rows; the rows
+of an image follow each other. A micro-batch is any number of consecutive rows.
 
-What an update reads of every row crosses to the device once: numbers of rows, and the embeddings of the prompts.
-Latents are too large for that. They stay on the host, and those of a micro-batch cross together, from pinned memory
-where the device is a GPU, so that neither the host nor the device waits for them.
+The scalars of all rows and the prompts' embeddings cross to the device once per update. Latents are too large for that:
+they stay on the host, and those of a micro-batch cross together, from pinned memory on a GPU, without a host sync.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,19 +25,18 @@ _NUMBERS = (
     *(Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS, Key.CLIP_WIDTHS),
     *(Key.ADVANTAGES, Key.ROLLOUT_RS_BOUNDS),
 )
-"""What the actor reads of every step or image, besides latents, where a batch has it."""
-_LATENTS = (Key.LATENTS, Key.NEXT_LATENTS)
+"""Scalars of a step or an image that the actor reads, where a batch has them."""
 
 
 class MicroBatch(NamedTuple):
     """Some rows on the actor's device."""
 
     places: slice
-    """Which of the rows they are that were cut into micro-batches."""
+    """Position of these rows among all that were cut."""
     data: dict[str, Tensor]
-    """Their latents ``(n, *L)`` and numbers ``(n,)``, under the keys of a batch."""
+    """Latents ``(n, *L)`` and scalars ``(n,)``, under the keys of a batch."""
     conditioning: Conditioning
-    """A row for each."""
+    """One row of it for each row."""
 
 
 class RecordedSteps:
@@ -46,96 +44,97 @@ class RecordedSteps:
 
     Args:
         batch: trajectories, on the host.
-        conditioning: what ``prompt_index`` points into.
-        device: where the actor computes.
+        conditioning: embeddings that ``prompt_index`` points into.
+        device: the actor's device.
     """
 
     def __init__(self, batch: TensorDict, conditioning: Conditioning, device: torch.device) -> None:
         self.window = int(batch[Key.TIMESTEPS].shape[1])
-        """Steps of an image."""
+        """Steps per image."""
         self._device = device
         self._batch = batch
         present = set(batch.keys())
         numbers = {name: batch[name] for name in _NUMBERS if name in present}
-        # What an image has once holds for all of its steps.
+        # A scalar of an image, such as its advantage, holds for each of its steps.
         flat = {n: v.flatten() if v.dim() > 1 else v.repeat_interleave(self.window) for n, v in numbers.items()}
         self._numbers = {name: onto(values, device) for name, values in flat.items()}
         self._conditioning = conditioning.to(device)
         self._prompt_index = batch[Key.PROMPT_INDEX].repeat_interleave(self.window)
 
-    def cut(self, images: Int[Tensor, " M"], size: int, *, means: bool = False) -> Iterator[MicroBatch]:
-        """Micro-batches of ``size`` rows, the last one of what is left, of all steps of some images in their order.
+    def cut(
+        self, images: Int[Tensor, " M"], size: int, *, rollout_means: bool = False, old: OldPolicy | None = None
+    ) -> Iterator[MicroBatch]:
+        """Yield the steps of some images, in their order, as micro-batches of at most ``size`` rows.
 
         Args:
-            means: bring the engine's transition means, too, if the batch has them.
+            images: rows of the batch.
+            size: rows per micro-batch.
+            rollout_means: include the engine's transition means, if the batch has them.
+            old: the old policy of these images; its values join the rows' data under the keys of a batch.
         """
         rows = (images[:, None] * self.window + torch.arange(self.window)).flatten()
         rows_there = onto(rows, self._device)
-        means = means and Key.ROLLOUT_MEANS in self._batch.keys()  # noqa: SIM118  (a TensorDict iterates over its rows)
-        names = [*_LATENTS, Key.ROLLOUT_MEANS] if means else _LATENTS
+        names = [Key.LATENTS, Key.NEXT_LATENTS]
+        # A TensorDict iterates over its rows, so ``in`` needs the keys.
+        if rollout_means and Key.ROLLOUT_MEANS in self._batch.keys():  # noqa: SIM118
+            names.append(Key.ROLLOUT_MEANS)
+        old_numbers: dict[str, Tensor] = {}
+        if old is not None:
+            scalars = replace(old, means=None).batch_keys()
+            old_numbers = {name: onto(values.flatten(), self._device) for name, values in scalars.items()}
         for start in range(0, len(rows), size):
             places = slice(start, start + size)
             large = take_rows([self._batch[name] for name in names], rows[places], self._device)
-            numbers = {name: values[rows_there[places]] for name, values in self._numbers.items()}
+            data = dict(zip(names, large, strict=True))
+            data |= {name: values[rows_there[places]] for name, values in self._numbers.items()}
+            data |= {name: values[places] for name, values in old_numbers.items()}
+            if old is not None and old.means is not None:
+                (data[Key.OLD_TRANSITION_MEANS],) = take_rows(
+                    [old.means], torch.arange(len(rows))[places], self._device
+                )
             conditioning = self._conditioning.rows(self._prompt_index[rows[places]], self._device)
-            yield MicroBatch(places, dict(zip(names, large, strict=True)) | numbers, conditioning)
+            yield MicroBatch(places, data, conditioning)
 
 
-class OldRows:
-    """The old policy of a mini-batch as the loss reads it, a micro-batch at a time.
+def present_as_old(
+    mode: ModeInForce, data: Mapping[str, Tensor], output: Mapping[str, Tensor], window: int
+) -> dict[str, Tensor]:
+    """The current policy in the place of the old one, from a micro-batch's own forward pass.
+
+    In decoupled mode this is exact before the first optimizer step of a batch. In bypass mode the rollout is the old
+    policy, and only weights and rejection come from here.
 
     Args:
-        known: of the mini-batch's rows; ``None``: the present policy is the old one, or in bypass mode the one that
-            weights and rejection come from, so that each micro-batch's own forward supplies it.
         mode: the mode in force.
-        device: where the actor computes.
+        data: the micro-batch's rows.
+        output: ``log_probs`` ``(n,)``, and ``transition_means`` for objectives that compare them.
+        window: steps per image. If the mode couples steps, the rows are whole windows.
+
+    Returns:
+        Log-probs, means, weights and the keep-mask, each ``(n, ...)``, under the keys of a batch.
     """
-
-    def __init__(self, known: OldPolicy | None, mode: ModeInForce, device: torch.device) -> None:
-        self._mode = mode
-        self._device = device
-        self._means = None if known is None or mode.bypasses else known.means
-        self._numbers: dict[str, Tensor] | None = None
-        if known is not None:
-            numbers = replace(known, means=None).batch_keys()
-            self._numbers = {name: onto(values.flatten(), device) for name, values in numbers.items()}
-
-    def of(self, micro: MicroBatch, output: Mapping[str, Tensor], window: int) -> dict[str, Tensor]:
-        """Old log-probs and means, weights and rejection of a micro-batch's rows, under the keys of a batch.
-
-        Args:
-            output: of the micro-batch's forward.
-            window: steps of an image. Where its steps are coupled, the micro-batch has whole windows.
-        """
-        if self._numbers is None:
-            return self._of_present(micro.data, output, window)
-        found = {name: values[micro.places] for name, values in self._numbers.items()}
-        if self._means is not None:
-            rows = torch.arange(self._means.shape[:2].numel())[micro.places]
-            (found[Key.OLD_TRANSITION_MEANS],) = take_rows([self._means], rows, self._device)
-        return found
-
-    def _of_present(self, data: Mapping[str, Tensor], output: Mapping[str, Tensor], window: int) -> dict[str, Tensor]:
-        present = output["log_probs"].detach()
-        log_probs = present
-        if self._mode.couples_steps:
-            bounds = Key.ROLLOUT_RS_BOUNDS
-            log_probs = present.view(-1, window)
-            rollout = data[Key.ROLLOUT_LOG_PROBS].view(-1, window)
-            data = {Key.ROLLOUT_LOG_PROBS: rollout} | ({bounds: data[bounds][::window]} if bounds in data else {})
-        weights, keep = weights_and_keep(log_probs, data, self._mode.rollout_correction)
-        found = {Key.ROLLOUT_IS_WEIGHTS: weights.flatten(), Key.ROLLOUT_KEEP: keep.flatten()}
-        if not self._mode.bypasses:
-            found[Key.OLD_LOG_PROBS] = present
-            if "transition_means" in output:
-                found[Key.OLD_TRANSITION_MEANS] = output["transition_means"].detach()
-        return found
+    present = output["log_probs"].detach()
+    log_probs = present
+    if mode.couples_steps:
+        # Sequence criteria see each image's window as a row of its own.
+        log_probs = present.view(-1, window)
+        whole = {Key.ROLLOUT_LOG_PROBS: data[Key.ROLLOUT_LOG_PROBS].view(-1, window)}
+        if Key.ROLLOUT_RS_BOUNDS in data:
+            whole[Key.ROLLOUT_RS_BOUNDS] = data[Key.ROLLOUT_RS_BOUNDS][::window]
+        data = whole
+    weights, keep = weights_and_keep(log_probs, data, mode.rollout_correction)
+    found = {Key.ROLLOUT_IS_WEIGHTS: weights.flatten(), Key.ROLLOUT_KEEP: keep.flatten()}
+    if not mode.bypasses:
+        found[Key.OLD_LOG_PROBS] = present
+        if "transition_means" in output:
+            found[Key.OLD_TRANSITION_MEANS] = output["transition_means"].detach()
+    return found
 
 
 def take_rows(
     tensors: Sequence[Float[Tensor, "B W *L"]], rows: Int[Tensor, " n"], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The same rows of large tensors on the host, ``(n, *L)`` each, brought to ``device`` in one transfer."""
+    """Gather the same rows ``(n, *L)`` of large tensors on the host and bring them to ``device`` in one transfer."""
     shape = (len(tensors), len(rows), *tensors[0].shape[2:])
     together = torch.empty(shape, dtype=tensors[0].dtype, pin_memory=device.type == "cuda")
     for place, tensor in zip(together, tensors, strict=True):

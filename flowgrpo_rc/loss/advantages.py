@@ -7,17 +7,17 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 EPS = 1e-4
-"""Added to every standard deviation that something is divided by."""
+"""Added to every standard deviation before a division by it."""
 
 
 class GroupAdvantages(NamedTuple):
-    """Advantages and what the groups looked like."""
+    """Advantages and statistics of the groups."""
 
     advantages: Float[Tensor, " B"]
     group_std_mean: float
     """Mean over groups of the reward's (population) standard deviation, among kept images."""
     zero_std_fraction: float
-    """Share of groups whose kept rewards are all the same, or fewer than two: they teach nothing."""
+    """Share of groups without a learning signal: kept rewards all equal, or fewer than two."""
 
 
 def group_advantages(
@@ -32,14 +32,14 @@ def group_advantages(
     """``(reward - mean of its group) / (std + eps)``.
 
     Args:
-        rewards: one finite number an image, of any dtype.
+        rewards: one finite number per image, of any dtype.
         group: images of one prompt share a number; the numbers need not be consecutive.
-        norm_by_std: ``False`` leaves the division out (Dr.GRPO, arXiv 2503.20783).
+        norm_by_std: ``False`` skips the division (Dr.GRPO, arXiv 2503.20783).
         global_std: divide by the standard deviation of *all* rewards instead of the group's (Flow-GRPO's
-            choice: it keeps an easy group's small differences from being blown up).
+            choice: a group with nearly equal rewards does not get large advantages from noise).
         eps: added to the standard deviation.
-        keep: images that rejection kept; ``None``: all. The others enter no mean and no standard deviation, and
-            their advantage is 0.
+        keep: images that rejection kept; ``None``: all. A rejected image enters no mean and no standard deviation,
+            and its advantage is 0.
 
     The standard deviations are population ones (``correction=0``). A group of identical rewards, or with fewer than
     two kept images, gets advantages of exactly 0. Advantages are float32, or float64 where the rewards are.
@@ -90,18 +90,18 @@ def normalised_sum(
         z_k(i) = (r_k(i) - mean of r_k over the group of i) / (std of r_k over the group of i + eps)
         sum(i) = w_1 z_1(i) + ... + w_K z_K(i)
 
-    So a weight says how much a reward counts, whatever its scale and however far its scores lie apart. In a group whose
-    images all have the same ``r_k`` that reward adds exactly 0. This is the first half of GDPO (arXiv 2601.05242); its
-    second, division by the standard deviation over the batch, is what ``group_advantages`` does to the sum with
-    ``global_std=True``: the sum's mean is 0 in every group.
+    A weight is thus a reward's share of the sum, independent of the reward's scale and spread. A reward that is
+    constant within a group adds exactly 0 there. This is the first half of GDPO (arXiv 2601.05242). Its second half,
+    division by the standard deviation over the batch, is ``group_advantages`` of the sum with ``global_std=True``: the
+    sum's mean is 0 in every group.
 
     Args:
-        parts: the unweighted scores, finite; a column for each reward.
-        weights: one for each column.
+        parts: the unweighted, finite scores, one column per reward.
+        weights: one per column.
         group: images of one prompt share a number.
         eps: added to each standard deviation, which is a population one (``correction=0``).
-        keep: images that rejection kept; ``None``: all. The others enter no mean and no standard deviation, and their
-            sum is 0.
+        keep: images that rejection kept; ``None``: all. A rejected image enters no mean and no standard deviation, and
+            its sum is 0.
 
     Returns:
         ``(B,)`` float64.
@@ -115,17 +115,16 @@ def normalised_sum(
 
 
 class _WithinGroups(NamedTuple):
-    """How the kept values lie within their groups; float64, since values of a group may differ in their last digits
-    alone."""
+    """Kept values relative to their groups, in float64 because values may differ in their last digits only."""
 
     member: Int[Tensor, " kept"]
     """The group of each kept value, groups counted from 0."""
     centred: Float[Tensor, " kept"]
-    """Each kept value less the mean of its group."""
+    """Each kept value minus the mean of its group."""
     std: Float[Tensor, " groups"]
     """Population standard deviation of each group."""
     flat: Bool[Tensor, " groups"]
-    """Whether a group's kept values are all the same, or fewer than two."""
+    """True for groups with fewer than two kept values, or with equal ones."""
 
     @classmethod
     def of(cls, values: Tensor, group: Tensor, keep: Tensor) -> "_WithinGroups":
@@ -138,10 +137,10 @@ class _WithinGroups(NamedTuple):
         variance = torch.zeros_like(mean).index_add_(0, member, centred**2) / counts
         low = torch.full_like(mean, torch.inf).scatter_reduce_(0, member, kept, "amin")
         high = torch.full_like(mean, -torch.inf).scatter_reduce_(0, member, kept, "amax")
-        # Equal values need not have a rounded mean equal to them, so that their spread tells, not their deviation.
-        flat = low >= high  # also where nothing was kept: low is still inf and high -inf
+        # The rounded mean of equal values may differ from them, so compare the extremes, not the deviations.
+        flat = low >= high  # also true without a kept value: low is still inf and high -inf
         return cls(member, centred, variance.sqrt(), flat)
 
     def centred_over(self, divisor: Tensor) -> Float[Tensor, " kept"]:
-        """``centred / divisor``, and exactly 0 in flat groups whatever the divisor."""
+        """``centred / divisor``, and exactly 0 in flat groups."""
         return (self.centred / divisor).masked_fill(self.flat[self.member], 0.0)

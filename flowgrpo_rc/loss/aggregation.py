@@ -1,8 +1,8 @@
-"""From losses of tokens ``(B, T)`` to one number, as a sum and its denominator.
+"""Reduce losses of tokens ``(B, T)`` to a sum and its denominator.
 
-``keep`` is the *modified* mask: valid tokens (``response_mask``) that rejection kept. What is not kept leaves the sum
-and the denominator. With ``l`` the loss of a kept token, ``n_i`` the kept tokens of sequence ``i`` and ``S`` the number
-of sequences with ``n_i > 0`` (a sequence of which nothing is kept counts nowhere):
+``keep`` is the *modified* mask: valid tokens (``response_mask``) that rejection kept. All others leave the sum and the
+denominator. With ``l`` the loss of a kept token, ``n_i`` the number of kept tokens of sequence ``i`` and ``S`` the
+number of sequences with ``n_i > 0``:
 
 =========================== ========================= =============
 mode                        sum                       denominator
@@ -13,9 +13,9 @@ mode                        sum                       denominator
 ``seq-mean-token-sum-norm`` ``sum_i (sum_t l) / L``   ``S``
 =========================== ========================= =============
 
-``L`` is ``scale_factor``, or ``T``, the padded length, when that is ``None``; give it where micro-batches are padded to
-different lengths. A sequence lies whole in one micro-batch, so sums and denominators add up exactly over micro-batches
-and ranks. The names are verl's; the values are those of its ``agg_loss`` on one whole batch.
+``L`` is ``scale_factor``, or by default ``T``, the padded length. Set it if micro-batches are padded to different
+lengths. A micro-batch holds whole sequences, so sums and denominators add up exactly over micro-batches and ranks. The
+names are verl's, and the values equal its ``agg_loss`` on one whole batch.
 
 The configuration validates ``loss_agg_mode`` against ``AGGREGATIONS``, so importing this loads no torch.
 """
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation:
-    """One mode: how it sums losses of elements, and what it divides the sum by."""
+    """One mode: the sum over elements and its denominator."""
 
     over_sequences: bool = False
-    """Whether the denominator counts sequences with a kept element, not elements."""
+    """The denominator counts sequences with a kept element, not elements."""
     counts_rejected: bool = False
-    """Whether the denominator counts the elements that are not kept, too."""
+    """The denominator counts rejected elements too."""
     token_mean: bool = False
-    """Whether a sequence brings the mean of its losses to the sum."""
+    """Each sequence adds the mean of its losses."""
     scaled: bool = False
-    """Whether a sequence brings the sum of its losses divided by ``L``."""
+    """Each sequence adds the sum of its losses divided by ``L``."""
 
     def loss_sum(self, loss: Tensor, keep: Tensor, scale_factor: float | None) -> Tensor:
-        """The sum of losses ``(B, T)``, which are 0 where ``keep`` ``(B, T)`` is not."""
+        """The sum of losses ``(B, T)``; they are 0 outside ``keep`` ``(B, T)``."""
         if self.token_mean:
-            # A sequence without a kept token has a sum of 0, whatever divides it.
+            # A sequence without a kept token has a sum of 0, so any divisor above 0 will do.
             return (loss.sum(1) / keep.sum(1).clamp(min=1)).sum()
         if self.scaled:
             return loss.sum() / (loss.shape[1] if scale_factor is None else scale_factor)
         return loss.sum()
 
     def denominator(self, keep: Tensor) -> Tensor:
-        """What the sum over ``keep`` ``(B, T)`` is to be divided by."""
+        """The divisor of the sum over ``keep`` ``(B, T)``."""
         counted = keep.new_ones(keep.shape) if self.counts_rejected else keep
         return (counted.any(1) if self.over_sequences else counted).sum()
 
@@ -66,6 +66,6 @@ AGGREGATIONS: dict[str, Aggregation] = {
 """Every ``loss_agg_mode``."""
 
 ALL_STEPS = Aggregation(counts_rejected=True)
-"""Mean over all SDE steps, so that a rejection shrinks the gradient: ``rejection_normalization=all``."""
+"""Mean over all SDE steps: a rejection shrinks the gradient (``rejection_normalization=all``)."""
 KEPT_STEPS = Aggregation()
-"""Mean over the SDE steps that rejection kept: ``rejection_normalization=kept``."""
+"""Mean over the kept SDE steps (``rejection_normalization=kept``)."""

@@ -1,8 +1,8 @@
-"""The actor's loss on SDE steps. ``inputs`` says which policies, weights and rejection each mode takes.
+"""The actor's loss on SDE steps. The table in ``inputs`` lists each mode's policies, weights and rejection.
 
-Its mean runs over all steps, of which a rejected one counts as 0 and so shrinks the gradient, or with
-``rejection_normalization=kept`` over the kept ones. Advantages are clamped to ``adv_clip_max``, and the KL to the
-reference is in closed form, from transition means. For tokens there is ``token_loss``.
+The mean runs over all steps, so a rejected one counts as 0 and shrinks the gradient; with
+``rejection_normalization=kept`` it runs over the kept steps. Advantages are clamped to ``adv_clip_max``. The KL to the
+reference is in closed form, from transition means. ``token_loss`` is the loss on tokens.
 """
 
 import warnings
@@ -33,7 +33,7 @@ def diffusion_loss(
     Log-probs and KL are in nats per latent dimension, means and standard deviations in the unit of the latents;
     advantages, weights and the loss have no unit.
 
-    Source: Flow-GRPO, arXiv 2505.05470; the record of each ``loss_mode`` names the function that cites its own.
+    Source: Flow-GRPO, arXiv 2505.05470; the function of each ``loss_mode`` cites its own.
 
     Args:
         config: a ``DiffusionActorConfig``.
@@ -43,22 +43,22 @@ def diffusion_loss(
         data: ``old_log_probs`` (bypass mode: ``rollout_log_probs``, or what was put into ``old_log_probs`` for it),
             ``advantages`` ``(B,)`` or the shape of the log-probs; decoupled correction adds
             ``rollout_is_weights`` and ``rollout_keep``; ``timesteps`` gives the per-timestep gap metrics.
-            ``grpo_guard`` and ``flow_dppo`` compare with ``old_transition_means`` (bypass mode: ``rollout_means``);
+            ``grpo_guard`` and ``flow_dppo`` read ``old_transition_means`` (bypass mode: ``rollout_means``);
             ``grpo_guard`` also reads ``sigmas`` and ``next_sigmas``. ``clip_ratio=auto`` reads ``clip_widths``, the
             half width of the clip band of every element; ``rollout_rs_threshold=auto`` in bypass mode reads
-            ``rollout_rs_bounds`` ``(B,)``. A batch with a ``response_mask`` holds tokens and is handed to
-            ``token_loss``. A dict, a ``TensorDict``, or an object with such a mapping in ``.batch``; not modified.
-        dp_group: None: this rank alone. A data-parallel process group: all of its ranks must call; the denominator
-            is then the mean over its ranks of the global one, so that averaging gradients over ranks (DDP) gives
-            exactly the global mean, and the metrics are those of all ranks together.
+            ``rollout_rs_bounds`` ``(B,)``. A batch with a ``response_mask`` holds tokens and goes to ``token_loss``.
+            A dict, a ``TensorDict``, or an object with such a mapping in ``.batch``; not modified.
+        dp_group: None: this rank alone. A data-parallel process group: all of its ranks must call. The denominator is
+            then the global one divided by the number of ranks, so that averaging gradients over ranks (DDP) gives
+            exactly the global mean; the metrics cover all ranks.
 
     Returns:
         ``(loss, metrics)``. If everything is rejected the loss is exactly 0, with zero gradients, a warning and
         ``actor/kept_fraction = 0``.
 
     Raises:
-        ValueError: a missing key or a shape that does not fit, by name; a loss or log ratio that is NaN or infinite,
-            naming the inputs that are, or that are no clip widths.
+        ValueError: a missing key or a shape that does not fit, by name; a NaN or infinite loss or log ratio, naming the
+            inputs that are not finite or no clip widths.
 
     Warns:
         UserWarning: everything is rejected; decoupled mode is to correct, and ``data`` has no weights; or ``data``
@@ -74,14 +74,14 @@ def diffusion_loss_sums(
     *,
     corrected: bool = False,
 ) -> LossSums:
-    """The loss of ``diffusion_loss`` before its division: see ``LossSums``. At least float32, whatever the input.
+    """The loss of ``diffusion_loss`` before its division: see ``LossSums``. Always at least float32.
 
-    Unlike ``diffusion_loss`` it does not see whether the sums are finite, which is for the caller to do. It waits for
-    the device in bypass mode alone, to measure the off-policy gap, and not with ``corrected``.
+    It does not check that the sums are finite; the caller must. Its only host sync is in bypass mode, to measure the
+    off-policy gap, and ``corrected`` avoids that too.
 
     Args:
         corrected: ``data`` has ``rollout_is_weights`` and ``rollout_keep`` in bypass mode too, so that no correction is
-            made of these log-probs, and none returned: they may be single steps of windows that it needs whole.
+            computed or returned. The log-probs may then be single steps of coupled windows.
     """
     return loss_sums(_read_steps(config, model_output, data, corrected=corrected))
 
@@ -89,7 +89,7 @@ def diffusion_loss_sums(
 def _read_steps(
     config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder, *, corrected: bool = False
 ) -> LossInputs:
-    """Everything that the loss of SDE steps depends on, read and checked; of tokens, what ``token_loss`` reads."""
+    """Read and check the inputs of the loss of SDE steps, or of tokens for a batch with a ``response_mask``."""
     data = as_mapping(data)
     if optional(data, Key.RESPONSE_MASK) is not None:
         warnings.warn(
@@ -102,7 +102,7 @@ def _read_steps(
     objective = OBJECTIVES[options.loss_mode]
     aggregation = KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
     shared = read_inputs(config, model_output, data, aggregation, corrected=corrected)
-    # Rewards may have outliers, and one image must not make up a whole step.
+    # Rewards have outliers; no single image may dominate an optimizer step.
     policy = shared.policy._replace(
         advantages=shared.policy.advantages.clamp(-options.adv_clip_max, options.adv_clip_max)
     )
@@ -126,13 +126,13 @@ def _read_steps(
 def _kl_and_std(
     model_output: TensorMapping, name: str, other_mean: Tensor, policy: PolicyInputs, why: str
 ) -> tuple[Tensor, Tensor]:
-    """KL of each step to the transition with ``other_mean``, and its standard deviation: 0 and 1 where not kept."""
+    """KL of each step to the transition with ``other_mean``, and the step's standard deviation; 0 and 1 if rejected."""
     steps = policy.log_prob.shape
     mean = require(model_output, "transition_means", f"model_output ({why})")
     std = require(model_output, "transition_stds", f"model_output ({why})")
     check_shape("transition_stds", std, steps)
     check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
     check_shape(name, other_mean, mean.shape)
-    # Selected before the arithmetic: what a rejected step holds would reach the gradient through a later mask.
+    # Select before the arithmetic: a NaN of a rejected step would pass through a later mask into the gradient.
     std = kept(std, policy.keep, 1.0)
     return transition_kl(kept(mean, policy.keep), kept(other_mean.detach(), policy.keep), std), std

@@ -1,7 +1,7 @@
-"""From configuration, model output and batch to ``LossInputs``: all that a loss is a function of.
+"""Read and check the inputs of a loss: from configuration, model output and batch to ``LossInputs``.
 
-Here everything is read and checked once; what follows (``sums``) is arithmetic on tensors. ``diffusion_loss`` and
-``token_loss`` read what only they know, and share the rest. Every error names the key and both shapes.
+Everything is checked once, here; ``sums`` is arithmetic on tensors. ``diffusion_loss`` and ``token_loss`` share this
+module and add their own inputs. Every error names the key and both shapes.
 
 ====================== ==================== ======================================== =========================
 mode                   ``old_log_prob``     weights in the loss                      rejection in the loss
@@ -11,15 +11,15 @@ bypass + ``ppo_clip``  the rollout's        none (they would count twice)       
 bypass + ``reinforce`` the rollout's        ``pi_theta/pi_rollout``, detached        the same ratio
 ====================== ==================== ======================================== =========================
 
-In bypass mode weights and rejection are computed here, afresh for every call, unless the caller says that the batch
-has them already; in decoupled mode they come with the batch (on the diffusion path from
-``apply_rollout_correction_to_diffusion_batch``).
+In bypass mode weights and rejection are computed here at every call, unless the batch already has them
+(``corrected``). In decoupled mode they come with the batch, from ``apply_rollout_correction_to_diffusion_batch``.
 """
 
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -30,13 +30,13 @@ from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss.aggregation import Aggregation
-from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Threshold
+from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Objective, Threshold
 from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, reinforce_objective
 
 
 @runtime_checkable
 class ActorLossConfig(Protocol):
-    """What a loss reads of ``DiffusionActorConfig``."""
+    """The fields of ``DiffusionActorConfig`` that a loss reads."""
 
     @property
     def diffusion_loss(self) -> LossOptions: ...
@@ -50,23 +50,23 @@ class ActorLossConfig(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What the loss of one micro-batch is a function of."""
+    """All inputs of the loss of one micro-batch."""
 
     config: ActorLossConfig
     policy: PolicyInputs
-    """What the objective reads of each element."""
+    """The objective's inputs, per element."""
     objective: Callable[[PolicyInputs, PolicyLimits], PolicyTerms]
     """The objective's function."""
     limits: PolicyLimits
-    """How far an update may go."""
+    """Limits of the update."""
     aggregation: Aggregation
-    """From losses of elements to a sum and its denominator."""
+    """Reduction of the elements' losses to a sum and its denominator."""
     valid: Bool[Tensor, "B T"] | None
-    """The elements that metrics count: valid tokens; ``None``: all."""
+    """Elements that metrics count: valid tokens; ``None``: all."""
     reference_kl: Float[Tensor, "..."] | None = None
-    """KL to the reference policy of each element, 0 where not kept; ``None``: it is not in the loss."""
+    """KL to the reference policy per element, 0 if rejected; ``None``: not in the loss."""
     correction: RolloutCorrection | None
-    """What bypass mode has found out about the off-policy gap; ``None`` where no token is valid."""
+    """Bypass mode's correction with its metrics; ``None`` without a valid token."""
 
 
 def read_inputs(
@@ -78,10 +78,10 @@ def read_inputs(
     valid: Bool[Tensor, "B T"] | None = None,
     corrected: bool = False,
 ) -> LossInputs:
-    """What the losses of SDE steps and of tokens read alike; each adds what only it knows.
+    """Read the inputs that the losses of SDE steps and of tokens share; each adds its own.
 
     Args:
-        valid: the ``response_mask`` of tokens, of which what is masked is never kept; ``None``: SDE steps.
+        valid: the ``response_mask`` of tokens; masked tokens are never kept. ``None``: SDE steps.
         corrected: ``data`` has weights and rejection in bypass mode too.
     """
     rc = config.rollout_correction
@@ -110,8 +110,8 @@ def read_inputs(
         weights = correction.weights
         keep = correction.mask.bool()
     if rc.bypass_mode and not reinforces:
-        weights = None  # PPO's ratio is over the rollout policy already, so that weights would count it twice
-    # Whatever the objective limits: the share outside the clip band is a metric of all of them.
+        weights = None  # PPO's ratio is already over the rollout policy; weights would count it twice
+    # Read for every objective: the share outside the clip band is a metric of all.
     low, high = CLIP_BAND.sides(options, _clip_widths(data, log_prob))
     dual_clip = None if valid is None else options.clip_ratio_c
     objective = OBJECTIVES[options.loss_mode]
@@ -119,7 +119,7 @@ def read_inputs(
     return LossInputs(
         config=config,
         policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep),
-        objective=reinforce_objective if reinforces else objective.load(),
+        objective=reinforce_objective if reinforces else _with_options(objective, options),
         limits=PolicyLimits(low, high, dual_clip, threshold),
         aggregation=aggregation,
         valid=valid,
@@ -127,10 +127,15 @@ def read_inputs(
     )
 
 
+def _with_options(objective: Objective, options: LossOptions) -> Callable[[PolicyInputs, PolicyLimits], PolicyTerms]:
+    """The objective's function with its own options filled in."""
+    return partial(objective.load(), **{name: getattr(options, name) for name in objective.options})
+
+
 def _given_correction(
     data: TensorMapping, log_prob: Tensor, valid: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The batch's weights (``None``: 1) and what rejection kept (``None``: everything)."""
+    """The batch's weights (``None``: 1) and keep-mask (``None``: everything)."""
     weights = like_log_probs(data, Key.ROLLOUT_IS_WEIGHTS, log_prob)
     keep = like_log_probs(data, Key.ROLLOUT_KEEP, log_prob)
     if keep is None and weights is not None and valid is None:
@@ -141,10 +146,10 @@ def _given_correction(
 
 
 def _warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, may_reject: bool) -> None:
-    """Decoupled mode is corrected before the loss, once for the whole batch; say so where that was left out.
+    """Warn if decoupled mode is configured to correct but the batch has neither weights nor a keep-mask.
 
     Args:
-        may_reject: whether a rejection can be missing; of tokens the mask may hold it, so that only weights can.
+        may_reject: a missing rejection counts too. For tokens it does not: their mask may already contain it.
     """
     names = set(data.keys())
     asked = not rc.bypass_mode and ((may_reject and rc.plan().can_reject) or rc.rollout_is is not None)
@@ -154,12 +159,12 @@ def _warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, ma
             "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
             "apply_rollout_correction_to_diffusion_batch(batch, config.rollout_correction) on the whole batch first, "
             "or set rollout_correction=None",
-            stacklevel=5,  # whoever called the loss, which reads its inputs by way of read_inputs
+            stacklevel=5,  # the caller of the loss
         )
 
 
 def require(mapping: TensorMapping, name: str, where: str) -> Tensor:
-    """The tensor of that name; ``ValueError`` where ``where`` lacks it."""
+    """The tensor ``name``; ``ValueError`` if the mapping, described by ``where``, lacks it."""
     value = optional(mapping, name)
     if value is None:
         raise ValueError(f"{where} lacks {name!r}; {_holds(mapping)}")
@@ -187,19 +192,19 @@ def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
 
 
 def _clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
-    """``clip_widths``, with NaN for what is none, so that the loss is not finite either: no wait for the device."""
+    """``clip_widths``, with NaN for invalid ones: the loss then is NaN and refused, without a host sync here."""
     widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
     return None if widths is None else torch.where(_is_usable(Key.CLIP_WIDTHS, widths), widths, torch.nan)
 
 
 def _is_usable(name: str, values: Tensor) -> Tensor:
-    """Which values are finite, and as clip widths above 0."""
+    """Mask of finite values; clip widths must also be above 0."""
     finite = torch.isfinite(values)
     return finite & (values > 0) if name == Key.CLIP_WIDTHS else finite
 
 
 def _old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
-    """``old_log_probs``; in bypass mode the rollout's, under either name."""
+    """``old_log_probs``; in bypass mode ``rollout_log_probs``, under either name."""
     names = (Key.ROLLOUT_LOG_PROBS, Key.OLD_LOG_PROBS) if bypass else (Key.OLD_LOG_PROBS,)
     for name in names:
         value = like_log_probs(data, name, log_prob)
@@ -209,7 +214,7 @@ def _old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Te
 
 
 def _advantages(data: TensorMapping, log_prob: Tensor) -> Tensor:
-    """The advantages as constants, broadcast from one an image (a sequence) to one a step (a token)."""
+    """The advantages as constants, broadcast from one per image or sequence to one per step or token."""
     advantages = require(data, Key.ADVANTAGES, "data")
     shape = log_prob.shape
     if advantages.shape not in (shape, shape[:1]):
@@ -218,7 +223,7 @@ def _advantages(data: TensorMapping, log_prob: Tensor) -> Tensor:
 
 
 def not_finite(**holders: object) -> str:
-    """What to say where a result is NaN or infinite: which tensors hold such values, and how many of them."""
+    """Describe which tensors hold NaN or infinite values, and how many, for an error message."""
     found = []
     for where, holder in holders.items():
         tensors = as_mapping(holder)

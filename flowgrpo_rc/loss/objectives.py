@@ -1,14 +1,14 @@
-"""The table of objectives: one record for each ``loss_mode``, with the answers to everything that is asked of one.
+"""The table of objectives: one record per ``loss_mode``.
 
 Configuration, loss, actor, probe, guard and report look an objective up here instead of comparing names. A new
-objective is a record in ``OBJECTIVES`` and the function that the record names; only one with a setting of its own also
-needs a field in ``DiffusionLossConfig``.
+objective is a record in ``OBJECTIVES`` and its function. Options of its own are fields of ``DiffusionLossConfig`` that
+the record lists in ``options``.
 
-Every objective limits how far an update may move the policy: it holds a *measure* of the distance between the old and
-the new policy against a *limit*. In bypass mode the rollout engine is the old policy, so the same measure of the
-off-policy gap tells how much of a batch lies beyond the limit before anything is learned.
+Every objective limits how far an update may move the policy: it compares a *measure* of the distance between the old
+and the current policy with a *limit*. In bypass mode the rollout engine is the old policy. The same measure of the
+off-policy gap then gives the share of a batch that lies beyond the limit before anything is learned.
 
-Nothing here imports torch. Where tensors come in, only their operators and methods are used.
+Nothing here imports torch: functions of tensors use only their operators and methods.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 Measure: TypeAlias = Callable[[Any, Any, Any], Any]
-"""From log ratio, KL per latent dimension and standard deviation of each step to what is held against the limit."""
+"""Maps log ratio, KL per latent dimension and standard deviation of each step to the value that the limit bounds."""
 
 
 @runtime_checkable
 class LossOptions(Protocol):
-    """What a limit and a loss read of ``DiffusionLossConfig``, besides a threshold's own ``key``."""
+    """The fields of ``DiffusionLossConfig`` that limits and losses read, besides a threshold's own ``key``."""
 
     loss_mode: str
     clip_ratio: float | str
@@ -44,7 +44,7 @@ def log_ratio(log_ratio: Any, kl: Any, step_std: Any) -> Any:
 
 
 def normalised_log_ratio(log_ratio: Any, kl: Any, step_std: Any) -> Any:
-    """``(log_ratio + kl) * step_std``: without the bias and the scale that depend on the timestep.
+    """``(log_ratio + kl) * step_std``: removes the timestep's bias and scale.
 
     Source: GRPO-Guard, arXiv 2510.22319.
     """
@@ -178,27 +178,32 @@ class Objective:
     name: str
     function: str
     """``package.module:function``, called with ``PolicyInputs`` and ``PolicyLimits`` and returning ``PolicyTerms``."""
+    options: tuple[str, ...] = ()
+    """Fields of ``DiffusionLossConfig`` that the function takes as keyword arguments."""
     limit: ClipBand | Threshold = CLIP_BAND
     """How far an update may move the policy."""
     measure: Measure = log_ratio
-    """What is held against the limit."""
+    """The value that the limit bounds."""
     needs_old_means: bool = False
-    """Whether the function reads ``PolicyInputs.shift``, and so the transition means of the old policy (in bypass mode
-    the rollout engine's) and of the new one. Tokens have none."""
+    """The function reads ``PolicyInputs.shift``: transition means of the old policy (in bypass mode the rollout
+    engine's) and of the current one. Tokens have none."""
     needs_sigmas: bool = False
-    """Whether it reads ``TransitionShift.dt``, and so the noise levels around each step."""
+    """The function reads ``TransitionShift.dt``: the noise levels around each step."""
     sde_type: str | None = None
     """The only ``rollout.algo.sde_type`` that it is meant for; ``None``: any."""
 
     @property
     def clips(self) -> bool:
-        """Whether it clips a ratio."""
+        """True if it clips a ratio."""
         return isinstance(self.limit, ClipBand)
 
     @property
     def clips_plain_ratio(self) -> bool:
-        """Whether it clips ``pi_theta/pi_old`` itself, so that the log-prob gap compares with the clip band, and
-        ``clip_ratio=auto``, whose calibration measures that gap, suits it."""
+        """True if it clips ``pi_theta/pi_old`` itself.
+
+        Only then does the log-prob gap compare with the clip band, and only then is ``clip_ratio=auto``, which is
+        calibrated on that gap, allowed.
+        """
         return self.clips and self.measure is log_ratio
 
     @property
@@ -213,7 +218,7 @@ class Objective:
 
 
 DEFAULT = "flow_grpo"
-"""The objective that ``loss_mode`` names where nothing is configured."""
+"""The default ``loss_mode``."""
 
 OBJECTIVES: dict[str, Objective] = {
     objective.name: objective

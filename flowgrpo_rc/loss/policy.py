@@ -2,8 +2,8 @@
 
 In every ratio the numerator comes first: ``ratio = pi_theta / pi_old = exp(log_prob - old_log_prob)``.
 Gradients flow through ``log_prob`` alone; ``old_log_prob``, advantages, weights and the keep-mask are constants.
-Whatever an element that is not kept holds (padding, NaN, an overflow) is selected away *before* any arithmetic, so
-that it can reach neither the loss nor its gradient.
+Rejected elements (padding, NaN, an overflow) are replaced *before* any arithmetic, so that they reach neither the loss
+nor its gradient.
 """
 
 import math
@@ -18,20 +18,19 @@ from flowgrpo_rc.loss.objectives import normalised_log_ratio
 
 
 class TransitionShift(NamedTuple):
-    """How far the transitions of SDE steps have moved from the old policy's; harmless where a step is not kept."""
+    """Distance of the SDE steps' transitions from the old policy's. Rejected steps have neutral values."""
 
     kl: Float[Tensor, "..."]
     """``mean over dims of (mu - mu_old)^2 / (2 step_std^2)``: the closed-form ``KL(pi_theta || pi_old)`` per latent
-    dimension, with gradient; 0 where not kept."""
+    dimension, with gradient; 0 if rejected."""
     step_std: Float[Tensor, "..."]
-    """Standard deviation of the whole step, which both policies share; 1 where not kept."""
+    """Standard deviation of the whole step, which both policies share; 1 if rejected."""
     dt: Float[Tensor, "..."] | None = None
-    """Difference of the noise levels around the step, above 0, for objectives with ``needs_sigmas``; 1 where not
-    kept."""
+    """Positive difference of the noise levels around the step, for objectives with ``needs_sigmas``; 1 if rejected."""
 
 
 class PolicyInputs(NamedTuple):
-    """What every objective reads: one SDE step or one token an element, all in the shape of the log-probs."""
+    """Inputs of every objective, in the shape of the log-probs; an element is an SDE step or a token."""
 
     log_prob: Float[Tensor, "..."]
     """Of ``pi_theta``, at least float32, with gradient."""
@@ -42,7 +41,7 @@ class PolicyInputs(NamedTuple):
     weights: Float[Tensor, "..."] | None = None
     """Importance weights in the loss, detached; ``None``: 1."""
     keep: Bool[Tensor, "..."] | None = None
-    """What the loss sees, of tokens the modified mask; ``None``: everything."""
+    """Elements in the loss (for tokens the modified mask); ``None``: all."""
     shift: TransitionShift | None = None
     """For objectives with ``needs_old_means``."""
 
@@ -57,18 +56,18 @@ class PolicyLimits(NamedTuple):
     dual_clip: float | None = None
     """Bound of the dual clip; ``None``: no such bound."""
     threshold: float = math.inf
-    """For objectives whose limit is a ``Threshold``: its value."""
+    """Value of the limit, for objectives whose limit is a ``Threshold``."""
 
 
 class PolicyTerms(NamedTuple):
-    """What an objective returns."""
+    """Result of an objective."""
 
     loss: Float[Tensor, "..."]
-    """Loss of each element before any reduction, 0 where it is not kept."""
+    """Loss per element before any reduction, 0 if rejected."""
     log_ratio: Float[Tensor, "..."]
-    """The log ratio that the loss came from, 0 where an element is not kept."""
+    """The log ratio in the loss, 0 if rejected."""
     left_out: Bool[Tensor, "..."] | None = None
-    """For objectives that do not clip: the elements that they leave out for what the update has done already."""
+    """Elements without a gradient because they have left the trust region, for objectives that do not clip."""
 
 
 def ppo_clip(
@@ -84,7 +83,7 @@ def ppo_clip(
 ) -> PolicyTerms:
     """``max(-A*ratio, -A*clip(ratio, 1 - clip_low, 1 + clip_high))``, times ``weights`` if there are any.
 
-    PPO (arXiv 1707.06347); on the diffusion path with one advantage an image it is Flow-GRPO's objective
+    PPO (arXiv 1707.06347); on the diffusion path with one advantage per image, Flow-GRPO's objective
     (arXiv 2505.05470). Elements with ``keep=False`` have a loss of 0. With ``dual_clip`` (above 1) the loss at
     ``A < 0`` is at most ``-A * dual_clip``, before the weights (dual-clip PPO, arXiv 1912.09729).
     """
@@ -92,7 +91,7 @@ def ppo_clip(
     ratio = torch.exp(log_ratio)
     advantages = kept(advantages.detach(), keep)
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    # The larger loss: clipping takes away what an update would gain, never what it would lose.
+    # The larger loss: clipping removes the incentive to move further, never the one to move back.
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
     if dual_clip is not None:
         loss = torch.where((advantages < 0) & (ratio > dual_clip), -advantages * dual_clip, loss)
@@ -113,7 +112,7 @@ def reinforce(
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
     loss = -kept(advantages.detach(), keep) * kept(log_prob, keep)
-    # It does not clip, so that no share outside a clip band has lost its gradient.
+    # Without a clip no element outside the clip band has lost its gradient.
     left_out = torch.zeros_like(loss, dtype=torch.bool)
     return PolicyTerms(weigh(loss, weights, keep), log_ratio.detach(), left_out)
 
@@ -136,14 +135,14 @@ def flow_grpo(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
 
 
 def reinforce_objective(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
-    """``reinforce``, which has no limit."""
+    """``reinforce`` with the signature of an objective; it has no limit."""
     return reinforce(inputs.log_prob, inputs.old_log_prob, inputs.advantages, weights=inputs.weights, keep=inputs.keep)
 
 
 def grpo_guard(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
-    """The clipped objective on a ratio whose bias and scale no longer depend on the timestep, divided by ``dt``.
+    """The clipped objective on a ratio without the timestep's bias and scale, divided by ``dt``.
 
-    ``ratio = exp((log_prob - old_log_prob + kl) * step_std)``, each **per sample**: a micro-batch may mix timesteps.
+    ``ratio = exp((log_prob - old_log_prob + kl) * step_std)``, all **per sample**: a micro-batch may mix timesteps.
     Gradients flow through ``log_prob`` and ``kl``. The returned ``log_ratio`` is the normalised one.
 
     Source: GRPO-Guard, arXiv 2510.22319.
@@ -153,16 +152,16 @@ def grpo_guard(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
     assert shift.dt is not None
     log_ratio = kept(inputs.log_prob - inputs.old_log_prob.detach(), inputs.keep)
     normalised = normalised_log_ratio(log_ratio, shift.kl, shift.step_std)
-    # The normalised log ratio holds the old log-prob already.
+    # The normalised log ratio already contains the old log-prob.
     terms = flow_grpo(inputs._replace(log_prob=normalised, old_log_prob=torch.zeros_like(normalised)), limits)
     return terms._replace(loss=terms.loss / shift.dt)
 
 
 def flow_dppo(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
-    """``-A * ratio``, without the elements that have left the trust region and are moving further out.
+    """``-A * ratio``, except for elements that have left the trust region and would move further out.
 
-    An element is left out when ``kl >= threshold`` and its gradient would enlarge the distance: a ratio above 1 with a
-    positive advantage, or below 1 with a negative one.
+    These have ``kl >= threshold`` and a gradient that would increase the distance: a ratio above 1 with a positive
+    advantage, or below 1 with a negative one.
 
     Source: Flow-DPPO; the same asymmetric mask as DPPO for tokens.
     """
@@ -171,7 +170,7 @@ def flow_dppo(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
     log_ratio = select(inputs.log_prob - inputs.old_log_prob.detach(), inputs.keep)
     outward = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
     left_out = (inputs.shift.kl.detach() >= limits.threshold) & outward
-    # Selected before exp: an overflow times 0 would be NaN in the gradient.
+    # Select before exp: an overflow times 0 would be NaN in the gradient.
     ratio = torch.exp(torch.where(left_out, 0.0, log_ratio))
     loss = torch.where(left_out, 0.0, -kept(advantages, inputs.keep) * ratio)
     return PolicyTerms(weigh(loss, inputs.weights, inputs.keep), log_ratio, left_out)
@@ -182,12 +181,12 @@ def k3_kl(
 ) -> Float[Tensor, "..."]:
     """``exp(d) - 1 - d`` with ``d = ref_log_prob - log_prob``: each sample's estimate of KL(pi_theta || pi_ref).
 
-    ``d`` is clamped to the safety bound, beyond which there is no gradient; 0 where an element is not kept.
+    ``d`` is clamped to the safety bound; there is no gradient beyond. 0 if rejected.
 
     Source: J. Schulman, "Approximating KL divergence" (2020), estimator k3.
     """
     gap = select(ref_log_prob.detach() - log_prob, keep)
-    # exp(gap) - 1 would lose the digits of a small gap.
+    # exp(gap) - 1 would cancel for a small gap.
     return torch.expm1(gap) - gap
 
 

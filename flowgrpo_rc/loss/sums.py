@@ -1,6 +1,6 @@
-"""A loss and its metrics as sums on the device, which add up over micro-batches and ranks, and their means.
+"""A loss and its metrics as sums on the device that add up over micro-batches and ranks, and their means.
 
-``diffusion_loss`` and ``token_loss`` share everything here: from ``LossInputs`` to sums, and from those to one number.
+``diffusion_loss`` and ``token_loss`` share this module: ``LossInputs`` become sums, and sums become one number.
 """
 
 import math
@@ -23,9 +23,9 @@ class LossMetrics:
     """Sums and extremes of one or many micro-batches; ``+`` merges them exactly."""
 
     names: tuple[str, ...]
-    """Of the sums; ``dual_clipped`` is among them where the objective clips dually (token path)."""
+    """Names of the sums; ``dual_clipped`` is among them if the objective has a dual clip (token path)."""
     sums: Tensor
-    """Float64, where counts stay exact and sums of many small losses keep their digits."""
+    """Float64, so that counts stay exact and sums of many small losses keep their digits."""
     extremes: Tensor
     """``(2,)`` float64: minus the smallest ratio and the largest, so that a maximum merges both."""
 
@@ -42,13 +42,13 @@ class LossMetrics:
         kl_sum: Tensor,
         valid: Tensor | None = None,
     ) -> "LossMetrics":
-        """From what one micro-batch's objective was given and what it returned.
+        """Sums of one micro-batch, from its objective's inputs and result.
 
         Args:
             loss_sum, denominator, kl_sum: of the micro-batch, reduced.
-            valid: the elements that count (``None``: all of them); what is not kept has a log ratio of 0.
+            valid: elements that count (``None``: all); rejected ones count with a log ratio of 0.
         """
-        # Not clamped, so that one which is NaN or infinite shows; all but its mean size are of the clamped one.
+        # Not clamped, so that NaN and infinity show in its mean size; the other sums use the clamped one.
         log_ratio = kept(policy.log_prob - policy.old_log_prob, policy.keep)
         ratio = torch.exp(terms.log_ratio)
         high = ratio > 1 + limits.clip_high
@@ -66,7 +66,7 @@ class LossMetrics:
             "clipped_high": high.sum(),
             "clipped_low": low.sum(),
         }
-        # Outside the clip band a step that leads further out has no gradient; one that leads back keeps it.
+        # Outside the clip band, elements that would move further out have no gradient; the others keep theirs.
         inert = (high & (policy.advantages > 0)) | (low & (policy.advantages < 0))
         if terms.left_out is not None:
             inert = terms.left_out
@@ -82,7 +82,7 @@ class LossMetrics:
         return LossMetrics(self.names, self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
     def all_reduce(self, group: object | None = None) -> "LossMetrics":
-        """Merged over the ranks of ``group`` (the default group when ``None``); itself without one."""
+        """Merge over the ranks of ``group`` (``None``: the default group); without ``torch.distributed`` itself."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return self
         operations = torch.distributed.ReduceOp
@@ -94,12 +94,12 @@ class LossMetrics:
 
     @property
     def denominator(self) -> Tensor:
-        """What the loss sum is to be divided by, on the device."""
+        """Divisor of the loss sum, on the device."""
         return self.sums[self.names.index("denominator")]
 
     @property
     def kept(self) -> float:
-        """How many elements rejection kept."""
+        """Number of elements that rejection kept."""
         return float(self.sums[self.names.index("kept")])
 
     @property
@@ -110,13 +110,12 @@ class LossMetrics:
     def compute(self) -> dict[str, float]:
         """``actor/...`` metrics as floats, with one device-to-host transfer.
 
-        ``pg_loss`` is the policy loss over its denominator; ``kept_fraction`` the share of elements that rejection
-        kept (all other means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of
-        ``log pi_old - log pi_theta``;
-        ``pg_clipfrac`` the share of ratios outside the clip band (``_higher``, ``_lower``: on which side);
-        ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` and ``log_ratio_abs_mean`` are of
-        ``pi_theta/pi_old``. On the token path the elements are the valid tokens, and ``pg_clipfrac_dual`` is the share
-        that the dual clip bounds (verl's ``pg_clipfrac_lower``). Without a valid element every ratio is 1.
+        ``pg_loss`` is the policy loss over its denominator; ``kept_fraction`` the share of kept elements (all other
+        means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of ``log pi_old - log
+        pi_theta``; ``pg_clipfrac`` the share of ratios outside the clip band (``_higher``, ``_lower``: above and below
+        it); ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` and ``log_ratio_abs_mean``
+        describe ``pi_theta/pi_old``. On the token path the elements are the valid tokens, and ``pg_clipfrac_dual`` is
+        the share that the dual clip bounds (verl's ``pg_clipfrac_lower``). Without a valid element every ratio is 1.
         """
         *sums, minus_least, most = torch.cat([self.sums, self.extremes]).tolist()
         total = dict(zip(self.names, sums, strict=True))
@@ -140,10 +139,10 @@ class LossMetrics:
 
 
 class LossSums(NamedTuple):
-    """A loss as a sum and its denominator, so that micro-batches and ranks add up exactly.
+    """A loss as a sum and its denominator, which add up exactly over micro-batches and ranks.
 
-    ``loss_sum`` carries the gradient. Add sums (their gradients) and denominators over everything that one
-    optimizer step sees, and divide once.
+    ``loss_sum`` carries the gradient. Add the sums (their gradients) and the denominators of one optimizer step, and
+    divide once.
     """
 
     loss_sum: Float[Tensor, ""]
@@ -153,11 +152,11 @@ class LossSums(NamedTuple):
 
 
 def loss_sums(inputs: LossInputs) -> LossSums:
-    """The loss before its division, without waiting for the device."""
+    """The loss before its division, without a host sync."""
     policy = inputs.policy
     scale_factor = inputs.config.diffusion_loss.loss_scale_factor
     terms = inputs.objective(policy, inputs.limits)
-    # Without a rejection all is kept; a mask of ones lets every aggregation count in the same way.
+    # A mask of ones in place of None, so that every aggregation counts in the same way.
     keep = torch.ones_like(policy.log_prob, dtype=torch.bool) if policy.keep is None else policy.keep
     denominator = inputs.aggregation.denominator(keep).to(policy.log_prob.dtype)
     policy_sum = inputs.aggregation.loss_sum(terms.loss, keep, scale_factor)
@@ -178,7 +177,7 @@ def mean_loss(
     """``(loss, metrics)`` of ``diffusion_loss`` and ``token_loss``, which document them.
 
     Args:
-        model_output, data: what ``inputs`` were read from, to say which of their tensors is not finite.
+        model_output, data: the source of ``inputs``, to name the tensors that are not finite.
     """
     sums = loss_sums(inputs)
     reported = sums.metrics
@@ -186,20 +185,20 @@ def mean_loss(
     correction = {} if sums.correction is None else sums.correction.metrics
     if dp_group is not None:
         reported = reported.all_reduce(dp_group)
-        # Averaging the ranks' gradients divides by their number, so each divides by the mean denominator.
+        # DDP's average divides by the number of ranks once more, so divide by the mean denominator here.
         ranks = torch.distributed.get_world_size(dp_group)  # type: ignore[arg-type]
         denominator = (reported.denominator / ranks).to(denominator.dtype)
         if inputs.config.rollout_correction.bypass_mode:
-            # Also a rank with no valid token, and so no correction, must take part in the collective.
+            # A rank without a valid token has no correction, but must take part in the collective.
             everywhere = MetricAccumulator()
             if sums.correction is not None:
                 everywhere.add(sums.correction)
             correction = everywhere.compute(dp_group)
-    # Where nothing is kept the sum is 0 and still has its graph: a loss of 0 with gradients of 0, on every rank.
+    # If nothing is kept the sum is 0 and still has its graph: loss and gradients are 0 on every rank.
     loss = sums.loss_sum / torch.where(denominator > 0, denominator, 1.0)
     metrics = reported.compute()
     metrics["actor/loss"] = metrics["actor/pg_loss"] + inputs.config.kl_loss_coef * metrics["actor/kl_loss"]
-    # The loss clamps log ratios, so that it may be finite where they are not.
+    # The loss clamps log ratios, so it may be finite although they are not.
     for name in ("actor/loss", "actor/log_ratio_abs_mean"):
         if not math.isfinite(metrics[name]):
             raise ValueError(f"{name} is {metrics[name]}; {not_finite(model_output=model_output, data=data)}")

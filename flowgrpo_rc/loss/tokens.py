@@ -35,11 +35,12 @@ def token_loss(
             ``loss_scale_factor`` count, and ``adv_clip_max`` does not.
         model_output: ``log_probs`` ``(B, T)``, with gradient.
         data: ``response_mask`` ``(B, T)`` of any dtype (non-zero: a valid token); ``old_log_probs`` (bypass mode:
-            ``rollout_log_probs``, or what was put into ``old_log_probs`` for it), ``advantages`` ``(B,)`` or
-            ``(B, T)``; decoupled correction adds ``rollout_is_weights`` and ``rollout_keep``. ``use_kl_loss`` reads
+            ``rollout_log_probs``, or what was put into ``old_log_probs`` for it), ``advantages`` ``(B,)`` or ``(B,
+            T)``; decoupled correction adds ``rollout_is_weights`` and ``rollout_keep``. ``use_kl_loss`` reads
             ``ref_log_probs`` ``(B, T)``, ``clip_ratio=auto`` reads ``clip_widths`` ``(B, T)``, and
-            ``rollout_rs_threshold=auto`` in bypass mode reads ``rollout_rs_bounds`` ``(B,)``. What masked positions
-            hold has no effect. A dict, a ``TensorDict``, or an object with such a mapping in ``.batch``; not modified.
+            ``rollout_rs_threshold=auto`` in bypass mode reads ``rollout_rs_bounds`` ``(B,)``. Values at masked
+            positions have no effect. A dict, a ``TensorDict``, or an object with such a mapping in ``.batch``; not
+            modified.
         dp_group: as for ``diffusion_loss``.
 
     Returns:
@@ -60,13 +61,13 @@ def token_loss_sums(
 ) -> LossSums:
     """The loss of ``token_loss`` before its division: see ``LossSums``. At least float32, whatever the input.
 
-    Unlike ``token_loss`` it does not say whether the sums are finite: that is the caller's to see.
+    It does not check that the sums are finite; the caller must.
     """
     return loss_sums(read_tokens(config, model_output, data))
 
 
 def read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder) -> LossInputs:
-    """Everything that the loss of tokens depends on, read and checked."""
+    """Read and check the inputs of the loss of tokens."""
     data = as_mapping(data)
     options = config.diffusion_loss
     require(data, Key.RESPONSE_MASK, "data")

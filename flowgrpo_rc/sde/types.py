@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SDEType:
-    """One kind of stochastic step, and what its mathematics asks of a configuration."""
+    """One kind of stochastic step and the settings that it allows."""
 
     step: str
     """``module:function`` that computes the mean and the standard deviation of one step."""
 
     log_prob_is_density: bool = True
-    """Whether ``log_prob`` is the Gaussian log-density, so that log ratios have the scale of densities."""
+    """``log_prob`` is the Gaussian log-density, so that log ratios have the scale of densities."""
 
     last_step_is_stochastic: bool = True
-    """Whether the step that ends at noise level 0 still draws noise and can be trained."""
+    """The step that ends at noise level 0 still draws noise and can be trained."""
 
     largest_noise_level: float | None = None
-    """The largest ``noise_level`` for which the step is defined; ``None`` where there is no such limit."""
+    """The largest ``noise_level`` for which the step is defined; ``None``: no limit."""
 
 
 SDE_TYPES: dict[str, SDEType] = {
