@@ -33,7 +33,7 @@ from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_
 from flowgrpo_rc.rollout import RolloutConfig, RolloutPool, RolloutRequest
 from flowgrpo_rc.rollout.host import EngineHost, digest_rule
 from flowgrpo_rc.rollout.placement import RayConfig
-from flowgrpo_rc.rollout.process.handle import ProcessHandle
+from flowgrpo_rc.rollout.process import ProcessHandle
 from flowgrpo_rc.rollout.ray.handle import ray_handles
 
 MODEL = ModelConfig(path="asset:tiny_qwen_image", lora_rank=64, lora_alpha=64)

@@ -3,7 +3,6 @@
 import atexit
 import hashlib
 import os
-import secrets
 import shutil
 import signal
 import tempfile
@@ -210,8 +209,6 @@ def ray_environment():
     """Variables of a process that starts or joins Ray: nothing of it in the user's home, and none of it killed because
     other tests take memory."""
     own = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }

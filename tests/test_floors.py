@@ -17,6 +17,7 @@ BASE = {
     "dtypes",
     "field_docs",
     "messages",
+    "processes",
     "quiet",
     "threads",
     "run_folder",

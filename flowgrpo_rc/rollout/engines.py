@@ -87,7 +87,7 @@ class PlacementEntry:
 
 ELSEWHERE: dict[str, PlacementEntry] = {
     "process": PlacementEntry(
-        "flowgrpo_rc.rollout.process.handle:process_handles", "flowgrpo_rc.rollout.process.handle:check_process"
+        "flowgrpo_rc.rollout.process:process_handles", "flowgrpo_rc.rollout.process:check_process"
     ),
     "ray": PlacementEntry("flowgrpo_rc.rollout.ray.handle:ray_handles", "flowgrpo_rc.rollout.ray.handle:check_cluster"),
 }

@@ -19,7 +19,7 @@ from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutConfig,
 from flowgrpo_rc.rollout.base import RolloutHandle
 from flowgrpo_rc.rollout.host import EngineHost, digest_rule
 from flowgrpo_rc.rollout.placement import ALONE, ProcessConfig
-from flowgrpo_rc.rollout.process.handle import ProcessHandle, process_handles
+from flowgrpo_rc.rollout.process import ProcessHandle, process_handles
 
 LORA = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=6)
 ROLLOUT = RolloutConfig(

@@ -17,7 +17,7 @@ from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, build_engine
 from flowgrpo_rc.rollout.host import digest_rule
 from flowgrpo_rc.rollout.placement import ALONE
-from flowgrpo_rc.rollout.process.handle import process_handles
+from flowgrpo_rc.rollout.process import process_handles
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.gpu

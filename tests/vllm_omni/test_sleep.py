@@ -11,7 +11,7 @@ from flowgrpo_rc.rollout import RolloutConfig
 from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.vllm_omni import server
 from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
-from flowgrpo_rc.rollout.vllm_omni.server import _Server
+from flowgrpo_rc.rollout.vllm_omni.server import Server
 
 SLEEPING = VllmOmniConfig(sleep=True)
 
@@ -45,7 +45,7 @@ def make_server(monkeypatch):
     monkeypatch.setattr(server, "_bytes_in_use", lambda: next(memory))
 
     def make(sleeps=True):
-        made = object.__new__(_Server)
+        made = object.__new__(Server)
         made.omni = NotingOmni()
         made._loop = asyncio.new_event_loop()
         made._sleeps, made._asleep, made._used = sleeps, False, (0, 0)
@@ -135,6 +135,7 @@ def test_an_allocator_that_could_not_sleep_stays_with_the_trainer(tiny_model, mo
     settings = {"timeouts": SLEEPING, "micro_batch_size": 2, "dtype": torch.float32, "devices": ["cuda:0"]}
     awake = VllmOmniHandle(tiny_model, ModelConfig(), **settings)
     asleep = VllmOmniHandle(tiny_model, ModelConfig(), sleep=True, **settings)
-    assert "PYTORCH_CUDA_ALLOC_CONF" in awake.process._launch.environment
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in asleep.process._launch.environment
-    assert asleep.process._launch.settings.sleep
+    assert "PYTORCH_CUDA_ALLOC_CONF" in awake.process._environment
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in asleep.process._environment
+    (settings,) = asleep.process._arguments
+    assert settings.sleep

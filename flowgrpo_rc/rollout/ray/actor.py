@@ -1,23 +1,14 @@
-"""What runs on a Ray cluster: an actor around an ``EngineHost``. Importing this loads neither torch nor Ray.
-
-Everything goes in and out as bytes that were pickled here or by the trainer, so that what stands between them, Ray and
-``ray.driver``, need not know what they are.
-"""
+"""The class of Ray's actors. Importing this loads neither torch nor Ray."""
 
 import os
-import pickle
 import socket
-import traceback
 from typing import Any
 
-from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.rollout.process.environment import without_process_group
+from flowgrpo_rc.processes import without_process_group
 from flowgrpo_rc.threads import limit_spinning
 
 LIFE = "life"
-"""The concurrency group that answers while the engine is at work."""
-Failure = tuple[str, str]
-"""An error as it goes back: the name of its class and its text in a line."""
+"""The concurrency group that answers while the engine computes."""
 
 
 class EngineActor:
@@ -27,47 +18,37 @@ class EngineActor:
         self._host: Any = None
 
     def where(self) -> tuple[str, int]:
-        """The node's name and this process."""
+        """The node's name and the id of this process."""
         return socket.gethostname(), os.getpid()
 
     def alive(self) -> None:
-        """A sign of life, whatever the engine computes."""
+        """Return at once, whatever the engine computes."""
 
-    def load(self, sections: bytes, device: str, threads: int | None) -> Failure | None:
-        """Load the model; ``sections`` are a ``RolloutConfig`` and a ``ModelConfig``.
+    def load(self, rollout: Any, model: Any, device: str, threads: int | None) -> None:
+        """Load the model.
 
-        ``threads`` are those of a computation on the host; ``None``: as Ray has set them, by ``num_cpus``.
+        Args:
+            rollout: the section ``actor_rollout_ref.rollout``.
+            model: the section ``actor_rollout_ref.model``.
+            device: as ``EngineHost``.
+            threads: number of threads on the host; ``None`` leaves it to Ray, which sets ``num_cpus``.
         """
+        # torch reads these variables when it is imported. The node's daemon may have been started by a trainer that
+        # has a process group, and Ray's workers inherit its environment.
+        for name in os.environ.keys() - without_process_group(os.environ).keys():
+            del os.environ[name]
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        limit_spinning(os.environ)
 
-        def build() -> None:
-            # Before torch is imported. A node's daemon may have been started by a trainer that has a process group.
-            for name in os.environ.keys() - without_process_group(os.environ).keys():
-                del os.environ[name]
-            if threads is not None:
-                os.environ["OMP_NUM_THREADS"] = str(threads)
-            limit_spinning(os.environ)
+        from flowgrpo_rc.rollout.host import EngineHost
 
-            from flowgrpo_rc.rollout.host import EngineHost
+        self._host = EngineHost(rollout, model, device)
 
-            rollout, model = pickle.loads(sections)
-            self._host = EngineHost(rollout, model, device)
+    def sync(self, state: Any, version: int) -> str:
+        """As ``EngineHost.sync``."""
+        return self._host.sync(state, version)
 
-        return _attempt(build)[0]
-
-    def sync(self, state: bytes, version: int) -> tuple[Failure | None, str]:
-        """``EngineHost.sync``."""
-        return _attempt(lambda: self._host.sync(pickle.loads(state), version))
-
-    def generate(self, request: bytes) -> tuple[Failure | None, bytes]:
-        """``EngineHost.generate``, a request to ``Trajectories``."""
-        failure, answer = _attempt(lambda: self._host.generate(pickle.loads(request)))
-        return failure, b"" if failure else pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _attempt(do: Any) -> tuple[Failure | None, Any]:
-    """What ``do`` returns, or what went wrong in it; the whole of that is in the actor's log."""
-    try:
-        return None, do()
-    except Exception as error:
-        traceback.print_exc()
-        return (type(error).__name__, one_line(error, 1000)), None
+    def generate(self, request: Any) -> Any:
+        """As ``EngineHost.generate``."""
+        return self._host.generate(request)

@@ -13,9 +13,9 @@ from flowgrpo_rc.models.lora import check_adapter_state, target_layers
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, check_has_adapter
 from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.devices import check_devices, engine_environment
 from flowgrpo_rc.rollout.placement import JOINED, EngineTimeouts
-from flowgrpo_rc.rollout.process.environment import check_devices, engine_environment
-from flowgrpo_rc.rollout.process.parent import EngineProcess, Launch
+from flowgrpo_rc.rollout.process import EngineProcess
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, check_targets, expected_shapes
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import with_cause
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
@@ -93,15 +93,12 @@ class VllmOmniHandle:
             sleep=sleep,
         )
         self.process = EngineProcess(
-            Launch(
-                module="flowgrpo_rc.rollout.vllm_omni.server",
-                settings=self._settings,
-                environment=environment,
-                starts_others=len(devices) > 1,
-                subject=subject,
-                explain=with_cause,
-            ),
-            timeouts,
+            "flowgrpo_rc.rollout.vllm_omni.server:Server",
+            self._settings,
+            environment=environment,
+            timeouts=timeouts,
+            subject=subject,
+            explain=with_cause,
         )
         self._at_exit = weakref.finalize(self, self.process.close)
 

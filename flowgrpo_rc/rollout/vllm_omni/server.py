@@ -1,4 +1,4 @@
-"""The engine's process: ``python -m flowgrpo_rc.rollout.vllm_omni.server FD``, FD being its end of the pipe.
+"""The object in a vllm_omni engine's process.
 
 It holds one ``AsyncOmni`` with one diffusion stage, which vllm-omni runs inside this process. An adapter goes through
 ``AsyncOmni.add_lora``, a rollout through one ``AsyncOmni.generate`` an image; vllm-omni's scheduler batches them.
@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from flowgrpo_rc.rollout.process.child import serve
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 from flowgrpo_rc.rollout.vllm_omni.settings import Settings
 
 
-class _Server:
+class Server:
     """The calls that the trainer may make."""
 
     def __init__(self, settings: Settings) -> None:
@@ -206,7 +205,3 @@ def _bytes_in_use() -> int:
 
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-if __name__ == "__main__":
-    serve(_Server)

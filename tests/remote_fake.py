@@ -1,4 +1,4 @@
-"""An engine's process without an engine: ``python -m fake_server FD``, with this folder on the path."""
+"""An object in a child process, which does as the test wants: ``RemoteObject("remote_fake:Fake", ...)``."""
 
 import os
 import signal
@@ -7,33 +7,33 @@ import sys
 import threading
 import time
 
-from flowgrpo_rc.rollout.process.child import serve
-
 
 class AdapterMismatchError(ValueError):
-    """Told by its name, as the real one is, whose module would load torch here."""
+    """Recognised by its name, as the real one, whose module would load torch here."""
 
 
 class Fake:
-    """Does as it is told. Its settings are what it does at its start: nothing, ``fail``, ``die`` or ``hang``."""
+    """``at_start`` is what it does when it is made: nothing, ``fail``, ``die`` or ``hang``."""
 
-    def __init__(self, settings):
-        if settings == "fail":
+    def __init__(self, at_start=None):
+        if at_start == "fail":
             print("loading", flush=True)
             raise ValueError("there is no such\nmodel")
-        if settings == "die":
+        if at_start == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if settings == "hang":
+        if at_start == "hang":
             time.sleep(600)
 
     def generate(self, what, *arguments):
-        """Answers with what it was asked, later or not at all."""
+        """Answers with its argument, later or not at all."""
         if what == "echo":
             return arguments[0]
         if what == "large":
             return b"x" * arguments[0]
         if what == "sleep":
             time.sleep(arguments[0])
+        if what == "compute":  # holds the interpreter, as compiled code may
+            return sum(range(10**12))
         if what == "stop":
             threading.Timer(arguments[0], os.kill, (os.getpid(), signal.SIGSTOP)).start()
             time.sleep(600)
@@ -41,8 +41,11 @@ class Fake:
             return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
         if what == "end":
             os._exit(arguments[0])
-        if what == "environment":
-            return dict(os.environ), os.getsid(0) == os.getpid(), "torch" in sys.modules
+        if what == "print":
+            print(arguments[0], flush=True)
+        if what == "found":
+            handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+            return dict(os.environ), sys.path, os.getsid(0) == os.getpid(), "torch" in sys.modules, handlers
         if what == "wrong":
             raise RuntimeError("cannot\ndraw")
         return None
@@ -56,9 +59,6 @@ class Fake:
         return f"digest {version}"
 
     def close(self):
-        """Says so in the log."""
-        print("closed", flush=True)
-
-
-if __name__ == "__main__":
-    serve(Fake)
+        """Ends late where ``deaf`` is set."""
+        if os.environ.get("DEAF"):
+            time.sleep(600)

@@ -1,24 +1,21 @@
-"""What an engine's process finds when it starts: its devices, its threads, and nothing of the trainer's launcher."""
+"""Devices and environment variables of an engine's process."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
+import torch
+
+from flowgrpo_rc.processes import without_process_group
 from flowgrpo_rc.threads import limit_spinning
 
-_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The trainer's process group is not the engine's."""
 _FIELD = "actor_rollout_ref.rollout.devices"
 
 
-def engine_environment(*devices: Any) -> dict[str, str]:
-    """The trainer's environment without its process group; of GPUs with these alone, numbered from 0.
+def engine_environment(*devices: str) -> dict[str, str]:
+    """The trainer's environment without its process group, and with these GPUs alone, numbered from 0.
 
     Raises:
         ValueError: ``CUDA_VISIBLE_DEVICES`` lists no such GPU.
     """
-    import torch
-
     own = without_process_group(os.environ)
     environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | own
     limit_spinning(environment)
@@ -30,15 +27,8 @@ def engine_environment(*devices: Any) -> dict[str, str]:
     return environment
 
 
-def without_process_group(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` without what a launcher tells the trainer's processes of each other."""
-    return {k: v for k, v in environment.items() if k not in _DISTRIBUTED and not k.startswith("TORCHELASTIC_")}
-
-
 def with_threads(environment: dict[str, str]) -> dict[str, str]:
-    """``environment`` with as many threads to a computation as the trainer has: with others the last bits differ."""
-    import torch
-
+    """``environment`` with the trainer's number of threads; with another number the last bits differ."""
     return environment | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
@@ -48,8 +38,6 @@ def check_devices(*devices: str) -> None:
     Raises:
         ValueError: names the device.
     """
-    import torch
-
     seen = torch.cuda.device_count()
     for device in devices:
         if torch.device(device).type == "cuda" and (torch.device(device).index or 0) >= seen:
@@ -58,7 +46,7 @@ def check_devices(*devices: str) -> None:
 
 
 def inside(device: str) -> str:
-    """What the only ``device`` of a process with ``engine_environment`` is called there."""
+    """The name of ``device`` in a process that ``engine_environment`` shows no other GPU."""
     return "cuda:0" if device.startswith("cuda") else device
 
 
