@@ -109,7 +109,8 @@ class PromptStore:
     def refresh(self) -> None:
         """Look for files that have come or gone."""
         try:
-            there = {entry.name for entry in os.scandir(self.folder) if _is_name(entry.name)}
+            # Opening a fifo would wait for a writer forever.
+            there = {entry.name for entry in os.scandir(self.folder) if _is_name(entry.name) and entry.is_file()}
         except FileNotFoundError:
             there = set()
         except OSError as error:

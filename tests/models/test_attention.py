@@ -3,6 +3,7 @@ between engine and actor is a gap."""
 
 import pytest
 import torch
+from tolerances import LOG_PROB
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import ModelConfig, PromptEncoder, attention
@@ -122,16 +123,23 @@ def test_a_run_is_refused_before_its_model_is_loaded(small_config, monkeypatch, 
         FlowGRPOTrainer(small_config("trainer.device=cpu", f"{field}=_native_npu"))
 
 
-def gap_of_the_first_batch(small_config, *overrides, folder):
-    """Mean absolute log ratio of engine and actor per latent dimension, with equal weights in float32."""
-    float32 = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=1", "trainer.device=cpu")
-    trainer = FlowGRPOTrainer(
-        small_config(*float32, *overrides, "trainer.val_before_train=false", "data.val_files=null", folder=folder)
-    )
-    return trainer.train_step()["rollout_sync/engine_gap_per_dimension"]
-
-
+@pytest.mark.run
 def test_another_backend_in_the_engine_is_a_gap_of_float32s_rounding(small_config):
-    same = gap_of_the_first_batch(small_config, f"{ACTOR}=_native_math", f"{ENGINE}=_native_math", folder="same")
-    other = gap_of_the_first_batch(small_config, f"{ENGINE}=_native_math", folder="other")
-    assert same < other < 1e-6
+    """Engine and actor have equal weights; only the engine's transformer computes with the other backend.
+
+    Both kernels may round alike, so that nothing is demanded of the gap but its upper bound.
+    """
+    trainer = FlowGRPOTrainer(
+        small_config(
+            f"{ENGINE}=_native_math",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "trainer.total_training_steps=1",
+            "trainer.device=cpu",
+            "trainer.val_before_train=false",
+            "data.val_files=null",
+        )
+    )
+    engine = trainer.run.engine.transformer
+    assert {str(p._attention_backend.value) for p in processors(engine)} == {"_native_math"}
+    assert all(p._attention_backend is None for p in processors(trainer.run.actor.transformer))
+    assert trainer.train_step()["rollout_sync/engine_gap_per_dimension"] <= LOG_PROB
