@@ -1,5 +1,4 @@
-"""How a reward asks the server that scores for it, as its section of the configuration says, and what addresses and
-keys may be. Loads no client."""
+"""Settings of requests that rewards behind a server share, and checks of addresses and keys. Loads no client."""
 
 from __future__ import annotations
 
@@ -10,53 +9,44 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from flowgrpo_rc.checks import positive
-
-QUOTED = 300
-"""Characters of an address that a message repeats."""
+from flowgrpo_rc.field_docs import documented_fields
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@documented_fields
+@dataclass(kw_only=True, slots=True)
 class HTTPOptions:
-    """How ``send_all`` asks.
+    """How a reward sends requests to its server."""
 
-    Raises:
-        ValueError: a value cannot be used; names ``section`` and field.
-    """
-
-    section: str
-    """The section of the configuration that these come from, e.g. ``reward.judge``; for messages."""
     max_concurrent: int = 32
-    """Requests that are under way at once."""
+    """Most requests that are under way at once, of each process of the run."""
+
     tries: int = 4
-    """How often one request is sent at most."""
+    """Most times that a request is sent: after a connection that fails or breaks off, the answers 408, 409, 429 and
+    5xx, and an answer that cannot be read."""
+
     timeout_s: float = 60.0
-    """Longest time in seconds that one try may take."""
+    """Longest time in seconds of one try, with the time in the server's queue."""
+
     deadline_s: float = 600.0
-    """Longest time in seconds that all requests may take together, with every pause."""
+    """Longest time in seconds of all requests for a batch together, with every pause."""
+
     api_key_env: str | None = None
-    """Name of the environment variable that holds the key; None for a server that wants none."""
-    max_answer_bytes: int = 16 * 2**20
-    """Size at which an answer is cut off and refused."""
-    backoff_s: float = 0.5
-    """Pause in seconds before the second try; it doubles with every further one, and each is drawn from its upper
-    half."""
+    """Environment variable that holds the server's key; null for a server without one. The key is sent as
+    ``Authorization: Bearer KEY``, and neither stored nor shown."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_concurrent", "tries", "timeout_s", "deadline_s", "max_answer_bytes", "backoff_s"):
-            positive(f"{self.section}.{name}", getattr(self, name))
-        check_key_name(f"{self.section}.api_key_env", self.api_key_env)
-
-    def api_key(self) -> str | None:
-        """See ``read_key``."""
-        return read_key(f"{self.section}.api_key_env", self.api_key_env)
+    def check_requests(self, section: str) -> None:
+        """Raise ``ValueError`` for the first field above that cannot be used; ``section`` is its dotted section."""
+        for name in ("max_concurrent", "tries", "timeout_s", "deadline_s"):
+            positive(f"{section}.{name}", getattr(self, name))
+        check_key_name(f"{section}.api_key_env", self.api_key_env)
 
 
 def read_key(field_name: str, variable: str | None) -> str | None:
-    """The key from the environment variable, without white space around it; None where none is named.
+    """The key from the environment variable, without white space around it; None where ``variable`` is None.
 
     Raises:
-        ValueError: ``variable`` can name none, it is not set, or holds what no header can; the message shows neither
-            its name, which might be a key put into the wrong place, nor its value.
+        ValueError: the variable has no valid name, is not set, or holds characters that no header can. The message
+            shows neither its name, which might be a key in the wrong place, nor its value.
     """
     check_key_name(field_name, variable)
     if variable is None:
@@ -80,7 +70,7 @@ def check_key_name(field_name: str, name: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, reached by itself alone."""
+    """Return True for an address that only this machine reaches."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -95,11 +85,11 @@ def check_url(field_name: str, url: str) -> None:
     except ValueError:
         known = False
         parts = None
-    # A password or a query may be a secret, and would be logged: it is not repeated.
+    # Messages and logs show the address, so it may hold no secret; this one does not repeat it either.
     if parts is not None and (parts.username is not None or parts.query or parts.fragment):
         raise ValueError(
             f"{field_name}: the address holds a user name, a query or a fragment; give scheme, host, port and path "
             "alone, and a key through api_key_env"
         )
     if not known or not re.fullmatch(r"[!-~]+", url):
-        raise ValueError(f"{field_name}: got {url[:QUOTED]!r}; give an address as http://127.0.0.1:8000/v1")
+        raise ValueError(f"{field_name}: got {url[:300]!r}; give an address as http://127.0.0.1:8000/v1")

@@ -76,7 +76,7 @@ class JudgeQuestion:
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class JudgeConfig:
+class JudgeConfig(HTTPOptions):
     """How the reward ``judge`` asks a vision language model about an image."""
 
     base_url: str | None = None
@@ -86,10 +86,6 @@ class JudgeConfig:
     model: str | None = None
     """Name of the model that judges; null for the only one that the server has. The name that is used stands in the
     run's ``config.yaml``."""
-
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the server's key; null for a server that wants none. The key itself
-    is never written anywhere."""
 
     questions: Any = field(default_factory=list)
     """What the judge is asked about each image: a list of mappings with the keys of ``JudgeQuestion``. The name of a
@@ -117,18 +113,6 @@ class JudgeConfig:
     image_format: str = "png"
     """How images are sent: ``png``, which loses nothing, or ``jpeg``, which is smaller."""
 
-    max_concurrent: int = 32
-    """Requests that are under way at once, of each process of the run."""
-
-    tries: int = 4
-    """How often one request is sent at most, where the server is busy or the connection fails."""
-
-    timeout_s: float = 60.0
-    """Longest time in seconds that one try may take."""
-
-    deadline_s: float = 600.0
-    """Longest time in seconds that all questions about a batch may take together."""
-
     cache: bool = False
     """Whether scores are kept in memory and an image that was judged before is not sent again. The images of training
     never repeat; those of validation may."""
@@ -137,7 +121,7 @@ class JudgeConfig:
         fit_fields(SECTION, self)
         if self.base_url is not None:
             check_url(f"{SECTION}.base_url", self.base_url)
-        self.http_options()
+        self.check_requests(SECTION)
         self.questions = _checked_questions(self.questions)
         choice(f"{SECTION}.mean", self.mean, MEANS)
         choice(f"{SECTION}.image_format", self.image_format, IMAGE_FORMATS)
@@ -148,17 +132,6 @@ class JudgeConfig:
             self.extra_body = {}
         if not isinstance(self.extra_body, Mapping):
             raise ValueError(f"{SECTION}.extra_body: got {show(self.extra_body)}; give a mapping of keys to values")
-
-    def http_options(self) -> HTTPOptions:
-        """How the server is asked."""
-        return HTTPOptions(
-            section=SECTION,
-            max_concurrent=self.max_concurrent,
-            tries=self.tries,
-            timeout_s=self.timeout_s,
-            deadline_s=self.deadline_s,
-            api_key_env=self.api_key_env,
-        )
 
 
 def _checked_questions(questions: Any) -> list[JudgeQuestion]:

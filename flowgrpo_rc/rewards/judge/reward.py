@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rewards.answer import CAPTIONS, PARTS
 from flowgrpo_rc.rewards.errors import brief_repr
 from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
-from flowgrpo_rc.rewards.http_options import HTTPOptions
 from flowgrpo_rc.rewards.judge import chat
 from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, Wanted
@@ -85,15 +84,14 @@ class JudgeReward:
                 f"{SECTION}.questions=[yes_no]"
             )
         self._url = self.config.base_url.rstrip("/")
-        self._options = self.config.http_options()
         self._cache: dict[bytes, _Judged] = {}
-        check = replace(self._options, tries=min(_CHECK_TRIES, self._options.tries))
+        tries = min(_CHECK_TRIES, self.config.tries)
         try:
-            self.config.model = self._served_model(check)
+            self.config.model = self._served_model(tries)
             blank = np.full((1, 256, 256, 3), 255, np.uint8)
             row: dict[str, Any] = {name: name for question in self.config.questions for name in placeholders(question)}
             row[REFERENCES] = [blank[0]]
-            self._judge(self._questions(blank, ['a blank sheet "blank"'], [row], sample="blank image"), check)
+            self._judge(self._questions(blank, ['a blank sheet "blank"'], [row], sample="blank image"), tries)
         except ServerError as error:
             raise ValueError(f"{SECTION}: {error}") from None
 
@@ -112,7 +110,7 @@ class JudgeReward:
                 the row has none.
         """
         asked = self._questions(images, prompts, metadata)
-        judged = self._judge(asked, self._options)
+        judged = self._judge(asked, self.config.tries)
         questions: list[JudgeQuestion] = self.config.questions
         table = np.asarray([one.score for one in judged], np.float64).reshape(len(images), len(questions))
         info: dict[str, list[Any]] = {}
@@ -143,13 +141,14 @@ class JudgeReward:
                 fill(question, prompt, row, where)
                 _references(question, row, where)
 
-    def _served_model(self, options: HTTPOptions) -> str:
+    def _served_model(self, tries: int) -> str:
         """The name of the model that judges.
 
         Raises:
             ValueError: the server has not the one that is asked for, or several and none is asked for.
         """
-        (served,) = send_all([Request(f"{self._url}/models", name="its models")], options, chat.read_models)
+        request = Request(f"{self._url}/models", name="its models")
+        (served,) = send_all([request], self.config, SECTION, chat.read_models, tries=tries)
         names = ", ".join(served[:9]) or "none"
         wanted = self.config.model
         if wanted is None and len(served) == 1:
@@ -190,13 +189,13 @@ class JudgeReward:
                 asked.append(_Asked(index, question, words, target, shown, f"{where}, question {question.name!r}"))
         return asked
 
-    def _judge(self, asked: Sequence[_Asked], options: HTTPOptions) -> list[_Judged]:
+    def _judge(self, asked: Sequence[_Asked], tries: int) -> list[_Judged]:
         """The scores, in order. What was not asked before is asked; what cannot be read is asked once more."""
         began_at = time.monotonic()
         keys = [self._key(one) for one in asked]
         known = dict(self._cache)
         new = {key: one for key, one in zip(keys, asked, strict=True) if key not in known}
-        answers = dict(zip(new, self._ask(list(new.values()), options, began_at), strict=True))
+        answers = dict(zip(new, self._ask(list(new.values()), tries, began_at), strict=True))
         unreadable = {}
         for key, one in new.items():
             try:
@@ -204,7 +203,7 @@ class JudgeReward:
             except UnreadableAnswer:
                 unreadable[key] = one
         texts = [answers[key].text for key in unreadable]
-        again = self._ask(list(unreadable.values()), options, began_at, texts)
+        again = self._ask(list(unreadable.values()), tries, began_at, texts)
         for (key, one), answer in zip(unreadable.items(), again, strict=True):
             try:
                 known[key] = _read(one, answer)
@@ -218,7 +217,7 @@ class JudgeReward:
         return [known[key] for key in keys]
 
     def _ask(
-        self, asked: Sequence[_Asked], options: HTTPOptions, began_at: float, unreadable: Sequence[str] | None = None
+        self, asked: Sequence[_Asked], tries: int, began_at: float, unreadable: Sequence[str] | None = None
     ) -> list[Answer]:
         """The judge's answers, in order; ``unreadable`` are those that it gave before."""
         before = [None] * len(asked) if unreadable is None else list(unreadable)
@@ -238,7 +237,7 @@ class JudgeReward:
             )
             for one, text in zip(asked, before, strict=True)
         ]
-        return send_all(requests, options, chat.read_answer, began_at=began_at)
+        return send_all(requests, self.config, SECTION, chat.read_answer, tries=tries, began_at=began_at)
 
     def _key(self, one: _Asked) -> bytes:
         """Digest of everything that a score rests on. Without the cache the image's place in the batch is part of it,

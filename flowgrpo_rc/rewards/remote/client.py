@@ -40,7 +40,7 @@ class RemoteReward:
         self._url = str(config.url)
         self._protocol = protocols.PROTOCOLS[config.protocol]
         self._format = config.image_format or self._protocol.image_format
-        self._options = config.http_options(name)
+        self._section = f"{SECTION}.{name}"
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]] | None = None
@@ -62,7 +62,7 @@ class RemoteReward:
         starts = range(0, len(prompts), self.config.batch_size)
         parts = [slice(start, min(start + self.config.batch_size, len(prompts))) for start in starts]
         requests = [self._request(part, images[part], list(prompts[part]), rows[part]) for part in parts]
-        answers = send_all(requests, self._options, self._protocol.read_answer)
+        answers = send_all(requests, self.config, self._section, self._protocol.read_answer)
         return joined([self._checked(part, answer, prompts[part]) for part, answer in zip(parts, answers, strict=True)])
 
     def check_prompts(
@@ -88,7 +88,7 @@ class RemoteReward:
             self(image, prompts[:1], metadata[:1] if metadata else None)
         except AnswerError as error:
             raise ValueError(
-                f"{SECTION}.{self.name}.url: the server does not score a grey image for the first prompt: {error}"
+                f"{self._section}.url: the server does not score a grey image for the first prompt: {error}"
             ) from error
 
     def _sent(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class RemoteReward:
 
     def _check_rows(self, rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> None:
         """Raise ``ValueError`` for the first column that no row has, or whose value the protocol cannot send."""
-        field = f"{SECTION}.{self.name}.columns"
+        field = f"{self._section}.columns"
         known = {name: None for row in rows for name in row}
         for column in self.config.columns or ():
             if column not in known:
@@ -133,4 +133,4 @@ class RemoteReward:
             raise ServerError(f"{self._url}: {self._named(part)}: {error}") from error
 
     def _named(self, part: slice) -> str:
-        return f"{SECTION}.{self.name}, images {part.start} to {part.stop - 1}"
+        return f"{self._section}, images {part.start} to {part.stop - 1}"

@@ -79,10 +79,10 @@ class RewardModelServer:
             ValueError: it has ended, or does not answer within ``start_timeout_s``; with the end of its log.
         """
         ends_at = time.monotonic() + self.config.start_timeout_s
-        options = HTTPOptions(section=SECTION, tries=1, timeout_s=5.0, deadline_s=10.0)
+        options = HTTPOptions(tries=1, timeout_s=5.0, deadline_s=10.0)
         while True:
             with suppress(ServerError):
-                send_all([Request(f"http://{self.address}/health")], options)
+                send_all([Request(f"http://{self.address}/health")], options, SECTION)
                 return
             if self._process is not None and self._process.poll() is not None:
                 raise self._failure(f"ended with exit code {self._process.returncode} before it answered")
