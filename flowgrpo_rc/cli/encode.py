@@ -28,7 +28,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     arguments.phase = LOADING
     from flowgrpo_rc.models import check_pipeline
     from flowgrpo_rc.trainer.encoding import fill_store, open_checked
-    from flowgrpo_rc.trainer.peers import failing_together
     from flowgrpo_rc.trainer.references import check_numbers
     from flowgrpo_rc.trainer.setup import make_accelerator, prompt_sets, read_prompts
 
@@ -37,9 +36,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     for one in sets:
         check_numbers(pipeline_class, one.records)
     accelerator = make_accelerator(config)
-    with failing_together(lambda: None):
-        loader, store = open_checked(config.actor_rollout_ref.model, sets, accelerator)
-        encoding = fill_store(loader.model, store, sets, accelerator)
+    loader, store = open_checked(config.actor_rollout_ref.model, sets, accelerator)
+    encoding = fill_store(loader.model, store, sets, accelerator)
     if accelerator.is_main_process:
         print(f"{encoding}\nStore: {store}")
     return 0

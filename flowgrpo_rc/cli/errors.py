@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED
-from flowgrpo_rc.trainer.peers import first_error, shows_error
+from flowgrpo_rc.trainer.launch import has_peers, rank, report_to_launcher
 
 DEBUG = "FLOWGRPO_RC_DEBUG"
 FAILED = 1
@@ -39,7 +39,7 @@ LESS_MEMORY = (
 )
 """What makes a run need less memory."""
 _LOST_PEER = (
-    "another process of this launch has ended without a word, killed or out of memory; the launcher's report names it"
+    "another process of this launch has failed or was killed; its own message or the launcher's report says why"
 )
 _PEERS = {
     "Connection closed by peer": _LOST_PEER,
@@ -53,19 +53,18 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Ca
 
 
 def exit_code(error: BaseException, *, phase: str) -> int:
-    """Say ``error`` on standard error, in one line; returns the command's exit code.
+    """Print ``error`` on standard error and return the command's exit code.
 
-    Of several processes of a launch one says it, and what was raised first.
+    A foreseen error is one line, any other one its traceback. The lines of several processes begin with their rank.
 
     Args:
         error: anything; the project's own exceptions bring a message that stands alone, as do the ``ValueError``,
             ``OSError`` and ``ImportError`` of settings, files and extras before training.
         phase: ``COMMAND``, or of a training run ``LOADING`` or ``TRAINING``.
     """
-    error = first_error(error)
-    if not shows_error():
-        return FAILED
     training = phase == TRAINING
+    report_to_launcher(error)
+    label = f"[rank {rank()}] error" if has_peers() else "error"
     if debugging():
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
     if isinstance(error, KeyboardInterrupt):
@@ -74,20 +73,18 @@ def exit_code(error: BaseException, *, phase: str) -> int:
     is_own = type(error).__module__.split(".")[0] == __name__.split(".")[0]
     text = str(error) if is_own else in_a_line(error)
     if not is_own and _is_out_of_memory(error):
-        print(f"error: out of memory ({text[:300] or type(error).__name__}); {LESS_MEMORY}", file=sys.stderr)
+        print(f"{label}: out of memory ({text[:300] or type(error).__name__}); {LESS_MEMORY}", file=sys.stderr)
         return FAILED
     of_peers = [meaning for words, meaning in _PEERS.items() if type(error) is RuntimeError and words in text]
     if of_peers:
-        print(f"error: {of_peers[0]} ({text[:300]})", file=sys.stderr)
+        print(f"{label}: {of_peers[0]} ({text[:300]})", file=sys.stderr)
         return FAILED
     if is_own or isinstance(error, OSError if training else (OSError, ValueError, ImportError)):
-        print(f"error: {text or type(error).__name__}", file=sys.stderr)
+        print(f"{label}: {text or type(error).__name__}", file=sys.stderr)
         return FAILED if training else REFUSED
-    print(
-        f"error: unexpected {type(error).__name__}{': ' if text else ''}{text}; set {DEBUG}=1 to see where, and report "
-        "it if nothing of yours (a reward, a model, a file) explains it",
-        file=sys.stderr,
-    )
+    print(f"{label}: unexpected {type(error).__name__}{': ' if text else ''}{text}", file=sys.stderr)
+    if not debugging():
+        traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
     return FAILED
 
 

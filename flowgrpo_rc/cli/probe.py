@@ -55,7 +55,6 @@ def run_command(arguments: argparse.Namespace) -> int:
         from flowgrpo_rc.cli.probe_folder import ProbeFolder
         from flowgrpo_rc.gap.probe import run_probe
         from flowgrpo_rc.trainer import FlowGRPOTrainer
-        from flowgrpo_rc.trainer.peers import failing_together
 
         images, most = _image_counts(arguments)
         out = ProbeFolder(arguments.out)
@@ -63,12 +62,11 @@ def run_command(arguments: argparse.Namespace) -> int:
         trainer = FlowGRPOTrainer(config)
         arguments.phase = TRAINING
         try:
-            with failing_together(trainer.folder.close):
-                trainer.run.end_rewards()  # a probe scores nothing
-                result = run_probe(trainer.probed_run(), images, most)
-                # A launcher ends all processes where one ends with a verdict that is not 0.
-                said = _write(out, result) if trainer.accelerator.is_main_process else []
-                trainer.accelerator.wait_for_everyone()
+            trainer.run.end_rewards()  # a probe scores nothing
+            result = run_probe(trainer.probed_run(), images, most)
+            # A launcher ends all processes where one ends with a verdict that is not 0.
+            said = _write(out, result) if trainer.accelerator.is_main_process else []
+            trainer.accelerator.wait_for_everyone()
         finally:
             trainer.run.engine.close()
     from flowgrpo_rc.gap import verdict

@@ -111,8 +111,8 @@ class RolloutEngine(Protocol):
     an engine derives the number of its transformer calls from the number of images, the number of steps and whether
     there is guidance, and never from what is in a row; a process with less to do repeats a row and drops what comes of
     it (validation, the probe of a step); and what one process finds is agreed on before anything depends on it
-    (``flowgrpo_rc.actor.agreement``). An exception ends the engine's process and with it all others
-    (``flowgrpo_rc.trainer.peers``).
+    (``flowgrpo_rc.actor.agreement``). An exception ends the engine's process, and the launcher ends all
+    others.
     """
 
     adapter_version: int

@@ -53,9 +53,12 @@ def settings_of(
     config: FlowGRPOConfig, train: Sequence[PromptRecord], validation: Sequence[PromptRecord]
 ) -> dict[str, Any]:
     """Everything that the processes read before they know of each other: settings, and the content of files."""
+    settings = config.to_dict()
+    # Only the main process writes there, and a probe gives every process a temporary folder of its own.
+    del settings["trainer"]["default_local_dir"]
     return {
         "flowgrpo_rc": __version__,
-        **config.to_dict(),
+        **settings,
         "content of data.train_files": _prompts_digest(train),
         "content of data.val_files": _prompts_digest(validation),
         "content of rewards": {name: _file_digest(own.path) for name, own in config.reward.own_functions().items()},

@@ -1,31 +1,50 @@
-"""Checkpoints: written under a temporary name, renamed when complete, found again through ``latest``."""
+"""Checkpoints: everything that a run needs to go on, written whole or not at all, and read back strictly.
+
+``checkpoints/step_N/`` holds the adapter, ``optimizer.pt`` (all other tensors) and ``trainer_state.json``: the position
+in the data, the fingerprint of what must be the same when the run goes on, and a digest of every file. The folder is
+filled under a temporary name, synced and renamed; ``checkpoints/latest`` names the newest one.
+
+Read ``save_run``, ``load_run`` and ``resume_run`` first.
+"""
 
 import errno
 import hashlib
+import inspect
 import json
 import os
+import random
 import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.models.lora import give_umask_mode
-from flowgrpo_rc.run_folder import WRITING, RunFolder, sync_path, temporary_folder, write_durably
+from flowgrpo_rc.models import DiffusionModel
+from flowgrpo_rc.models.digests import spread, values_digest
+from flowgrpo_rc.models.lora import base_parameters, give_umask_mode, save_lora
+from flowgrpo_rc.models.sharding import whole
+from flowgrpo_rc.rewards import RewardMix
+from flowgrpo_rc.run_folder import MADE_AT_THE_END, WRITING, RunFolder, sync_path, temporary_folder, write_durably
+from flowgrpo_rc.trainer.agreement import flatten
+from flowgrpo_rc.trainer.config import FlowGRPOConfig, TrainerConfig
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.trainer.setup import Run
 
 STATE_FILE = "trainer_state.json"
 TENSOR_FILE = "optimizer.pt"
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _REMOVING = ".removing"
-"""Ending of a checkpoint that is being removed, so that a kill leaves no half of it under its own name."""
+"""Suffix of a checkpoint that is being removed, so that a kill leaves no partial one under its own name."""
+AFRESH = "use trainer.resume_mode=disable to start afresh"
 
 
 class CheckpointError(RuntimeError):
@@ -33,127 +52,313 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing, cannot be read or holds what no run has written; the message names it."""
+    """A file of a checkpoint is missing, unreadable or not as it was saved; the message names it."""
 
 
-@dataclass(frozen=True)
-class CheckpointFile:
-    """A file of a checkpoint whose content is being checked; every error names it."""
+# ---------------------------------------------------------------------------------------------- a run's checkpoint
 
-    path: Path
 
-    def damaged(self, what: str) -> DamagedCheckpointError:
-        """The error that the file is damaged: ``what`` is wrong with it."""
-        return DamagedCheckpointError(f"{self.path} is damaged: {what}")
+def save_run(
+    run: "Run",
+    store: "CheckpointStore",
+    step: int,
+    states: Sequence[dict[str, Any]],
+    older: Mapping[int, dict[str, Tensor]] | None = None,
+) -> None:
+    """Write ``step_N``.
 
-    def entry(self, mapping: Any, key: Any, kind: type, where: str = "") -> Any:
-        """``mapping[key]``, which is of exactly this type; ``where`` is the dotted place of the mapping in the file.
+    Args:
+        run: its adapter, optimizer, schedule, weight average, calibration of the gap and data position are saved.
+        store: receives the checkpoint.
+        step: batches learned from. The saved data position is the one after them, since rollouts may be ahead.
+        states: ``random_states`` of every process.
+        older: adapters of earlier steps that rollouts to come are drawn with, by step.
+    """
+    tensors = {name: part.state_dict() for name, part in _stateful_parts(run).items()}
+    store.save(
+        step,
+        {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
+        {**tensors, "random": list(states), "older_adapters": dict(older or {})},
+        lambda folder: save_lora(run.model, run.actor.transformer, folder),
+    )
 
-        Raises:
-            DamagedCheckpointError: it is not, or not there, or ``mapping`` is none; names the file and the key.
-        """
-        path = f"{where}.{key}" if where else str(key)
-        if not isinstance(mapping, dict):
-            raise self.damaged(f"{where or 'it'} is a {type(mapping).__name__}, not a mapping")
-        if key not in mapping:
-            raise self.damaged(f"{path} is missing")
-        if type(mapping[key]) is not kind:
-            raise self.damaged(f"{path} is a {type(mapping[key]).__name__}, not a {kind.__name__}")
-        return mapping[key]
 
-    def check(self, saved: Any, like: Mapping[Any, Any], where: str = "") -> None:
-        """``saved`` has every entry of ``like``, of the same type; mappings in turn, and tensors of the same shape.
+def load_run(run: "Run", store: "CheckpointStore", source: Path) -> int:
+    """Bring ``run`` to the state that ``source`` was saved in; returns its step.
 
-        Raises:
-            DamagedCheckpointError: names the file and the first entry that is otherwise.
-        """
-        for key, example in like.items():
-            found = self.entry(saved, key, type(example), where)
-            path = f"{where}.{key}" if where else str(key)
-            if isinstance(example, dict):
-                self.check(found, example, path)
-            elif isinstance(example, Tensor):
-                self.check_tensor(found, example, path)
+    Raises:
+        CheckpointError: not a checkpoint, damaged, of another model, or of another version of this package. The message
+            names the newest older checkpoint that is whole.
+    """
+    try:
+        state, tensors = store.load(source, run.fingerprint)
+        _restore(run, source, state, tensors)
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"{error}{_where_to_go_on(run, source, error)}") from error
+    return state["step"]
 
-    def check_tensor(self, saved: Any, like: Tensor, where: str) -> None:
-        """``saved`` is a dense tensor of this shape that holds every one of its values, all of them finite floats."""
-        shape = tuple(like.shape)
-        if not isinstance(saved, Tensor) or tuple(saved.shape) != shape:
-            found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
-            raise self.damaged(f"{where} is {found}, not a tensor of shape {shape}")
-        # An expanded tensor repeats a few values, and optimizers write into every one.
-        if saved.layout is not torch.strided or saved.untyped_storage().nbytes() < saved.numel() * saved.element_size():
-            raise self.damaged(f"{where} does not hold every one of its values")
-        if not saved.is_floating_point() or not bool(saved.float().isfinite().all()):
-            raise self.damaged(f"{where} holds values that are NaN, infinite or no floats")
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Whatever goes wrong inside comes of a damaged file: pickles and archives raise errors of every kind.
+def resume_run(
+    run: "Run", store: "CheckpointStore", folder: RunFolder, alert: Callable[[str], object]
+) -> tuple[Path | None, int]:
+    """Load the checkpoint that ``trainer.resume_mode`` names, and only then move aside what the run would overwrite.
 
-        Raises:
-            DamagedCheckpointError: names the file.
-        """
+    Every process calls it. Returns the checkpoint, ``None`` for a fresh start, and the step to go on from.
+
+    Raises:
+        CheckpointError: see ``checkpoint_to_resume`` and ``load_run``; nothing on the disk was changed.
+    """
+    source = _on_all_processes(run.accelerator, lambda: checkpoint_to_resume(run.config.trainer, store, alert))
+    step = 0 if source is None else load_run(run, store, source)
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        if source is not None and source.resolve().parent == store.root.resolve():
+            # A run that is resumed at step 0 validates again, which is the row of step 0.
+            again = step == 0 and run.config.trainer.val_before_train and bool(run.val_prompts)
+            moved = _set_later_aside(store, folder, step, first_row=0 if again else step + 1)
+        else:
+            moved = folder.set_all_aside()
+        if moved:
+            alert(f"Moved aside in {folder.root}: {'; '.join(moved)}")
+    run.accelerator.wait_for_everyone()
+    return source, step
+
+
+def _set_later_aside(store: "CheckpointStore", folder: RunFolder, step: int, first_row: int) -> list[str]:
+    number = folder.next_number()
+    # Checkpoints first: a start after a kill in between then finds the right ``latest``.
+    moved = store.set_aside_after(step, number)
+    moved += folder.set_aside_after(first_row - 1, number)
+    return moved + (folder.set_aside(MADE_AT_THE_END, number) if moved else [])
+
+
+def _on_all_processes(accelerator: Any, find: Callable[[], Path | None]) -> Path | None:
+    """The main process's result or ``CheckpointError``: file systems may show other processes another state."""
+    from accelerate.utils import broadcast_object_list
+
+    answer: list[Any] = [None]
+    if accelerator.is_main_process:
         try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            why = f"{type(error).__name__}: {one_line(error, 300)}"
-            raise DamagedCheckpointError(f"{self.path} cannot be read: {why}") from error
+            answer = [find()]
+        except CheckpointError as error:
+            answer = [error]
+    broadcast_object_list(answer)
+    if isinstance(answer[0], CheckpointError):
+        raise answer[0]
+    return answer[0]
 
 
-def check_fingerprint(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
-    """Raise ``CheckpointError`` naming the first difference between a run's fingerprint and one that was ``saved``."""
-    file = CheckpointFile(folder / STATE_FILE)
-    for part, here in own.items():
-        if part == "parts" and part not in saved:
-            warnings.warn(
-                f"{folder} was written before checkpoints recorded text encoders, vocabularies, VAE and schedule: "
-                "that these are the same is not checked",
-                stacklevel=3,
+def checkpoint_to_resume(
+    trainer: TrainerConfig, store: "CheckpointStore", alert: Callable[[str], object] = lambda _text: None
+) -> Path | None:
+    """The checkpoint that ``resume_mode`` names; ``None``: start afresh.
+
+    Raises:
+        CheckpointError: ``latest`` or ``resume_from_path`` names no checkpoint.
+    """
+    if trainer.resume_mode == "auto":
+        return store.latest(alert)
+    if trainer.resume_mode == "disable":
+        return None
+    path = Path(str(trainer.resume_from_path)).expanduser()
+    # ``os.path`` returns False where ``Path`` may raise, for names that are too long or out of reach.
+    if os.path.isfile(path / STATE_FILE):
+        return path
+    found = f"{path} holds no {STATE_FILE}, so it is not a complete checkpoint"
+    roots = (path, path / "checkpoints", path.parent)
+    near = [str(folder) for root in roots for folder in CheckpointStore(root, None).complete()]
+    remedy = f"near it are {', '.join(near[-3:])}" if near else "give a checkpoints/step_N folder"
+    raise CheckpointError(
+        f"trainer.resume_from_path: {found if os.path.exists(path) else f'there is no {path}'}; {remedy}"
+    )
+
+
+def _stateful_parts(run: "Run") -> dict[str, Any]:
+    """What has a ``state_dict``, by its name in a checkpoint."""
+    parts = {
+        "optimizer": run.actor.optimizer,
+        "lr_scheduler": run.actor.lr_scheduler,
+        "average": run.actor.average,
+        "clip_bands": run.clip_bands,
+        "rejection_bands": run.rejection_bands,
+        "guard": run.guard,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Load every part. The digests were right, so that a part that does not fit is of another version."""
+    process = run.accelerator.process_index
+    actor = run.actor
+    run.sampler.load_state_dict(state["sampler"])
+    try:
+        actor.load_adapter(source)
+        actor.load_optimizer(tensors["optimizer"]["state"], tensors["lr_scheduler"]["last_epoch"])
+        actor.load_average(tensors.get("average"))
+        for name in ("clip_bands", "rejection_bands", "guard"):
+            part = getattr(run, name)
+            # Runs without ``auto`` have calibrated nothing; the guard's state is in every checkpoint.
+            if part is not None and (name in tensors or name == "guard"):
+                part.load_state_dict(tensors[name])
+        saved = tensors["random"]
+        # With another number of processes no saved state belongs to this one, and all take the first's.
+        restore_random_states(saved[process if len(saved) == run.accelerator.num_processes else 0])
+    except Exception as error:
+        why = f"{type(error).__name__}: {one_line(error, 300)}"
+        raise DamagedCheckpointError(f"{source} is damaged or of another version of flowgrpo_rc ({why})") from error
+    run.older_adapters = tensors.get("older_adapters", {})
+
+
+def _where_to_go_on(run: "Run", damaged: Path, error: Exception) -> str:
+    """The end of the message about a checkpoint that cannot be continued from."""
+    store = CheckpointStore(damaged.parent, None)
+    step = step_of(damaged)
+    for folder in reversed(store.complete()):
+        if folder == damaged or (step is not None and (step_of(folder) or 0) > step):
+            continue
+        with suppress(CheckpointError):
+            store.load(folder, run.fingerprint)
+            return (
+                f". Nothing was changed. The newest older checkpoint that is whole is {folder}; resume from it with "
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
             )
-            continue
-        if part == "rewards":
-            _check_rewards(here, file.entry(saved, part, dict, "fingerprint") if part in saved else {}, folder)
-            continue
-        if part == "references":
-            _check_references(here, file.entry(saved, part, str, "fingerprint") if part in saved else "", folder)
-            continue
-        there = file.entry(saved, part, type(here), "fingerprint")
-        if isinstance(here, str):
-            if there != here:
-                raise CheckpointError(f"{folder} is a checkpoint of a {there}, this run trains a {here}")
-            continue
-        different = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-        if different:
-            key = different[0]
-            raise CheckpointError(
-                f"{folder} is a checkpoint of another model: {part} {key} is {there.get(key)!r:.300} there "
-                f"and {here.get(key)!r:.300} here. Use trainer.resume_mode=disable to start afresh"
-            )
+    if not isinstance(error, DamagedCheckpointError):
+        return ""
+    return ". Nothing was changed. No older checkpoint is whole; start afresh with trainer.resume_mode=disable"
 
 
-def _check_rewards(here: Mapping[str, str], there: Mapping[str, str], folder: Path) -> None:
-    """Raise ``CheckpointError`` where a scorer of both runs has other weights, or the same in another dtype. A run may
-    go on with other rewards."""
-    for name in sorted(here.keys() & there.keys()):
-        if here[name] != there[name]:
-            raise CheckpointError(
-                f"{folder} was trained with other weights or another dtype of the reward {name!r} "
-                f"({there[name]!r:.300} there, {here[name]!r:.300} here). Give the same in reward.{name}'s settings, "
-                "or use trainer.resume_mode=disable to start afresh"
-            )
+# ---------------------------------------------------------------------------------------------- random generators
 
 
-def _check_references(here: str, there: str, folder: Path) -> None:
-    """Raise ``CheckpointError`` where the training prompts have other reference images; checkpoints that tell of none
-    had none."""
-    if here != there:
-        raise CheckpointError(
-            f"{folder} was trained with other reference images ({there or 'none'} there, {here or 'none'} here). Give "
-            "the images of data.train_files as they were, or use trainer.resume_mode=disable to start afresh"
+def random_states() -> dict[str, Any]:
+    """States of the global random generators, which reward functions may draw from.
+
+    They are of types that ``torch.load(weights_only=True)`` takes.
+    """
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Undo ``random_states``."""
+    random.setstate(states["python"])
+    kind, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+# ---------------------------------------------------------------------------------------------- the fingerprint
+
+_SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+"""Names, in a VAE's configuration, of the factors and offsets of latents."""
+
+
+def fingerprint(
+    config: FlowGRPOConfig, model: DiffusionModel, reward: RewardMix | None = None, references: str = ""
+) -> dict[str, Any]:
+    """Everything that changes the numbers of a run and that its settings do not show, as JSON gives it back.
+
+    ``pipeline`` is the pipeline's class. ``transformer`` has its settings and a digest of frozen weights. ``lora`` has
+    rank, alpha and target modules. ``parts`` has digests of text encoders, vocabularies and VAE, and the schedule.
+    ``rewards`` has a digest of each scorer's network, and ``references`` that of the training prompts' images. A
+    sharded transformer gathers weights, so that every process must call.
+    """
+    lora = config.actor_rollout_ref.model
+    transformer = _settings(model.pipe.transformer)
+    frozen = _frozen(model.transformer)
+    # Clones, so that the whole tensors that a sharded transformer gathers are freed.
+    samples = [whole(p).flatten()[:256].clone() for p in frozen[:: max(1, len(frozen) // 16)]]
+    transformer["weights"] = values_digest(samples)
+    networks = {} if reward is None else reward.networks()
+    found = {
+        "pipeline": type(model.pipe).__name__,
+        "transformer": transformer,
+        "lora": {
+            "rank": lora.lora_rank,
+            "alpha": lora.lora_alpha,
+            "target_modules": lora.target_modules or list(model.default_lora_targets),
+        },
+        "parts": _parts(model),
+        "rewards": {name: values_digest([spread(w).cpu() for w in weights]) for name, weights in networks.items()},
+        "references": references,
+    }
+    return json.loads(json.dumps(found, default=str))
+
+
+def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
+    """Raise ``CheckpointError`` naming the first difference between this run's fingerprint and the ``saved`` one."""
+    none: dict[str, Any] = {"rewards": {}, "references": ""}
+    own, saved = none | dict(own), none | dict(saved)
+    if saved.get("pipeline") != own["pipeline"]:
+        there, here = saved.get("pipeline"), own["pipeline"]
+        raise CheckpointError(f"{folder} is a checkpoint of a {there}, this run trains a {here}")
+    if "parts" in own and "parts" not in saved:
+        warnings.warn(
+            f"{folder} was written before checkpoints recorded text encoders, vocabularies, VAE and schedule: "
+            "that these are the same is not checked",
+            stacklevel=3,
         )
+        saved = {**saved, "parts": own["parts"]}
+    here, there = flatten(own), flatten(saved)
+    for key in {**here, **there}:
+        if here.get(key) == there.get(key):
+            continue
+        part, _, name = key.partition(".")
+        values = f"{there.get(key) or 'none':.300} there, {here.get(key) or 'none':.300} here"
+        if part == "rewards":
+            if key in here and key in there:  # a run may go on with other rewards
+                raise CheckpointError(
+                    f"{folder} was trained with other weights or another dtype of the reward {name!r} ({values}). Give "
+                    f"the same in reward.{name}'s settings, or {AFRESH}"
+                )
+        elif part == "references":
+            raise CheckpointError(
+                f"{folder} was trained with other reference images ({values}). Give the images of data.train_files as "
+                f"they were, or {AFRESH}"
+            )
+        elif part in own:
+            raise CheckpointError(
+                f"{folder} is a checkpoint of another model: {part} {name} is {there.get(key)!s:.300} there and "
+                f"{here.get(key)!s:.300} here. Give the same model and LoRA settings, or {AFRESH}"
+            )
+
+
+def _parts(model: DiffusionModel) -> dict[str, Any]:
+    """Digests of networks and vocabularies, and the numbers of the schedule and the VAE.
+
+    The digest of a text encoder is that of its files, since a run may never load it.
+    """
+    found: dict[str, Any] = dict(model.digests)
+    for name, part in model.pipe.components.items():
+        if isinstance(part, torch.nn.Module) and name not in found:
+            found[name] = values_digest([spread(whole(p)) for p in _frozen(part)])
+        elif name == "scheduler" and part is not None:
+            found |= {f"{name} {k}": v for k, v in _settings(part).items()}
+    vae = dict(model.pipe.vae.config)
+    return found | {f"vae {name}": vae[name] for name in _SCALES if name in vae}
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """The entries of a part's configuration that its class takes; files may hold others, which have no effect."""
+    taken = inspect.signature(type(part).__init__).parameters
+    return {k: v for k, v in dict(part.config).items() if k in taken}
+
+
+def _frozen(network: torch.nn.Module) -> list[Tensor]:
+    """The base's parameters, without an adapter's."""
+    return [parameter.detach() for parameter in base_parameters(network).values()]
+
+
+# ---------------------------------------------------------------------------------------------- files
 
 
 class CheckpointStore:
@@ -169,42 +374,51 @@ class CheckpointStore:
         self._keep = keep
         self._pointer = root / "latest"
 
-    def latest(self, say: Callable[[str], object] = lambda _text: None) -> Path | None:
-        """The checkpoint that ``latest`` names; where it names one that is not complete, ``say`` is told so, and it is
-        the newest complete one.
+    def latest(self, alert: Callable[[str], object] = lambda _text: None) -> Path | None:
+        """The checkpoint that ``latest`` names. If it is not complete: the newest complete one, and an alert.
 
         Raises:
-            CheckpointError: ``latest`` cannot be read.
+            CheckpointError: ``latest`` does not hold the name of a checkpoint.
         """
-        name = self._name_in_pointer()
         newest = self.newest_complete()
-        if name is None or newest is None:
+        try:
+            name = self._pointer.read_bytes()[:200].decode(errors="replace").strip()
+        except FileNotFoundError:
             return newest
+        except OSError as error:
+            name = one_line(error)
+        if name and not _FOLDER.fullmatch(name):
+            follows = f"go on from the newest complete checkpoint, {newest}"
+            if newest is None:
+                follows = "begin at step 0 (there is no complete checkpoint)"
+            raise CheckpointError(
+                f"{self._pointer} names no checkpoint ({name!r}); write step_N into it, or remove it to {follows}"
+            )
         if self.root / name in self.complete():
             return self.root / name
-        say(f"{self._pointer} names {name}, which is no complete checkpoint; the newest complete one is {newest}")
+        if name and newest is not None:
+            alert(f"{self._pointer} names {name}, which is no complete checkpoint; the newest complete one is {newest}")
         return newest
 
     def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first. A folder of another name (a user's copy) is none of ours."""
-        # The state is written last, so a folder that has it has everything.
-        # ``os.path`` answers also where a folder may not be looked into.
+        """Complete checkpoints, oldest first; folders of other names (a user's copy) are left out."""
+        # The folder is renamed when it is whole, so that one with a state file has everything.
         return [folder for folder in self._steps() if os.path.isfile(folder / STATE_FILE)]
 
     def newest_complete(self) -> Path | None:
-        """The complete checkpoint of the largest step, whatever ``latest`` says."""
+        """The complete checkpoint of the largest step, whatever ``latest`` names."""
         return next(reversed(self.complete()), None)
 
     def set_aside_after(self, step: int, number: int | None = None) -> list[str]:
-        """Move the checkpoints of later steps aside: a run resumed at ``step`` goes another way from there.
+        """Move the checkpoints of later steps to ``checkpoints.number/``: a run resumed at ``step`` makes its own.
 
-        Returns what was moved, in words.
+        Returns what was moved, as text.
         """
         later = [folder for folder, own in self._steps().items() if own > step]
         if not later:
             return []
         kept = [folder for folder in self.complete() if folder not in later]
-        # First: a kill after it leaves no ``latest`` that leads to what lies aside.
+        # First: a kill after it leaves no ``latest`` that names a folder that was moved.
         if kept:
             write_durably(self._pointer, kept[-1].name.encode())
         else:
@@ -218,7 +432,7 @@ class CheckpointStore:
     def save(
         self, step: int, state: dict[str, Any], tensors: dict[str, Any], write_lora: Callable[[Path], object]
     ) -> Path:
-        """Write ``step_N``; what was there before stays until the new one is complete, and is then moved aside.
+        """Write ``step_N``. An earlier ``step_N`` stays until the new one is complete, and is then moved aside.
 
         Args:
             step: the number in the folder's name.
@@ -235,8 +449,8 @@ class CheckpointStore:
                 shutil.rmtree(stale, ignore_errors=True)
             with temporary_folder(final) as temporary:
                 write_lora(temporary)
-                digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
                 torch.save(tensors, temporary / TENSOR_FILE)
+                digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
                 (temporary / STATE_FILE).write_text(json.dumps({**state, "digests": digests}, indent=1))
                 give_umask_mode(temporary)
                 for path in (*temporary.iterdir(), temporary):
@@ -258,70 +472,35 @@ class CheckpointStore:
         return final
 
     def load(self, folder: Path, fingerprint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``(state, tensors)`` of a checkpoint, every file of it read whole.
+        """``(state, tensors)`` of a checkpoint, after every file of it was compared with its digest.
 
         Raises:
-            DamagedCheckpointError: not a checkpoint, or a file of it is unreadable.
+            DamagedCheckpointError: not a checkpoint, or a file of it is missing, unreadable or changed.
             CheckpointError: of another model.
         """
-        file = CheckpointFile(folder / STATE_FILE)
-        if not os.path.isfile(file.path):
-            raise DamagedCheckpointError(f"{folder} holds no {STATE_FILE}, so it is not a complete checkpoint")
-        with file.reading():
-            state = json.loads(file.path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        step = file.entry(state, "step", int)
+        path = folder / STATE_FILE
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            step = int(state["step"])
+            saved = dict(state["fingerprint"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            why = f"{type(error).__name__}: {one_line(error, 300)}"
+            raise DamagedCheckpointError(f"{path} is damaged: it cannot be read ({why})") from error
         numbered = step_of(folder)
-        if step < 0:
-            raise file.damaged(f"its step is {step}")
-        if numbered is not None and step != numbered:
-            raise file.damaged(f"its step is {step}, its folder's {numbered}")
-        check_fingerprint(fingerprint, file.entry(state, "fingerprint", dict), folder)
-        # Checkpoints of the first versions have no digests.
-        digests = file.entry(state, "digests", dict) if "digests" in state else {}
-        for name, digest in digests.items():
-            part = CheckpointFile(folder / name)
-            with part.reading():
-                unchanged = _digest(part.path) == digest
-            if not unchanged:
-                raise part.damaged("it is not what was saved (its digest differs)")
-        file = CheckpointFile(folder / TENSOR_FILE)
-        with file.reading():
-            with zipfile.ZipFile(file.path) as archive:  # torch does not look at the checksums
-                broken = archive.testzip()
-            if broken is not None:
-                raise ValueError(f"the checksum of {broken} differs")
-            tensors = torch.load(file.path, map_location="cpu", weights_only=True)
-        if not isinstance(tensors, dict):
-            raise file.damaged(f"it holds a {type(tensors).__name__}, not a mapping")
-        return state, tensors
+        if numbered not in (None, step):
+            raise DamagedCheckpointError(f"{path} is damaged: its step is {step}, its folder's {numbered}")
+        check_fingerprint(fingerprint, saved, folder)
+        for name, digest in state.get("digests", {}).items():
+            _check_file(folder / name, digest)
+        return state, _load_tensors(folder / TENSOR_FILE)
 
     def _steps(self) -> dict[Path, int]:
         """The folders ``step_N``, complete or not, and their numbers, oldest first."""
         numbers = {folder: step_of(folder) for folder in self.root.glob("step_*")}
         return dict(sorted(((f, n) for f, n in numbers.items() if n is not None), key=lambda item: item[1]))
 
-    def _name_in_pointer(self) -> str | None:
-        """What ``latest`` says; ``None`` where there is none, or an empty one."""
-        try:
-            name = self._pointer.read_bytes()[:200].decode("utf-8-sig").strip()
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            why = one_line(error, 300)
-        else:
-            if not name or _FOLDER.fullmatch(name):
-                return name or None
-            why = f"it says {name!r}"
-        newest = self.newest_complete()
-        follows = f"go on from the newest complete checkpoint, {newest}"
-        if newest is None:
-            follows = "begin at step 0 (there is no complete checkpoint)"
-        raise CheckpointError(
-            f"{self._pointer} names no checkpoint ({why}); write step_N into it, or remove it to {follows}"
-        )
-
     def _folder_aside(self, number: int | None = None) -> Path:
-        """The folder ``checkpoints.N/``, made where it is missing, for what is moved aside."""
+        """The folder ``checkpoints.N/``, made where it is missing."""
         number = RunFolder(self.root.parent).next_number() if number is None else number
         aside = self.root.with_name(f"{self.root.name}.{number}")
         aside.mkdir(parents=True, exist_ok=True)
@@ -341,13 +520,35 @@ def step_of(folder: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _check_file(path: Path, digest: str) -> None:
+    try:
+        unchanged = _digest(path) == digest
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {type(error).__name__}: {one_line(error)}") from error
+    if not unchanged:
+        raise DamagedCheckpointError(f"{path} is damaged: it is not what was saved (its digest differs)")
 
 
-def _refuse_constant(name: str) -> None:
-    """JSON has no NaN and no infinity, and no run writes them; Python's reader would take them."""
-    raise ValueError(f"it holds {name}")
+def _load_tensors(path: Path) -> dict[str, Any]:
+    try:
+        # Earlier versions wrote no digest of this file, and torch does not compare the archive's checksums.
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            raise ValueError(f"the checksum of {broken} differs")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # pickles and archives raise errors of every kind
+        raise DamagedCheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {one_line(error, 300)}"
+        ) from error
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _is_write_failure(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore, open_store
 from flowgrpo_rc.models.prompts import check_length, check_prompts, encode_in_groups
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout.config import PipelineConfig
-from flowgrpo_rc.trainer.peers import processes_here
+from flowgrpo_rc.trainer.launch import processes_here
 from flowgrpo_rc.trainer.references import check_grids
 
 BYTES_A_FILE = 64 * 2**20

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from flowgrpo_rc.trainer import console
-
 SAME_SIGNAL_SECONDS = 2.0
 """Launchers pass on a signal that the terminal has already sent; one that follows this soon is the same one."""
 HANGUP = getattr(signal, "SIGHUP", None)
@@ -27,7 +25,7 @@ def stop_request(on_request: Callable[[], None]) -> Iterator[threading.Event]:
 
     Args:
         on_request: called at the first signal, inside the handler: it must not wait, nor write to a buffered stream
-            (``console.write_at_once`` does neither).
+            (``os.write`` does neither).
     """
     requested = threading.Event()
 
@@ -72,7 +70,6 @@ def _handling(first: Callable[[], None], again: Callable[[int], None]) -> Iterat
             _answer_in_child(number)
         elif first_at is None:
             first_at = time.monotonic()
-            console.hurry()
             first()
         elif time.monotonic() - first_at > SAME_SIGNAL_SECONDS:
             again(number)

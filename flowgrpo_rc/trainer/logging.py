@@ -120,9 +120,8 @@ class RunLogger:
                 tracker.finish()
             except Exception as error:  # see ``start``
                 self._report_lost(tracker.name, error)
-        # ``end_training`` would finish them once more.
+        # Accelerate's ``end_training`` would finish them once more.
         self._accelerator.trackers.clear()
-        self._accelerator.end_training()
 
     def _report_lost(self, name: str, error: Exception) -> None:
         self.alert(f"error: {name} takes no more metrics ({one_line(error)}); {self._folder.metrics} has them all")

@@ -30,11 +30,11 @@ from flowgrpo_rc.rollout import build_engine
 from flowgrpo_rc.rollout.engines import check_engine, check_placement
 from flowgrpo_rc.rollout.placement import Share
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
+from flowgrpo_rc.trainer.checkpoint import fingerprint
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import PromptSet, fill_store, open_checked
-from flowgrpo_rc.trainer.fingerprint import fingerprint
-from flowgrpo_rc.trainer.peers import processes_here
+from flowgrpo_rc.trainer.launch import processes_here
 from flowgrpo_rc.trainer.planned import check_memory
 from flowgrpo_rc.trainer.references import check_numbers, references_digest
 

@@ -1,11 +1,14 @@
-"""The training loop. ``train_step`` reads like the algorithm; each of its stages is one call."""
+"""FlowGRPO with rollout correction, in one loop. Read ``train_step`` first: each of its stages is one call.
 
+Validation, checkpoints, outputs for people and the building of the parts are in the modules beside this one.
+"""
+
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,43 +20,39 @@ from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
-from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.probe_images import ProbedRun
 from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.loss import group_advantages, normalised_sum
-from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
 from flowgrpo_rc.report.history import History
-from flowgrpo_rc.report.summary import stack_pictures, write_plots
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutPool, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
-from flowgrpo_rc.run_folder import MADE_AT_THE_END, RunFolder, RunFolderError
-from flowgrpo_rc.run_lock import starts_as_main
-from flowgrpo_rc.sde import SDEWindow, draw_window_start, progressive_window_start
+from flowgrpo_rc.run_folder import RunFolder, RunFolderError
+from flowgrpo_rc.sde import draw_window_start, progressive_window_start
+from flowgrpo_rc.trainer import launch
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.announcement import announcement
 from flowgrpo_rc.trainer.asked import AskedRollouts, BatchRequest
-from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore
+from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, resume_run, save_run
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
-from flowgrpo_rc.trainer.console import surviving_console, write_at_once
-from flowgrpo_rc.trainer.dumps import DumpedImage, ImageDump
+from flowgrpo_rc.trainer.console import surviving_console
+from flowgrpo_rc.trainer.dumps import DumpedImage
 from flowgrpo_rc.trainer.encoding import PromptSet
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
-from flowgrpo_rc.trainer.peers import failed_elsewhere, failing_together
+from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.profiler import StepProfiler
-from flowgrpo_rc.trainer.resume import checkpoint_to_resume, load_run, random_states, save_run
 from flowgrpo_rc.trainer.scoring import BatchScoring, names_of_all
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
-from flowgrpo_rc.trainer.validation import save_grid, validate
+from flowgrpo_rc.trainer.validation import validate
 
 
 class FlowGRPOTrainer:
@@ -72,13 +71,9 @@ class FlowGRPOTrainer:
     def __init__(self, config: FlowGRPOConfig) -> None:
         trainer = config.trainer
         self.config = config
-        with (
-            surviving_console(),
-            ExitStack() as refused,  # a run that is refused leaves nothing behind
-            failing_together(lambda: self.folder.abandon()),
-        ):
+        with surviving_console(), ExitStack() as refused:  # a run that is refused leaves nothing behind
             self.folder = RunFolder.open(
-                trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=starts_as_main()
+                trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=launch.rank() == 0
             )
             refused.callback(self.folder.abandon)
             self.run = Run(config, str(self.folder.root))
@@ -90,51 +85,52 @@ class FlowGRPOTrainer:
     def _set_up(self) -> None:
         config = self.config
         trainer = config.trainer
-        self.accelerator = self.run.accelerator
+        rollout = config.actor_rollout_ref.rollout
+        run = self.run
+        self.accelerator = run.accelerator
         self._main = self.accelerator.is_main_process
-        self.window = config.actor_rollout_ref.rollout.window
-        self.step = 0
+        self._fitted = False
+        self._saved_step = -1
+        self.window = rollout.window
         self.timer = StageTimer(self.accelerator.device)
+        self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), run.total_steps)
+        self.outputs = RunOutputs(self.folder, self.logger.alert)
         rank = self.accelerator.process_index
         device = self.accelerator.device.type
-        self.profiler = StepProfiler(trainer.profile_steps, self.folder.profile, rank, device, self._wanted_output)
-        self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
-        self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), self.run.total_steps)
-        self._saved_step = -1
-        self._fitted = False
-        self._unwritten: list[tuple[str, Exception]] = []
-        """Outputs that could not be written, and why; the run went on without them."""
+        self.profiler = StepProfiler(trainer.profile_steps, self.folder.profile, rank, device, self.outputs.attempt)
+        run.guard.say = self.logger.alert
         if self.folder.lock is not None and self.folder.lock.problem is not None:
             self.logger.alert(
                 f"{self.folder.root}: not locked ({self.folder.lock.problem}); start no second run in this folder"
             )
-        self.run.guard.say = self.logger.alert
-        self._resume()
-        self.timeline = Timeline(self.run.engine, rank, self.accelerator.num_processes)
-        self.mode = self.run.guard.mode
-        """The mode in force: the configured one, or what the guard has put in its place."""
-        rollout = config.actor_rollout_ref.rollout
-        actor = self.run.actor
+        self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
+        source, self.step = resume_run(run, self.checkpoints, self.folder, self.logger.alert)
+        if source is not None:
+            self._saved_step = self.step
+            self.logger.say(f"Resumed from {source} at step {self.step}")
+        self.timeline = Timeline(run.engine, rank, self.accelerator.num_processes)
+        self.mode = run.guard.mode
+        """The mode in force: the configured one, or the one that the guard has replaced it by."""
         self._configured_mode = ModeInForce.configured(config.actor_rollout_ref.actor)
-        self.adapter = AdapterSync(self.run.engine, actor, rollout.staleness, rollout.ahead)
-        self.adapter.restore(self.run.older_adapters)
-        self.run.older_adapters = {}  # it drops each when it is too old
+        self.adapter = AdapterSync(run.engine, run.actor, rollout.staleness, rollout.ahead)
+        self.adapter.restore(run.older_adapters)
+        run.older_adapters = {}  # the sync drops each adapter when it is too old
         self.adapter.push(self.step)
         self.scoring = BatchScoring(
-            self.run.reward,
+            run.reward,
             rollout.micro_batch_size,
             overlaps=config.reward.overlap,
-            ahead=rollout.ahead > 0 and isinstance(self.run.engine, RolloutPool),
+            ahead=rollout.ahead > 0 and isinstance(run.engine, RolloutPool),
         )
-        self.rollouts = AskedRollouts(self.run.engine, self.adapter, rollout.ahead, self.run.total_steps, self._ask)
+        self.rollouts = AskedRollouts(run.engine, self.adapter, rollout.ahead, run.total_steps, self._ask)
         self.rescoring = Rescoring(
             rollout,
             self._configured_mode,
             config.data.train_batch_size,
-            actor,
+            run.actor,
             self.adapter,
-            self.run.clip_bands,
-            self.run.rejection_bands,
+            run.clip_bands,
+            run.rejection_bands,
         )
 
     # ------------------------------------------------------------------ one step
@@ -155,7 +151,7 @@ class FlowGRPOTrainer:
                 metrics = self._reward_statistics(scored)
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
-                self._dump_rollout(self.run.rollout_dump, images, prompts, batch, scored)
+                self._dump_rollout(images, prompts, batch, scored)
         with self.timer("score"):
             old = self._score(batch, cond)
         with self.timer("correct"):
@@ -173,8 +169,10 @@ class FlowGRPOTrainer:
         self.mode = outcome.mode
         return metrics | outcome.metrics | self._peak_memory()
 
+    # ------------------------------------------------------------------ the stages
+
     def _peak_memory(self) -> dict[str, float]:
-        """The most memory that any process has held, and what engines say of theirs."""
+        """The most memory that any process has held, and the engines' own figures."""
         own = peak_memory(self.accelerator.device)
         if isinstance(self.run.engine, MeasuresMemory):
             own |= self.run.engine.memory_metrics()
@@ -182,13 +180,13 @@ class FlowGRPOTrainer:
         return dict(zip(own, everywhere.amax(0).tolist(), strict=True))
 
     def _ask(self, step: int) -> BatchRequest:
-        """What this process asks for to learn from at this step: the next prompts of the data."""
+        """This process's rollout request of a step: the next prompts of the data."""
         rollout = self.config.actor_rollout_ref.rollout
         seed = self.config.rollout_seed
         prompts, rows = self._next_prompts()
         group = rows.repeat_interleave(rollout.n)
-        # In bypass mode the engine is the old policy, so objectives that compare means need its. The guard may change
-        # the mode in force before the batch is learned from, so the configured one counts.
+        # In bypass mode the engine is the old policy, and objectives that compare means need its means. The guard may
+        # change the mode before the batch is learned from, so that the configured mode decides.
         mode = self._configured_mode
         request = RolloutRequest(
             conditioning=self.conditioning(prompts, rollout.pipeline),
@@ -207,8 +205,8 @@ class FlowGRPOTrainer:
     def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
         """This process's prompts of the next batch and their positions in it.
 
-        Every mini-batch is dealt out over the processes, so that each optimizer step sees the same images
-        whatever their number.
+        Each mini-batch is split over the processes, so that an optimizer step sees the same images with any number of
+        processes.
         """
         positions = torch.arange(self.config.data.train_batch_size)
         mini = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -218,8 +216,7 @@ class FlowGRPOTrainer:
         return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
 
     def _rollout(self, asked: BatchRequest) -> tuple[TensorDict, np.ndarray]:
-        """The recorded steps and the images of the batch, of which its scoring takes what is finished before the
-        last is."""
+        """The recorded steps and the images of the batch; its scoring receives images as they are finished."""
         trajectories, held = self.rollouts.draw()
         self._prove(asked.request, trajectories, held)
         assert trajectories.batch is not None
@@ -227,12 +224,12 @@ class FlowGRPOTrainer:
         return trajectories.batch, trajectories.images.numpy()
 
     def _image_numbers(self, group: Tensor) -> Tensor:
-        """The numbers in the batch, over all processes, of images whose prompts have these positions in it."""
+        """Numbers of the images in the batch of all processes, from the positions of their prompts."""
         n = self.config.actor_rollout_ref.rollout.n
         return group * n + torch.arange(n).repeat(len(group) // n)
 
     def generate(self, request: RolloutRequest) -> Trajectories:
-        """Sample, and stop unless the engine used the adapter, schedule, guidance and noise that were asked for."""
+        """Sample, and check that the engine used the requested adapter, schedule, guidance and noise."""
         trajectories = self.run.engine.generate(request)
         self._prove(request, trajectories, self.adapter.held)
         return trajectories
@@ -253,7 +250,7 @@ class FlowGRPOTrainer:
         return [draw_window_start(self.window, generator_for(seed, WINDOW, step, g)) for g in groups]
 
     def _reward_statistics(self, result: RewardResult) -> dict[str, float]:
-        """Statistics of the rewards over all processes: of the total, and mean and deviation of every part.
+        """Mean, deviation and range of the reward over all processes, and mean and deviation of every part.
 
         Raises:
             RewardError: the processes' functions do not report the same parts of their scores.
@@ -272,7 +269,10 @@ class FlowGRPOTrainer:
     def _advantages(
         self, scored: RewardResult, batch: TensorDict, old: OldPolicy | None
     ) -> tuple[Tensor, dict[str, float]]:
-        """This process's advantages, from the rewards of all; a rejected image is one without a kept step."""
+        """This process's advantages, from the rewards of all processes.
+
+        With ``rejection_aware_baseline`` an image without a kept step does not enter its group's statistics.
+        """
         algorithm = self.config.algorithm
         keep = None
         if algorithm.rejection_aware_baseline:
@@ -302,8 +302,8 @@ class FlowGRPOTrainer:
     def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
         """The old policy: the rollout's in bypass mode, else the actor's.
 
-        It has the last rows of the batch. Those before it are the first mini-batch, whose old policy the update's own
-        forward supplies; ``None``: that is all of them.
+        It covers the last rows of the batch. The rows before are the first mini-batch, whose old policy the update's
+        own forward supplies; ``None``: the first mini-batch is the whole batch.
         """
         if self.run.rejection_bands is not None:
             batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
@@ -315,7 +315,7 @@ class FlowGRPOTrainer:
         return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
 
     def _correct(self, batch: TensorDict, old: OldPolicy | None) -> tuple[OldPolicy | None, MetricAccumulator]:
-        """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss makes its own."""
+        """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss computes them."""
         gap = MetricAccumulator()
         if old is not None and not self.correction.bypass_mode:
             old, correction = correct_old_policy(old, batch[len(batch) - len(old) :], self.correction)
@@ -324,7 +324,7 @@ class FlowGRPOTrainer:
 
     @contextmanager
     def _naming(self, batch: TensorDict, prompts: list[PromptRecord]) -> Iterator[None]:
-        """Adds step and prompts to the error of samples that are not finite, which every process raises."""
+        """Add step and prompts to the error of samples that are not finite, which every process raises."""
         try:
             yield
         except NonFiniteUpdateError as error:
@@ -344,12 +344,12 @@ class FlowGRPOTrainer:
     def fit(self) -> RunFolder:
         """Train to the last step; validate, save, log and draw on the way. Returns the run folder, unlocked.
 
-        An interrupt (Ctrl-C, SIGTERM, SIGHUP) ends the run after the step in flight, with a checkpoint. Output that
-        the console does not take is lost, and nothing else.
+        An interrupt (Ctrl-C, SIGTERM, SIGHUP) ends the run after the step in flight, with a checkpoint. A console that
+        fails does not end it. On several processes, start the script with ``torchrun``, which ends all of them where
+        one fails.
 
         Raises:
-            PeerFailureError: another process of the run has failed; the message is that one's.
-            RunFolderError: something could not be written; the message says what was kept.
+            RunFolderError: something could not be written; the message names what was kept.
             RuntimeError: it has been called before.
         """
         if self._fitted:
@@ -361,23 +361,28 @@ class FlowGRPOTrainer:
         trainer = self.config.trainer
         with surviving_console():
             try:
-                with failing_together(self.folder.close):
-                    if self._main:
-                        self._alert_moved_aside(self.folder.write_config(self.config.to_dict()))
-                    self._announce()
-                    self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
-                    with stop_request(self._tell_stopping) as stop:
-                        self._loop(stop)
-                        self._finish()
+                if self._main:
+                    for moved in self.folder.write_config(self.config.to_dict()):
+                        self.logger.alert(f"Moved aside in {self.folder.root}: {moved}")
+                self._announce()
+                self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
+                with stop_request(self._announce_stop) as stop:
+                    self._loop(stop)
+                    self._finish()
+            except Exception as error:
+                self._report_failure(error)
+                raise
             finally:
                 self.run.engine.close()
                 self.run.end_rewards()
                 self.logger.close()
                 self.folder.close()
+            # After a failure this would wait for processes that are in another collective.
+            self.accelerator.end_training()
         return self.folder
 
     def _loop(self, stop: Event) -> None:
-        if self._validates_first:
+        if self.step == 0 and self.config.trainer.val_before_train and self.run.val_prompts:
             self._log(self._validate() | self.timer.take())
         try:
             self._train(stop)
@@ -392,35 +397,32 @@ class FlowGRPOTrainer:
             )
 
     def _train(self, stop: Event) -> None:
-        """All steps, or as many as there is time for before a request to stop."""
+        """All steps, or those until a request to stop."""
         trainer = self.config.trainer
-        # One that is asked to stop stops all: they must end at the same step.
+        # A request to one process stops all of them: they must end at the same step.
         while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
             with self.profiler(self.step + 1):
                 metrics = self.train_step()
-            # Before the validation: after one that fails in one process, processes may wait for each other no more.
-            line, of_engines = self.timeline.take(self.timer.take_spans())
+            # Before the validation: after one that fails on one process, the others may wait for it for ever.
+            line, engine_metrics = self.timeline.take(self.timer.take_spans())
             last = not self.interrupted
             try:
                 if self.run.val_prompts and (last or _due(self.step, trainer.test_freq)):
                     metrics |= self._validate()
-            finally:  # the step is done, whatever becomes of its validation
+            finally:  # the step is done, and its row is written even if its validation fails
                 with self.timer("log"):
-                    self._log(metrics | self._times() | of_engines)
-                    self._write_timeline(line)
+                    self._log(metrics | self._times() | engine_metrics)
+                    if self._main:
+                        self.outputs.timeline({"step": self.step, **line})
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
 
     def _times(self) -> dict[str, float]:
-        """Seconds of every stage since the last row, and what they come to for an image."""
+        """Seconds of every stage since the last row, and speeds per image."""
         times = self.timer.take()
         images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         return times | speed(times, images, self.accelerator.num_processes, self.run.seconds_at_peak)
-
-    @property
-    def _validates_first(self) -> bool:
-        return self.step == 0 and self.config.trainer.val_before_train and bool(self.run.val_prompts)
 
     def _log(self, metrics: dict[str, float]) -> None:
         try:
@@ -432,10 +434,82 @@ class FlowGRPOTrainer:
                 "and start again with trainer.resume_mode=auto"
             ) from error
 
-    def _write_timeline(self, line: dict[str, Any]) -> None:
+    def _validate(self) -> dict[str, float]:
+        with self.timer("validate"), self.adapter.for_validation():
+            kept: list[DumpedImage] = []
+            metrics, samples = validate(self.run, self.conditioning, self.generate, kept.append)
+        if self.run.validation_dump is not None:
+            with self.timer("dump"):
+                self.outputs.images(self.run.validation_dump, self.step, kept)
+        if self._main and samples:
+            self.outputs.grid(self.step, samples)
+        return metrics
+
+    def save(self, *, last: bool = False) -> None:
+        """Write ``checkpoints/step_N``; on several processes the main one writes.
+
+        Args:
+            last: no step follows, so that a failure must not keep the final adapter from being written.
+
+        Raises:
+            CheckpointError: it cannot be written; with ``last`` ``fit`` reports it at the end.
+        """
+        self._saved_step = self.step
+        states = gather_object([random_states()])
         if self._main:
-            with self._wanted_output(str(self.folder.timeline)):
-                self.folder.append_to_timeline({"step": self.step, **line})
+            try:
+                save_run(self.run, self.checkpoints, self.step, states, self.adapter.older)
+            except CheckpointError as error:
+                if not last:
+                    raise
+                self.outputs.unwritten.append(("the last checkpoint", error))
+        self.accelerator.wait_for_everyone()
+
+    def _announce(self) -> None:
+        """Print what the numbers of the configuration amount to."""
+        say = self.logger.say
+        processes = self.accelerator.num_processes
+        for text in announcement(self.config, self.correction, self.folder.root, self.window, processes):
+            say(text)
+        say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
+        if self.run.actor.recomputes:
+            say("Gradient checkpointing is on: activations are recomputed in the backward pass, to save memory")
+        if not self.interrupted:
+            say(
+                f"This run is already at step {self.step} of {self.run.total_steps}; raise "
+                "trainer.total_training_steps to go on, or start afresh with trainer.resume_mode=disable"
+            )
+
+    def _finish(self) -> None:
+        """Write the final adapter, the plots, the before/after picture and the closing table.
+
+        Raises:
+            RunFolderError: names everything that could not be written, during the run too, and what was kept.
+        """
+        adapters: list[Path] = []
+        if self._main:
+            adapters = self.outputs.adapters(self.run)
+            history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
+            files = [*self.outputs.pictures(history), self.folder.metrics, *adapters]
+            self.logger.summary(history, [str(path) for path in files])
+        self.run.engine.close()
+        self.accelerator.wait_for_everyone()
+        self.outputs.raise_unwritten(self.step, [self.folder.metrics, *adapters, self.checkpoints.newest_complete()])
+
+    def _announce_stop(self) -> None:
+        """Called by a signal's handler, which may not use a buffered stream."""
+        if self._main:
+            os.write(2, b"\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+
+    def _report_failure(self, error: Exception) -> None:
+        """Print the failed step and the remaining checkpoint before the traceback of an error that nobody foresaw."""
+        foreseen = type(error).__module__.startswith("flowgrpo_rc") or isinstance(error, OSError)
+        if self._main and not foreseen:
+            newest = self.checkpoints.newest_complete()
+            then = f"{newest} remains; continue with trainer.resume_mode=auto" if newest else "there is no checkpoint"
+            print(f"Step {self.step + 1} of {self.run.total_steps} failed; {then}", file=sys.stderr)
+
+    # ------------------------------------------------------------------ shared
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
@@ -452,7 +526,7 @@ class FlowGRPOTrainer:
         )
 
     def probed_run(self) -> ProbedRun:
-        """What ``flowgrpo_rc.gap.probe`` measures on, before the first step."""
+        """The parts of this run that ``flowgrpo_rc.gap.probe`` measures, before the first step."""
         parts = self.config.actor_rollout_ref
         return ProbedRun(
             model=parts.model,
@@ -468,195 +542,18 @@ class FlowGRPOTrainer:
             scored_share=self.config.scored_share,
         )
 
-    def save(self, *, last: bool = False) -> None:
-        """Write ``checkpoints/step_N``; on several processes the main one writes.
-
-        Args:
-            last: nothing is trained after it, so that a failure must not keep the adapter from being written.
-
-        Raises:
-            CheckpointError: it cannot be written; with ``last`` ``fit`` reports it at the end.
-        """
-        self._saved_step = self.step
-        states = gather_object([random_states()])
-        if self._main:
-            try:
-                save_run(self.run, self.checkpoints, self.step, states, self.adapter.older)
-            except CheckpointError as error:
-                if not last:
-                    raise
-                self._unwritten.append(("the last checkpoint", error))
-        self.accelerator.wait_for_everyone()
-
-    def _resume(self) -> None:
-        """Read the checkpoint to resume from whole, and only then move aside what this run would overwrite."""
-        source = self._checkpoint_to_resume()
-        if source is not None:
-            self.step = load_run(self.run, self.checkpoints, source)
-            self._saved_step = self.step
-            self.logger.say(f"Resumed from {source} at step {self.step}")
-        self.accelerator.wait_for_everyone()
-        if self._main:
-            own = source is not None and source.resolve().parent == self.checkpoints.root.resolve()
-            self._alert_moved_aside(self._set_later_aside() if own else self.folder.set_all_aside())
-        self.accelerator.wait_for_everyone()
-
-    def _set_later_aside(self) -> list[str]:
-        """Move aside what the run left of steps after the one it resumes at; says what."""
-        number = self.folder.next_number()
-        # Checkpoints first: a start after a kill in between finds the right ``latest``.
-        moved = self.checkpoints.set_aside_after(self.step, number)
-        moved += self.folder.set_aside_after(-1 if self._validates_first else self.step, number)
-        if moved:
-            moved += self.folder.set_aside(MADE_AT_THE_END, number)
-        return moved
-
-    def _alert_moved_aside(self, moved: list[str]) -> None:
-        if moved:
-            self.logger.alert(f"Moved aside in {self.folder.root}: {'; '.join(moved)}")
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        """What the main process finds, or its ``CheckpointError``, on every process: a folder may look otherwise to
-        another process, and all must load the same checkpoint."""
-        from accelerate.utils import broadcast_object_list
-
-        answer: list[Any] = [None]
-        if self._main:
-            try:
-                answer = [checkpoint_to_resume(self.config.trainer, self.checkpoints, self.logger.alert)]
-            except CheckpointError as error:
-                answer = [error]
-        broadcast_object_list(answer)
-        if isinstance(answer[0], CheckpointError):
-            raise answer[0]
-        return answer[0]
-
-    def _validate(self) -> dict[str, float]:
-        with self.timer("validate"), self.adapter.for_validation():
-            kept: list[DumpedImage] = []
-            metrics, samples = validate(self.run, self.conditioning, self.generate, kept.append)
-        if self.run.validation_dump is not None:
-            with self.timer("dump"):
-                self._write_images(self.run.validation_dump, self.step, kept)
-        if self._main and samples:
-            grid = self.folder.samples / f"step_{self.step:05d}.png"
-            with self._wanted_output(str(grid)):
-                save_grid(grid, f"step {self.step}", samples)
-        return metrics
-
     def _dump_rollout(
-        self,
-        dump: ImageDump,
-        images: np.ndarray,
-        prompts: list[PromptRecord],
-        batch: TensorDict,
-        reward: RewardResult,
+        self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict, reward: RewardResult
     ) -> None:
-        """Keep the images of this step's rollout."""
-        records = [prompts[i] for i in batch[Key.PROMPT_INDEX].tolist()]
-        seed = self.config.rollout_seed
+        """Keep the images of this step's rollout, under the number of the step that learns from them."""
+        assert self.run.rollout_dump is not None
         kept = []
         for i, number in enumerate(self._image_numbers(batch[Key.GROUP]).tolist()):
-            image_seed = seed_for(seed, IMAGE, self.step, number)
+            prompt = prompts[int(batch[Key.PROMPT_INDEX][i])].prompt
+            seed = seed_for(self.config.rollout_seed, IMAGE, self.step, number)
             parts = {name: float(values[i]) for name, values in reward.parts.items()}
-            kept.append(DumpedImage(number, images[i], records[i].prompt, image_seed, float(reward.total[i]), parts))
-        # The number of the step that learns from them, as in ``metrics.jsonl``.
-        self._write_images(dump, self.step + 1, kept)
-
-    def _write_images(self, dump: ImageDump, step: int, images: list[DumpedImage]) -> None:
-        with self._wanted_output(f"images in {dump.root}/"):
-            dump.write(step, images)
-
-    # ------------------------------------------------------------------ begin and end
-
-    def _announce(self) -> None:
-        """Say what the numbers of the configuration come to."""
-        say = self.logger.say
-        processes = self.accelerator.num_processes
-        for text in announcement(self.config, self.correction, self.folder.root, self.window, processes):
-            say(text)
-        say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
-        if self.run.actor.recomputes:
-            say("Gradient checkpointing is on: activations are recomputed in the backward pass, to save memory")
-        if self.step >= self.run.total_steps:
-            say(
-                f"This run is already at step {self.step} of {self.run.total_steps}; raise "
-                "trainer.total_training_steps to go on, or start afresh with trainer.resume_mode=disable"
-            )
-
-    def _finish(self) -> None:
-        """The final adapter, the plots, the before/after picture and the closing table.
-
-        What cannot be written keeps nothing else from being written.
-
-        Raises:
-            RunFolderError: names all that could not be written, during the run too, and what was kept.
-        """
-        adapters: list[Path] = []
-        if self._main:
-            adapters = self._write_adapters()
-            history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
-            files = [*self._draw(history), self.folder.metrics, *adapters]
-            self.logger.summary(history, [str(path) for path in files])
-        self.run.engine.close()
-        self.accelerator.wait_for_everyone()
-        if self._unwritten:
-            lost = "; ".join(f"{what} ({one_line(error)})" for what, error in self._unwritten)
-            there = (self.folder.metrics, *adapters, self.checkpoints.newest_complete())
-            kept = ", ".join(str(path) for path in there if path is not None)
-            raise RunFolderError(
-                f"trained to step {self.step}, but could not write {lost}. Kept: {kept}"
-            ) from self._unwritten[0][1]
-
-    def _write_adapters(self) -> list[Path]:
-        """Write the final adapter, and its average if there is one; returns the files written."""
-        model = self.run.model
-        actor = self.run.actor
-        states: dict[Path, dict[str, Tensor] | None] = {self.folder.lora: None}
-        average = actor.averaged_state()
-        if average is not None:
-            states[self.folder.lora_ema] = average
-        written: list[Path] = []
-        for folder, state in states.items():
-            write = partial(save_lora, model, actor.transformer, state=state, full_strength=True)
-            with self._wanted_output(f"{folder}/"):
-                self._alert_moved_aside(self.folder.replace_folder(folder, write, same_lora))
-                written.append(folder / ADAPTER_FILE)
-        return written
-
-    def _draw(self, history: History) -> list[Path]:
-        """Plots and pictures, as far as they can be drawn; returns what to look at."""
-        pictures: list[Path] = []
-        if history.trained:
-            with self._wanted_output(f"{self.folder.plots}/"):
-                pictures += write_plots(history, self.folder.plots)[-1:]
-        grids = list(self.folder.grids().values())
-        if len(grids) > 1:
-            both = self.folder.samples / "before_after.png"
-            with self._wanted_output(str(both)):
-                stack_pictures(both, [grids[0], grids[-1]])
-                pictures.append(both)
-        if pictures:
-            with self._wanted_output(str(self.folder.summary)):
-                stack_pictures(self.folder.summary, pictures)
-                pictures.insert(0, self.folder.summary)
-        return pictures
-
-    @contextmanager
-    def _wanted_output(self, what: str) -> Iterator[None]:
-        """What is written inside is wanted, but where it fails the run and its other outputs go on without it; the
-        error that ends the run names it."""
-        try:
-            yield
-        except Exception as error:  # drawing libraries raise errors of every kind
-            if all(what != named for named, _ in self._unwritten):  # an output of every step is named once
-                self._unwritten.append((what, error))
-            self.logger.alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
-
-    def _tell_stopping(self) -> None:
-        """Called in a signal's handler; after a failure elsewhere the signal is the launcher's, which ends all."""
-        if self._main and not failed_elsewhere():
-            write_at_once("\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+            kept.append(DumpedImage(number, images[i], prompt, seed, float(reward.total[i]), parts))
+        self.outputs.images(self.run.rollout_dump, self.step + 1, kept)
 
     @property
     def interrupted(self) -> bool:
@@ -677,44 +574,3 @@ class FlowGRPOTrainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def announcement(
-    config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path, window: SDEWindow, processes: int
-) -> list[str]:
-    """Batch arithmetic, the rewards, how rollouts are drawn, and the correction ``rc`` in force, a paragraph each."""
-    rollout = config.actor_rollout_ref.rollout
-    actor = config.actor_rollout_ref.actor
-    prompts = config.data.train_batch_size
-    mini = actor.ppo_mini_batch_size
-    images = mini * rollout.n // processes
-    micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {window.size} SDE steps"
-    if actor.ppo_micro_batch_rows is not None:
-        micro = f"{min(actor.ppo_micro_batch_rows, images * window.size)} rows (SDE steps of images)"
-    lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
-    return [
-        f"Run folder: {root}",
-        f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
-        f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
-        f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
-        f"micro-batches of {micro}",
-        f"Reward: {config.reward.in_words()}",
-        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
-        f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
-        f"Guidance: {_guidance_in_words(config)}",
-        f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
-    ]
-
-
-def _guidance_in_words(config: FlowGRPOConfig) -> str:
-    """Classifier-free guidance of rollouts and updates: its scale, how it is computed, and what has a gradient."""
-    parts = config.actor_rollout_ref
-    scale = parts.rollout.pipeline.true_cfg_scale
-    if scale <= 1:
-        return "none"
-    if parts.actor.detach_unconditional:
-        gradient = "the update's gradient leaves the unconditional half out (detach_unconditional)"
-    else:
-        gradient = "the update's gradient goes through both halves"
-    forwards = "one forward for both halves" if parts.model.batch_guidance else "a forward for each half"
-    return f"true_cfg_scale={scale:g}, {forwards}; {gradient}"

@@ -6,7 +6,7 @@ import pytest
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.sde import SDEWindow
-from flowgrpo_rc.trainer.trainer import announcement
+from flowgrpo_rc.trainer.announcement import announcement
 
 SECTION = "algorithm.rollout_correction"
 

@@ -11,8 +11,7 @@ from safetensors import safe_open
 
 from flowgrpo_rc.models import PipelineLoader, load_model
 from flowgrpo_rc.paths import resolve_asset
-from flowgrpo_rc.trainer.checkpoint import CheckpointError, check_fingerprint
-from flowgrpo_rc.trainer.fingerprint import fingerprint
+from flowgrpo_rc.trainer.checkpoint import CheckpointError, check_fingerprint, fingerprint
 
 HERE = Path("step_2")
 

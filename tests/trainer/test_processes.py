@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import socket
 import sys
-import time
 
+import pytest
 import torch
 from tests_support import overrides_of, run_process
 
+from flowgrpo_rc.cli.errors import TRAINING, exit_code
 from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.config import ActorRolloutRefConfig
 
 ONE_EACH = (
     "trainer.resume_mode=disable",
@@ -40,7 +43,7 @@ def _count_calls(rank, folder, port):
     from flowgrpo_rc.batch import Key
     from flowgrpo_rc.cli.compose import compose
     from flowgrpo_rc.gap.probe import run_probe
-    from flowgrpo_rc.trainer.resume import load_run
+    from flowgrpo_rc.trainer.checkpoint import load_run
     from flowgrpo_rc.trainer.validation import validate
 
     trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", overrides_of(folder / "run", *ONE_EACH)))
@@ -121,21 +124,21 @@ def test_every_process_makes_the_same_transformer_calls(tmp_path):
 
 
 JUDGE = """
-import os, pathlib, time
+import os
 asked = 0
 
 def compute_score(images, prompts, metadata):
     global asked
     asked += 1
     if asked == 2 and os.environ["RANK"] == "1":
-        pathlib.Path(__file__).with_name("raised").write_text(str(time.time()))
         raise ConnectionError("the judge is out of reach")
     return images.reshape(len(images), -1).mean(1) / 255
 """
 
 
-def test_an_exception_of_one_process_ends_all_with_its_message(small_config, tmp_path):
-    """Within a minute, told once, and the run folder is as after a failure of a run of one process: it resumes."""
+@pytest.mark.process
+def test_an_exception_of_one_process_ends_all_and_the_launcher_reports_it(small_config, tmp_path):
+    """The run folder is as after a failure of a run of one process: it resumes."""
     (tmp_path / "judge.py").write_text(JUDGE)
     settings = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.val_before_train=false")
     settings += ("trainer.resume_mode=auto",)
@@ -145,18 +148,33 @@ def test_an_exception_of_one_process_ends_all_with_its_message(small_config, tmp
         *overrides_of(tmp_path / "run", *settings, f"reward.custom_reward_function.path={tmp_path / 'judge.py'}"),
     ]
     done = run_process(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    took = time.time() - float((tmp_path / "raised").read_text())
-    assert took < 60
     assert done.returncode == 1
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, done.stderr[-3000:]
-    assert "the judge is out of reach" in errors[0]
-    assert done.stderr.count("the judge is out of reach") == 1
-    for consequence in ("gloo", "interrupted", "Stopping", "FLOWGRPO_RC_DEBUG"):
-        assert consequence not in done.stderr + done.stdout
-    assert not (tmp_path / "run" / ".lock").exists()
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("[rank 1] error: ")]
+    assert "the judge is out of reach" in error
+    report = done.stderr.split("Root Cause")[1]
+    assert re.search(r"rank +: 1 ", report)
+    assert "the judge is out of reach" in report
     states = torch.load(tmp_path / "run" / "checkpoints" / "step_1" / "optimizer.pt", weights_only=True)["random"]
     assert len(states) == 2
     trainer = FlowGRPOTrainer(small_config(*settings))
     assert trainer.step == 1
     trainer.folder.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4", "has failed or was killed"),
+        ("[/gloo/transport/tcp/buffer.cc:81] Timed out waiting 600000ms for recv", "raise actor_rollout_ref.nccl_time"),
+    ],
+)
+def test_gloos_errors_about_other_processes_are_explained(text, says, capsys):
+    assert exit_code(RuntimeError(text), phase=TRAINING) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "says"), [(0, "give a number above 0"), (1e8, "give at most 1e.07 seconds")])
+def test_the_time_out_is_checked(value, says):
+    assert ActorRolloutRefConfig().nccl_timeout == 600
+    with pytest.raises(ValueError, match=f"actor_rollout_ref.nccl_timeout: got .*; {says}"):
+        ActorRolloutRefConfig(nccl_timeout=value)

@@ -1,0 +1,109 @@
+"""What a run leaves for people to look at: sample grids, kept images, the final adapters, plots and pictures.
+
+None of it is worth losing a run: an output that cannot be written is reported, and the run goes on. The error that ends
+the run then names it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
+from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.summary import stack_pictures, write_plots
+from flowgrpo_rc.run_folder import RunFolder, RunFolderError
+from flowgrpo_rc.trainer.dumps import DumpedImage, ImageDump
+from flowgrpo_rc.trainer.setup import Run
+from flowgrpo_rc.trainer.validation import Sample, save_grid
+
+
+class RunOutputs:
+    """Writes outputs that a run can go on without.
+
+    Args:
+        folder: the run folder.
+        alert: reports an output that could not be written.
+    """
+
+    def __init__(self, folder: RunFolder, alert: Callable[[str], object]) -> None:
+        self._folder = folder
+        self._alert = alert
+        self.unwritten: list[tuple[str, Exception]] = []
+        """Outputs that could not be written, each named once, and the reason."""
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Report an exception of writing ``what``, and go on."""
+        try:
+            yield
+        except Exception as error:  # drawing libraries raise errors of every kind
+            if all(what != named for named, _ in self.unwritten):
+                self.unwritten.append((what, error))
+            self._alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
+
+    def grid(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the sample grid of a validation."""
+        path = self._folder.samples / f"step_{step:05d}.png"
+        with self.attempt(str(path)):
+            save_grid(path, f"step {step}", samples)
+
+    def images(self, dump: ImageDump, step: int, images: Sequence[DumpedImage]) -> None:
+        """Write the images of a rollout or a validation; every process calls it."""
+        with self.attempt(f"images in {dump.root}/"):
+            dump.write(step, images)
+
+    def timeline(self, line: dict[str, Any]) -> None:
+        """Add a line to ``timeline.jsonl``."""
+        with self.attempt(str(self._folder.timeline)):
+            self._folder.append_to_timeline(line)
+
+    def adapters(self, run: Run) -> list[Path]:
+        """Write the final adapter, and its average if there is one; returns the files written."""
+        states: dict[Path, dict[str, Tensor] | None] = {self._folder.lora: None}
+        average = run.actor.averaged_state()
+        if average is not None:
+            states[self._folder.lora_ema] = average
+        written: list[Path] = []
+        for folder, state in states.items():
+            write = partial(save_lora, run.model, run.actor.transformer, state=state, full_strength=True)
+            with self.attempt(f"{folder}/"):
+                for moved in self._folder.replace_folder(folder, write, same_lora):
+                    self._alert(f"Moved aside in {self._folder.root}: {moved}")
+                written.append(folder / ADAPTER_FILE)
+        return written
+
+    def pictures(self, history: History) -> list[Path]:
+        """Draw the plots, the first and last grid side by side, and ``summary.png``; returns the files to look at."""
+        pictures: list[Path] = []
+        if history.trained:
+            with self.attempt(f"{self._folder.plots}/"):
+                pictures += write_plots(history, self._folder.plots)[-1:]
+        grids = list(self._folder.grids().values())
+        if len(grids) > 1:
+            both = self._folder.samples / "before_after.png"
+            with self.attempt(str(both)):
+                stack_pictures(both, [grids[0], grids[-1]])
+                pictures.append(both)
+        if pictures:
+            with self.attempt(str(self._folder.summary)):
+                stack_pictures(self._folder.summary, pictures)
+                pictures.insert(0, self._folder.summary)
+        return pictures
+
+    def raise_unwritten(self, step: int, kept: Sequence[Path | None]) -> None:
+        """End a run by naming everything that could not be written.
+
+        Raises:
+            RunFolderError: something could not; the message names it, and the files in ``kept``.
+        """
+        if self.unwritten:
+            lost = "; ".join(f"{what} ({one_line(error)})" for what, error in self.unwritten)
+            names = ", ".join(str(path) for path in kept if path is not None)
+            raise RunFolderError(
+                f"trained to step {step}, but could not write {lost}. Kept: {names}"
+            ) from self.unwritten[0][1]
