@@ -137,6 +137,7 @@ def apply_bypass_mode_to_diffusion_batch(batch: Batch) -> Batch:
         ValueError: the batch has no ``rollout_log_probs``.
     """
     data = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "bypass mode")
+    # No copy: nothing in this package writes into log-probs.
     data[Key.OLD_LOG_PROBS] = data[Key.ROLLOUT_LOG_PROBS]
     return batch
 
@@ -159,6 +160,7 @@ def apply_rollout_correction_to_diffusion_batch(
     old, result = correct_old_policy(OldPolicy(log_probs=data[Key.OLD_LOG_PROBS]), data, config, dp_group)
     for name, values in old.batch_keys().items():
         data[name] = values
+    # Weights come from this rank's rows; only the metrics need the others.
     moments = merge_over_ranks(result.moments, dp_group)
     return batch, result.metrics if moments is result.moments or moments is None else metrics_from_moments(moments)
 
@@ -186,6 +188,7 @@ def correct_old_policy(
     if len(shape) != 2:
         raise ValueError(f"log-probs of a diffusion batch are (B, W): images by SDE steps; got {shape}.")
     valid = response_mask(batch, old.log_probs)
+    # Tokens have no timesteps to group the gap by.
     timesteps = optional(batch, Key.TIMESTEPS) if valid is None else None
     if timesteps is not None and timesteps.shape != shape:
         raise ValueError(f"{Key.TIMESTEPS} has shape {tuple(timesteps.shape)}, but log-probs have {shape}.")
@@ -217,6 +220,7 @@ def weights_and_keep(
     batch = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "rollout correction")
     plan = config.plan()
     bounds = optional(batch, Key.ROLLOUT_RS_BOUNDS) if plan.calibrated else None
+    # Other modes ignore bounds; a batch may carry them all the same.
     weights, keep = weights_and_mask(log_probs, batch[Key.ROLLOUT_LOG_PROBS], plan=plan, row_bounds=bounds)
     return _in_the_loss(weights, keep), keep
 

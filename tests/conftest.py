@@ -44,6 +44,12 @@ SMALL_RUN = (
 """Overrides that make the demo a run of a second or two."""
 
 
+def last_of_each(*overrides):
+    """Overrides without those that a later one replaces: the command line warns about them."""
+    settings = {override.split("=", 1)[0]: override for override in overrides}
+    return list(settings.values())
+
+
 UNLIMITED = ("run", "process", "slow", "gpu")
 """Marks of tests that may take long; ``make test`` leaves them to ``make test-all``."""
 
@@ -111,7 +117,7 @@ def small_config(tmp_path):
 
     def make(*overrides, folder="run"):
         where = f"trainer.default_local_dir={tmp_path / folder}"
-        return compose("tiny_qwen_image_ocr", [*SMALL_RUN, where, *overrides])
+        return compose("tiny_qwen_image_ocr", last_of_each(*SMALL_RUN, where, *overrides))
 
     return make
 
@@ -159,9 +165,7 @@ def trained_run(tmp_path_factory):
             if not done.exists():
                 torch.set_num_threads(1)
                 where = f"trainer.default_local_dir={folder / 'run'}"
-                settings = dict(override.split("=", 1) for override in (*SMALL_RUN, where, *overrides))
-                chosen = [f"{name}={value}" for name, value in settings.items()]
-                FlowGRPOTrainer(compose("tiny_qwen_image_ocr", chosen)).fit()
+                FlowGRPOTrainer(compose("tiny_qwen_image_ocr", last_of_each(*SMALL_RUN, where, *overrides))).fit()
                 done.touch()
         return RunFolder(folder / "run")
 

@@ -49,6 +49,7 @@ def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
     taken = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
+        # An empty bucket takes any tensor, so one above the limit still goes out, alone.
         if bucket and taken + size > limit:
             yield bucket
             bucket = []
@@ -119,6 +120,7 @@ class DiffusionActor:
         self._score_batch_size = score_batch_size
         self._timestep_dtype = timestep_dtype
         self.transformer: Any = model.transformer
+        # Counted before the LoRA is attached: the default of gradient checkpointing depends on the frozen size.
         frozen = sum(parameter.numel() for parameter in base_parameters(self.transformer).values())
         attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype), device=accelerator.device)
         use_attention_backend(self.transformer, lora.attn_backend)
@@ -128,6 +130,7 @@ class DiffusionActor:
             self.transformer.enable_gradient_checkpointing()
         self._compiled = lora.torch_compile
         if lora.torch_compile:
+            # Blocks share one compiled graph, so compile time does not grow with the depth.
             self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
         self._parameters = list(adapter_parameters(self.transformer).values())
         optim = config.optim
@@ -142,6 +145,7 @@ class DiffusionActor:
             optim.lr_scheduler_type,
             self.optimizer,
             num_warmup_steps=optim.warm_up(total_optimizer_steps),
+            # A resumed run that is already complete has no step left, and the schedule divides by this.
             num_training_steps=max(1, total_optimizer_steps),
         )
         self.average: Any = None
@@ -164,6 +168,7 @@ class DiffusionActor:
 
         self.average = EMAModel(self._parameters, decay=self.config.ema_decay, foreach=True)
         if state is not None:
+            # The decay is a setting, not a state: a resumed run follows its configuration.
             self.average.load_state_dict(state | {"decay": self.config.ema_decay})
             self.average.to(device=self._accelerator.device)
 
@@ -176,12 +181,14 @@ class DiffusionActor:
     def load_optimizer(self, moments: dict[int, Any], taken: int) -> None:
         """Resume AdamW from its ``moments`` after ``taken`` steps of the schedule, with this configuration's
         options."""
+        # Only the moments come from the checkpoint; lr, betas and eps stay this configuration's.
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.lr_scheduler.load_state_dict(
             {**self.lr_scheduler.state_dict(), "last_epoch": taken, "_step_count": taken + 1}
         )
         (group,) = self.optimizer.param_groups
         (scale,) = self.lr_scheduler.lr_lambdas
+        # The scheduler sets the rate when it steps, so before the next step it must be set here.
         group["lr"] = self.config.optim.lr * scale(taken)
         self.lr_scheduler._last_lr = [group["lr"]]
 
@@ -231,6 +238,7 @@ class DiffusionActor:
         sums = [torch.zeros(count, device=self._accelerator.device) for _ in losses]
         steps = RecordedSteps(batch, conditioning, self._accelerator.device)
         size = self.config.micro_batch_rows(steps.window)
+        # Whole windows: the losses compare the steps of an image.
         for images in torch.arange(len(batch)).split(max(1, size // steps.window)):
             found = self._gradients_of_images(steps, images, batch[images], losses, size)
             finite = torch.stack([flat.isfinite().all() for flat in found]).all()
@@ -274,6 +282,7 @@ class DiffusionActor:
                 "update() was given a mini-batch after the first without an old policy; in decoupled mode score() its "
                 "rows, for an optimizer step comes before it"
             )
+        # One transfer of all scalars and embeddings serves every epoch and mini-batch.
         steps = RecordedSteps(batch, conditioning, self._accelerator.device)
         update = _Update(batch, steps, mode, gap or MetricAccumulator())
         mini_batches = list(mini_batches)
@@ -281,6 +290,7 @@ class DiffusionActor:
         norms: list[float] = []
         for _ in range(self.config.ppo_epochs):
             for number, mini in enumerate(mini_batches):
+                # The mini-batch returns with its old policy, which later epochs must reuse.
                 step_metrics, mini_batches[number], norm = self._optimizer_step(update, mini)
                 metrics.append(step_metrics)
                 if norm is not None:
@@ -297,6 +307,7 @@ class DiffusionActor:
         self.optimizer.zero_grad(set_to_none=True)
         done = self._backward(update, mini)
         total = done.metrics.all_reduce()
+        # At least 1: a mini-batch without a kept element has gradients of 0, not NaN.
         self._reduce_gradients(total.denominator.clamp(min=1.0))
         norm = clip_grad_norm_(self._parameters, self.config.grad_clip)
         log_probs, total, norm = _read(done.log_probs, total, norm)
@@ -307,6 +318,7 @@ class DiffusionActor:
             corrected = done.corrected
             if corrected is None:
                 corrected = update.correct(mini, done.present(log_probs))
+            # In bypass mode weights and rejection are computed anew at every optimizer step, so nothing is kept.
             if not update.mode.bypasses:
                 mini = mini._replace(old=corrected)
         # Not even moments and weight decay may move the weights where nothing is learned.
@@ -321,6 +333,7 @@ class DiffusionActor:
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
+        # After the step: the average includes the new weights.
         if self.average is not None:
             self.average.step(self._parameters)
         return total, mini, norm
@@ -339,6 +352,7 @@ class DiffusionActor:
             else:
                 size -= size % window
         known = corrected if corrects else mini.old
+        # Later epochs compare with the means of this first pass; with one epoch nobody does.
         keeps_means = known is None and not mode.bypasses and self._compares_means and self.config.ppo_epochs > 1
         done: list[LossMetrics] = []
         log_probs: list[Tensor] = []
@@ -355,6 +369,7 @@ class DiffusionActor:
             sums = diffusion_loss_sums(mode, output, data, corrected=corrects)
             self._accelerator.backward(sums.loss_sum)
             done.append(sums.metrics)
+            # Detached copies stay on the device until the optimizer step's one host sync.
             log_probs.append(output["log_probs"].detach())
             if keeps_means:
                 means.append(queued_to_host(output["transition_means"]))
@@ -461,6 +476,7 @@ class DiffusionActor:
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
         timesteps = flat[Key.TIMESTEPS]
+        # The engine embeds timesteps in its own precision; rounding them alike closes that part of the gap.
         if self._timestep_dtype is not None:
             timesteps, cond = self._model.as_embedded(timesteps, cond, self._timestep_dtype)
         with self._accelerator.autocast():
@@ -491,6 +507,7 @@ class DiffusionActor:
             flat = parameters_to_vector(bucket)
             if self._accelerator.num_processes > 1:
                 torch.distributed.all_reduce(flat)
+            # Divided after the sum, so that the result does not depend on the number of ranks.
             flat /= denominator
             vector_to_parameters(flat, bucket)
 
@@ -500,6 +517,7 @@ class DiffusionActor:
         The gradient is a sum over all processes, so all of them come here, each with equally many samples.
         """
         bad = []
+        # This is slow, but it runs once, right before the run ends.
         for place in torch.arange(len(mini.rows)).split(1):
             self.optimizer.zero_grad(set_to_none=True)
             self._backward(update, mini.part(place))
@@ -536,6 +554,7 @@ class DiffusionActor:
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self._lr
+        # Bypass mode measures inside the actor, and its metrics have the actor's prefix, as in verl.
         prefix = "actor/" if update.mode.bypasses else ""
         return metrics | {f"{prefix}{name}": value for name, value in update.gap.compute().items()}
 
@@ -556,6 +575,7 @@ class _Update:
 
     def correct(self, mini: MiniBatch, present: OldPolicy) -> OldPolicy:
         """Add weights and rejection to the current policy's log-probs of a mini-batch, and their metrics to ``gap``."""
+        # Only these keys: indexing the whole batch would copy its latents.
         numbers = self.batch.select(*_CORRECTION_KEYS, strict=False)[mini.rows]
         corrected, correction = correct_old_policy(present, numbers, self.mode.rollout_correction)
         self.gap.add(correction)
@@ -582,6 +602,7 @@ class _Accumulated(NamedTuple):
 def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor, LossMetrics, float]:
     """Copy an optimizer step's figures to the host: its only host sync."""
     parts = [log_probs.flatten(), metrics.sums, metrics.extremes, norm.reshape(1)]
+    # One tensor and so one transfer; float64 holds float32 log-probs and counts exactly.
     figures = torch.cat([part.double() for part in parts]).cpu()
     values, sums, extremes, size = figures.split([len(part) for part in parts])
     return values.view(log_probs.shape).to(log_probs.dtype), LossMetrics(metrics.names, sums, extremes), float(size)

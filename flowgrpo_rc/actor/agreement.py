@@ -15,6 +15,7 @@ def on_any_process(flag: Tensor | bool) -> bool:
     state = PartialState()
     if state.num_processes == 1:
         return bool(flag)
+    # NCCL reduces integers, not booleans.
     found = torch.as_tensor(flag, device=state.device).int()
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     return bool(found)
@@ -28,5 +29,6 @@ def rows_in_words(rows: list[int]) -> tuple[int, str]:
     if PartialState().num_processes == 1:
         return len(rows), f"rows {rows[:8]}"
     shares = gather_object([rows])
+    # The first eight rows are enough to find a pattern; a whole batch would bury the remedy.
     named = [f"rows {share[:8]} of process {number}" for number, share in enumerate(shares) if share]
     return sum(map(len, shares)), ", ".join(named)

@@ -54,6 +54,7 @@ class ModeInForce:
         Then an image's whole window must be scored before any of its steps can be learned from.
         """
         rc = self.rollout_correction
+        # Bypass with PPO has no weights in its loss, so sequence weights couple nothing there.
         uses_weights = not self.bypasses or rc.loss_type == "reinforce"
         return rc.plan().couples_elements(uses_weights=uses_weights)
 

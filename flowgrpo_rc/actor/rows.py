@@ -58,6 +58,7 @@ class RecordedSteps:
         # A scalar of an image, such as its advantage, holds for each of its steps.
         flat = {n: v.flatten() if v.dim() > 1 else v.repeat_interleave(self.window) for n, v in numbers.items()}
         self._numbers = {name: onto(values, device) for name, values in flat.items()}
+        # Prompts repeat over the images of a group, so their embeddings go over once and are indexed there.
         self._conditioning = conditioning.to(device)
         self._prompt_index = batch[Key.PROMPT_INDEX].repeat_interleave(self.window)
 
@@ -73,6 +74,7 @@ class RecordedSteps:
             old: the old policy of these images; its values join the rows' data under the keys of a batch.
         """
         rows = (images[:, None] * self.window + torch.arange(self.window)).flatten()
+        # The same indices on both sides: latents are gathered on the host, scalars on the device.
         rows_there = onto(rows, self._device)
         names = [Key.LATENTS, Key.NEXT_LATENTS]
         # A TensorDict iterates over its rows, so ``in`` needs the keys.
@@ -80,6 +82,7 @@ class RecordedSteps:
             names.append(Key.ROLLOUT_MEANS)
         old_numbers: dict[str, Tensor] = {}
         if old is not None:
+            # Means are as large as latents and follow them, a micro-batch at a time.
             scalars = replace(old, means=None).batch_keys()
             old_numbers = {name: onto(values.flatten(), self._device) for name, values in scalars.items()}
         for start in range(0, len(rows), size):
@@ -124,6 +127,7 @@ def present_as_old(
         data = whole
     weights, keep = weights_and_keep(log_probs, data, mode.rollout_correction)
     found = {Key.ROLLOUT_IS_WEIGHTS: weights.flatten(), Key.ROLLOUT_KEEP: keep.flatten()}
+    # In bypass mode the batch's rollout log-probs stay the old ones.
     if not mode.bypasses:
         found[Key.OLD_LOG_PROBS] = present
         if "transition_means" in output:
@@ -136,6 +140,7 @@ def take_rows(
 ) -> tuple[Tensor, ...]:
     """Gather the same rows ``(n, *L)`` of large tensors on the host and bring them to ``device`` in one transfer."""
     shape = (len(tensors), len(rows), *tensors[0].shape[2:])
+    # Pinned memory lets the copy run beside the computation.
     together = torch.empty(shape, dtype=tensors[0].dtype, pin_memory=device.type == "cuda")
     for place, tensor in zip(together, tensors, strict=True):
         torch.index_select(tensor.flatten(0, 1), 0, rows, out=place)

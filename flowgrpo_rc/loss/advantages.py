@@ -55,6 +55,7 @@ def group_advantages(
     bad = (~torch.isfinite(rewards)).nonzero()
     if len(bad):
         raise ValueError(f"rewards holds {len(bad)} non-finite values, first at index {int(bad[0])}")
+    # Checked on all images, before rejection: a group may lose images, but must not start with one.
     _, sizes = torch.unique(group, return_counts=True)
     if (sizes == 1).any():
         raise ValueError(
@@ -66,9 +67,11 @@ def group_advantages(
     divisor = torch.ones((), dtype=torch.float64, device=rewards.device)
     if norm_by_std:
         kept = rewards.double()[keep]
+        # Without a kept image the groups' deviations are all 0, which gives advantages of 0.
         std = kept.std(correction=0) if global_std and len(kept) else within.std[within.member]
         divisor = std + eps
     advantages = within.centred_over(divisor)
+    # Integer and half-precision rewards still give usable advantages.
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     return GroupAdvantages(
         torch.zeros_like(rewards, dtype=dtype).masked_scatter_(keep, advantages.to(dtype)),
@@ -131,6 +134,7 @@ class _WithinGroups(NamedTuple):
         names, member = torch.unique(group, return_inverse=True)
         member = member[keep]
         kept = values.double()[keep]
+        # A group without a kept value has sums of 0, so any count above 0 gives 0.
         counts = torch.bincount(member, minlength=len(names)).clamp(min=1)
         mean = torch.zeros(len(names), dtype=torch.float64, device=kept.device).index_add_(0, member, kept)
         centred = kept - (mean / counts)[member]

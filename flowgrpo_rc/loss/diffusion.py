@@ -100,6 +100,7 @@ def _read_steps(
     rc = config.rollout_correction
     options = config.diffusion_loss
     objective = OBJECTIVES[options.loss_mode]
+    # ``all`` is verl-omni's behaviour and the default: a rejection then also shrinks the step.
     aggregation = KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
     shared = read_inputs(config, model_output, data, aggregation, corrected=corrected)
     # Rewards have outliers; no single image may dominate an optimizer step.
@@ -107,12 +108,14 @@ def _read_steps(
         advantages=shared.policy.advantages.clamp(-options.adv_clip_max, options.adv_clip_max)
     )
     if objective.needs_old_means:
+        # In bypass mode the engine is the old policy, so the means must be its own.
         name = Key.ROLLOUT_MEANS if rc.bypass_mode else Key.OLD_TRANSITION_MEANS
         old_mean = require(data, name, "data (this loss_mode)")
         kl, std = _kl_and_std(model_output, "the old transition means", old_mean, policy, "this loss_mode")
         dt = None
         if objective.needs_sigmas:
             where = f"data (loss_mode={objective.name})"
+            # Noise levels fall, so this difference is positive.
             dt = require(data, Key.SIGMAS, where) - require(data, Key.NEXT_SIGMAS, where)
             dt = kept(dt, policy.keep, 1.0)
         policy = policy._replace(shift=TransitionShift(kl, std, dt))

@@ -95,6 +95,7 @@ def read_inputs(
     reinforces = rc.bypass_mode and rc.loss_type == "reinforce"
     correction = None
     weights = None
+    # Decoupled mode has its correction in the batch; so has a micro-batch that the actor corrected before.
     keep = valid
     if not rc.bypass_mode or corrected:
         weights, keep = _given_correction(data, log_prob, valid)
@@ -113,6 +114,7 @@ def read_inputs(
         weights = None  # PPO's ratio is already over the rollout policy; weights would count it twice
     # Read for every objective: the share outside the clip band is a metric of all.
     low, high = CLIP_BAND.sides(options, _clip_widths(data, log_prob))
+    # The dual clip belongs to tokens; the diffusion objectives are defined without it.
     dual_clip = None if valid is None else options.clip_ratio_c
     objective = OBJECTIVES[options.loss_mode]
     threshold = objective.limit.value(options) if isinstance(objective.limit, Threshold) else math.inf
@@ -206,6 +208,7 @@ def _is_usable(name: str, values: Tensor) -> Tensor:
 def _old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
     """``old_log_probs``; in bypass mode ``rollout_log_probs``, under either name."""
     names = (Key.ROLLOUT_LOG_PROBS, Key.OLD_LOG_PROBS) if bypass else (Key.OLD_LOG_PROBS,)
+    # Bypass reads the rollout's first: apply_bypass_mode_... makes both equal, and a stale old one must not win.
     for name in names:
         value = like_log_probs(data, name, log_prob)
         if value is not None:

@@ -98,6 +98,7 @@ class ClipBand(Limit):
         """
         width: Any = options.clip_ratio
         if width == "auto":
+            # Widths per element come with the batch, from the calibration of each timestep.
             if widths is None:
                 raise ValueError(
                     "data lacks 'clip_widths', which clip_ratio=auto reads; add it, or give clip_ratio a number"

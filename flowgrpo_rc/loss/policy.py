@@ -89,6 +89,7 @@ def ppo_clip(
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
     ratio = torch.exp(log_ratio)
+    # Rejected advantages too: a NaN reward of a rejected image must not reach the loss.
     advantages = kept(advantages.detach(), keep)
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)  # pyright: ignore[reportCallIssue, reportArgumentType]
     # The larger loss: clipping removes the incentive to move further, never the one to move back.
@@ -167,6 +168,7 @@ def flow_dppo(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
     """
     assert inputs.shift is not None
     advantages = inputs.advantages.detach()
+    # The mask is asymmetric: an element that moves back keeps its gradient, however far out it is.
     log_ratio = select(inputs.log_prob - inputs.old_log_prob.detach(), inputs.keep)
     outward = ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))
     left_out = (inputs.shift.kl.detach() >= limits.threshold) & outward

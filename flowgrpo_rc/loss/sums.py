@@ -75,6 +75,7 @@ class LossMetrics:
             sums["dual_clipped"] = dual.sum()
             inert = inert | dual
         sums["inert"] = inert.sum()
+        # Minus the minimum, so that one maximum over micro-batches and ranks merges both.
         extremes = (-torch.where(valid, ratio, torch.inf).min(), torch.where(valid, ratio, -torch.inf).max())
         return cls(tuple(sums), _on_device(sums.values()), _on_device(extremes))
 
@@ -119,6 +120,7 @@ class LossMetrics:
         """
         *sums, minus_least, most = torch.cat([self.sums, self.extremes]).tolist()
         total = dict(zip(self.names, sums, strict=True))
+        # A rank may have no valid token; its sums are 0 then, and so are its shares.
         n = max(total["elements"], 1.0)
         ratio = (total["ratio"] / n, -minus_least, most) if total["elements"] else (1.0, 1.0, 1.0)
         dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if "dual_clipped" in total else {}
@@ -158,6 +160,7 @@ def loss_sums(inputs: LossInputs) -> LossSums:
     terms = inputs.objective(policy, inputs.limits)
     # A mask of ones in place of None, so that every aggregation counts in the same way.
     keep = torch.ones_like(policy.log_prob, dtype=torch.bool) if policy.keep is None else policy.keep
+    # Micro-batches divide by nothing here: their denominators add up, and one division comes last.
     denominator = inputs.aggregation.denominator(keep).to(policy.log_prob.dtype)
     policy_sum = inputs.aggregation.loss_sum(terms.loss, keep, scale_factor)
     kl_sum = policy_sum.new_zeros(())

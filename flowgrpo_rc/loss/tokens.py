@@ -72,6 +72,7 @@ def read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: Tens
     options = config.diffusion_loss
     require(data, Key.RESPONSE_MASK, "data")
     valid = response_mask(data, require(model_output, "log_probs", "model_output"))
+    # A token's distribution has no transition mean, so these objectives cannot be computed.
     if OBJECTIVES[options.loss_mode].needs_old_means:
         raise ValueError(
             f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens have no "
