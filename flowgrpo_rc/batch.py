@@ -17,8 +17,7 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional, response_mask
 from flowgrpo_rc.correction.numerics.compute import RolloutCorrection, compute_rollout_correction
-from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
-from flowgrpo_rc.correction.numerics.moments import merge_over_ranks
+from flowgrpo_rc.correction.numerics.moments import merge_over_ranks, metrics_from_moments
 from flowgrpo_rc.correction.numerics.run import weights_and_mask
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         compute_rollout_correction_weights as compute_rollout_correction_weights,
     )
     from flowgrpo_rc.correction.numerics.compute import compute_rollout_rejection_mask as compute_rollout_rejection_mask
-    from flowgrpo_rc.correction.numerics.metrics import MetricAccumulator as MetricAccumulator
-    from flowgrpo_rc.correction.numerics.metrics import slime_metrics as slime_metrics
+    from flowgrpo_rc.correction.numerics.moments import MetricAccumulator as MetricAccumulator
     from flowgrpo_rc.correction.numerics.moments import Moments as Moments
+    from flowgrpo_rc.correction.numerics.moments import slime_metrics as slime_metrics
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig as RolloutCorrectionConfig
     from flowgrpo_rc.correction.options.explanation import Explanation as Explanation
     from flowgrpo_rc.correction.options.explanation import explain as explain

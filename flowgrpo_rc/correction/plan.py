@@ -6,11 +6,12 @@ threshold string. Ratios are train over rollout, ``r = exp(log_prob - rollout_lo
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import lru_cache
 from numbers import Real
+from typing import Any
 
 from flowgrpo_rc.checks import choice, show
 
@@ -22,8 +23,10 @@ IS_LEVELS = ("token", "sequence", "geometric")
 
 @dataclass(frozen=True, slots=True)
 class WeightMode:
-    """What a value of ``rollout_is_mode`` means beside its arithmetic, which is in ``numerics/weights.py``."""
+    """A value of ``rollout_is_mode``."""
 
+    bound: Callable[[Any, Any, "ImportanceSampling"], Any]
+    """The weights, as a function of the ratios, of flags of those beyond the bounds, and of the bounds."""
     one_bound: bool = False
     """Whether there is an upper bound alone."""
     lower_may_be_zero: bool = False
@@ -36,15 +39,29 @@ class WeightMode:
     """slime's names of the share above ("high") and below ("low") the bounds."""
 
 
+def _clamped(ratio: Any, outside: Any, spec: "ImportanceSampling") -> Any:
+    return ratio.clamp(spec.lower, spec.upper)
+
+
 _MASKED = {"mis_mask_fraction_low": "low", "mis_mask_fraction_high": "high"}
 WEIGHT_MODES = {
-    "truncate": WeightMode(one_bound=True, slime_fractions={"mis_truncate_fraction": "high"}),
-    "zero": WeightMode(outside_metric="rollout_is_oob_ratio", slime_fractions=_MASKED),
+    "truncate": WeightMode(_clamped, one_bound=True, slime_fractions={"mis_truncate_fraction": "high"}),
+    "zero": WeightMode(
+        lambda ratio, outside, spec: ratio.masked_fill(outside, 0.0),
+        outside_metric="rollout_is_oob_ratio",
+        slime_fractions=_MASKED,
+    ),
     "clip": WeightMode(
-        lower_may_be_zero=True, slime_fractions={"mis_clip_fraction_low": "low", "mis_clip_fraction_high": "high"}
+        _clamped,
+        lower_may_be_zero=True,
+        slime_fractions={"mis_clip_fraction_low": "low", "mis_clip_fraction_high": "high"},
     ),
     "mask": WeightMode(
-        lower_may_be_zero=True, rejects=True, outside_metric="rollout_is_masked_fraction", slime_fractions=_MASKED
+        lambda ratio, outside, spec: ratio,
+        lower_may_be_zero=True,
+        rejects=True,
+        outside_metric="rollout_is_masked_fraction",
+        slime_fractions=_MASKED,
     ),
 }
 RS_OPTIONS = (
@@ -77,6 +94,10 @@ class ImportanceSampling:
     """0 means that nothing is done to small weights."""
     upper: float
     batch_normalize: bool = False
+
+    def bound(self, ratio: Any, outside: Any) -> Any:
+        """Weights from ratios and flags of what lies beyond the bounds, as tensors."""
+        return WEIGHT_MODES[self.mode].bound(ratio, outside, self)
 
     @property
     def rejects(self) -> bool:
@@ -126,6 +147,8 @@ class CorrectionPlan:
     importance: ImportanceSampling | None = None
     criteria: tuple[Criterion, ...] = ()
     log_veto: float | None = None
+    counts_empty_rows: bool = False
+    """Rows without a valid element enter averages over rows as zeros, as in verl; only the verl drop-in sets this."""
 
     @property
     def can_reject(self) -> bool:

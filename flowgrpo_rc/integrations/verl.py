@@ -19,9 +19,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.batch import Key
-from flowgrpo_rc.correction.numerics.metrics import PREFIX, metrics_from_moments
-from flowgrpo_rc.correction.numerics.moments import Moments
-from flowgrpo_rc.correction.numerics.run import RolloutCorrection, run_plan
+from flowgrpo_rc.correction.numerics.moments import PREFIX, RolloutCorrection
+from flowgrpo_rc.correction.numerics.run import run_plan
 from flowgrpo_rc.correction.plan import RS_OPTIONS, SAFETY_BOUND, CorrectionPlan, ThresholdSpec, make_plan, mirror_k1
 from flowgrpo_rc.integrations._replace import Replacement
 from flowgrpo_rc.integrations.verl_metrics import compute_is_metrics, compute_rs_metrics
@@ -204,32 +203,11 @@ def _plan(*options: Any, **named: Any) -> CorrectionPlan:
 
 def _run(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, plan: CorrectionPlan) -> RolloutCorrection:
     """Runs a plan in verl's conventions; its effective sample size has 1e-8 added to the mean weight."""
-    result = run_plan(log_prob, rollout_log_prob, mask, plan=plan)
-    empty = len(log_prob) - result.moments.row_count
-    if empty:
-        result.metrics.update(_with_empty_rows(result.moments, empty))
+    result = run_plan(log_prob, rollout_log_prob, mask, plan=replace(plan, counts_empty_rows=True))
     mean = result.metrics.get(f"{PREFIX}rollout_is_mean", 0.0)
     if mean > 0.0:
         result.metrics[f"{PREFIX}rollout_is_eff_sample_size"] *= (1.0 + 1e-8 / mean) ** 2
     return result
-
-
-def _with_empty_rows(moments: Moments, empty: float) -> Metrics:
-    """The metrics that rows without a valid element enter, as in verl: with mean log-probs and weights of 0."""
-    sums = {"elements": 1.0, "training_ppl": 1.0, "rollout_ppl": 1.0, "ppl_ratio": 1.0, "row_ratio_squared": 1.0}
-    sums |= {"rows/is/low": 1.0, "rows/is/excess": -1.0, "rows/is/excess_squared": 1.0}
-    ends = {"log_ratio": 0.0, "rows/is/weight": 0.0, "rows/is/excess": -1.0, "rows/is/ratio": 1.0}
-    rows = {name: total + empty * sums.get(name, 0.0) for name, total in moments.rows.items()}
-    smallest = {name: min(end, ends.get(name, end)) for name, end in moments.smallest.items()}
-    largest = {name: max(end, ends.get(name, end)) for name, end in moments.largest.items()}
-    metrics = metrics_from_moments(replace(moments, rows=rows, smallest=smallest, largest=largest))
-    spec = moments.plan.importance
-    if spec is not None and spec.level == "sequence":  # these count the row's log ratio of 0, not its weight of 0
-        for side, beyond in (("high", spec.log_upper < 0.0), ("low", spec.log_lower > 0.0)):
-            count = moments.rows[f"rows/is/{side}"] + empty * beyond
-            metrics[f"{PREFIX}rollout_is_ratio_fraction_{side}"] = count / rows["elements"]
-    of_criteria = tuple(f"{PREFIX}rollout_rs_{criterion.name}_" for criterion in moments.plan.criteria)
-    return {name: value for name, value in metrics.items() if not name.startswith(of_criteria)}
 
 
 def _select(result: RolloutCorrection, start: str) -> Metrics:

@@ -16,7 +16,7 @@ from flowgrpo_rc.correction import (
     compute_rollout_rejection_mask,
     slime_metrics,
 )
-from flowgrpo_rc.correction.numerics import elements
+
 
 FORMS = (
     ("truncate", 1.3, 0.0, 1.3),
@@ -406,7 +406,7 @@ def _tensors(values) -> list[torch.Tensor]:
 @pytest.mark.parametrize("config", [EVERYTHING, RolloutCorrectionConfig(), RolloutCorrectionConfig.geo_rs()])
 def test_one_transfer_per_call(config, shape, monkeypatch):
     # As on an accelerator, where looking whether the mask has a gap would be a transfer.
-    monkeypatch.setattr(elements, "is_known_whole", lambda ones: False)
+
     p, q, mask = reference.random_case(2, *shape, dtype=torch.float32)
     timesteps = torch.full(shape, 500.0)
     compute_rollout_correction(p, q, mask, config=config)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.run import NonFiniteLogProbError, RolloutCorrection, run_plan
+from flowgrpo_rc.correction.numerics.moments import RolloutCorrection
+from flowgrpo_rc.correction.numerics.run import NonFiniteLogProbError, run_plan
 from flowgrpo_rc.correction.plan import CorrectionPlan, ThresholdSpec, make_plan
 
 if TYPE_CHECKING:

@@ -1,265 +1,257 @@
-"""Metrics as functions of moments, under verl's names (SPEC section 5, ``docs/rollout_correction.md``) and slime's."""
+"""The table of metrics (SPEC section 5): one line each, with the unit, the name, the reduction and the formula.
 
+verl's names, without their prefix. ``docs/metrics.md`` has the same table for readers, with healthy ranges.
+"""
+
+import itertools
 import math
-from typing import Any
+from typing import NamedTuple
 
-from flowgrpo_rc.correction.numerics.moments import Moments, RolloutCorrection, merge_over_ranks
-from flowgrpo_rc.correction.numerics.weights import batch_divisor, weight_sums
-from flowgrpo_rc.correction.plan import SAFETY_BOUND, WEIGHT_MODES, Criterion, ImportanceSampling
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
 
-PREFIX = "rollout_corr/"
-ROUNDING = 2.0**-50
-"""Share of the mean square below which a variance is but rounding: that of a deviation of 3e-8 of the mean."""
-Metrics = dict[str, float]
-_SLIME = {
-    **{f"mismatch_{name}": name for name in ("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl")},
-    **{f"mismatch_{name}": name for name in ("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")},
-    "train_rollout_logprob_abs_diff": "logprob_abs_diff_mean",
-    "mis_catastrophic_token_fraction": "rollout_is_catastrophic_token_fraction",
-    "mis_catastrophic_seq_fraction": "rollout_is_veto_fraction",
-    "mis_ratio_mean_after_mis": "rollout_is_mean",
-    "mis_batch_norm_factor": "rollout_is_batch_norm_factor",
-}
-"""Names of our metrics in slime's MIS helper."""
-
-
-class MetricAccumulator:
-    """Metrics of several micro-batches, and of all ranks, as if they had been one batch.
-
-    Merges the moments of results that were computed with the same options. ``compute`` leaves the accumulator as it
-    is; ``reset`` empties it.
-    """
-
-    def __init__(self) -> None:
-        self._moments: Moments | None = None
-
-    def add(self, result: RolloutCorrection | Moments) -> None:
-        """Adds a result or its moments."""
-        moments = _moments(result)
-        self._moments = moments if self._moments is None else self._moments.merge(moments)
-
-    def reset(self) -> None:
-        """Forgets what was added."""
-        self._moments = None
-
-    def compute(self, dp_group: Any = None, *, prefix: str = PREFIX, slime: bool = False) -> Metrics:
-        """Metrics of everything added, on all ranks; empty when nothing was added anywhere.
-
-        With ``torch.distributed`` initialised this is a collective over ``dp_group`` (None: all ranks), so every rank
-        of it must call. ``slime=True`` adds the figures under slime's names.
-        """
-        moments = merge_over_ranks(self._moments, dp_group)
-        if moments is None:
-            return {}
-        metrics = metrics_from_moments(moments, prefix)
-        return {**metrics, **slime_metrics(moments)} if slime else metrics
+from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess, k3, row_mean, row_sum, safe_exp
+from flowgrpo_rc.correction.numerics.moments import Figure
+from flowgrpo_rc.correction.numerics.reductions import (
+    CHI_SQUARED,
+    DEVIATION,
+    EFFECTIVE_SIZE,
+    LEAST,
+    MEAN,
+    MEAN_EXCESS,
+    MEAN_FROM_ONE,
+    MOST,
+    SAMPLE_DEVIATION,
+    WEIGHT_DEVIATION,
+    WEIGHT_MEAN,
+    WEIGHT_SAMPLE_DEVIATION,
+    Reduction,
+)
+from flowgrpo_rc.correction.numerics.rejection import Rejection, Verdict
+from flowgrpo_rc.correction.numerics.weights import ImportanceWeights
+from flowgrpo_rc.correction.plan import WEIGHT_MODES, ImportanceSampling
 
 
-def _moments(result: RolloutCorrection | Moments) -> Moments:
-    return result if isinstance(result, Moments) else result.moments
+class _Columns(NamedTuple):
+    name: str
+    reduction: Reduction
+    columns: list[Shaped[Tensor, " B"]]
 
 
-def slime_metrics(result: RolloutCorrection | Moments, *, ppo_ratio_mean: float | None = None) -> Metrics:
-    """The figures under slime's names (``mismatch_*``, ``mis_*``, ...), without a prefix.
+class MetricTable:
+    """Metrics of one batch as columns on its device: numbers of each row, which ``totals`` reduces over the rows.
 
     Args:
-        result: of a correction, or its ``Moments``.
-        ppo_ratio_mean: mean of pi_theta / pi_old, which the caller has; reported as ``ois``.
+        valid: valid elements ``(B, T)``.
+        rows: the rows that count ``(B,)``; a row without a valid element has 0 for every sum.
     """
-    moments = _moments(result)
-    total = moments.elements
-    n = moments.count
-    ours = metrics_from_moments(moments, "")
-    out = {name: ours[source] for name, source in _SLIME.items() if source in ours}
-    spec = moments.plan.importance
-    if spec is not None:
-        token = spec.level == "token"
-        out["mis_mean_is_weight_before_clip"] = 1.0 + total["excess"] / n if token else total["rows/is/ratio"] / n
-        for name, side in WEIGHT_MODES[spec.mode].slime_fractions.items():
-            out[name] = total[f"is/{side}" if token else f"rows/is/{side}"] / n
-    if ppo_ratio_mean is not None:
-        out["ois"] = ppo_ratio_mean
-    return out
+
+    def __init__(self, valid: Bool[Tensor, "B T"], rows: Bool[Tensor, " B"]) -> None:
+        self._invalid = ~valid
+        self._count = row_sum(valid)
+        self._rows = rows
+        self._row_count = rows.double()
+        self._sums: list[_Columns] = []
+        self._ends: list[_Columns] = []
+
+    def elements(self, name: str, reduction: Reduction, *values: Shaped[Tensor, "B ..."]) -> None:
+        """A metric over the valid elements; a row's value counts as often as the row has elements."""
+        if reduction in (LEAST, MOST):
+            ends = [-v if reduction is MOST else v for v in values]
+            self._ends.append(_Columns(name, reduction, [v.masked_fill(self._invalid, math.inf).amin(1) for v in ends]))
+        else:
+            self.add(name, reduction, self._count, *(v.sum(1) if v.dim() == 2 else v * self._count for v in values))
+
+    def rows(self, name: str, reduction: Reduction, *values: Shaped[Tensor, " B"]) -> None:
+        """A metric over the rows that count."""
+        if reduction in (LEAST, MOST):
+            self._ends.append(_Columns(name, reduction, [-v if reduction is MOST else v for v in values]))
+        else:
+            self.add(name, reduction, self._row_count, *values)
+
+    def add(self, name: str, reduction: Reduction, *columns: Shaped[Tensor, " B"]) -> None:
+        """A metric of the sums of some columns."""
+        self._sums.append(_Columns(name, reduction, list(columns)))
+
+    def totals(self) -> Float[Tensor, " numbers"]:
+        """The numbers of all metrics on the device, which ``figures`` reads on the host."""
+        sums = self._stack(self._sums) * self._row_count
+        ends = self._stack(self._ends).masked_fill(~self._rows, math.inf)
+        return torch.cat([sums.sum(1), ends.amin(1)])
+
+    def figures(self, numbers: list[float]) -> dict[str, Figure]:
+        """Every metric by its name, from the numbers of ``totals``."""
+        rest = iter(numbers)
+        return {
+            name: Figure(reduction, tuple(itertools.islice(rest, len(columns))))
+            for name, reduction, columns in self._sums + self._ends
+        }
+
+    def _stack(self, metrics: list[_Columns]) -> Float[Tensor, "N B"]:
+        if not metrics:
+            return torch.empty_like(self._row_count).expand(0, -1)
+        return torch.stack([column.double() for each in metrics for column in each.columns])
 
 
-def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
-    """Every metric that the moments' options give, as Python floats."""
-    plan = moments.plan
-    n = moments.count
-    rows = moments.row_count
-    out: Metrics = {}
-    if plan.importance is not None:
-        out |= _importance(plan.importance, moments)
-    for criterion in plan.criteria:
-        out |= _criterion(criterion, moments)
-    if plan.can_reject:
-        out["rollout_rs_masked_fraction"] = moments.rows["rejected"] / n
-        out["rollout_rs_seq_masked_fraction"] = moments.rows["any_rejected"] / rows
-    if plan.log_veto is not None:
-        out["rollout_is_veto_fraction"] = moments.rows["rows/veto"] / rows
-        out["rollout_is_catastrophic_token_fraction"] = moments.elements["veto"] / n
-    out |= _off_policy(moments)
-    out |= _timestep_gaps(moments)
-    return {prefix + name: value for name, value in out.items()}
+def diagnostics(table: MetricTable, x: LogRatios) -> None:
+    """How far the training policy is from the rollout policy: perplexities, divergences and gaps.
+
+    With ``S_i = sum_t l`` and ``M_i = S_i / n_i`` of row ``i``, a row's log perplexity is ``-mean_t(log_prob)``, the
+    log of its perplexity ratio ``-M_i``, and the ratio of the whole row ``exp(S_i)``. Exponents are clamped.
+    """
+    log_ratio = x.log_ratio
+    gap = log_ratio.abs()
+    clamped = clamp(log_ratio)
+    e = excess(clamped)
+    training = -row_mean(x.log_prob, x.valid)
+    rollout = -row_mean(x.rollout_log_prob, x.valid)
+    difference = -row_mean(log_ratio, x.valid)
+    table.rows("training_ppl", MEAN, safe_exp(training))
+    table.rows("training_log_ppl", MEAN, training)
+    table.rows("rollout_ppl", MEAN, safe_exp(rollout))
+    table.rows("rollout_log_ppl", MEAN, rollout)
+    table.rows("log_ppl_diff", MEAN, difference)
+    table.rows("log_ppl_abs_diff", MEAN, difference.abs())
+    table.rows("log_ppl_diff_max", MOST, difference)
+    table.rows("log_ppl_diff_min", LEAST, difference)
+    table.rows("ppl_ratio", MEAN, safe_exp(difference))
+    table.elements("kl", MEAN, -log_ratio)
+    table.elements("k3_kl", MEAN, k3(clamped))
+    table.elements("chi2_token", CHI_SQUARED, e, e * e)
+    table.rows("chi2_seq", MEAN_EXCESS, safe_exp(row_sum(log_ratio)).square())
+    table.elements("logprob_abs_diff_mean", MEAN, gap)
+    table.elements("logprob_abs_diff_max", MOST, gap)
 
 
-def _off_policy(moments: Moments) -> Metrics:
-    total = moments.elements
-    of_rows = moments.rows
-    n = moments.count
-    rows = moments.row_count
-    return {
-        "training_ppl": of_rows["training_ppl"] / rows,
-        "training_log_ppl": -of_rows["log_prob"] / rows,
-        "rollout_ppl": of_rows["rollout_ppl"] / rows,
-        "rollout_log_ppl": -of_rows["rollout_log_prob"] / rows,
-        "log_ppl_diff": -of_rows["log_ratio"] / rows,
-        "log_ppl_abs_diff": of_rows["log_ppl_abs_diff"] / rows,
-        "log_ppl_diff_max": -moments.smallest["log_ratio"],
-        "log_ppl_diff_min": -moments.largest["log_ratio"],
-        "ppl_ratio": of_rows["ppl_ratio"] / rows,
-        "kl": -total["log_ratio"] / n,
-        "k3_kl": total["k3"] / n,
-        "chi2_token": (total["excess_squared"] + 2.0 * total["excess"]) / n,  # r^2 - 1
-        "chi2_seq": of_rows["row_ratio_squared"] / rows - 1.0,
-        "logprob_abs_diff_mean": total["log_ratio_abs"] / n,
-        "logprob_abs_diff_max": max(moments.largest["log_ratio/most"], -moments.smallest["log_ratio/least"]),
-    }
+def weight_metrics(table: MetricTable, spec: ImportanceSampling, w: ImportanceWeights, x: LogRatios) -> None:
+    """Metrics of importance weights: of all elements, and as ``rollout_is_seq_*`` of rows.
 
-
-def _timestep_gaps(moments: Moments) -> Metrics:
-    """Mean ``|l|`` by the timestep's name; values that six digits do not tell apart share one."""
-    sums: dict[str, tuple[float, float]] = {}
-    for t, (gap, count) in moments.timesteps.items():
-        name = f"logprob_abs_diff/ts_{t:.6g}"
-        before = sums.get(name, (0.0, 0.0))
-        sums[name] = (before[0] + gap, before[1] + count)
-    return {name: gap / count for name, (gap, count) in sums.items()}
-
-
-def _deviation(square: float, mean: float, count: float) -> float:
-    """Standard deviation of several values, from their mean square and mean; 0 where it drowns in rounding."""
-    variance = square - mean * mean
-    return math.sqrt(variance) if count > 1 and variance > ROUNDING * square else 0.0
-
-
-def _importance(spec: ImportanceSampling, moments: Moments) -> Metrics:
-    n = moments.count
-    rows = moments.row_count
-    token = spec.level == "token"
-    # of an element without a weight of its own everything is its row's
-    own = "is/" if token else "rows/is/"
-    mean, square, deviation = _weight_moments(moments.elements, own, n)
-    row_mean, _, row_deviation = _weight_moments(moments.rows, "rows/is/", rows)
-    low, high = (moments.elements[f"{own}{side}"] / n for side in ("low", "high"))
-    row_low, row_high = (moments.rows[f"rows/is/{side}"] / rows for side in ("low", "high"))
-    least = moments.smallest["rows/is/weight"]
-    most = moments.largest["rows/is/weight"]
-    least_excess = moments.smallest["rows/is/excess"]
-    most_excess = moments.largest["rows/is/excess"]
-    out = {
-        "rollout_is_mean": mean,
-        "rollout_is_std": deviation,
-        "rollout_is_min": moments.smallest["is/weight/least" if token else "rows/is/ratio"],
-        "rollout_is_max": moments.largest["is/weight/most" if token else "rows/is/ratio"],
-        "rollout_is_eff_sample_size": mean * mean / square if square > 0.0 and mean > 0.0 else 0.0,
-        "rollout_is_ratio_fraction_high": high if token else row_high,
-        "rollout_is_ratio_fraction_low": low if token else row_low,
-        "rollout_is_seq_mean": row_mean,
-        "rollout_is_seq_std": _of_sample(row_deviation, rows),
-        "rollout_is_seq_min": least if least < 0.5 else 1.0 + least_excess,
-        "rollout_is_seq_max": most if most < 0.5 else 1.0 + most_excess,
-        "rollout_is_seq_max_deviation": max(most_excess, -least_excess),
-        "rollout_is_seq_fraction_high": row_high,
-        "rollout_is_seq_fraction_low": row_low,
-    }
-    outside = WEIGHT_MODES[spec.mode].outside_metric
-    if outside is not None:
-        out[outside] = low + high
-    if spec.batch_normalize:
-        known = batch_divisor(*weight_sums(spec, moments.elements, moments.rows))
-        out["rollout_is_batch_norm_factor"] = moments.divisor or known
-    return out
-
-
-def _weight_moments(sums: dict[str, float], start: str, count: float) -> tuple[float, float, float]:
-    """Means of ``w`` and of ``w^2`` and deviation of ``w``: near 1 from sums of ``w - 1``."""
-    mean, square, excess, excess_square = (
-        sums[f"{start}{name}"] / count for name in ("weight", "weight_squared", "excess", "excess_squared")
-    )
-    if mean <= 0.5:
-        return mean, square, _deviation(square, mean, count)
-    return 1.0 + excess, 1.0 + 2.0 * excess + excess_square, _deviation(excess_square, excess, count)
-
-
-def _of_sample(deviation: float, count: float) -> float:
-    """The deviation with ``count - 1`` in the denominator; 0 of one value."""
-    return deviation * math.sqrt(count / (count - 1.0)) if count > 1 else 0.0
-
-
-def _criterion(c: Criterion, moments: Moments) -> Metrics:
-    n = moments.count
-    rows = moments.row_count
-    row = f"rows/{c.name}"
-    own = c.name if c.aggregate == "token" else row
-    inside = moments.elements[f"{own}/inside"] / n
-    deviation = _deviation(moments.elements[f"{own}/inside_squared"] / n, inside, n)
-    row_mean = moments.rows[f"{row}/statistic"] / rows
-    row_deviation = _deviation(moments.rows[f"{row}/statistic_squared"] / rows, row_mean, rows)
-    row_low, row_high = _shares_outside(moments.rows, row, rows)
-    row_ends = (moments.smallest[f"{row}/statistic"], moments.largest[f"{row}/statistic"])
-    if c.aggregate == "token":
-        mean = moments.elements[c.statistic] / n
-        ends = _element_ends(c, moments)
-        low, high = _shares_outside(moments.elements, own, n)
-        rows_masked = moments.rows[f"{row}/rejected"] / rows
+    A row's weight is its own, or for level ``token`` the mean of its elements' weights.
+    """
+    valid = x.valid
+    empty = ~valid.any(1)
+    if spec.level == "token":
+        row_weight = row_mean(w.weight, valid)
+        row_excess = row_mean(w.excess, valid).masked_fill(empty, -1.0)
+        ratio_excess = row_mean(w.ratio_excess, valid).masked_fill(empty, -1.0)
+        low = ratio_excess < spec.reported_lower - 1.0
+        high = ratio_excess > spec.upper - 1.0
     else:
-        mean = moments.elements[f"{row}/statistic"] / n
-        ends = row_ends
-        low = row_low
-        high = row_high
-        rows_masked = low + high
-    if c.mirrored:
-        low, high = high, low
-        row_low, row_high = row_high, row_low
-    if c.statistic == "k1":  # what was summed is l, and k1 is -l
-        mean = -mean
-        row_mean = -row_mean
-        ends = (-ends[1], -ends[0])
-        row_ends = (-row_ends[1], -row_ends[0])
+        row_weight = w.weight
+        row_excess = w.excess
+        low = w.low | empty  # as a weight of 0, where rows without a valid element count
+        high = w.high & ~empty
+    sums = (w.weight, w.weight * w.weight, w.excess, w.excess * w.excess)
+    row_sums = (row_weight, row_weight * row_weight, row_excess, row_excess * row_excess)
+    exact = torch.where(row_weight < 0.5, row_weight, 1.0 + row_excess)
+    table.elements("rollout_is_mean", WEIGHT_MEAN, *sums)
+    table.elements("rollout_is_std", WEIGHT_DEVIATION, *sums)
+    table.elements("rollout_is_eff_sample_size", EFFECTIVE_SIZE, *sums)
+    # Fractions and extremes of the weights' own units: of elements, or of rows before their bounds.
+    of_units = table.rows if spec.level != "token" else table.elements
+    ends = w.ratio if spec.level != "token" else w.weight
+    of_units("rollout_is_min", LEAST, ends)
+    of_units("rollout_is_max", MOST, ends)
+    of_units("rollout_is_ratio_fraction_high", MEAN, w.high)
+    of_units("rollout_is_ratio_fraction_low", MEAN, w.low)
+    table.rows("rollout_is_seq_mean", WEIGHT_MEAN, *row_sums)
+    table.rows("rollout_is_seq_std", WEIGHT_SAMPLE_DEVIATION, *row_sums)
+    table.rows("rollout_is_seq_min", LEAST, exact)
+    table.rows("rollout_is_seq_max", MOST, exact)
+    table.rows("rollout_is_seq_max_deviation", MOST, row_excess.abs())
+    table.rows("rollout_is_seq_fraction_high", MEAN, high)
+    table.rows("rollout_is_seq_fraction_low", MEAN, low)
+    mode = WEIGHT_MODES[spec.mode]
+    if mode.outside_metric is not None:
+        table.elements(mode.outside_metric, MEAN, w.low | w.high)
+    table.elements("mis_mean_is_weight_before_clip", MEAN_FROM_ONE, w.ratio_excess)
+    for name, side in mode.slime_fractions.items():
+        table.elements(name, MEAN, w.low if side == "low" else w.high)
+
+
+def normalization_columns(w: ImportanceWeights, x: LogRatios) -> list[Float[Tensor, " B"]]:
+    """Numbers of each row that add up to the mean weight: 1, ``w`` and ``w - 1`` of its elements or of itself."""
+    if w.weight.dim() == 2:
+        return [row_sum(x.valid), row_sum(w.weight), row_sum(w.excess)]
+    nonempty = x.valid.any(1).double()
+    return [nonempty, w.weight, w.excess * nonempty]
+
+
+def rejection_metrics(table: MetricTable, rejection: Rejection, x: LogRatios) -> None:
+    """Metrics of all criteria together, and of the veto."""
+    rejected = x.valid & ~rejection.keep
+    table.elements("rollout_rs_masked_fraction", MEAN, rejected)
+    table.rows("rollout_rs_seq_masked_fraction", MEAN, rejected.any(1))
+    if rejection.vetoed is not None:
+        table.rows("rollout_is_veto_fraction", MEAN, rejection.vetoed.any(1))
+        table.elements("rollout_is_catastrophic_token_fraction", MEAN, rejection.vetoed)
+
+
+def criterion_metrics(table: MetricTable, v: Verdict, x: LogRatios) -> None:
+    """Metrics of one criterion's statistic: of all elements, and as ``..._seq_*`` of rows.
+
+    A row's statistic is its own, or for a ``token`` criterion the mean of its elements'. The standard deviation is
+    that of statistics that are clamped into the bounds. A k1 criterion bounds ``l``; the reported statistic is ``-l``.
+    """
+    c = v.criterion
+    token = c.aggregate == "token"
+    dtype = x.log_ratio.dtype
+    inside = v.values.to(dtype).clamp(v.lower, v.upper)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    outside = v.low | v.high
+    row = v.values
+    sides = (v.low, v.high)
+    row_sides = sides
+    if token:
+        inside = inside.masked_fill(~x.valid, 0.0)
+        row = row_mean(v.values, x.valid)
+        row_sides = (row.to(dtype) < v.lower, row.to(dtype) > v.upper)
+    else:
+        inside = inside.double()
+    low, high = sides[::-1] if c.mirrored else sides
+    row_low, row_high = row_sides[::-1] if c.mirrored else row_sides
+    sign = -1.0 if c.statistic == "k1" else 1.0
+    statistic = sign * v.values
+    row_statistic = sign * row
+    of_units = table.elements if token else table.rows
     start = f"rollout_rs_{c.name}_"
-    out = {
-        start + "max": ends[1],
-        start + "min": ends[0],
-        start + "mean": mean,
-        start + "std": deviation,
-        start + "masked_fraction": moments.elements[f"{own}/outside"] / n,
-        start + "fraction_high": high,
-        start + "fraction_low": low,
-        start + "seq_mean": row_mean,
-        start + "seq_std": _of_sample(row_deviation, rows),
-        start + "seq_max": row_ends[1],
-        start + "seq_min": row_ends[0],
-        start + "seq_max_deviation": max(abs(row_ends[0]), abs(row_ends[1])),
-        start + "seq_masked_fraction": rows_masked,
-        start + "seq_fraction_high": row_high,
-    }
+    of_units(f"{start}max", MOST, statistic)
+    of_units(f"{start}min", LEAST, statistic)
+    table.elements(f"{start}mean", MEAN, statistic)
+    table.elements(f"{start}std", DEVIATION, inside, inside * inside)
+    table.elements(f"{start}masked_fraction", MEAN, outside)
+    of_units(f"{start}fraction_high", MEAN, high)
+    of_units(f"{start}fraction_low", MEAN, low)
+    table.rows(f"{start}seq_mean", MEAN, row_statistic)
+    table.rows(f"{start}seq_std", SAMPLE_DEVIATION, row_statistic, row_statistic * row_statistic)
+    table.rows(f"{start}seq_max", MOST, row_statistic)
+    table.rows(f"{start}seq_min", LEAST, row_statistic)
+    table.rows(f"{start}seq_max_deviation", MOST, row_statistic.abs())
+    table.rows(f"{start}seq_masked_fraction", MEAN, outside.any(1) if token else outside)
+    table.rows(f"{start}seq_fraction_high", MEAN, row_high)
     if c.statistic == "k1":
-        out[start + "seq_fraction_low"] = row_low
-    return out
+        table.rows(f"{start}seq_fraction_low", MEAN, row_low)
 
 
-def _shares_outside(sums: dict[str, float], name: str, count: float) -> tuple[float, float]:
-    """Shares of what is below and above a criterion's bounds."""
-    outside = sums[f"{name}/outside"]
-    side = sums[f"{name}/side"]  # what is above minus what is below
-    return (outside - side) / (2.0 * count), (outside + side) / (2.0 * count)
+def timestep_table(x: LogRatios, timesteps: Shaped[Tensor, "B T"]) -> Float[Tensor, " numbers"]:
+    """``|l|``, validity and timestep of every element, which ``gaps_by_timestep`` groups on the host."""
+    gap = (x.log_prob.double() - x.rollout_log_prob.double()).abs()
+    return torch.stack([gap, x.valid.double(), timesteps.double()]).flatten()
 
 
-def _element_ends(c: Criterion, moments: Moments) -> tuple[float, float]:
-    """Smallest and largest statistic of an element; ``l``, for k1, is within the safety bound."""
-    if c.statistic != "k1":
-        return moments.smallest[f"{c.statistic}/least"], moments.largest[f"{c.statistic}/most"]
-    least = max(moments.smallest["log_ratio/least"], -SAFETY_BOUND)
-    most = max(moments.largest["log_ratio/most"], -SAFETY_BOUND)
-    return min(least, SAFETY_BOUND), min(most, SAFETY_BOUND)
+def gaps_by_timestep(table: list[float]) -> dict[float, tuple[float, float]]:
+    """``{t: (sum of |l|, valid elements)}``, sorted, of the numbers of a ``timestep_table``.
+
+    Raises:
+        ValueError: the timestep of a valid element is NaN or infinite.
+    """
+    groups: dict[float, tuple[float, float]] = {}
+    n = len(table) // 3
+    for gap, valid, t in zip(table[:n], table[n : 2 * n], table[2 * n :], strict=True):
+        if not valid:
+            continue
+        if not math.isfinite(t):
+            raise ValueError(f"timesteps: got {t} for a valid element; give finite numbers, or leave timesteps out.")
+        total, count = groups.get(t, (0.0, 0.0))
+        groups[t] = (total + gap, count + 1.0)
+    return dict(sorted(groups.items()))

@@ -1,57 +1,70 @@
-"""Moments: sums and extremes by name, from which every metric follows, and which merge exactly.
+"""Results of a correction: weights, mask and metrics, and the moments by which metrics merge exactly."""
 
-A metric is a function of the moments (``metrics``), so that a merged metric equals the metric of the merged batch:
-means by their counts, standard deviations and effective sample sizes from sums of squares.
-"""
-
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.correction.numerics.reductions import Reduction
 from flowgrpo_rc.correction.plan import CorrectionPlan
+
+PREFIX = "rollout_corr/"
+BATCH_NORM_FACTOR = "rollout_is_batch_norm_factor"
+Metrics = dict[str, float]
+_SLIME_ONLY = "mis_"
+"""Metrics that only slime has carry its names from the start."""
+_SLIME = {
+    **{f"mismatch_{name}": name for name in ("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl")},
+    **{f"mismatch_{name}": name for name in ("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")},
+    "train_rollout_logprob_abs_diff": "logprob_abs_diff_mean",
+    "mis_catastrophic_token_fraction": "rollout_is_catastrophic_token_fraction",
+    "mis_catastrophic_seq_fraction": "rollout_is_veto_fraction",
+    "mis_ratio_mean_after_mis": "rollout_is_mean",
+    "mis_batch_norm_factor": BATCH_NORM_FACTOR,
+}
+"""Names of our metrics in slime's MIS helper."""
+
+
+class Figure(NamedTuple):
+    """The numbers of one metric, on the host."""
+
+    reduction: Reduction
+    numbers: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        """The metric."""
+        return self.reduction.finish(*self.numbers)
+
+    def merge(self, other: "Figure") -> "Figure":
+        """The same metric of both batches together."""
+        merge = self.reduction.merge
+        return Figure(self.reduction, tuple(merge(a, b) for a, b in zip(self.numbers, other.numbers, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums and extremes of ``Figures``, by their names, as Python floats: of blocks, micro-batches or ranks."""
+    """What the metrics of a batch, of micro-batches or of ranks follow from, as Python floats."""
 
     plan: CorrectionPlan
-    elements: dict[str, float]
-    """Sums over valid elements; of a figure of rows with each row as often as it has elements."""
-    rows: dict[str, float]
-    """Sums over rows with a valid element; of a figure of elements those of the rows' means."""
-    smallest: dict[str, float]
-    """Smallest figures of such a row."""
-    largest: dict[str, float]
+    figures: Mapping[str, Figure]
+    """Every metric by its name, those of single timesteps excepted."""
     divisor: float | None = None
     """What batch normalisation divided by; None when unknown (after a merge) or without normalisation."""
-    timesteps: dict[float, tuple[float, float]] = field(default_factory=dict)
+    timesteps: Mapping[float, tuple[float, float]] = field(default_factory=dict)
     """Sum of ``|l|`` and number of valid elements per timestep value."""
-
-    @classmethod
-    def read(cls, plan: CorrectionPlan, names: list[str], numbers: Iterator[float]) -> "Moments":
-        """Of a block, from the next of the numbers: those of ``Figures.totals`` one after the other."""
-        elements, rows, smallest, largest = (dict(zip(names, numbers, strict=False)) for _ in range(4))
-        return cls(plan, elements, rows, smallest, largest)
-
-    @property
-    def finite(self) -> bool:
-        """False when a valid log-prob is NaN or infinite: it then is in the sum of ``l``."""
-        return math.isfinite(self.elements["log_ratio"])
 
     @property
     def count(self) -> float:
         """Valid elements."""
-        return self.elements["elements"]
+        return self.figures["kl"].numbers[0]
 
     @property
     def row_count(self) -> float:
         """Rows with a valid element."""
-        return self.rows["elements"]
+        return self.figures["log_ppl_diff"].numbers[0]
 
     def merge(self, other: "Moments") -> "Moments":
         """Moments of both batches together.
@@ -61,18 +74,26 @@ class Moments:
         """
         if self.plan != other.plan:
             raise ValueError("Only results computed with the same options can be merged.")
+        figures = {name: figure.merge(other.figures[name]) for name, figure in self.figures.items()}
         timesteps = dict(self.timesteps)
         for t, (total, count) in other.timesteps.items():
             before = timesteps.get(t, (0.0, 0.0))
             timesteps[t] = (before[0] + total, before[1] + count)
-        return Moments(
-            self.plan,
-            {name: value + other.elements[name] for name, value in self.elements.items()},
-            {name: value + other.rows[name] for name, value in self.rows.items()},
-            {name: min(value, other.smallest[name]) for name, value in self.smallest.items()},
-            {name: max(value, other.largest[name]) for name, value in self.largest.items()},
-            timesteps=timesteps,
-        )
+        return Moments(self.plan, figures, timesteps=timesteps)
+
+
+def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
+    """Every metric that the moments' options give, as Python floats."""
+    out = {name: figure.value for name, figure in moments.figures.items() if not name.startswith(_SLIME_ONLY)}
+    if moments.divisor is not None:
+        out[BATCH_NORM_FACTOR] = moments.divisor  # over all ranks, also before moments are merged over them
+    sums: dict[str, tuple[float, float]] = {}
+    for t, (gap, count) in moments.timesteps.items():
+        name = f"logprob_abs_diff/ts_{t:.6g}"  # values that six digits do not tell apart share one mean
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = (before[0] + gap, before[1] + count)
+    out |= {name: gap / count for name, (gap, count) in sums.items()}
+    return {prefix + name: value for name, value in out.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +113,52 @@ class RolloutCorrection:
         return iter((self.weights, self.mask, self.metrics))
 
 
+class MetricAccumulator:
+    """Metrics of several micro-batches, and of all ranks, as if they had been one batch.
+
+    Merges the moments of results that were computed with the same options. ``compute`` leaves the accumulator as it
+    is; ``reset`` empties it.
+    """
+
+    def __init__(self) -> None:
+        self._moments: Moments | None = None
+
+    def add(self, result: RolloutCorrection | Moments) -> None:
+        """Adds a result or its moments."""
+        moments = _moments(result)
+        self._moments = moments if self._moments is None else self._moments.merge(moments)
+
+    def reset(self) -> None:
+        """Forgets what was added."""
+        self._moments = None
+
+    def compute(self, dp_group: Any = None, *, prefix: str = PREFIX, slime: bool = False) -> Metrics:
+        """Metrics of everything added, on all ranks; empty when nothing was added anywhere.
+
+        With ``torch.distributed`` initialised this is a collective over ``dp_group`` (None: all ranks), so every rank
+        of it must call. ``slime=True`` adds the figures under slime's names.
+        """
+        moments = merge_over_ranks(self._moments, dp_group)
+        if moments is None:
+            return {}
+        metrics = metrics_from_moments(moments, prefix)
+        return {**metrics, **slime_metrics(moments)} if slime else metrics
+
+
+def slime_metrics(result: RolloutCorrection | Moments, *, ppo_ratio_mean: float | None = None) -> Metrics:
+    """The figures under slime's names (``mismatch_*``, ``mis_*``, ...), without a prefix.
+
+    Args:
+        result: of a correction, or its ``Moments``.
+        ppo_ratio_mean: mean of pi_theta / pi_old, which the caller has; reported as ``ois``.
+    """
+    moments = _moments(result)
+    ours = metrics_from_moments(moments, "")
+    out = {name: ours[source] for name, source in _SLIME.items() if source in ours}
+    out |= {name: figure.value for name, figure in moments.figures.items() if name.startswith(_SLIME_ONLY)}
+    return out if ppo_ratio_mean is None else {**out, "ois": ppo_ratio_mean}
+
+
 def merge_over_ranks(moments: Moments | None, dp_group: Any = None) -> Moments | None:
     """Merges each rank's moments (None where a rank has none); the same result on every rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -103,3 +170,7 @@ def merge_over_ranks(moments: Moments | None, dp_group: Any = None) -> Moments |
         if each is not None:
             merged = each if merged is None else merged.merge(each)
     return merged
+
+
+def _moments(result: RolloutCorrection | Moments) -> Moments:
+    return result if isinstance(result, Moments) else result.moments

@@ -1,121 +1,102 @@
 """Rejection (SPEC section 3): criteria on k1, k2 and k3 of elements or of whole rows, and the veto.
 
-Element criteria decide before the sums along rows are taken, row criteria after; both report the same figures. Instead
-of ``k1 = -l`` all of it is about ``l``, of which ``metrics`` turn the sign.
+``k1 = -l``, ``k2 = l^2 / 2``, ``k3 = r - 1 - l``, all of the clamped ``l``. A k1 criterion bounds the ratio, so its
+quantity here is ``l`` itself; the metrics report ``-l``.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.elements import Elements, flags
-from flowgrpo_rc.correction.numerics.figures import Figures
+from flowgrpo_rc.correction.numerics.log_ratios import clamp, k3, row_mean, row_sum
 from flowgrpo_rc.correction.plan import Criterion
 
-
-def element_statistics(criteria: Sequence[Criterion], x: Elements, figures: Figures) -> dict[str, Float[Tensor, "T B"]]:
-    """``l`` for k1, ``k2 = l^2 / 2`` and ``k3 = r - 1 - l`` of each element; adds what criteria average or sum."""
-    values = {"k1": x.clamped, "k3": x.k3}
-    if any(criterion.statistic == "k2" for criterion in criteria):
-        values["k2"] = x.clamped * x.clamped / 2
-    for name in ("k1", "k2"):  # the sums of k3 are among the diagnostics
-        if any(criterion.statistic == name and criterion.aggregate != "seq_max" for criterion in criteria):
-            figures.add(name, values[name])
-    return values
-
-
-def judge_elements(
-    criterion: Criterion, values: Float[Tensor, "T B"], x: Elements, figures: Figures
-) -> Float[Tensor, "T B"]:
-    """Flags of what an element criterion rejects, by the values of its statistic."""
-    inside = x.zero_invalid(values.clamp(criterion.lower, criterion.upper))
-    side = (values - inside).sign()
-    outside = side.abs()
-    figures.add(f"{criterion.name}/inside", inside)
-    figures.add(f"{criterion.name}/inside_squared", inside * inside)
-    figures.add(f"{criterion.name}/side", side)
-    figures.add(f"{criterion.name}/outside", outside)
-    return outside
+QUANTITIES: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda l: l, "k2": lambda l: l * l / 2, "k3": k3}  # noqa: E741
+"""The quantity that a criterion bounds, as a function of the clamped ``l`` of one element."""
+AGGREGATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda values, valid: values,
+    "seq_sum": lambda values, valid: row_sum(values),
+    "seq_mean": row_mean,
+    "seq_max": lambda values, valid: values.amax(1).double(),  # of k2 and k3, which are 0 at invalid elements
+}
+"""From the quantity and the validity of elements to the number that is held against the bounds."""
 
 
-def judge_rows(
+class Verdict(NamedTuple):
+    """One criterion's numbers: of elements ``(B, T)``, or of rows ``(B,)`` in float64."""
+
+    criterion: Criterion
+    values: Float[Tensor, "B ..."]
+    """The aggregated quantity."""
+    lower: float | Float[Tensor, " B"]
+    upper: float | Float[Tensor, " B"]
+    low: Bool[Tensor, "B ..."]
+    """Below the bounds; False where nothing is valid."""
+    high: Bool[Tensor, "B ..."]
+    """Above the bounds; False where nothing is valid."""
+
+
+class Rejection(NamedTuple):
+    """The mask of elements that pass everything, and the verdicts that it was made from."""
+
+    keep: Bool[Tensor, "B T"]
+    verdicts: list[Verdict]
+    vetoed: Bool[Tensor, "B T"] | None
+    """Elements with a ratio below the veto's threshold; None without a veto."""
+
+
+def rejection_mask(
+    log_ratio: Float[Tensor, "B T"],
+    valid: Bool[Tensor, "B T"],
     criteria: Sequence[Criterion],
-    values: dict[str, Float[Tensor, "T B"]],
-    row_bounds: Float[Tensor, " B"] | None,
-    figures: Figures,
-) -> list[Float[Tensor, " B"]]:
-    """Flags of the rows that each row criterion rejects; adds the figures of rows of all criteria.
+    *,
+    log_veto: float | None = None,
+    row_bounds: Float[Tensor, " B"] | None = None,
+) -> Rejection:
+    """Keeps what every criterion keeps; a row with one ``l < log_veto`` (not clamped) is rejected whole.
 
     Args:
-        criteria: all of them; of an element criterion the mean of its statistic is reported.
-        values: the statistics of elements.
-        row_bounds: the bounds of a calibrated criterion, which stands alone.
+        row_bounds: the bounds of a calibrated criterion, which stands alone, in place of its own.
     """
-    dtype = values[criteria[0].statistic].dtype  # the compute dtype: in it is decided, and bounds are rounded to it
-    aggregated = {
-        "token": figures.mean,
-        "seq_mean": figures.mean,
-        "seq_sum": figures.sum,
-        "seq_max": lambda statistic: values[statistic].amax(0).double(),  # of k2 and k3, 0 at invalid elements
-    }
-    statistic = torch.stack([aggregated[criterion.aggregate](criterion.statistic) for criterion in criteria])
-    if row_bounds is None:
-        lower, upper = _constant_bounds(tuple((c.lower, c.upper) for c in criteria), dtype, statistic.device)
-    else:
-        upper = row_bounds.to(dtype)
+    verdicts = [judge(log_ratio, valid, criterion, row_bounds) for criterion in criteria]
+    keep = valid
+    for verdict in verdicts:
+        keep = keep & ~by_element(verdict.low | verdict.high)
+    vetoed = None
+    if log_veto is not None:
+        vetoed = (log_ratio < log_veto) & valid
+        keep = keep & ~vetoed.any(1, keepdim=True)
+    return Rejection(keep, verdicts, vetoed)
+
+
+def judge(
+    log_ratio: Float[Tensor, "B T"],
+    valid: Bool[Tensor, "B T"],
+    criterion: Criterion,
+    row_bounds: Float[Tensor, " B"] | None = None,
+) -> Verdict:
+    """Holds the log ratios against one criterion; bounds are inclusive."""
+    values = AGGREGATES[criterion.aggregate](QUANTITIES[criterion.statistic](clamp(log_ratio)), valid)
+    # Compared in the compute dtype, to which the bounds are rounded.
+    compared = values.to(log_ratio.dtype)
+    lower = criterion.lower
+    upper = criterion.upper
+    if row_bounds is not None:
+        upper = row_bounds.to(log_ratio.dtype)
         lower = -upper
-    compared = statistic.to(dtype)
-    inside = compared.clamp(lower, upper)
-    side = (compared - inside).sign()
-    outside = side.abs()
-    inside = inside.double()
-    for figure, lines in (
-        ("statistic", statistic),
-        ("statistic_squared", statistic * statistic),
-        ("inside", inside),
-        ("inside_squared", inside * inside),
-        ("side", side),
-        ("outside", outside),
-    ):
-        figures.add_rows([f"rows/{criterion.name}/{figure}" for criterion in criteria], lines)
-    rejections = []
-    for criterion, line in zip(criteria, outside, strict=True):
-        if criterion.aggregate == "token":
-            any_outside = figures.mean(f"{criterion.name}/outside").sign()
-            figures.add_rows((f"rows/{criterion.name}/rejected",), any_outside[None])
-        else:
-            rejections.append(line)
-    return rejections
-
-
-@lru_cache(maxsize=64)
-def _constant_bounds(
-    bounds: tuple[tuple[float, float], ...], dtype: torch.dtype, device: torch.device
-) -> tuple[Float[Tensor, " C 1"], Float[Tensor, " C 1"]]:
-    """Rounded to the compute dtype, and kept, so that later calls copy nothing to the device."""
-    lower, upper = torch.tensor(bounds, dtype=dtype, device=device).unsqueeze(-1).unbind(1)
-    return lower, upper
-
-
-def veto_elements(log_threshold: float, x: Elements, figures: Figures) -> None:
-    """Counts valid elements of ``l < log_threshold``; here ``l`` is not clamped."""
-    figures.add("veto", x.zero_invalid(flags(torch.lt, x.log_ratio, log_threshold)))
-
-
-def veto_rows(figures: Figures) -> Float[Tensor, " B"]:
-    """Flags of the rows with such an element, which are rejected."""
-    rejected = figures.sum("veto").clamp(max=1.0)
-    figures.add_rows(("rows/veto",), rejected[None])
-    return rejected
+    judged = valid if values.dim() == 2 else valid.any(1)
+    return Verdict(criterion, values, lower, upper, (compared < lower) & judged, (compared > upper) & judged)
 
 
 def row_statistic(log_ratio: Float[Tensor, "B W"], criterion: Criterion) -> Float[Tensor, " B"]:
-    """What a row criterion bounds, in float64: the size of the sum or mean of ``l`` for k1; else of k2 or k3."""
+    """Size of the number that a row criterion bounds, in float64: of the aggregated ``l`` for k1, else of k2 or k3."""
     log_ratio = log_ratio.double()
-    statistics = {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": torch.expm1(log_ratio) - log_ratio}
-    statistic = statistics[criterion.statistic]
-    reductions = {"seq_sum": statistic.sum(1), "seq_mean": statistic.mean(1), "seq_max": statistic.amax(1)}
-    return reductions[criterion.aggregate].abs()
+    return judge(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool), criterion).values.abs()
+
+
+def by_element(flags: Bool[Tensor, "B ..."]) -> Bool[Tensor, "B ..."]:
+    """Flags of elements, or those of rows so that they broadcast to elements."""
+    return flags if flags.dim() == 2 else flags.unsqueeze(1)

@@ -1,31 +1,29 @@
-"""One pass over a batch: a plan's weights and rejection in blocks of rows, and one transfer of all figures."""
+"""One pass over a batch: weights and mask of a plan, and with ``run_plan`` all metrics in one transfer to the host."""
 
-import functools
+import itertools
 import math
-from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics import diagnostics, rejection
-from flowgrpo_rc.correction.numerics import weights as importance_sampling
-from flowgrpo_rc.correction.numerics.elements import Elements, make_elements
-from flowgrpo_rc.correction.numerics.figures import Figures
-from flowgrpo_rc.correction.numerics.metrics import metrics_from_moments
-from flowgrpo_rc.correction.numerics.moments import Moments, RolloutCorrection
+from flowgrpo_rc.correction.numerics import metrics
+from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, log_ratios
+from flowgrpo_rc.correction.numerics.moments import (
+    BATCH_NORM_FACTOR,
+    Moments,
+    RolloutCorrection,
+    metrics_from_moments,
+)
+from flowgrpo_rc.correction.numerics.reductions import BATCH_DIVISOR, batch_divisor
+from flowgrpo_rc.correction.numerics.rejection import Rejection, by_element, rejection_mask
+from flowgrpo_rc.correction.numerics.weights import ImportanceWeights, importance_weights
 from flowgrpo_rc.correction.plan import CorrectionPlan
-
-HOST_BLOCK = 1 << 17
-"""Elements of a block in host memory, where its tensors should stay in a core's cache."""
-DEVICE_BLOCK = 1 << 19
-"""Elements of a block on an accelerator, which larger blocks keep busy."""
 
 
 class NonFiniteLogProbError(ValueError):
-    """Some valid log-prob is NaN or infinite; says how many are, and where the first is.
+    """A valid log-prob is NaN or infinite. The message counts them and names the first.
 
     Args:
         p, q: log-probs ``(B, T)`` of the policy being trained and of the rollout.
@@ -59,7 +57,27 @@ def run_plan(
     timesteps: Shaped[Tensor, "..."] | None = None,
     dp_group: Any = None,
 ) -> RolloutCorrection:
-    """Executes a plan.
+    """``correct_and_measure`` with the metrics as numbers; arguments and errors are the same."""
+    weights, kept, moments = correct_and_measure(
+        log_prob, rollout_log_prob, mask, plan=plan, row_bounds=row_bounds, timesteps=timesteps, dp_group=dp_group
+    )
+    return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)
+
+
+@torch.no_grad()
+def correct_and_measure(
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
+    *,
+    plan: CorrectionPlan,
+    row_bounds: Float[Tensor, "..."] | None = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
+    dp_group: Any = None,
+) -> tuple[Float[Tensor, "..."] | None, Shaped[Tensor, "..."], Moments]:
+    """Carries out a plan: weights, the mask times what is kept, and the moments of all metrics.
+
+    Waits for the device once, for the moments.
 
     Args:
         row_bounds: ``(B,)``, for ``rollout_rs_threshold=auto`` alone: the rejection bound of every row, on the size of
@@ -71,45 +89,33 @@ def run_plan(
     """
     _check(log_prob, rollout_log_prob, mask, timesteps)
     row_bounds = _check_row_bounds(row_bounds, log_prob) if plan.calibrated else None
-    p, q, m, t = (
-        None if x is None else x.unsqueeze(1) if x.dim() == 1 else x
-        for x in (log_prob, rollout_log_prob, mask, timesteps)
-    )
-    assert p is not None
-    assert q is not None
-    weights, kept, totals, names = _correct(plan, p, q, m, row_bounds)
-    numbers = [part.flatten() for total in totals for part in total]
-    more: dict[str, Tensor] = {}
-    if plan.importance is not None and plan.importance.batch_normalize:
-        sums = torch.stack([sums for sums, _, _ in totals]).sum(0)
-        by_name = (dict(zip(names, line, strict=True)) for line in sums)
-        more["divisor"] = torch.stack(importance_sampling.weight_sums(plan.importance, *by_name))
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(more["divisor"], group=dp_group)
-    if row_bounds is not None:
-        more["row_bounds"] = row_bounds.double()
-    if t is not None:
-        more["timesteps"] = diagnostics.timestep_table(p, q, m, t)
-    host = iter(torch.cat([*numbers, *more.values()]).to("cpu").tolist())  # the one transfer
-    moments = functools.reduce(Moments.merge, [Moments.read(plan, names, host) for _ in totals])
-    rest = {name: list(islice(host, len(values))) for name, values in more.items()}
-    _check_bound_values(rest.get("row_bounds", []))
-    if rest:
-        moments = replace(
-            moments,
-            divisor=importance_sampling.batch_divisor(*rest["divisor"]) if "divisor" in rest else None,
-            timesteps=diagnostics.gaps_by_timestep(rest.get("timesteps", [])),
-        )
-    if not moments.finite:
+    rows = (len(log_prob), -1)
+    p = log_prob.reshape(rows)
+    q = rollout_log_prob.reshape(rows)
+    m = None if mask is None else mask.reshape(rows)
+    x = log_ratios(p, q, m)
+    importance, rejection = _correct(plan, x, row_bounds)
+    table, of_criteria = _measure(plan, x, importance, rejection)
+    sums = None
+    if importance is not None and plan.importance is not None and plan.importance.batch_normalize:
+        columns = metrics.normalization_columns(importance, x)
+        table.add(BATCH_NORM_FACTOR, BATCH_DIVISOR, *columns)
+        sums = _over_ranks(torch.stack(columns).sum(1), dp_group)
+    times = None if timesteps is None else metrics.timestep_table(x, timesteps.reshape(rows))
+    host = _to_host(table.totals(), of_criteria.totals(), sums, row_bounds, times)
+    _check_bound_values(host[3])
+    figures = table.figures(host[0]) | of_criteria.figures(host[1])
+    moments = Moments(plan, figures, batch_divisor(*host[2]) if host[2] else None, metrics.gaps_by_timestep(host[4]))
+    # A NaN or infinite log-prob is in the sum of l.
+    if not math.isfinite(figures["kl"].numbers[1]):
         raise NonFiniteLogProbError(p, q, m)
     if moments.count == 0:
         raise ValueError("The mask has no valid element: there is nothing to correct.")
+    weights = None if importance is None else importance.applied(x).view(log_prob.shape)
     if weights is not None and moments.divisor is not None:
-        weights.div_(moments.divisor)
-    if log_prob.dim() == 1:
-        weights = None if weights is None else weights.squeeze(1)
-        kept = kept.squeeze(1)
-    return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)
+        weights = weights / moments.divisor
+    kept = rejection.keep if m is None else m.masked_fill(~rejection.keep, 0)
+    return weights, kept.view(log_prob.shape), moments
 
 
 @torch.no_grad()
@@ -120,97 +126,63 @@ def weights_and_mask(
     plan: CorrectionPlan,
     row_bounds: Float[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "..."] | None, Bool[Tensor, "..."]]:
-    """The weights and the mask of ``run_plan``, and nothing that is measured: it does not wait for the device.
+    """Weights and mask alone: measures nothing, and does not wait for the device.
 
-    What is not finite is not refused here; weights are not normalised over the batch.
+    Values that are not finite are not refused here; weights are not normalised over the batch.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices, as ``run_plan``.
     """
     _check(log_prob, rollout_log_prob, None, None)
     row_bounds = _check_row_bounds(row_bounds, log_prob) if plan.calibrated else None
-    two_dimensional = (len(log_prob), -1)
-    weights, kept, _, _ = _correct(
-        plan, log_prob.reshape(two_dimensional), rollout_log_prob.reshape(two_dimensional), None, row_bounds
-    )
-    return None if weights is None else weights.view_as(log_prob), kept.view_as(log_prob)
+    rows = (len(log_prob), -1)
+    x = log_ratios(log_prob.reshape(rows), rollout_log_prob.reshape(rows))
+    importance, rejection = _correct(plan, x, row_bounds)
+    weights = None if importance is None else importance.applied(x).view_as(log_prob)
+    return weights, rejection.keep.view_as(log_prob)
 
 
 def _correct(
-    plan: CorrectionPlan, p: Tensor, q: Tensor, m: Tensor | None, row_bounds: Tensor | None
-) -> tuple[Tensor | None, Tensor, list[tuple[Tensor, Tensor, Tensor]], list[str]]:
-    """Weights and mask of a whole batch, both where its log-probs are, and each block's figures with their names."""
-    dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
-    weights = None if plan.importance is None else p.new_empty(p.shape, dtype=dtype)
-    kept = p.new_ones(p.shape, dtype=torch.bool) if m is None else m.clone(memory_format=torch.contiguous_format)
-    totals: list[tuple[Tensor, Tensor, Tensor]] = []
-    names: list[str] = []
-    rows_at_once = max(1, (HOST_BLOCK if p.device.type == "cpu" else DEVICE_BLOCK) // p.shape[1])
-    with torch.inference_mode():  # operations cost less in it; the tensors that are returned are from outside
-        for start in range(0, p.shape[0], rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            x = make_elements(p[rows], q[rows], None if m is None else m[rows], dtype)
-            figures = Figures(x)
-            made, rejected = _correct_block(plan, x, None if row_bounds is None else row_bounds[rows], figures)
-            if weights is not None and made is not None:
-                weights[rows].copy_(made.t())
-            if rejected is not None:
-                kept[rows].masked_fill_(rejected.t() != 0, 0)
-            totals.append(figures.totals())
-            names = figures.names  # the same for every block
-    return weights, kept, totals, names
+    plan: CorrectionPlan, x: LogRatios, row_bounds: Float[Tensor, " B"] | None
+) -> tuple[ImportanceWeights | None, Rejection]:
+    """Weights, and a rejection that includes that of ``rollout_is_mode=mask``."""
+    rejection = rejection_mask(x.log_ratio, x.valid, plan.criteria, log_veto=plan.log_veto, row_bounds=row_bounds)
+    if plan.importance is None:
+        return None, rejection
+    importance = importance_weights(x.log_ratio, x.valid, plan.importance)
+    if plan.importance.rejects:
+        inside = by_element(~(importance.low | importance.high))
+        rejection = rejection._replace(keep=rejection.keep & inside)
+    return importance, rejection
 
 
-def _correct_block(
-    plan: CorrectionPlan, x: Elements, row_bounds: Float[Tensor, " B"] | None, figures: Figures
-) -> tuple[Float[Tensor, "T B"] | None, Float[Tensor, "T B"] | None]:
-    """Weights of some rows, and flags of what is rejected; None without weights, or without rejection.
+def _measure(
+    plan: CorrectionPlan, x: LogRatios, importance: ImportanceWeights | None, rejection: Rejection
+) -> tuple[metrics.MetricTable, metrics.MetricTable]:
+    """Every metric of a plan; those of single criteria in a table of their own."""
+    nonempty = x.valid.any(1)
+    of_criteria = metrics.MetricTable(x.valid, nonempty)
+    table = metrics.MetricTable(x.valid, torch.ones_like(nonempty) if plan.counts_empty_rows else nonempty)
+    for verdict in rejection.verdicts:
+        metrics.criterion_metrics(of_criteria, verdict, x)
+    if plan.importance is not None and importance is not None:
+        metrics.weight_metrics(table, plan.importance, importance, x)
+    if plan.can_reject:
+        metrics.rejection_metrics(table, rejection, x)
+    metrics.diagnostics(table, x)
+    return table, of_criteria
 
-    What elements decide comes first, then their sums, then what rows decide.
-    """
-    importance = plan.importance
-    weights = None
-    rejections: list[Tensor] = []
-    extremes = {"log_ratio": x.log_ratio}
-    diagnostics.add_elements(x, figures)
-    if importance is not None and importance.level == "token":
-        weights = importance_sampling.weigh_elements(importance, x, figures)
-        extremes["is/weight"] = weights.values
-    values = rejection.element_statistics(plan.criteria, x, figures)
-    for criterion in plan.criteria:
-        if criterion.aggregate == "token":
-            rejections.append(rejection.judge_elements(criterion, values[criterion.statistic], x, figures))
-            if criterion.statistic != "k1":  # whose extremes are those of the log ratio
-                extremes[criterion.statistic] = values[criterion.statistic]
-    if plan.log_veto is not None:
-        rejection.veto_elements(plan.log_veto, x, figures)
 
-    figures.average()
-    figures.add_extremes(extremes)
-    diagnostics.add_rows(figures)
-    if importance is not None and weights is not None:
-        importance_sampling.average_weights(importance, figures)
-    elif importance is not None:
-        weights = importance_sampling.weigh_rows(importance, x, figures)
-    if plan.criteria:
-        rejections += rejection.judge_rows(plan.criteria, values, row_bounds, figures)
-    if plan.log_veto is not None:
-        rejections.append(rejection.veto_rows(figures))
-    if importance is not None and weights is not None and importance.rejects:
-        rejections += [weights.low, weights.high]
-    rejected = None
-    if rejections:
-        rejected = sum(rejections[1:], rejections[0]).clamp(max=1.0)
-        if rejected.dim() == 1:
-            rejected = rejected.to(x.valid.dtype).expand_as(x.valid)
-        count = x.zero_invalid(rejected).sum(0)
-        figures.add_rows(("rejected", "any_rejected"), torch.stack([count, count.clamp(max=1.0)]))
-    if weights is None:
-        return None, rejected
-    values = weights.values
-    if values.dim() == 1:
-        values = x.zero_invalid(values.to(x.valid.dtype).expand_as(x.valid))
-    return values, rejected
+def _over_ranks(sums: Float[Tensor, " N"], dp_group: Any) -> Float[Tensor, " N"]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(sums, group=dp_group)
+    return sums
+
+
+def _to_host(*parts: Tensor | None) -> list[list[float]]:
+    """The numbers of each part, none for None, in the one transfer of a call."""
+    rest = iter(torch.cat([part.double().flatten() for part in parts if part is not None]).to("cpu").tolist())
+    return [[] if part is None else list(itertools.islice(rest, part.numel())) for part in parts]
 
 
 def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, timesteps: Tensor | None) -> None:
@@ -222,12 +194,8 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
     shape = log_prob.shape
     if len(shape) not in (1, 2):
         raise ValueError(f"log_prob must be (B,) or (B, T), got shape {tuple(shape)}.")
-    for name, other in (
-        ("log_prob", log_prob),
-        ("rollout_log_prob", rollout_log_prob),
-        ("mask", mask),
-        ("timesteps", timesteps),
-    ):
+    named = {"log_prob": log_prob, "rollout_log_prob": rollout_log_prob, "mask": mask, "timesteps": timesteps}
+    for name, other in named.items():
         if other is None:
             continue
         if other.shape != shape:
@@ -241,7 +209,7 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
 
 
 def _check_row_bounds(bounds: Tensor | None, log_prob: Tensor) -> Tensor:
-    """The bounds where the log-probs are: a trainer measures them on the host."""
+    """The bounds on the device of the log-probs; a trainer measures them on the host."""
     if bounds is None:
         raise ValueError(
             "rollout_rs_threshold='auto' needs the rejection bound of every row (rollout_rs_bounds in the batch, which "
