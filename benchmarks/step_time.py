@@ -34,9 +34,9 @@ from pathlib import Path
 import torch
 from machine import describe
 
+from flowgrpo_rc import batch as batch_module
 from flowgrpo_rc.actor import actor as actor_module
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.correction.numerics import compute as correction_module
 from flowgrpo_rc.correction.plan import CorrectionPlan
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -80,7 +80,7 @@ class ModelClock:
     @contextmanager
     def watching_rejection(self) -> Iterator[list[int]]:
         """Time the calibrated rejection, and one bound for all on the same rows; gives the number of bounds by call."""
-        original = correction_module.run_plan
+        original = batch_module.correct_and_measure
         groups: list[int] = []
 
         def twice(*log_probs_and_mask, plan, row_bounds, **others):
@@ -94,11 +94,11 @@ class ModelClock:
             self.seconds["calibrated"] += self._now() - between
             return result
 
-        correction_module.run_plan = twice
+        batch_module.correct_and_measure = twice
         try:
             yield groups
         finally:
-            correction_module.run_plan = original
+            batch_module.correct_and_measure = original
 
     def _wrap(self, owner: object, name: str, label: str) -> None:
         original = getattr(owner, name)

@@ -16,9 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional, response_mask
-from flowgrpo_rc.correction.numerics.compute import RolloutCorrection, compute_rollout_correction
-from flowgrpo_rc.correction.numerics.moments import merge_over_ranks, metrics_from_moments
-from flowgrpo_rc.correction.numerics.run import weights_and_mask
+from flowgrpo_rc.correction.numerics.moments import Moments, merge_over_ranks, metrics_from_moments
+from flowgrpo_rc.correction.numerics.run import correct_and_measure, weights_and_mask
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 
 Batch = TypeVar("Batch")
@@ -156,20 +155,19 @@ def apply_rollout_correction_to_diffusion_batch(
             token (each rank needs one).
     """
     data = _mapping_with((Key.OLD_LOG_PROBS, Key.ROLLOUT_LOG_PROBS), batch, "rollout correction")
-    old, result = correct_old_policy(OldPolicy(log_probs=data[Key.OLD_LOG_PROBS]), data, config, dp_group)
+    old, moments = correct_old_policy(OldPolicy(log_probs=data[Key.OLD_LOG_PROBS]), data, config, dp_group)
     for name, values in old.batch_keys().items():
         data[name] = values
     # Weights come from this rank's rows; only the metrics need the others.
-    moments = merge_over_ranks(result.moments, dp_group)
-    return batch, result.metrics if moments is result.moments or moments is None else metrics_from_moments(moments)
+    return batch, metrics_from_moments(merge_over_ranks(moments, dp_group) or moments)
 
 
 def correct_old_policy(
     old: OldPolicy, batch: TensorMapping, config: RolloutCorrectionConfig | Mapping[str, Any], dp_group: Any = None
-) -> tuple[OldPolicy, RolloutCorrection]:
-    """Decoupled mode: add weights and rejection, pi_old / pi_rollout, to ``old``; return the metrics too.
+) -> tuple[OldPolicy, Moments]:
+    """Decoupled mode: add weights and rejection, pi_old / pi_rollout, to ``old``; return the metrics' moments too.
 
-    ``batch`` may be a part of a batch; a ``MetricAccumulator`` merges the metrics of several parts.
+    ``batch`` may be a part of a batch; a ``MetricAccumulator`` merges the moments of several parts.
 
     Raises:
         ValueError: as ``apply_rollout_correction_to_diffusion_batch``.
@@ -191,16 +189,16 @@ def correct_old_policy(
     timesteps = optional(batch, Key.TIMESTEPS) if valid is None else None
     if timesteps is not None and timesteps.shape != shape:
         raise ValueError(f"{Key.TIMESTEPS} has shape {tuple(timesteps.shape)}, but log-probs have {shape}.")
-    result = compute_rollout_correction(
+    weights, keep, moments = correct_and_measure(
         old.log_probs,
         rollout,
         valid,
-        config=config,
+        plan=config.plan(),
         timesteps=timesteps,
-        rs_bounds=optional(batch, Key.ROLLOUT_RS_BOUNDS),
+        row_bounds=optional(batch, Key.ROLLOUT_RS_BOUNDS),
         dp_group=dp_group,
     )
-    return replace(old, weights=_in_the_loss(result.weights, result.mask), keep=result.mask), result
+    return replace(old, weights=_in_the_loss(weights, keep), keep=keep), moments
 
 
 def weights_and_keep(

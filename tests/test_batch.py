@@ -14,6 +14,7 @@ from flowgrpo_rc.batch import (
     correct_old_policy,
 )
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
+from flowgrpo_rc.correction.numerics.moments import metrics_from_moments
 
 
 class Proto:
@@ -261,12 +262,12 @@ def test_correcting_the_value_is_correcting_the_batch():
     """The same weights, rejection and metrics; the value that was given stays as it is."""
     config = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_3.0"}
     scored = OldPolicy(log_probs=_data()["old_log_probs"], means=torch.ones(3, 2, 4))
-    old, correction = correct_old_policy(scored, {"rollout_log_probs": _data()["rollout_log_probs"]}, config)
+    old, moments = correct_old_policy(scored, {"rollout_log_probs": _data()["rollout_log_probs"]}, config)
     batch, metrics = apply_rollout_correction_to_diffusion_batch(_data(), config)
     for name, values in {**batch, "old_transition_means": scored.means}.items():
         if name != "rollout_log_probs":
             assert torch.equal(old.batch_keys()[name], values), name
-    assert correction.metrics == metrics
+    assert metrics_from_moments(moments) == metrics
     assert scored.weights is scored.keep is None
 
 

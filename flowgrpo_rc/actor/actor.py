@@ -577,8 +577,8 @@ class _Update:
         """Add weights and rejection to the current policy's log-probs of a mini-batch, and their metrics to ``gap``."""
         # Only these keys: indexing the whole batch would copy its latents.
         numbers = self.batch.select(*_CORRECTION_KEYS, strict=False)[mini.rows]
-        corrected, correction = correct_old_policy(present, numbers, self.mode.rollout_correction)
-        self.gap.add(correction)
+        corrected, moments = correct_old_policy(present, numbers, self.mode.rollout_correction)
+        self.gap.add(moments)
         return corrected
 
 

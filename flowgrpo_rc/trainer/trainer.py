@@ -318,8 +318,8 @@ class FlowGRPOTrainer:
         """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss computes them."""
         gap = MetricAccumulator()
         if old is not None and not self.correction.bypass_mode:
-            old, correction = correct_old_policy(old, batch[len(batch) - len(old) :], self.correction)
-            gap.add(correction)
+            old, moments = correct_old_policy(old, batch[len(batch) - len(old) :], self.correction)
+            gap.add(moments)
         return old, gap
 
     @contextmanager

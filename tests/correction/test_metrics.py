@@ -17,7 +17,6 @@ from flowgrpo_rc.correction import (
     slime_metrics,
 )
 
-
 FORMS = (
     ("truncate", 1.3, 0.0, 1.3),
     ("zero", "0.6_1.9", 0.6, 1.9),

@@ -202,8 +202,6 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
             raise ValueError(f"log_prob has shape {tuple(shape)}, but {name} has shape {tuple(other.shape)}.")
         if other.device != log_prob.device:
             raise ValueError(f"log_prob is on {log_prob.device}, but {name} is on {other.device}; move one.")
-        if other.is_meta or (type(other) is not Tensor and other.untyped_storage().device.type == "meta"):
-            raise ValueError(f"{name} is a tensor without memory (fake or meta); give one with data.")
     if log_prob.numel() == 0:
         raise ValueError(f"The batch is empty: log_prob has shape {tuple(shape)}.")
 
