@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
+from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.correction.options.presets import PRESET_NAMES
 from flowgrpo_rc.correction.plan import make_plan
@@ -342,6 +343,32 @@ def test_keys_beside_a_preset_override_it():
     assert config == dataclasses.replace(Config.geo_rs(), rollout_rs_threshold="0.98_1.03", rollout_is="token")
 
 
+@pytest.mark.parametrize(
+    ("given", "threshold"),
+    [
+        ({"preset": "seq_is_rs", "rollout_rs_threshold": "0.3_4.0"}, "0.3_4.0"),
+        ({"preset": "seq_is_rs", "rollout_rs_threshold": 3.0}, 3.0),  # a whole band: 1/3 to 3
+        ({"preset": "decoupled_k3_rs", "rollout_rs_threshold": 0.05}, 0.05),
+        ({"preset": "decoupled_geo_rs", "rollout_rs_threshold": "auto"}, "auto"),
+        ({"preset": "decoupled_geo_rs", "rollout_rs": None, "rollout_rs_threshold": None}, None),
+    ],
+)
+def test_a_threshold_beside_a_preset_replaces_its_whole_band(given, threshold):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config.from_dict(given).rollout_rs_threshold == threshold
+
+
+FORMS = [("rollout_rs", "token", "rollout_rs: token_k1")]
+FORMS += [(key, 2.0, form) for dialect in (dialects.LEGACY, dialects.SLIME) for key, form in dialect.items()]
+
+
+@pytest.mark.parametrize(("key", "value", "form"), [*FORMS, ("mis-upper-bound", 2.0, "rollout_is_threshold")])
+def test_a_key_of_another_dialect_beside_a_preset_is_refused_with_its_canonical_form(key, value, form):
+    with pytest.raises(ValueError, match=f"beside preset 'geo_rs'.*write {form}"):
+        Config.from_dict({"preset": "geo_rs", "rollout_is": "token", key: value})
+
+
 def test_an_unknown_preset_names_the_nearest():
     with pytest.raises(ValueError, match=r"Unknown preset 'decoupled_token_iss'; nearest: decoupled_token_is,"):
         Config.from_dict({"preset": "decoupled_token_iss"})
@@ -662,13 +689,12 @@ def test_no_switch_takes_whatever_is_not_a_boolean_for_true(key, value):
 
 
 @pytest.mark.parametrize("key", SWITCHES[:-2])
-@pytest.mark.parametrize("others", [{}, {"preset": "seq_is_rs"}])
-def test_text_that_names_a_boolean_is_one(key, others):
+def test_text_that_names_a_boolean_is_one(key):
     for text, value in (("true", True), ("false", False), (" True ", True), ("FALSE", False)):
         with pytest.warns(UserWarning, match="canonical form"):
-            from_text = Config.from_dict({key: text, **others})
+            from_text = Config.from_dict({key: text})
         with pytest.warns(UserWarning, match="canonical form"):
-            assert from_text == Config.from_dict({key: value, **others})
+            assert from_text == Config.from_dict({key: value})
 
 
 def test_slime_command_line_spelling(tmp_path):

@@ -323,7 +323,7 @@ def test_bypass_mode_in_other_words_is_not_what_verl_omni_reads(omni, key, value
     [
         {"preset": "decoupled_token_is"},
         {"use_tis": True},
-        {"preset": "decoupled_geo_rs", "use_tis": "true", "use_rs": "false"},
+        {"preset": "decoupled_geo_rs", "rollout_is": "token", "rollout_rs_threshold": "0.5_2.0"},
     ],
 )
 def test_verl_omnis_defaults_do_not_override_what_was_asked(omni, more):

@@ -152,15 +152,13 @@ class RolloutCorrectionConfig(Presets):
     def from_dict(cls, mapping: "Mapping[str, Any] | RolloutCorrectionConfig | None") -> "Self":
         """Builds a configuration from canonical keys, ``preset: NAME``, or another dialect (one warning each).
 
-        ``None`` means no correction, metrics only (``disabled``). Keys beside ``preset`` override it, in every dialect,
-        and each half of a band by itself: beside the preset ``seq_is_rs``, whose band is ``0.5_2.0``, a lone number
-        ``rollout_rs_threshold: 3.0`` is the upper half and gives ``0.5_3.0`` (without a preset it is ``1/3_3``),
-        ``rollout_rs_threshold_lower: 0.1`` gives ``0.1_2.0``, and ``rollout_rs_threshold: "0.3_4.0"`` replaces both.
+        ``None`` means no correction, metrics only (``disabled``). Beside ``preset`` only canonical keys are taken, and
+        override it.
 
         Raises:
             TypeError: a switch or a threshold of the wrong type.
-            ValueError: an unknown key (the message lists the nearest known ones) or preset, contradicting keys, or one
-                that cannot act beside the preset.
+            ValueError: an unknown key (the message lists the nearest known ones) or preset, contradicting keys, or
+                another dialect's key beside a preset.
         """
         if mapping is None:
             return cls.disabled()
@@ -198,11 +196,13 @@ class RolloutCorrectionConfig(Presets):
         defaults = {field.name: field.default for field in fields(cls)}
         preset = values.get("preset")
         named = dialects.named_keys({key: value for key, value in values.items() if key != "preset"}, defaults)
-        if preset is not None and preset not in PRESET_NAMES:
+        if preset is None:
+            return dialects.translate(named, defaults)
+        if preset not in PRESET_NAMES:
             near = dialects.nearest(str(preset), PRESET_NAMES)
             raise ValueError(f"Unknown preset {preset!r}; nearest: {near}. All: {', '.join(PRESET_NAMES)}.")
-        base = defaults if preset is None else getattr(cls, preset)().to_dict()
-        return dialects.translate(named, base, preset, defaults)
+        dialects.refuse_beside_preset(named, preset)
+        return {**getattr(cls, preset)().to_dict(), **named}, ""
 
     def _check_ranges(self) -> None:
         for name in _COUNTS:

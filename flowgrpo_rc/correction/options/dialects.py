@@ -1,69 +1,107 @@
 """Other projects' keys for rollout correction, translated into the canonical ones.
 
-Three dialects: verl's first release and its transitional keys (``legacy``), and slime's MIS options (``slime``). A key
-that is absent, or null where a dialect's null means "not set", leaves the setting alone that it stands beside: a
-preset's, or the default. A key that nothing in a preset can take up is an error.
+Two dialects: verl's first release with its transitional keys ("legacy verl"), and slime's MIS options. Each is
+translated alone; canonical keys may stand beside it where they do not contradict it. Beside a ``preset`` the
+configuration takes canonical keys only.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flowgrpo_rc.checks import show
-from flowgrpo_rc.correction.options import legacy, slime
-from flowgrpo_rc.correction.options.legacy import is_legacy_level
-from flowgrpo_rc.correction.options.values import Values, given
+from flowgrpo_rc.checks import choice, show
+from flowgrpo_rc.correction.plan import is_band, parse_number, plain_threshold, split_band
 
-_THRESHOLD = "rollout_rs_threshold"
+Values = Mapping[str, Any]
+"""Keys as the user gave them, each with its value."""
+LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Levels of rejection in verl's first release and in slime, and the criteria that they are today."""
+LEGACY = {
+    "bypass_old_logprob_for_rollout": "bypass_mode",
+    "use_pure_rollout_correction": "bypass_mode and loss_type",
+    "use_policy_gradient": "bypass_mode and loss_type",
+    "rollout_rs_threshold_lower": 'rollout_rs_threshold: "lower_upper"',
+}
+"""Keys of legacy verl alone, and the canonical ones. ``rollout_rs`` kept its name, and changed its values."""
+SLIME = {
+    "use_tis": "rollout_is",
+    "tis_mode": "rollout_is_mode",
+    "tis_level": "rollout_is",
+    "tis_lower_bound": 'rollout_is_threshold: "lower_upper"',
+    "tis_upper_bound": "rollout_is_threshold",
+    "tis_batch_normalize": "rollout_is_batch_normalize",
+    "use_rs": "rollout_rs",
+    "rs_level": "rollout_rs",
+    "rs_lower_bound": 'rollout_rs_threshold: "lower_upper"',
+    "rs_upper_bound": "rollout_rs_threshold",
+    "rs_veto_threshold": "rollout_token_veto_threshold",
+    "use_rollout_logprobs": "bypass_mode",
+    "get_mismatch_metrics": "preset: disabled",
+    "rs_trust_region": "rollout_rs",
+    "rs_tr_threshold": "rollout_rs_threshold",
+}
+"""slime's keys, and the canonical ones."""
+_DEFAULT_UPPER = 2.0
+"""slime's upper bound of weights where none is given; rejection falls back to it."""
 
 
-def translate(values: Values, base: Values, preset: str | None, defaults: Values) -> tuple[dict[str, Any], str]:
-    """Every canonical key's value, and what to warn of: the keys that were translated, or else an empty text.
+def translate(values: Values, defaults: Values) -> tuple[dict[str, Any], str]:
+    """Every canonical key's value, and a warning that prints the canonical form; empty if nothing was translated.
 
     Args:
-        values: keys of which ``named_keys`` has approved, without ``preset``.
-        base: every canonical key of the preset, or of the defaults.
-        preset: its name, or ``None``.
-        defaults: every canonical key; the warning prints those that differ.
+        values: keys that ``named_keys`` has approved, without ``preset``.
+        defaults: every canonical key.
 
     Raises:
         TypeError: a switch or a bound of the wrong type.
-        ValueError: contradicting values, keys of two dialects, a bad value, or a key that cannot act beside the preset.
+        ValueError: keys of two dialects, or contradicting or bad values.
     """
-    slimes = tuple(key for key in values if key in slime.KEYS)
-    keys = tuple(k for k in values if k in legacy.KEYS or (k == "rollout_rs" and is_legacy_level(values[k])))
-    if slimes and keys:
-        raise ValueError(f"Keys of two dialects: {', '.join(slimes)} (slime) and {', '.join(keys)} (legacy verl).")
-    canonical = {key: value for key, value in values.items() if key not in slime.KEYS and key not in legacy.KEYS}
-    dialect = "legacy verl"
-    unused: Values = {}
-    if slimes:
-        keys = slimes
-        dialect = "slime"
-        beside = base if preset is None else {**base, **canonical}
-        canonical |= slime.changes(values, beside, preset)
-        _refuse_contradiction(values, canonical, dialect, keys)
-        unused = slime.unused_veto(values)
-    elif keys or preset is not None:
-        canonical |= legacy.mode_changes(values, base)
-        _refuse_contradiction(given(values, legacy.SETS), canonical, dialect, keys)
-        rejection = legacy.rejection_changes(values, base, preset)
-        canonical |= rejection
-        if preset is None and values.get("rollout_rs") is None:
-            canonical.pop(_THRESHOLD, None)
-            unused = given(values, (_THRESHOLD, f"{_THRESHOLD}_lower"))
-        elif not keys and rejection.get(_THRESHOLD, values.get(_THRESHOLD)) != values.get(_THRESHOLD):
-            keys = (_THRESHOLD,)  # it is one half of a band, as legacy verl wrote it
-    whole = {**base, **canonical}
-    if not keys:
-        return whole, ""
-    form = ", ".join(f"{k}={_as_yaml(v)}" for k, v in whole.items() if v != defaults[k] or k in canonical)
-    idle = f"{', '.join(unused)} without effect there; " if unused else ""
-    return whole, f"{dialect} keys ({', '.join(keys)}) were translated; {idle}the canonical form is: {form}"
+    slime = [key for key in values if key in SLIME]
+    legacy = [k for k in values if k in LEGACY or (k == "rollout_rs" and is_legacy_level(values[k]))]
+    if slime and legacy:
+        raise ValueError(f"Keys of two dialects: {', '.join(slime)} (slime) and {', '.join(legacy)} (legacy verl).")
+    canonical = {key: value for key, value in values.items() if key in defaults}
+    if not slime and not legacy:
+        return {**defaults, **canonical}, ""
+    dialect = "slime" if slime else "legacy verl"
+    keys = ", ".join(slime or legacy)
+    changes, idle = _of_slime(values) if slime else _of_legacy(values)
+    for key, value in canonical.items():
+        # Legacy verl's own rollout_rs and rollout_rs_threshold have the canonical names.
+        is_canonical = slime or (key in ("bypass_mode", "loss_type") and value is not None)
+        if is_canonical and changes.get(key, value) != value:
+            raise ValueError(f"{key}={value!r} contradicts {keys} ({dialect}), which give {key}={changes[key]!r}.")
+    whole = {**defaults, **canonical, **changes}
+    form = ", ".join(
+        f"{key}={_as_yaml(value)}"
+        for key, value in whole.items()
+        if value != defaults[key] or key in canonical or key in changes
+    )
+    unused = f"{', '.join(idle)} without effect there; " if idle else ""
+    return whole, f"{dialect} keys ({keys}) were translated; {unused}the canonical form is: {form}"
+
+
+def refuse_beside_preset(values: Values, preset: str) -> None:
+    """Beside a preset only canonical keys are taken.
+
+    Raises:
+        ValueError: another dialect's key or value; the message has the canonical form.
+    """
+    level = values.get("rollout_rs")
+    if is_legacy_level(level):
+        form = f"rollout_rs: {LEVELS[level]}"
+        raise ValueError(f"rollout_rs={level!r} beside preset {preset!r} is legacy verl's word; write {form}.")
+    for key in values:
+        form = {**LEGACY, **SLIME}.get(key)
+        if form is not None:
+            raise ValueError(
+                f"{key}={show(values[key])} beside preset {preset!r}: a preset is overridden by canonical keys only; "
+                f"write {form}."
+            )
 
 
 def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:
-    """``values`` with slime's keys in one spelling: of ``tis-mode`` and ``mis_tis_mode`` both become ``tis_mode``.
+    """``values`` with slime's keys in one spelling: ``tis-mode`` and ``mis_tis_mode`` both become ``tis_mode``.
 
     Raises:
         ValueError: a key of no dialect (the message lists the nearest known ones), or one key in two spellings.
@@ -71,7 +109,7 @@ def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:
     known = known_keys(canonical)
     named: dict[str, Any] = {}
     for key, value in values.items():
-        name = key if key in known else slime.slime_name(key)
+        name = key if key in known else slime_name(key)
         if name is None:
             raise ValueError(f"Unknown rollout-correction key {key!r}; nearest known: {nearest(key, known)}.")
         if name in named:
@@ -80,14 +118,34 @@ def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:
     return named
 
 
+def slime_name(key: str) -> str | None:
+    """A key of ``SLIME`` in its usual spelling: ``tis_mode`` for ``tis-mode`` and ``mis_tis_mode``; None for others.
+
+    slime's documentation of its metrics also leaves out ``tis_`` and ``rs_``.
+    """
+    name = key.replace("-", "_")
+    candidates = [name]
+    if name.startswith("mis_"):
+        short = name.removeprefix("mis_")
+        candidates += [short, f"tis_{short}"]
+        if short == "veto_threshold":
+            candidates.append(f"rs_{short}")
+    return next((candidate for candidate in candidates if candidate in SLIME), None)
+
+
 def is_known(key: str, canonical: Iterable[str]) -> bool:
     """Whether ``from_dict`` understands a key, in some spelling."""
-    return key in known_keys(canonical) or slime.slime_name(key) is not None
+    return key in known_keys(canonical) or slime_name(key) is not None
+
+
+def is_legacy_level(value: object) -> bool:
+    """Whether ``rollout_rs`` has this value in legacy verl only."""
+    return isinstance(value, str) and value in LEVELS
 
 
 def known_keys(canonical: Iterable[str]) -> tuple[str, ...]:
     """Every key that ``from_dict`` understands: the canonical ones, those of the dialects, and ``preset``."""
-    return (*canonical, *legacy.KEYS, *slime.KEYS, "preset")
+    return (*canonical, *LEGACY, *SLIME, "preset")
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -96,13 +154,177 @@ def nearest(key: str, known: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(key, known, n=3, cutoff=0.5) or known)
 
 
-def _refuse_contradiction(values: Values, canonical: Values, dialect: str, keys: tuple[str, ...]) -> None:
-    """Refuses a canonical key beside keys of a dialect that give it another value."""
-    for key, value in values.items():
-        if key in canonical and canonical[key] != value:
+def band(values: Values, lower_key: str, upper_key: str) -> str:
+    """``"lower_upper"`` of two keys; without a lower bound that is the reciprocal of the upper one.
+
+    In place of the upper bound a whole band may stand.
+
+    Raises:
+        ValueError: the lower bound is above the upper one, or is given twice.
+    """
+    lower = _bound(values, lower_key)
+    upper = _bound(values, upper_key)
+    if is_band(upper):
+        if lower is not None:
             raise ValueError(
-                f"{key}={value!r} contradicts {', '.join(keys)} ({dialect}), which give {key}={canonical[key]!r}."
+                f"{lower_key}={show(lower)} beside {upper_key}={show(upper)}, which has a lower bound already; "
+                "give one of them."
             )
+        return upper
+    above = parse_number(upper, upper_key)
+    if lower is None:
+        return f"{1.0 / above!r}_{upper}"
+    if float(lower) > above:
+        raise ValueError(f"{lower_key}={show(lower)} exceeds {upper_key}={show(upper)}.")
+    return f"{lower}_{upper}"
+
+
+def _of_legacy(values: Values) -> tuple[dict[str, Any], list[str]]:
+    """The canonical keys that legacy verl's keys set, and keys without effect.
+
+    A lone ``rollout_rs_threshold`` is the upper bound; null is ``rollout_is_threshold``.
+    """
+    changes = _legacy_mode(values)
+    written = values.get("rollout_rs")
+    lower = _bound(values, "rollout_rs_threshold_lower")
+    if written is None:
+        idle = [k for k in ("rollout_rs_threshold", "rollout_rs_threshold_lower") if values.get(k) is not None]
+        return {**changes, **({"rollout_rs_threshold": None} if idle else {})}, idle
+    if not is_legacy_level(written):
+        if lower is not None:
+            raise ValueError(
+                "rollout_rs_threshold_lower belongs to legacy rollout_rs (token, sequence, geometric); "
+                f"with rollout_rs={written!r} write the band as rollout_rs_threshold='lower_upper'."
+            )
+        return changes, []
+    upper = values.get("rollout_rs_threshold")
+    if upper is None:
+        upper = values.get("rollout_is_threshold", _DEFAULT_UPPER)
+    if upper is None:
+        raise ValueError(
+            f"rollout_rs_threshold is null with rollout_rs={written!r}, and so is rollout_is_threshold, its default; "
+            "give rollout_rs_threshold a number or 'lower_upper'."
+        )
+    bounds = {**values, "rollout_rs_threshold": upper}
+    threshold = band(bounds, "rollout_rs_threshold_lower", "rollout_rs_threshold")
+    return {**changes, "rollout_rs": LEVELS[written], "rollout_rs_threshold": threshold}, []
+
+
+def _legacy_mode(values: Values) -> dict[str, Any]:
+    """``bypass_mode`` and ``loss_type`` by legacy verl's switches.
+
+    Raises:
+        ValueError: switches that contradict each other, or canonical keys.
+    """
+    bypass = _switch(values, "bypass_old_logprob_for_rollout")
+    changes: dict[str, Any] = {} if bypass is None else {"bypass_mode": bypass}
+    pure = {
+        key: on
+        for key in ("use_pure_rollout_correction", "use_policy_gradient")
+        if (on := _switch(values, key)) is not None
+    }
+    if len(set(pure.values())) > 1:
+        raise ValueError(f"{' and '.join(pure)} are two names of one switch; they must not contradict each other.")
+    loss = values.get("loss_type")
+    for key, on in pure.items():
+        if on and changes.get("bypass_mode", values.get("bypass_mode")) is False:
+            raise ValueError(f"{key}=true needs bypass mode, which is explicitly false.")
+        if on and loss not in (None, "reinforce"):
+            raise ValueError(f"{key}=true means loss_type=reinforce, but loss_type={loss!r}.")
+        if not on and loss == "reinforce":
+            raise ValueError(f"{key}=false contradicts loss_type='reinforce', which it would mean if it were true.")
+        if on:
+            changes.update(bypass_mode=True, loss_type="reinforce")
+    return changes
+
+
+def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
+    """The canonical keys that slime's keys set, by its own defaults, and keys without effect.
+
+    Raises:
+        TypeError: a switch or a bound of the wrong type.
+        ValueError: an unknown choice, a bad bound, or a trust region.
+    """
+    for key, choices in (("rs_level", LEVELS), ("tis_level", LEVELS), ("tis_mode", ("truncate", "clip", "mask"))):
+        choice(key, values.get(key), (None, *choices))
+    if values.get("rs_trust_region") not in (None, False):
+        raise ValueError(
+            f"rs_trust_region={show(values['rs_trust_region'])}: slime's trust region is not implemented here; set it "
+            "to null, and reject with use_rs, rs_level and its bounds."
+        )
+    weighs = _switch(values, "use_tis")
+    rejects = _switch(values, "use_rs")
+    normalizes = _switch(values, "tis_batch_normalize")
+    bypass = _switch(values, "use_rollout_logprobs")
+    veto = plain_threshold(values.get("rs_veto_threshold"), "rs_veto_threshold", band=False)
+    changes: dict[str, Any] = {} if bypass is None else {"bypass_mode": bypass}
+    idle: list[str] = []
+    if veto is not None:
+        parse_number(veto, "rs_veto_threshold")
+        if rejects is False:  # the veto is a part of rejection there
+            idle.append("rs_veto_threshold")
+        else:
+            changes["rollout_token_veto_threshold"] = veto
+    if _switch(values, "get_mismatch_metrics"):
+        off = ("rollout_is", "rollout_rs", "rollout_rs_threshold", "rollout_token_veto_threshold")
+        return {**changes, **dict.fromkeys(off)}, idle
+    changes["rollout_is"] = (values.get("tis_level") or "token") if weighs else None
+    upper = values.get("tis_upper_bound")
+    bounds = {**values, "tis_upper_bound": _DEFAULT_UPPER if upper is None else upper}
+    if weighs:
+        mode = values.get("tis_mode") or "truncate"
+        threshold = _bound(bounds, "tis_upper_bound")
+        _bound(bounds, "tis_lower_bound")  # checked also where truncation leaves it out
+        if mode != "truncate":
+            threshold = band(bounds, "tis_lower_bound", "tis_upper_bound")
+        changes.update(
+            rollout_is_mode=mode, rollout_is_threshold=threshold, rollout_is_batch_normalize=bool(normalizes)
+        )
+    if rejects:
+        level = values.get("rs_level") or "token"
+        changes.update(rollout_rs=LEVELS[level], rollout_rs_threshold=_slime_rejection_band(bounds))
+    return changes, idle
+
+
+def _slime_rejection_band(bounds: Values) -> str:
+    """The band of rejection. A bound that is not set is that of the weights.
+
+    Where those have no lower bound either, it is the reciprocal of *their* upper bound, whatever ``rs_upper_bound`` is.
+    """
+    _bound(bounds, "tis_lower_bound")
+    tis_upper = _bound(bounds, "tis_upper_bound")
+    lower_key = "tis_lower_bound" if bounds.get("rs_lower_bound") is None else "rs_lower_bound"
+    upper_key = "tis_upper_bound" if bounds.get("rs_upper_bound") is None else "rs_upper_bound"
+    chosen = {lower_key: bounds.get(lower_key), upper_key: bounds[upper_key]}
+    if is_band(chosen[upper_key]):
+        chosen[lower_key] = bounds.get("rs_lower_bound")
+    elif chosen[lower_key] is None:
+        below, above = split_band(tis_upper, "tis_upper_bound")
+        chosen[lower_key] = 1.0 / parse_number(above, "tis_upper_bound") if below is None else below
+    return band(chosen, lower_key, upper_key)
+
+
+def _switch(values: Values, key: str) -> bool | None:
+    """A boolean key; the texts "true" and "false" are booleans too. ``None`` where it is absent or null.
+
+    Raises:
+        TypeError: anything else, which must not count as true.
+    """
+    value = values.get(key)
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    if value is None or isinstance(value, bool):
+        return value
+    raise TypeError(f"{key} must be true or false, got {show(value)}.")
+
+
+def _bound(values: Values, key: str) -> Any:
+    """A bound as it was written, checked; ``None`` where it is absent or null. A lower bound may be 0."""
+    value = plain_threshold(values.get(key), key)
+    is_lower = "lower" in key
+    if value is not None and (is_lower or not is_band(value)):
+        parse_number(value, key, zero_allowed=is_lower)
+    return value.strip() if isinstance(value, str) else value
 
 
 def _as_yaml(value: Any) -> str:

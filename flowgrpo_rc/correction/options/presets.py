@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from flowgrpo_rc.correction.options.values import BoundKeys
+from flowgrpo_rc.correction.options.dialects import band
 from flowgrpo_rc.correction.plan import is_band
 
 P = ParamSpec("P")
@@ -87,7 +87,9 @@ def _k3_weights(is_threshold: Number = 2.0, rs_threshold: float = 0.01) -> Setti
 
 
 def _joined(upper: Band, lower: Number | None) -> Band:
-    return upper if lower is None else BoundKeys("rs_threshold_lower", "rs_threshold").band(lower, upper)
+    if lower is None:
+        return upper
+    return band({"rs_threshold_lower": lower, "rs_threshold": upper}, "rs_threshold_lower", "rs_threshold")
 
 
 def _row_ratio_legacy(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.checks import show
-from flowgrpo_rc.correction.options.slime import slime_name
+from flowgrpo_rc.correction.options.dialects import slime_name
 
 if TYPE_CHECKING:
     from yaml import Node, ScalarNode
