@@ -182,6 +182,7 @@ def correct_old_policy(
             f"{Key.OLD_LOG_PROBS} and {Key.ROLLOUT_LOG_PROBS} must have identical shapes, got {shape} and "
             f"{tuple(rollout.shape)}."
         )
+    # A (B,) batch would make each step a sequence of its own, and sequence criteria would mean something else.
     if len(shape) != 2:
         raise ValueError(f"log-probs of a diffusion batch are (B, W): images by SDE steps; got {shape}.")
     valid = response_mask(batch, old.log_probs)
@@ -229,6 +230,7 @@ def _in_the_loss(weights: Tensor | None, keep: Tensor) -> Tensor:
 
 def _mapping_with(keys: tuple[str, ...], batch: object, purpose: str) -> MutableMapping[str, Tensor]:
     """The batch's mapping; ``ValueError`` with a remedy if it lacks one of the keys."""
+    # A TensorDict has a mapping's methods without being one.
     data = cast("MutableMapping[str, Tensor]", as_mapping(batch))
     present = set(data.keys())
     missing = [key for key in keys if key not in present]

@@ -110,6 +110,7 @@ def normalised_sum(
         ``(B,)`` float64.
     """
     keep = torch.ones_like(group, dtype=torch.bool) if keep is None else keep
+    # Float64, because the parts cancel within each group.
     total = torch.zeros(len(group), dtype=torch.float64, device=parts.device)
     for scores, weight in zip(parts.unbind(1), weights.double(), strict=True):
         within = _WithinGroups.of(scores, group, keep)

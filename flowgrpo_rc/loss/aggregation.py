@@ -53,6 +53,7 @@ class Aggregation:
 
     def denominator(self, keep: Tensor) -> Tensor:
         """The divisor of the sum over ``keep`` ``(B, T)``."""
+        # A sequence without any kept token counts nowhere, as in verl.
         counted = keep.new_ones(keep.shape) if self.counts_rejected else keep
         return (counted.any(1) if self.over_sequences else counted).sum()
 

@@ -134,8 +134,9 @@ def _kl_and_std(
     mean = require(model_output, "transition_means", f"model_output ({why})")
     std = require(model_output, "transition_stds", f"model_output ({why})")
     check_shape("transition_stds", std, steps)
+    # The latents' own shape is free, but both means must have it.
     check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
     check_shape(name, other_mean, mean.shape)
     # Select before the arithmetic: a NaN of a rejected step would pass through a later mask into the gradient.
-    std = kept(std, policy.keep, 1.0)
+    std = kept(std, policy.keep, 1.0)  # 1, since the KL divides by it
     return transition_kl(kept(mean, policy.keep), kept(other_mean.detach(), policy.keep), std), std

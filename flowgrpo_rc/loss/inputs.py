@@ -105,6 +105,7 @@ def read_inputs(
             old_log_prob,
             valid,
             config=rc,
+            # The gap differs between timesteps; tokens have none.
             timesteps=optional(data, Key.TIMESTEPS) if valid is None else None,
             rs_bounds=optional(data, Key.ROLLOUT_RS_BOUNDS),
         )
@@ -180,6 +181,7 @@ def _holds(mapping: TensorMapping) -> str:
 def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor | None:
     """An optional tensor that must have the shape of the log-probs."""
     value = optional(data, name)
+    # Equal shapes are required because a (B, 1) tensor would broadcast without an error.
     if value is not None and value.shape != log_prob.shape:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)} but log_probs has {tuple(log_prob.shape)}; they must agree"
@@ -220,6 +222,7 @@ def _advantages(data: TensorMapping, log_prob: Tensor) -> Tensor:
     """The advantages as constants, broadcast from one per image or sequence to one per step or token."""
     advantages = require(data, Key.ADVANTAGES, "data")
     shape = log_prob.shape
+    # Only these two: (1, W) or (B, 1) would broadcast, and usually is a mistake.
     if advantages.shape not in (shape, shape[:1]):
         raise ValueError(f"advantages has shape {tuple(advantages.shape)}; expected ({shape[0]},) or {tuple(shape)}")
     return advantages.reshape(*advantages.shape, *[1] * (len(shape) - advantages.dim())).expand_as(log_prob).detach()

@@ -91,6 +91,7 @@ def ppo_clip(
     ratio = torch.exp(log_ratio)
     # Rejected advantages too: a NaN reward of a rejected image must not reach the loss.
     advantages = kept(advantages.detach(), keep)
+    # Bounds may be tensors, one width per timestep, for clip_ratio=auto.
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)  # pyright: ignore[reportCallIssue, reportArgumentType]
     # The larger loss: clipping removes the incentive to move further, never the one to move back.
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -112,6 +113,7 @@ def reinforce(
     ``old_log_prob`` does not enter the loss; the log ratio is returned for the metrics.
     """
     log_ratio = select(log_prob - old_log_prob.detach(), keep)
+    # Each factor is selected by itself: 0 * NaN of a rejected element would be NaN.
     loss = -kept(advantages.detach(), keep) * kept(log_prob, keep)
     # Without a clip no element outside the clip band has lost its gradient.
     left_out = torch.zeros_like(loss, dtype=torch.bool)
@@ -151,6 +153,7 @@ def grpo_guard(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
     shift = inputs.shift
     assert shift is not None
     assert shift.dt is not None
+    # Clamped later, by flow_grpo: the safety bound belongs to the normalised ratio.
     log_ratio = kept(inputs.log_prob - inputs.old_log_prob.detach(), inputs.keep)
     normalised = normalised_log_ratio(log_ratio, shift.kl, shift.step_std)
     # The normalised log ratio already contains the old log-prob.
@@ -196,6 +199,7 @@ def kept(values: Tensor, keep: Tensor | None, fill: float = 0.0) -> Tensor:
     """The values of kept elements, ``fill`` elsewhere; ``keep`` may lack trailing dimensions."""
     if keep is None:
         return values
+    # A multiplication by the mask would keep NaN, and where() after exp() would keep NaN gradients.
     return torch.where(keep[(...,) + (None,) * (values.dim() - keep.dim())], values, fill)
 
 
@@ -207,5 +211,6 @@ def select(log_ratio: Tensor, keep: Tensor | None) -> Tensor:
 def weigh(loss: Tensor, weights: Tensor | None, keep: Tensor | None) -> Tensor:
     """The loss times the detached weights, 0 where an element is not kept."""
     if weights is not None:
+        # Weights are constants: a gradient through them would be another objective.
         loss = loss * kept(weights.detach(), keep)
     return kept(loss, keep)

@@ -80,6 +80,7 @@ class LossMetrics:
         return cls(tuple(sums), _on_device(sums.values()), _on_device(extremes))
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
+        # Both have the same names: the micro-batches of an update share objective and mode.
         return LossMetrics(self.names, self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
     def all_reduce(self, group: object | None = None) -> "LossMetrics":
@@ -87,6 +88,7 @@ class LossMetrics:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return self
         operations = torch.distributed.ReduceOp
+        # all_reduce writes in place, and the caller may still read this rank's own sums.
         sums = self.sums.clone()
         extremes = self.extremes.clone()
         torch.distributed.all_reduce(sums, operations.SUM, group=group)  # type: ignore[arg-type]
@@ -186,6 +188,7 @@ def mean_loss(
     reported = sums.metrics
     denominator = sums.denominator
     correction = {} if sums.correction is None else sums.correction.metrics
+    # Collectives only on request: a caller that averages gradients itself must not be made to wait here.
     if dp_group is not None:
         reported = reported.all_reduce(dp_group)
         # DDP's average divides by the number of ranks once more, so divide by the mean denominator here.

@@ -65,6 +65,7 @@ def transition(
     """
     row = sde_type_named(sde_type)
     x = _promote(latents)
+    # A bfloat16 model's velocity would round the mean, and with it every log-prob.
     v = _promote(velocity).to(x.dtype)
     s = _per_sample(sigma, x)
     s_next = _per_sample(next_sigma, x)
@@ -97,6 +98,7 @@ def coefficients_preserving_step(x: Tensor, v: Tensor, s: Tensor, s_next: Tensor
 def dance_sde_step(x: Tensor, v: Tensor, s: Tensor, s_next: Tensor, eta: Tensor) -> Transition:
     """DanceGRPO's step: the Euler step, and a drift along the score that balances the noise."""
     dt = s_next - s
+    # The score of the marginal at level s, from the model's estimate x - s*v of the clean image.
     score = -(x - (1 - s) * (x - s * v)) / s**2
     mean = x + v * dt + eta**2 / 2 * -dt * score
     return Transition(mean, eta * torch.sqrt(-dt))
@@ -118,6 +120,7 @@ def log_prob(step: Transition, next_latents: Float[Tensor, " B *L"], *, sde_type
     """
     if sde_type_named(sde_type).log_prob_is_density:
         return gaussian_log_prob(next_latents, step)
+    # The mean over dimensions keeps log-probs comparable between image sizes; a sum would grow with the pixels.
     squared = (_promote(next_latents) - step.mean) ** 2
     return -squared.flatten(1).mean(1)
 
@@ -128,6 +131,7 @@ def gaussian_log_prob(next_latents: Float[Tensor, " B *L"], step: Transition) ->
     A sample whose ``step_std`` is 0 (an ODE step) has no density: its log-prob is not finite, and every
     consumer of log-probs refuses non-finite values.
     """
+    # std is one number per sample, so the mean over dimensions commutes with the division below.
     squared = ((_promote(next_latents) - step.mean) ** 2).flatten(1).mean(1)
     return -squared / (2 * step.step_std**2) - torch.log(step.step_std) - 0.5 * math.log(2 * math.pi)
 

@@ -39,6 +39,7 @@ class SDEWindow:
             ValueError: ``sde_type`` is unknown, the range lies outside the schedule, or the window does not fit into
                 the range.
         """
+        # A deterministic step has no log-prob and cannot be trained.
         usable = num_steps if sde_type_named(sde_type).last_step_is_stochastic else num_steps - 1
         first, stop = (0, usable) if window_range is None else window_range
         if not 0 <= first < stop <= usable:
@@ -60,7 +61,7 @@ def draw_window_start(window: SDEWindow, generator: torch.Generator) -> int:
     """First step of the window, uniform over ``first .. stop - size`` (both included)."""
     import torch
 
-    high = window.stop - window.size + 1
+    high = window.stop - window.size + 1  # randint excludes its upper end
     return int(torch.randint(window.first, high, (), generator=generator))
 
 
@@ -77,4 +78,5 @@ def progressive_window_start(window: SDEWindow, step: int, iters_per_group: int)
 def progressive_places(window: SDEWindow) -> list[int]:
     """The first steps that a sliding window takes, in order."""
     last = window.stop - window.size
+    # A set, because the last place may already be a multiple of the size.
     return sorted({*range(window.first, last, window.size), last})
