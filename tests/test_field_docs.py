@@ -74,7 +74,7 @@ def test_a_default_stands_beside_its_field():
     from flowgrpo_rc.actor.config import OptimizerConfig
 
     shown = pydoc.render_doc(OptimizerConfig, renderer=pydoc.plaintext)
-    assert "lr: float = 0.0001" in shown
+    assert "lr: PositiveFloat = 0.0001" in shown
     assert "Learning rate." in shown
 
 

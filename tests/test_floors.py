@@ -14,6 +14,7 @@ BASE = {
     "prompt",
     "reference_files",
     "checks",
+    "section",
     "dtypes",
     "field_docs",
     "messages",

@@ -2,100 +2,97 @@
 
 from __future__ import annotations
 
-import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
-from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective, Threshold
+from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
 from flowgrpo_rc.models.config import FSDPConfig
+from flowgrpo_rc.section import (
+    Check,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problems,
+    Read,
+    Section,
+    one_of,
+)
 
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 """Learning-rate schedules, by their names in ``diffusers.optimization``."""
-_HERE = "actor_rollout_ref.actor"
+Betas = Annotated[
+    list[float],
+    Check(lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "give two numbers in [0, 1)"),
+]
 
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class DiffusionLossConfig:
+class DiffusionLossConfig(Section):
     """The section ``actor.diffusion_loss``."""
 
-    loss_mode: str = DEFAULT
+    section = "actor_rollout_ref.actor.diffusion_loss"
+
+    loss_mode: Annotated[str, one_of(OBJECTIVES)] = DEFAULT
     """The objective, one of ``loss.objectives.OBJECTIVES``. ``flow_grpo`` clips the ratio as PPO does; ``dance_grpo``
     is the same for rollouts with ``sde_type=dance_sde``; ``grpo_guard`` first takes the timestep's bias and scale out
     of the ratio; ``flow_dppo`` has a KL trust region instead of a clip band."""
 
-    clip_ratio: float | str = 1e-4
+    clip_ratio: PositiveFloat | Annotated[str, Check(lambda word: word == "auto", "give a number or auto")] = 1e-4
     """Half width of the clip band, the range around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are
     means over the latent dimensions, so ratios move by 1e-5 to 1e-2. In bypass mode the clip band must be at least four
     times as wide as the mean off-policy gap. With ``auto``, in bypass mode alone, its half width at each timestep is
     three times the 90 % quantile of the gap that rescoring measures there, within ``auto_clip_min`` and
     ``auto_clip_max``."""
 
-    auto_clip_min: float = 1e-4
+    auto_clip_min: PositiveFloat = 1e-4
     """Least half width of the clip band with ``clip_ratio=auto``."""
 
-    auto_clip_max: float = 1e-2
+    auto_clip_max: PositiveFloat = 1e-2
     """Largest half width of the clip band with ``clip_ratio=auto``."""
 
-    clip_ratio_low: float | None = None
+    clip_ratio_low: PositiveFloat | None = None
     """Half width of the clip band below 1; null takes ``clip_ratio``."""
 
-    clip_ratio_high: float | None = None
+    clip_ratio_high: PositiveFloat | None = None
     """Half width of the clip band above 1; null takes ``clip_ratio``."""
 
-    clip_ratio_c: float | None = 3.0
+    clip_ratio_c: Annotated[float, Check(lambda bound: bound > 1, "give a number above 1")] | None = 3.0
     """The dual clip of tokens: where the advantage ``A`` is negative, the loss is at most ``-A * clip_ratio_c``. Null
     sets no such bound."""
 
-    kl_mask_threshold: float = 1e-5
+    kl_mask_threshold: PositiveFloat = 1e-5
     """Trust region of ``flow_dppo``: the KL per latent dimension beyond which an update may not move further away."""
 
-    adv_clip_max: float = 5.0
+    adv_clip_max: PositiveFloat = 5.0
     """Advantages of images are clamped to ``+-adv_clip_max``; those of tokens are not."""
 
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: Annotated[str, one_of(AGGREGATIONS)] = "token-mean"
     """How losses of tokens become one number, one of ``loss.aggregation.AGGREGATIONS``: ``token-mean`` is the mean over
     all kept tokens; the others are means over the sequences with a kept token, of their tokens' sum
     (``seq-mean-token-sum``), mean (``seq-mean-token-mean``) or sum divided by ``loss_scale_factor``
     (``seq-mean-token-sum-norm``)."""
 
-    loss_scale_factor: float | None = None
+    loss_scale_factor: PositiveFloat | None = None
     """Divisor of ``seq-mean-token-sum-norm``; null takes ``T``, the padded length."""
 
-    def __post_init__(self) -> None:
-        here = f"{_HERE}.diffusion_loss"
-        fit_fields(here, self)
-        choice(f"{here}.loss_mode", self.loss_mode, tuple(OBJECTIVES))
-        if self.clip_ratio != "auto":
-            if isinstance(self.clip_ratio, str):
-                raise ValueError(f"{here}.clip_ratio: got {self.clip_ratio!r}; give a number or auto")
-            positive(f"{here}.clip_ratio", self.clip_ratio)
-        elif self.has_sides:
-            raise ValueError(
-                f"{here}.clip_ratio: got auto with clip_ratio_low or clip_ratio_high; give numbers, or only auto"
+    def problems(self) -> Iterator[str]:
+        """Combinations of fields that cannot work."""
+        if self.clip_ratio == "auto" and self.has_sides:
+            yield "clip_ratio: got auto with clip_ratio_low or clip_ratio_high; give numbers, or only auto"
+        elif self.clip_ratio == "auto" and not self.objective.clips_plain_ratio:
+            yield (
+                f"clip_ratio: got auto with loss_mode={self.loss_mode}, whose ratio has another scale; give a number"
             )
-        elif not self.objective.clips_plain_ratio:
-            raise ValueError(
-                f"{here}.clip_ratio: got auto with loss_mode={self.loss_mode}, whose ratio has another scale; give a "
-                "number"
-            )
-        positive(f"{here}.auto_clip_min", self.auto_clip_min)
-        if not self.auto_clip_min <= self.auto_clip_max < math.inf:
-            raise ValueError(
-                f"{here}.auto_clip_max: got {self.auto_clip_max}; give at least auto_clip_min={self.auto_clip_min}"
-            )
-        for name in ("clip_ratio_low", "clip_ratio_high", "loss_scale_factor"):
-            positive(f"{here}.{name}", getattr(self, name), optional=True)
-        thresholds = [one.limit.key for one in OBJECTIVES.values() if isinstance(one.limit, Threshold)]
-        for name in ("adv_clip_max", *thresholds):
-            positive(f"{here}.{name}", getattr(self, name))
-        if self.clip_ratio_c is not None and not 1 < self.clip_ratio_c < math.inf:
-            raise ValueError(f"{here}.clip_ratio_c: got {self.clip_ratio_c!r}; give a number above 1 or null")
-        choice(f"{here}.loss_agg_mode", self.loss_agg_mode, tuple(AGGREGATIONS))
+        if self.auto_clip_max < self.auto_clip_min:
+            yield f"auto_clip_max: got {self.auto_clip_max}; give at least auto_clip_min={self.auto_clip_min}"
 
     @property
     def objective(self) -> Objective:
@@ -115,87 +112,100 @@ class DiffusionLossConfig:
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """The section ``actor.optim``: AdamW on the LoRA weights."""
 
-    lr: float = 1e-4
+    section = "actor_rollout_ref.actor.optim"
+
+    lr: PositiveFloat = 1e-4
     """Learning rate."""
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: Betas = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of AdamW's two moments."""
 
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
 
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
 
-    lr_scheduler_type: str = "constant"
+    lr_scheduler_type: Annotated[str, one_of(LR_SCHEDULERS)] = "constant"
     """Schedule over the run's optimizer steps; one of ``LR_SCHEDULERS``."""
 
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly; the schedule ``constant`` has none."""
 
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: Annotated[
+        float, Check(lambda share: 0 <= share <= 1, "give a share of the run, from 0 to 1")
+    ] = 0.0
     """The warm-up as a share of the run's optimizer steps, rounded down; it counts where ``lr_warmup_steps`` is 0."""
 
-    def __post_init__(self) -> None:
-        here = f"{_HERE}.optim"
-        fit_fields(here, self)
-        positive(f"{here}.lr", self.lr)
-        positive(f"{here}.eps", self.eps)
-        non_negative(f"{here}.weight_decay", self.weight_decay)
-        non_negative(f"{here}.lr_warmup_steps", self.lr_warmup_steps)
-        choice(f"{here}.lr_scheduler_type", self.lr_scheduler_type, LR_SCHEDULERS)
-        if not 0 <= self.lr_warmup_steps_ratio <= 1:
-            raise ValueError(
-                f"{here}.lr_warmup_steps_ratio: got {self.lr_warmup_steps_ratio}; give a share of the run, from 0 to 1"
-            )
+    def problems(self) -> Iterator[str]:
+        """A warm-up that the schedule does not have."""
         for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
             steps = getattr(self, name)
             if steps and self.lr_scheduler_type == "constant":
-                raise ValueError(
-                    f"{here}.{name}: got {steps}, but lr_scheduler_type=constant has no warm-up; set it to "
+                yield (
+                    f"{name}: got {steps}, but lr_scheduler_type=constant has no warm-up; set it to "
                     "constant_with_warmup"
                 )
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f"{here}.betas: got {list(self.betas)}; give two numbers in [0, 1)")
 
     def warm_up(self, total_steps: int) -> int:
         """Optimizer steps of warm-up in a run of ``total_steps``."""
         return self.lr_warmup_steps or int(self.lr_warmup_steps_ratio * total_steps)
 
 
+def read_correction(value: Any) -> Any:
+    """The value of a field ``rollout_correction`` as a ``RolloutCorrectionConfig``.
+
+    A reference such as ``${algorithm.rollout_correction}`` stays, for the configuration tree to resolve.
+    """
+    if isinstance(value, str) and value.startswith("${"):
+        return value
+    if not isinstance(value, Mapping | RolloutCorrectionConfig | None):
+        raise ValueError(f"got {show(value)}; give its keys, e.g. {{rollout_is: sequence}}, or null")
+    try:
+        return RolloutCorrectionConfig.from_dict(value)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        key = re.split(r"\W", message, maxsplit=1)[0]
+        if isinstance(value, Mapping) and key in value:
+            raise Problems([message]) from error
+        raise ValueError(message) from error
+
+
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class DiffusionActorConfig:
+class DiffusionActorConfig(Section):
     """The section ``actor_rollout_ref.actor``."""
 
-    ppo_mini_batch_size: int = 8
+    section = "actor_rollout_ref.actor"
+
+    ppo_mini_batch_size: PositiveInt = 8
     """Prompts per optimizer step, over all processes; each brings ``rollout.n`` images."""
 
-    ppo_micro_batch_size_per_gpu: int = 16
+    ppo_micro_batch_size_per_gpu: PositiveInt = 16
     """Images per forward and backward pass on one process; each brings its whole SDE window."""
 
-    ppo_micro_batch_rows: int | None = None
+    ppo_micro_batch_rows: PositiveInt | None = None
     """Rows per forward and backward pass on one process, at most; a row is one SDE step of one image. It takes the
     place of ``ppo_micro_batch_size_per_gpu`` and may cut the window of an image, so that 1 needs the least memory; the
     result does not depend on it. If the correction decides by an image's whole window (``rollout_is=sequence``,
     criteria ``seq_...``, a veto), whole windows go together if they fit into that many rows. Otherwise a scoring pass
     without gradients comes before each update whose log-probs are not known yet. Null counts images."""
 
-    ppo_epochs: int = 1
+    ppo_epochs: PositiveInt = 1
     """Passes over one batch of rollouts."""
 
-    score: str = "auto"
+    score: Annotated[str, one_of(("auto", "always"))] = "auto"
     """Scoring pass of decoupled mode. ``auto`` skips the first mini-batch: until the first optimizer step of a batch
     the current policy is the old one, so the update's own first forward pass supplies its log-probs. ``always`` scores
     everything."""
 
-    grad_clip: float = 1.0
+    grad_clip: PositiveFloat = 1.0
     """Largest norm of the gradient of all LoRA weights."""
 
-    ema_decay: float | None = None
+    ema_decay: Annotated[float, Check(lambda decay: 0 < decay < 1, "give a number between 0 and 1")] | None = None
     """Keep a moving average of the LoRA weights: ``d * average + (1 - d) * weights`` after every optimizer step, with
     ``d = min(ema_decay, (1 + k) / (10 + k))`` for step ``k`` (counted from 0, where ``d`` is 0). Validation samples
     with it, and the run folder gets it as ``lora_ema/``; null: none."""
@@ -203,7 +213,7 @@ class DiffusionActorConfig:
     use_kl_loss: bool = False
     """Add ``kl_loss_coef`` times the KL to the model with its adapter switched off."""
 
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: NonNegativeFloat = 0.001
     """Weight in the loss of the KL to the model with its adapter switched off."""
 
     detach_unconditional: bool = False
@@ -220,39 +230,31 @@ class DiffusionActorConfig:
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """How the frozen weights are divided over processes; a mapping of the section's keys will do."""
 
-    rollout_correction: Any = field(default_factory=dict)
+    rollout_correction: Annotated[Any, Read(read_correction)] = field(default_factory=dict)
     """A ``RolloutCorrectionConfig``, a mapping of its keys, or null (metrics only). In the trainer it is
     ``algorithm.rollout_correction``."""
 
-    def __post_init__(self) -> None:
-        fit_fields(_HERE, self)
-        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "grad_clip"):
-            positive(f"{_HERE}.{name}", getattr(self, name))
-        positive(f"{_HERE}.ppo_micro_batch_rows", self.ppo_micro_batch_rows, optional=True)
-        non_negative(f"{_HERE}.kl_loss_coef", self.kl_loss_coef)
-        choice(f"{_HERE}.score", self.score, ("auto", "always"))
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"{_HERE}.ema_decay: got {self.ema_decay}; give a number between 0 and 1, or null")
-        if isinstance(self.rollout_correction, str) and self.rollout_correction.startswith("${"):
-            return  # a reference into a configuration tree; whoever resolves it constructs this class again
-        correction: Any = self.rollout_correction
-        rc = self.rollout_correction = RolloutCorrectionConfig.from_dict(correction)
+    def problems(self) -> Iterator[str]:
+        """Loss settings that the rollout correction rules out, and the reverse."""
+        rc = self.rollout_correction
+        if isinstance(rc, str):
+            return  # The configuration tree repeats the check after resolving the reference.
         loss = self.diffusion_loss
         if rc.bypass_mode and rc.loss_type == "reinforce" and loss.objective.needs_old_means:
-            raise ValueError(
-                f"{_HERE}.diffusion_loss.loss_mode: got {loss.loss_mode} with loss_type=reinforce, which has no ratio "
-                "to guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"
+            yield (
+                f"diffusion_loss.loss_mode: got {loss.loss_mode} with loss_type=reinforce, which has no ratio to "
+                "guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"
             )
         if loss.clip_ratio == "auto" and not (rc.bypass_mode and rc.loss_type == "ppo_clip"):
-            raise ValueError(
-                f"{_HERE}.diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips "
-                "around; give a number, or set rollout_correction.bypass_mode=true with loss_type=ppo_clip"
+            yield (
+                "diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips around; give "
+                "a number, or set rollout_correction.bypass_mode=true with loss_type=ppo_clip"
             )
         if rc.bypass_mode and rc.rollout_is_batch_normalize:
-            raise ValueError(
-                "algorithm.rollout_correction.rollout_is_batch_normalize: got true with bypass_mode=true; there the "
-                "weights are made anew in every micro-batch, so their mean would depend on how the batch is cut. Set "
-                "it to false, or bypass_mode=false"
+            yield (
+                "rollout_correction.rollout_is_batch_normalize: got true with bypass_mode=true; there every "
+                "micro-batch makes the weights anew, so their mean would depend on how the batch is cut. Set it to "
+                "false, or bypass_mode=false"
             )
 
     def micro_batch_rows(self, window: int) -> int:

@@ -1,7 +1,7 @@
-"""From YAML and overrides to a validated ``FlowGRPOConfig``; everything that is wrong is told at once, with a remedy.
+"""From YAML and overrides to a validated ``FlowGRPOConfig``.
 
-Hydra reads the files and the grammar of overrides. What they set is kept apart from the defaults until the end, so
-that settings of other trainers can be translated (``translate.py``) and a value of the wrong type be told as such.
+Hydra reads the files and the grammar of overrides. Settings stay apart from the defaults until the end, so that those
+of other trainers can be translated (``translate.py``). All refusals are reported together.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.checks import fit, show
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.cli.foreign_keys import find
 from flowgrpo_rc.cli.refusals import ConfigError, Refusals
-from flowgrpo_rc.cli.schema import OPEN_SECTIONS, flatten, nearest, nest, schema, sections
+from flowgrpo_rc.cli.schema import flatten, nearest, nest, schema, sections
 from flowgrpo_rc.cli.translate import CORRECTIONS, Translation, override
-from flowgrpo_rc.cli.yaml_files import own_files
-from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.options.quoting import quote_bands, refuse_unquoted_bands
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.paths import shipped
-from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.section import INVALID, Problems, convert
+from flowgrpo_rc.trainer.config import SHARED_CORRECTION, FlowGRPOConfig
 
 __all__ = ["BASE_CONFIG", "ConfigError", "compose", "to_yaml"]
 
@@ -32,12 +30,12 @@ BASE_CONFIG = "flowgrpo_trainer"
 
 
 class _Override(NamedTuple):
-    """One override, read."""
+    """One override after parsing."""
 
     key: str
     value: Any
     deletes: bool
-    """``~key``: take back what was set."""
+    """``~key``: take back an earlier setting."""
 
 
 def compose(
@@ -46,42 +44,35 @@ def compose(
     """Compose and validate.
 
     Settings of verl-omni and verl act through the keys that do the same here, or are ignored where they cannot change
-    what is learned; warnings list them. Where a key is given more than once, the last counts.
+    what is learned; warnings list them. The last of several overrides of a key counts.
 
     Args:
-        config_name: a YAML file's name without its ending, in ``config_dir`` or among the shipped ones.
-        overrides: Hydra overrides, ``key=value``. A threshold's band needs no quotes of Hydra's: ``0.5_5`` is one.
-        config_dir: a folder of the user's own; its files may build on the shipped ones by name.
+        config_name: name of a YAML file without its ending, in ``config_dir`` or among the shipped ones.
+        overrides: Hydra overrides, ``key=value``. A threshold's band such as ``0.5_5`` needs no quotes.
+        config_dir: folder of the user's own YAML files, which may build on the shipped ones by name.
 
     Raises:
         ConfigError: no such file, or settings that cannot be used: all of them, grouped by what to do.
-        ValueError: a value that a configuration class refuses, or a band without quotes in a file of ``config_dir``.
+        ValueError: a band without quotes in a file of ``config_dir``.
     """
     refusals = Refusals()
-    try:
-        raw = _files(config_name, config_dir)
-        parsed = _parse(overrides, refusals)
-        _make_room_for_preset(raw, parsed)
-        again = _apply(raw, parsed, refusals)
-        defaults = _defaults()
-        leaves = flatten(_resolved(raw, defaults, refusals), refusals)
-        typed: dict[str, Any] = {}
-        _apply(typed, parsed, Refusals())
-        overridden = flatten(typed, Refusals())
-    except RecursionError as error:
-        raise ConfigError("the configuration is nested too deeply; give keys of the schema, key=value") from error
+    raw = _files(config_name, config_dir)
+    parsed = _parse(overrides, refusals)
+    _make_room_for_preset(raw, parsed)
+    repeated = _apply(raw, parsed, refusals)
+    leaves = _resolved(flatten(raw, refusals), refusals)
+    typed: dict[str, Any] = {}
+    _apply(typed, parsed, Refusals())
+    overridden = flatten(typed, Refusals())
     inside = (f"{key}.{part}" for key, value in overridden.items() if isinstance(value, Mapping) for part in value)
-    translation = Translation(leaves, refusals, flatten(defaults, Refusals()), {*overridden, *inside})
+    translation = Translation(leaves, refusals, schema(), {*overridden, *inside})
     translation.run()
-    gone = translation.gone
-    _fit_types(leaves, refusals, gone)
-    _check_correction(leaves, refusals, gone)
-    config = _build(leaves, refusals, gone)
+    config = _build(leaves, refusals)
     refusals.raise_if_any()
     assert config is not None
     translation.warn(stacklevel=2)
-    if again:
-        warnings.warn(f"given more than once, so the last counts: {'; '.join(again)}", stacklevel=2)
+    if repeated:
+        warnings.warn(f"given more than once, so the last counts: {'; '.join(repeated)}", stacklevel=2)
     return config
 
 
@@ -94,7 +85,7 @@ def to_yaml(config: FlowGRPOConfig | Mapping[str, Any]) -> str:
 
 
 def _files(config_name: str, config_dir: str | None) -> dict[str, Any]:
-    """What the YAML files set, without the defaults of the schema; interpolations as they are written."""
+    """The settings of the YAML files, without the schema's defaults; interpolations stay as they are written."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -104,22 +95,22 @@ def _files(config_name: str, config_dir: str | None) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    # The files name the schema in their defaults lists; it is laid below what they set afterwards.
+    # The files name the schema in their defaults lists. It is empty: the dataclasses hold the defaults.
     ConfigStore.instance().store(name="flowgrpo_schema", node={})
     own = str(shipped("configs"))
     primary = own
     search: list[str] = []
-    if "\0" in config_name or ".." in config_name or not config_name.strip():
+    if ".." in config_name or not config_name.strip():
         raise ConfigError(
             f"--config-name: got {config_name!r}; give a file's name, without its ending; its folder is --config-dir"
         )
     if config_dir is not None:
-        if "\0" in config_dir or not Path(config_dir).is_dir():
-            raise ConfigError(f"--config-dir: {config_dir!r} is not a folder")
         folder = Path(config_dir).resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir: {config_dir!r} is not a folder")
         primary = str(folder)
         search = [f"hydra.searchpath=[file://{own}]"]
-        for file in own_files(folder, config_name):
+        for file in _own_files(folder, config_name):
             refuse_unquoted_bands(file)
     GlobalHydra.instance().clear()
     try:
@@ -131,6 +122,46 @@ def _files(config_name: str, config_dir: str | None) -> dict[str, Any]:
     finally:
         GlobalHydra.instance().clear()
     return content  # type: ignore[return-value]
+
+
+def _own_files(folder: Path, name: str) -> Iterator[Path]:
+    """The user's file of that name, and the files of the folder that its defaults list builds on.
+
+    Raises:
+        ConfigError: a file cannot be read, is not YAML, or holds something else than keys.
+    """
+    import yaml
+
+    file = folder / f"{name.lstrip('/').removesuffix('.yaml')}.yaml"
+    if not file.exists():
+        return  # A shipped file, or none, which Hydra reports.
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}"
+        raise ConfigError(f"{file} is not YAML{where}: {getattr(error, 'problem', None) or one_line(error)}") from error
+    if content is not None and not isinstance(content, Mapping):
+        raise ConfigError(f"{file}: holds {show(content)} where keys are expected; write key: value")
+    yield file
+    content = content or {}
+    if "hydra" in content:  # Hydra takes the section out, so nobody else would see it.
+        raise ConfigError(
+            f"{file}: hydra has no meaning here: Hydra only composes the configuration; delete it. The run folder is "
+            "trainer.default_local_dir"
+        )
+    defaults = content.get("defaults") or []
+    if not isinstance(defaults, list):
+        raise ConfigError(f"{file}: defaults: got {defaults!r}; give a list of files, e.g. [flowgrpo_trainer, _self_]")
+    for entry in defaults:
+        groups = [f"{group}/{option}" for group, option in entry.items()] if isinstance(entry, Mapping) else [entry]
+        for other in groups:
+            if str(other) not in ("_self_", name):
+                yield from _own_files(folder, str(other))
 
 
 def _explain(error: Exception, config_name: str, folder: str) -> str:
@@ -147,7 +178,7 @@ def _explain(error: Exception, config_name: str, folder: str) -> str:
 
 
 def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
-    """The overrides that can be read; the others are refused."""
+    """The overrides that can be read; refuses the others."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -156,14 +187,8 @@ def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
     for text in overrides:
         try:
             found = parser.parse_override(quote_bands(text))
-            key = found.key_or_group.replace("/", ".")  # a group of files is none here
+            key = found.key_or_group.replace("/", ".")  # There are no groups of files here.
             value = found.value()
-        except RecursionError:
-            refusals.wrong(f"{text[:60]}...: nested too deeply to be a setting")
-            continue
-        except ValueError:  # of a number that Python will not read
-            refusals.wrong(f"{text.partition('=')[0]}: got a number of {len(text)} digits; give a shorter one")
-            continue
         except HydraException as error:
             why = f"{_quoted(text)} ({_first_line(error)})"
             refusals.wrong(f"cannot read the override {show(text)}; write key=value{why}")
@@ -190,7 +215,7 @@ def _quoted(text: str) -> str:
 
 
 def _make_room_for_preset(raw: dict[str, Any], overrides: Sequence[_Override]) -> None:
-    """A preset on the command line replaces what the files say of the correction; overrides beside it refine it."""
+    """Drop the files' correction where the command line gives a preset; overrides beside the preset refine it."""
     for one in overrides:
         for section in CORRECTIONS:
             within = one.key == section and isinstance(one.value, Mapping) and one.value.get("preset") is not None
@@ -200,12 +225,15 @@ def _make_room_for_preset(raw: dict[str, Any], overrides: Sequence[_Override]) -
 
 
 def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusals) -> list[str]:
-    """Lay the overrides over what the files set; returns those whose key an earlier one set to something else."""
+    """Lay the overrides over the files' settings; returns those whose key an earlier one set to another value."""
     earlier: dict[str, Any] = {}
     again: dict[str, str] = {}
     for one in overrides:
         if one.deletes:
-            _remove(raw, one.key, refusals)
+            # The default holds again.
+            known = one.key in schema() or one.key in sections() or find(one.key) is not None
+            if not _take_out(raw, one.key) and not known:
+                refusals.unknown(one.key, nearest(one.key))
             continue
         if one.key in earlier and earlier[one.key] != one.value:
             again[one.key] = f"{one.key}={show(one.value)} (before: {show(earlier[one.key])})"
@@ -232,14 +260,8 @@ def _set(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
         node[last] = value
 
 
-def _remove(raw: dict[str, Any], key: str, refusals: Refusals) -> None:
-    """``~key`` takes back what a file or an earlier override set, so that the default holds."""
-    if not _take_out(raw, key) and key not in schema() and key not in sections() and find(key) is None:
-        refusals.unknown(key, nearest(key))
-
-
 def _take_out(raw: dict[str, Any], key: str) -> bool:
-    """Delete what was set; whether there was something."""
+    """Delete a setting; false where there is none."""
     *parents, last = key.split(".")
     node: Any = raw
     for part in parents:
@@ -250,118 +272,38 @@ def _take_out(raw: dict[str, Any], key: str) -> bool:
     return found
 
 
-@cache
-def _defaults() -> Mapping[str, Any]:
-    """The schema's own values, interpolations as they are written."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(OmegaConf.structured(FlowGRPOConfig), resolve=False)  # type: ignore[return-value]
-
-
-def _resolved(raw: dict[str, Any], defaults: Mapping[str, Any], refusals: Refusals) -> dict[str, Any]:
-    """``raw`` with the values that its interpolations stand for; they may refer to any key, set or not."""
+def _resolved(leaves: dict[str, Any], refusals: Refusals) -> dict[str, Any]:
+    """``leaves``, and the defaults with interpolations, with their values; they may refer to any key, set or not."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if "${" not in repr(raw) and "???" not in repr(raw):
-        return raw
-    try:
-        whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), OmegaConf.create(raw))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"the configuration cannot be read: {_first_line(error)}") from error
-
-    def resolve(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        result = {}
-        for key, value in node.items():
-            path = f"{prefix}{key}"
-            if isinstance(value, dict):
-                result[key] = resolve(value, f"{path}.")
-                continue
-            if value == "???" and path in schema():
-                refusals.wrong(f"{path}: is ???, which stands for a value that must be given; give one")
-                continue
+    every = {**schema(), **leaves}
+    resolved = dict(leaves)
+    tree = None
+    for key, value in every.items():
+        if value == "???" and key in schema():
+            refusals.wrong(f"{key}: is ???, which stands for a value that must be given; give one")
+            resolved[key] = INVALID
+        elif "${" in repr(value):
+            tree = tree or OmegaConf.create(nest(every))
             try:
-                found = OmegaConf.select(whole, path) if "${" in repr(value) else value
+                found = OmegaConf.select(tree, key)
                 is_node = OmegaConf.is_config(found)
-                result[key] = OmegaConf.to_container(found, resolve=True) if is_node else found
+                resolved[key] = OmegaConf.to_container(found, resolve=True) if is_node else found
             except OmegaConfBaseException as error:
-                refusals.wrong(f"{path}: {value} cannot be resolved ({_first_line(error)})")
-        return result
-
-    return resolve(raw, "")
-
-
-def _fit_types(leaves: dict[str, Any], refusals: Refusals, gone: list[str]) -> None:
-    """Every value as its field's type; those that cannot be are refused, left out and added to ``gone``."""
-    for key, value in list(leaves.items()):
-        try:
-            if key in OPEN_SECTIONS and not isinstance(value, Mapping | None):
-                raise ValueError(f"{key}: got {show(value)}; give {OPEN_SECTIONS[key]}")
-            leaves[key] = fit(key, schema()[key], value)
-        except ValueError as error:
-            refusals.wrong(str(error))
-            del leaves[key]
-            gone.append(key)
+                resolved[key] = INVALID
+                # A default cannot be resolved where a setting that it refers to cannot: that one is refused.
+                if key in leaves:
+                    refusals.wrong(f"{key}: {value} cannot be resolved ({_first_line(error)})")
+    return {key: value for key, value in resolved.items() if value is not INVALID or key in schema()}
 
 
-def _check_correction(leaves: dict[str, Any], refusals: Refusals, gone: list[str]) -> None:
-    """The correction's class checks its section, whose name goes before what it refuses; the section is left out then
-    and added to ``gone``."""
-    section = CORRECTIONS[0]
-    given = leaves.get(section)
+def _build(leaves: Mapping[str, Any], refusals: Refusals) -> FlowGRPOConfig | None:
+    """The configuration; refuses the values that its classes refuse."""
+    known = {key: value for key, value in leaves.items() if key in schema()}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they come when the whole configuration is made
-            RolloutCorrectionConfig.from_dict(given)
-    except (TypeError, ValueError) as error:
-        message = str(error)
-        starts_with_key = re.split(r"\W", message, maxsplit=1)[0] in (given or {})
-        refusals.wrong(f"{section}{'.' if starts_with_key else ': '}{message}")
-        del leaves[section]
-        gone.append(section)
-
-
-def _build(leaves: Mapping[str, Any], refusals: Refusals, gone: list[str]) -> FlowGRPOConfig | None:
-    """The configuration; what its classes refuse is noted, each further refusal with the refused settings left out.
-
-    ``gone`` holds the keys that were left out before.
-    """
-    remaining = dict(leaves)
-    while True:
-        try:
-            return _construct(remaining)
-        except ValueError as error:
-            message = str(error)
-        if not _is_consequence(message, gone):
+        return convert(FlowGRPOConfig, nest({**known, CORRECTIONS[1]: SHARED_CORRECTION}))
+    except Problems as error:
+        for message in error.found:
             refusals.wrong(message)
-        key = _leading_key(message, remaining)
-        if key is None:
-            return None
-        gone.append(key)
-        del remaining[key]
-
-
-def _construct(leaves: Mapping[str, Any]) -> FlowGRPOConfig:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(FlowGRPOConfig), OmegaConf.create(nest(leaves)))
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'the configuration'}: {_first_line(error)}") from error
-
-
-def _leading_key(message: str, leaves: Mapping[str, Any]) -> str | None:
-    """The setting that a message of a configuration class begins with, if it was given."""
-    found = re.match(r"[\w.]+", message)
-    key = found[0] if found else ""
-    while key and key not in leaves:
-        key = key.rpartition(".")[0]
-    # What the correction's class says does not begin with its section, so that one of its keys cannot be told.
-    return key if key and not key.endswith(".rollout_correction") else None
-
-
-def _is_consequence(message: str, gone: Sequence[str]) -> bool:
-    """Whether a message speaks of a setting that was left out before: then its default is what is refused."""
-    return any(re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", message) for key in gone)
+    return None

@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.cli.foreign_keys import has_pattern_of_its_own
-from flowgrpo_rc.cli.refusals import ConfigError, Refusals
-from flowgrpo_rc.cli.yaml_files import child_values
+from flowgrpo_rc.cli.refusals import Refusals
+from flowgrpo_rc.section import field_types, is_section
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
-
-_CORRECTION_KEYS = "its keys, e.g. {rollout_is: sequence}, or null"
-OPEN_SECTIONS = {
-    "algorithm.rollout_correction": _CORRECTION_KEYS,
-    "actor_rollout_ref.actor.rollout_correction": _CORRECTION_KEYS,
-    "reward.functions": "weights by name, e.g. reward.functions.ocr=1",
-    "reward.remote": "servers by name, e.g. reward.remote.geneval.url=http://127.0.0.1:18085",
-    "reward.judge.extra_body": "a mapping of keys to values, e.g. {top_p: 0.8}",
-    "reward.reward_functions": "functions by name, e.g. {mine: {path: my_reward.py, weight: 0.5}}",
-    "reward.val_functions": "scorers by name, e.g. reward.val_functions.jpeg_compressibility=true",
-    "reward.custom_reward_function.reward_kwargs": "a mapping from parameter names to values, e.g. {scale: 2.0}",
-}
-"""Keys whose value is a mapping of its reader's own, and what to give them; what reads them checks their content."""
-DEEPEST = 32
-"""Levels of a configuration file; the schema has five."""
 
 
 @cache
 def schema() -> Mapping[str, Any]:
-    """Every key of the configuration classes, dotted, with its type annotation."""
+    """Every dotted key of the configuration classes, with its default; interpolations as they are written."""
     return dict(_keys(FlowGRPOConfig))
 
 
 @cache
 def sections() -> frozenset[str]:
-    """Everything that keys lie below."""
+    """Dotted names of everything that has keys below it."""
     parents = (key.split(".")[:-1] for key in schema())
     return frozenset(".".join(parts[: i + 1]) for parts in parents for i in range(len(parts)))
 
 
 def flatten(raw: Mapping[Any, Any], refusals: Refusals) -> dict[str, Any]:
-    """Dotted key -> value of everything that ``raw``, nested mappings, sets.
+    """Dotted key -> value of every setting in the nested mappings ``raw``.
 
-    A mapping is a value of its own where the schema, or the table of foreign keys, has it as one. A section that holds
-    something else than keys is refused.
-
-    Raises:
-        ConfigError: it is nested too deeply.
+    A mapping is one value where the schema, or the table of foreign keys, has its key. Refuses a section that holds
+    something else than keys.
     """
-    for key, value in raw.items():
-        _check_depth(key, value, 1)
     leaves: dict[str, Any] = {}
     for path, value in _leaves(raw, ""):
         owner = _owner(path)
@@ -69,14 +50,14 @@ def flatten(raw: Mapping[Any, Any], refusals: Refusals) -> dict[str, Any]:
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested mappings."""
+    """Dotted keys as nested mappings; values are copied."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():
         *parents, last = path.split(".")
         node = tree
         for part in parents:
             node = node.setdefault(part, {})
-        node[last] = value
+        node[last] = copy.deepcopy(value)
     return tree
 
 
@@ -93,14 +74,13 @@ def nearest(key: str) -> str:
 
 
 def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(cls)
+    kinds = field_types(cls)
     for field in fields(cls):
         name = f"{prefix}{field.name}"
-        kind = hints[field.name]
-        if is_dataclass(kind):
-            yield from _keys(kind, f"{name}.")  # type: ignore[arg-type]
+        if is_section(kinds[field.name]):
+            yield from _keys(kinds[field.name], f"{name}.")
         else:
-            yield name, kind
+            yield name, field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _leaves(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -123,13 +103,6 @@ def _own_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield path, {key: item for key, item in value.items() if key not in hydras}
     for key in hydras:
         yield f"{path}.{key}", value[key]
-
-
-def _check_depth(path: str, value: Any, depth: int) -> None:
-    if depth > DEEPEST:
-        raise ConfigError(f"{path}: nested more than {DEEPEST} levels deep; give keys of the schema")
-    for child in child_values(value):
-        _check_depth(path, child, depth + 1)
 
 
 def _owner(path: str) -> str | None:

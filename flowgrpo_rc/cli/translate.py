@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowgrpo_rc.checks import fit, positive, show
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, Deleted, Ignored, Moved, Refused, Renamed, find
 from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.cli.schema import nearest, schema
@@ -26,6 +26,7 @@ from flowgrpo_rc.cli.spellings import (
 )
 from flowgrpo_rc.loss.objectives import DEFAULT
 from flowgrpo_rc.rewards.config import REWARD_NAMES, VERL_OMNIS
+from flowgrpo_rc.section import INVALID, PositiveInt, convert
 
 _OPTIM = "actor_rollout_ref.actor.optim"
 CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_correction")
@@ -67,8 +68,6 @@ class Translation:
     """``there -> here``, and why where it is not plain."""
     other_defaults: list[str] = field(default_factory=list)
     """Settings that were left to their defaults, which are others in verl-omni."""
-    gone: list[str] = field(default_factory=list)
-    """Keys whose settings contradict others, and are left out."""
     builtins: dict[str, str] = field(default_factory=dict)
     """Built-in reward -> the entry of verl-omni's that became it."""
 
@@ -146,10 +145,10 @@ class Translation:
         if present != here and self._first_wins(target, key):
             return self._ignore(key, f"{target} on the command line wins over the file")
         if present != here and not self._first_wins(key, target):
-            self.gone.append(target)
+            there = show(self.leaves[target])
+            self.leaves[target] = INVALID
             return self.refusals.wrong(
-                f"{key}: got {show(value)}, but {target} is {show(self.leaves[target])}, and the two are one setting "
-                f"here; leave {key} out"
+                f"{key}: got {show(value)}, but {target} is {there}, and the two are one setting here; leave {key} out"
             )
         self.leaves[target] = here
         return self.moved.append(f"{key}={_grammar(value)} -> {override(target, here)}")
@@ -157,8 +156,7 @@ class Translation:
     def _launcher(self, key: str, value: Any) -> None:
         """Numbers of processes come from the launcher; what a setting says must agree with it."""
         try:
-            value = fit(key, int, value)
-            positive(key, value)
+            value = convert(PositiveInt, value)
         except ValueError:
             return self.refusals.wrong(f"{key}: got {show(value)}; give a whole number above 0")
         per_node = key == LAUNCHER_KEYS[0]
@@ -192,11 +190,11 @@ class Translation:
             if present != value and self._first_wins(_ALGORITHM, key):
                 present = value
             elif present != value and key not in MAY_DIFFER and not self._first_wins(key, _ALGORITHM):
-                self.gone.append(key)
                 self.refusals.wrong(
                     f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave "
                     "one out"
                 )
+                present = INVALID
             self.leaves[key] = present
         made_of = " ".join(f"{key}={show(self.leaves[key]).strip(chr(39))}" for key in ALGORITHMS[name])
         self.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
@@ -233,7 +231,6 @@ class Translation:
         weights = self.leaves.get(_FUNCTIONS) or {}
         arguments = entry.keys() - {"path", "name", *VERL_OMNIS}
         if builtin not in REWARD_NAMES:
-            self.gone.append(key)
             return self.refusals.cannot(setting, NO_SCORER)
         if arguments:
             return self.refusals.cannot(setting, f"the built-in reward {builtin} takes none of {', '.join(arguments)}")

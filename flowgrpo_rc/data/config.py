@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from flowgrpo_rc.checks import fit_fields, plain
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.section import Check, Section, complaints, plain
+
+_Count = Annotated[int, Check(lambda number: number >= 1, "it must be 1 or more")]
 
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Section):
     """Where the prompts come from and how many make a step."""
+
+    section = "data"
 
     train_files: Any = ""
     """Path of the file of training prompts (.txt, .jsonl or .parquet), or a list of paths."""
@@ -22,37 +26,29 @@ class DataConfig:
     val_files: Any = ""
     """Path of the file of held-out prompts for validation, or a list of paths. Without one there is no validation."""
 
-    train_batch_size: int = 8
+    train_batch_size: _Count = 8
     """Number of prompts per step, over all processes; each is sampled ``actor_rollout_ref.rollout.n`` times."""
 
-    train_max_samples: int | None = None
+    train_max_samples: _Count | None = None
     """Largest number of training prompts that are used, the first ones; null for all."""
 
-    val_max_samples: int | None = None
+    val_max_samples: _Count | None = None
     """Largest number of validation prompts that are used, the first ones; null for all."""
 
-    prompt_key: str = "prompt"
+    prompt_key: Annotated[str, Check(bool, "name the column that holds the prompt")] = "prompt"
     """Column (parquet) or key (jsonl) that holds the prompt, as a string or as chat messages, of which the user's last
     counts."""
 
     shuffle: bool = True
     """Whether the training prompts are visited in a new random order every epoch."""
 
-    seed: int = 42
+    seed: Annotated[int, Check(lambda seed: seed >= 0, "it must be 0 or more")] = 42
     """Seed of the random order in which the training prompts are visited."""
 
-    def __post_init__(self) -> None:
-        fit_fields("data", self)
-        file_list("data.train_files", self.train_files)
-        file_list("data.val_files", self.val_files)
-        for name in ("train_batch_size", "train_max_samples", "val_max_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"data.{name}: got {value}; it must be 1 or more")
-        if not self.prompt_key:
-            raise ValueError("data.prompt_key: got ''; name the column that holds the prompt")
-        if self.seed < 0:
-            raise ValueError(f"data.seed: got {self.seed}; it must be 0 or more")
+    def problems(self) -> Iterator[str]:
+        """Files that are not named by paths."""
+        for name in ("train_files", "val_files"):
+            yield from complaints(file_list, name, getattr(self, name))
 
 
 def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:

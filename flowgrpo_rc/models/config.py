@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from flowgrpo_rc.checks import choice, fit_fields, path, positive
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
+from flowgrpo_rc.section import Check, PathOrEmpty, PathText, PositiveInt, Section, one_of
 
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
@@ -26,44 +27,51 @@ CHECKPOINTING_FROM = 1_000_000_000
 """Parameters above which ``enable_gradient_checkpointing=null`` is on: activations of such a transformer are many times
 the LoRA's own memory."""
 
+TRAINED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.fit_for_training]
+Rank = Annotated[
+    int, Check(lambda rank: rank != 0, NO_FULL_TRAINING), Check(lambda rank: rank > 0, "give a number above 0")
+]
+
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The section ``actor_rollout_ref.model``."""
 
-    path: str = ""
+    section = "actor_rollout_ref.model"
+
+    path: PathOrEmpty = ""
     """Folder or hub name of a diffusers pipeline. ``asset:tiny_qwen_image`` is the tiny model of this package."""
 
-    algorithm: str = "flow_grpo"
+    algorithm: Annotated[str, one_of(ALGORITHMS)] = "flow_grpo"
     """The RL algorithm; one of ``ALGORITHMS``."""
 
-    dtype: str = "float32"
+    dtype: Annotated[str, one_of(DTYPES)] = "float32"
     """Precision of the frozen weights in the actor."""
 
-    timestep_dtype: str | None = None
+    timestep_dtype: Annotated[str, one_of((AS_ROLLOUT,))] | None = None
     """How the actor rounds the timestep, and a guidance scale that is embedded, before it embeds them. null: as its own
     precision does. ``rollout``: as ``rollout.dtype`` does in the engine, so that both embed the same numbers and this
     part of the off-policy gap is gone. It acts where the engine computes in a lower precision than the actor, in
     families that round them."""
 
-    lora_dtype: str = "float32"
+    lora_dtype: Annotated[str, one_of(TRAINED_DTYPES)] = "float32"
     """Precision of the LoRA weights, their gradients and their optimizer's moments."""
 
-    lora_rank: int = 16
+    lora_rank: Rank = 16
     """Rank of the LoRA matrices."""
 
-    lora_alpha: int = 32
+    lora_alpha: PositiveInt = 32
     """Numerator of the LoRA's scale: the update is multiplied by ``lora_alpha / lora_rank``."""
 
-    lora_init_weights: str = "gaussian"
+    lora_init_weights: Annotated[str, one_of(("gaussian", "default"))] = "gaussian"
     """How the first LoRA matrix starts: ``gaussian`` or ``default`` (Kaiming). The second starts at 0 in both."""
 
     target_modules: Any = None
     """Names of the modules that get a LoRA. ``all-linear`` stands for every linear layer, null for the model family's
     attention layers."""
 
-    lora_adapter_path: str | None = None
+    lora_adapter_path: PathText | None = None
     """Folder of a LoRA in diffusers' format to start from. Its rank and targets must be the ones given here, and its
     alpha too unless it equals the rank, as in a run's ``lora/``; such a LoRA is converted to the alpha given here."""
 
@@ -82,33 +90,37 @@ class ModelConfig:
     ``rollout.micro_batch_size`` rows at once, or prompts that are much longer than the negative ones, which one call
     pads to their length."""
 
-    prompt_store: str | None = None
+    prompt_store: PathText | None = None
     """Folder for the embeddings of prompts, which are made once for all runs and processes; the text encoder is loaded
     only for prompts that are missing there. null is a folder for each text encoder in
     ``~/.cache/flowgrpo_rc/prompts`` (``$FLOWGRPO_RC_CACHE/prompts``). ``flowgrpo-rc encode-prompts`` fills it ahead."""
 
-    attn_backend: str | None = None
+    attn_backend: Annotated[str, one_of(ATTENTION_BACKENDS)] | None = None
     """How the actor's transformer computes attention: one of diffusers' attention backends, tried before the model is
     loaded. Null is diffusers' default, torch's ``scaled_dot_product_attention``. The engine has
     ``rollout.rollout_attn_backend``; where the two differ, the off-policy gap gains their rounding."""
 
-    def __post_init__(self) -> None:
-        here = "actor_rollout_ref.model"
-        fit_fields(here, self)
-        choice(f"{here}.algorithm", self.algorithm, ALGORITHMS)
-        path(f"{here}.path", self.path or None, optional=True)
-        path(f"{here}.lora_adapter_path", self.lora_adapter_path, optional=True)
-        choice(f"{here}.dtype", self.dtype, list(DTYPES))
-        choice(f"{here}.timestep_dtype", self.timestep_dtype, (AS_ROLLOUT, None))
-        choice(f"{here}.lora_dtype", self.lora_dtype, [name for name in DTYPES if DTYPES[name].fit_for_training])
-        choice(f"{here}.attn_backend", self.attn_backend, (*ATTENTION_BACKENDS, None))
-        choice(f"{here}.lora_init_weights", self.lora_init_weights, ("gaussian", "default"))
-        if self.lora_rank == 0:
-            raise ValueError(f"{here}.lora_rank: got 0; {NO_FULL_TRAINING}")
-        positive(f"{here}.lora_rank", self.lora_rank)
-        positive(f"{here}.lora_alpha", self.lora_alpha)
-        path(f"{here}.prompt_store", self.prompt_store, optional=True)
-        _check_targets(f"{here}.target_modules", self.target_modules)
+    def problems(self) -> Iterator[str]:
+        """Target modules that name no layers."""
+        targets = self.target_modules
+        if targets is None:
+            return
+        names = targets if isinstance(targets, list) else [targets]
+        if not names or not all(isinstance(name, str) and name.strip() for name in names):
+            yield (
+                f"target_modules: got {targets!r}; give a non-empty list of module names such as [to_q,to_k], "
+                "'all-linear' or null"
+            )
+            return
+        if targets not in (ALL_LINEAR, [ALL_LINEAR]) and any(
+            name.strip().lower().replace("_", "-") == ALL_LINEAR for name in names
+        ):
+            yield (
+                f"target_modules: got {targets!r}; write {ALL_LINEAR} alone and in this spelling for all linear layers"
+            )
+        for name in names:
+            if "," in name:
+                yield f"target_modules: got {targets!r}; several names are a list: [{name.replace(' ', '')}]"
 
     def checkpoints_gradients(self, parameters: int) -> bool:
         """Whether a transformer of so many parameters recomputes its activations."""
@@ -123,14 +135,16 @@ FSDP_FIELD = "actor_rollout_ref.actor.fsdp_config"
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class FSDPConfig:
+class FSDPConfig(Section):
     """The section ``actor_rollout_ref.actor.fsdp_config``: whether the frozen weights are divided over processes."""
+
+    section = FSDP_FIELD
 
     shard: bool = False
     """Whether each process keeps a slice of the transformer's frozen weights, and gathers a block to compute it. The
     LoRA is held whole by every process. The numbers are those of a run without."""
 
-    fsdp_size: int = -1
+    fsdp_size: Annotated[int, Check(lambda size: size == -1 or size > 0, "give a number above 0")] = -1
     """With ``shard``, how many processes of a node share one copy of the weights; -1: all of the node."""
 
     param_offload: bool = False
@@ -141,30 +155,6 @@ class FSDPConfig:
     """With ``shard``, whether a block's gathered weights are given up after its forward. ``false`` keeps the whole
     transformer gathered from the first forward until a backward pass has used it."""
 
-    def __post_init__(self) -> None:
-        fit_fields(FSDP_FIELD, self)
-        if self.fsdp_size != -1:
-            positive(f"{FSDP_FIELD}.fsdp_size", self.fsdp_size)
-
     def processes_to_a_copy(self, on_node: int) -> int:
         """How many processes share one copy of the weights, with ``on_node`` of them on this node."""
         return on_node if self.fsdp_size == -1 else self.fsdp_size
-
-
-def _check_targets(field: str, targets: Any) -> None:
-    """Null, a name, or a list of names; whether the model has layers of these names is asked when it is loaded."""
-    if targets is None:
-        return
-    names = targets if isinstance(targets, list) else [targets]
-    if not names or not all(isinstance(name, str) and name.strip() for name in names):
-        raise ValueError(
-            f"{field}: got {targets!r}; give a non-empty list of module names such as [to_q,to_k], 'all-linear' or null"
-        )
-    spelled = next((name for name in names if name.strip().lower().replace("_", "-") == ALL_LINEAR), None)
-    if spelled is not None and targets not in (ALL_LINEAR, [ALL_LINEAR]):
-        raise ValueError(
-            f"{field}: got {targets!r}; write {ALL_LINEAR} alone and in this spelling for all linear layers"
-        )
-    listed = next((name for name in names if "," in name), None)
-    if listed is not None:
-        raise ValueError(f"{field}: got {targets!r}; several names are a list: [{listed.replace(' ', '')}]")

@@ -5,40 +5,39 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from flowgrpo_rc.checks import positive
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.section import PositiveFloat, PositiveInt, Section, complaints
 
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class HTTPOptions:
+class HTTPOptions(Section):
     """How a reward sends requests to its server."""
 
-    max_concurrent: int = 32
+    max_concurrent: PositiveInt = 32
     """Most requests that are under way at once, of each process of the run."""
 
-    tries: int = 4
+    tries: PositiveInt = 4
     """Most times that a request is sent: after a connection that fails or breaks off, the answers 408, 409, 429 and
     5xx, and an answer that cannot be read."""
 
-    timeout_s: float = 60.0
+    timeout_s: PositiveFloat = 60.0
     """Longest time in seconds of one try, with the time in the server's queue."""
 
-    deadline_s: float = 600.0
+    deadline_s: PositiveFloat = 600.0
     """Longest time in seconds of all requests for a batch together, with every pause."""
 
     api_key_env: str | None = None
     """Environment variable that holds the server's key; null for a server without one. The key is sent as
     ``Authorization: Bearer KEY``, and neither stored nor shown."""
 
-    def check_requests(self, section: str) -> None:
-        """Raise ``ValueError`` for the first field above that cannot be used; ``section`` is its dotted section."""
-        for name in ("max_concurrent", "tries", "timeout_s", "deadline_s"):
-            positive(f"{section}.{name}", getattr(self, name))
-        check_key_name(f"{section}.api_key_env", self.api_key_env)
+    def problems(self) -> Iterator[str]:
+        """A key in the place of the variable that holds it."""
+        yield from complaints(check_key_name, "api_key_env", self.api_key_env)
 
 
 def read_key(field_name: str, variable: str | None) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from flowgrpo_rc.checks import fit_fields, non_negative, positive
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.section import Check, NonNegativeFloat, PositiveFloat, Section
 
 IN_TRAINER = "trainer"
 """The placement of an engine beside the actor."""
@@ -14,6 +16,13 @@ PLACEMENTS = (IN_TRAINER, "process", "ray")
 """What ``rollout.placement`` may be."""
 SHORTEST_SILENCE = 3.0
 """Seconds. An engine's process that is at work may give no sign of life for a second or two."""
+Silence = Annotated[
+    PositiveFloat,
+    Check(
+        lambda seconds: seconds >= SHORTEST_SILENCE,
+        f"a process at work may be silent for a second or two, so give at least {SHORTEST_SILENCE:g}",
+    ),
+]
 _HERE = "actor_rollout_ref.rollout"
 _DEVICE = re.compile(r"cpu|[a-z]+:\d+")
 JOINED = "+"
@@ -35,34 +44,23 @@ ALONE = Share(0, 1)
 
 
 @dataclass(kw_only=True, slots=True)
-class EngineTimeouts:
+class EngineTimeouts(Section):
     """When an engine's process is given up, ended and started anew."""
 
-    start_timeout_s: float = 900.0
+    start_timeout_s: PositiveFloat = 900.0
     """Seconds from the start of the process until the model is loaded."""
 
-    request_timeout_s: float = 3600.0
+    request_timeout_s: PositiveFloat = 3600.0
     """Seconds that one request may take: a rollout with all its images, or with ``placement`` one micro-batch of it."""
 
-    sync_timeout_s: float = 600.0
+    sync_timeout_s: PositiveFloat = 600.0
     """Seconds that taking over one adapter may take."""
 
-    silence_timeout_s: float = 60.0
+    silence_timeout_s: Silence = 60.0
     """Seconds without a sign of life, of which a process gives two a second. At least ``SHORTEST_SILENCE``."""
 
-    close_timeout_s: float = 20.0
+    close_timeout_s: PositiveFloat = 20.0
     """Seconds for a clean end, after which the process is killed."""
-
-    def check(self, section: str) -> None:
-        """Raise ``ValueError`` where a number is none that a process could keep."""
-        fit_fields(section, self)
-        for name in ("start", "request", "sync", "silence", "close"):
-            positive(f"{section}.{name}_timeout_s", getattr(self, f"{name}_timeout_s"))
-        if self.silence_timeout_s < SHORTEST_SILENCE:
-            raise ValueError(
-                f"{section}.silence_timeout_s: got {self.silence_timeout_s}; a process at work may be silent "
-                f"for a second or two, so give at least {SHORTEST_SILENCE:g}"
-            )
 
 
 @documented_fields
@@ -71,38 +69,37 @@ class ProcessConfig(EngineTimeouts):
     """The section ``rollout.process``: when an engine that ``placement`` has put elsewhere is given up, ended and
     started anew."""
 
-    def __post_init__(self) -> None:
-        self.check(f"{_HERE}.process")
+    section = f"{_HERE}.process"
 
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class RayConfig:
+class RayConfig(Section):
     """The section ``rollout.ray``: the cluster that engines run on with ``placement=ray``."""
+
+    section = f"{_HERE}.ray"
 
     address: str | None = None
     """Address of a running cluster that this machine belongs to, ``host:port``; ``auto`` finds it. Null joins the
     cluster that the variable ``RAY_ADDRESS`` names, and without one starts Ray on this machine for the run."""
 
-    num_gpus: float = 1.0
+    num_gpus: NonNegativeFloat = 1.0
     """GPUs that Ray sets aside for each engine; 0 for engines that compute on the CPU."""
 
-    num_cpus: float = 1.0
+    num_cpus: NonNegativeFloat = 1.0
     """CPUs that Ray sets aside for each engine."""
 
-    def __post_init__(self) -> None:
-        fit_fields(f"{_HERE}.ray", self)
+    def problems(self) -> Iterator[str]:
+        """An address that needs Ray's client, and shares of several GPUs."""
         if self.address is not None and self.address.startswith("ray://"):
-            raise ValueError(
-                f"{_HERE}.ray.address: got {self.address!r}, Ray's way in from outside; engines are asked from a "
-                "machine of the cluster, so run `ray start --address=HEAD:6379` on this one and set it to auto"
+            yield (
+                f"address: got {self.address!r}, Ray's way in from outside; engines are asked from a machine of the "
+                "cluster, so run `ray start --address=HEAD:6379` on this one and set it to auto"
             )
-        non_negative(f"{_HERE}.ray.num_gpus", self.num_gpus)
-        non_negative(f"{_HERE}.ray.num_cpus", self.num_cpus)
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
-            raise ValueError(
-                f"{_HERE}.ray.num_gpus: got {self.num_gpus:g}; Ray gives a share of one GPU or whole GPUs, so give a "
-                "number up to 1 or a whole one"
+            yield (
+                f"num_gpus: got {self.num_gpus:g}; Ray gives a share of one GPU or whole GPUs, so give a number up to "
+                "1 or a whole one"
             )
 
 

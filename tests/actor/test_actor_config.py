@@ -49,7 +49,7 @@ def test_sections_may_be_mappings():
     [
         (lambda: DiffusionActorConfig(ppo_epochs=0), "actor.ppo_epochs: got 0; give a number above 0"),
         (lambda: DiffusionActorConfig(kl_loss_coef=-1.0), "actor.kl_loss_coef: got -1.0; give 0 or more"),
-        (lambda: DiffusionActorConfig(ema_decay=1.0), "actor.ema_decay: got 1.0; give a number between 0 and 1, or"),
+        (lambda: DiffusionActorConfig(ema_decay=1.0), "actor.ema_decay: got 1.0; give a number between 0 and 1 or"),
         (lambda: DiffusionActorConfig(ema_decay=0.0), "actor.ema_decay: got 0.0"),
         (lambda: DiffusionLossConfig(clip_ratio=0.0), "diffusion_loss.clip_ratio: got 0.0"),
         (lambda: DiffusionLossConfig(clip_ratio=float("nan")), "diffusion_loss.clip_ratio: got nan"),

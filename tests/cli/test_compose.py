@@ -94,7 +94,6 @@ def test_correction_reaches_the_actor_from_either_place():
         (f"trainer.seed={2**70}", "trainer.seed: got 1180591620717411303424; that is beyond 2"),
         (f"data.seed={2**63}", "data.seed: got 9223372036854775808; that is beyond 2"),
         (f"actor_rollout_ref.rollout.seed={2**64}", "rollout.seed: got .* that is beyond .* or null"),
-        (f"trainer.seed={'9' * 5000}", "trainer.seed: got a number of 50.. digits; give a shorter one"),
         (
             "actor_rollout_ref.rollout.algo.sde_window_range=[0,null]",
             r"sde_window_range: got \[0, null\]; give a list of whole numbers, e.g. \[0,5\] or null",
@@ -129,9 +128,6 @@ def test_correction_reaches_the_actor_from_either_place():
         ("trainer.seed=[1", r"cannot read the override 'trainer.seed=\[1'; write key=value"),
         ("=5", "cannot read the override '=5'; write key=value"),
         ("", "cannot read the override ''; write key=value"),
-        ("trainer=" + "{a: " * 40 + "1" + "}" * 40, "nested more than 32 levels deep"),
-        ("trainer.x=" + "[" * 2000 + "]" * 2000, "nested too deeply to be a setting"),
-        ("algorithm.rollout_correction=" + "{a: " * 40 + "1" + "}" * 40, "nested more than 32 levels deep"),
     ],
 )
 def test_bad_settings_name_key_value_and_remedy(override, message):

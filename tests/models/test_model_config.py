@@ -51,15 +51,13 @@ def test_targets_that_the_model_has_no_linear_layer_for(tiny_model, targets, say
 
 
 @pytest.mark.parametrize("field", ["path", "lora_adapter_path"])
-@pytest.mark.parametrize(("value", "says"), [("a\0b", "a path cannot hold a NUL character"), ("\ud800", "surrogate")])
-def test_paths_that_are_none(field, value, says):
-    with pytest.raises(ValueError, match=rf"actor_rollout_ref\.model\.{field}: got .*{says}"):
-        ModelConfig(**{field: value})
+def test_paths_that_are_none(field):
+    with pytest.raises(ValueError, match=rf"actor_rollout_ref\.model\.{field}: got .*a path cannot hold a NUL"):
+        ModelConfig(**{field: "a\0b"})
 
 
 def test_a_path_is_text():
     path("field", "outputs")
-    path("field", None, optional=True)
     for wrong in (3, None, "", " "):
         with pytest.raises(ValueError, match=f"field: got {wrong!r}; give a path, as text$"):
             path("field", wrong)

@@ -310,7 +310,7 @@ class TestSecrets:
 
     def test_a_key_in_the_place_of_its_name(self):
         with pytest.raises(ValueError, match="and not the key itself") as caught:
-            HTTPOptions(api_key_env=SECRET).check_requests("reward.judge")
+            HTTPOptions(api_key_env=SECRET).check("reward.judge")
         assert SECRET not in str(caught.value)
 
     def test_a_word_for_a_key_may_stand_in_answers(self, monkeypatch):
@@ -349,7 +349,7 @@ def test_addresses_that_can(url):
 )
 def test_options_that_cannot_be_used(wrong):
     with pytest.raises(ValueError, match=rf"^reward\.judge\.{next(iter(wrong))}: got "):
-        HTTPOptions(**wrong).check_requests("reward.judge")
+        HTTPOptions(**wrong).check("reward.judge")
 
 
 def test_a_proxy_is_not_asked_about_this_machine(monkeypatch):

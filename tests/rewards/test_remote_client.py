@@ -378,7 +378,7 @@ def test_a_server_that_scores_each_image_by_itself_may_be_asked_while_the_next_a
         ({"url": "http://h", "streams": "often"}, "reward.remote.far.streams: got 'often'"),
         ({"url": "http://h", "columns": "tag"}, "reward.remote.far.columns: got 'tag'"),
         ({"url": "http://h", "api_key_env": "sk-123"}, "reward.remote.far.api_key_env: give the name of an environ"),
-        ({"url": "http://h", "urls": 1}, "reward.remote.far: has no key urls; its keys are .*, url, protocol"),
+        ({"url": "http://h", "urls": 1}, "reward.remote.far: has no key urls; nearest: url; its keys are"),
         ("http://h", "reward.remote.far: got 'http://h'; give a RemoteConfig or a mapping"),
     ],
 )

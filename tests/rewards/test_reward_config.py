@@ -200,7 +200,7 @@ def test_in_words_names_weights_and_file(mine: str) -> None:
         ("reward.functions=big", r"reward\.functions: got 'big'; give weights by name"),
         ("reward.functions=1", r"reward\.functions: got 1; give weights by name"),
         ("reward.custom_reward_function.weight=big", r"reward\.custom_reward_function\.weight: .*'big'"),
-        ("reward.timeout_s=0", r"reward\.timeout_s: got 0\.0; give seconds above 0, or null for no limit"),
+        ("reward.timeout_s=0", r"reward\.timeout_s: got 0\.0; give a number above 0 or null"),
         ("reward.timeout_s=-1", r"reward\.timeout_s: got -1"),
         ("reward.timeout_s=nan", r"reward\.timeout_s: got nan"),
         ("reward.timeout_s=inf", r"reward\.timeout_s: got inf"),
@@ -311,7 +311,7 @@ def test_scorers_that_look_are_made_apart(tmp_path: Path) -> None:
         ("val_functions", {"a": 0.5}, r"val_functions\.a: got 0\.5; give true, or \{path, name\}"),
         ("val_functions", {"a": {"name": "f"}}, r"val_functions\.a: got .*; give true, or \{path, name\}"),
         ("val_functions", {"a": {"path": "/no.py"}}, r"val_functions\.a\.path: '/no\.py' is not a file"),
-        ("normalization", "batch", r"reward\.normalization: got 'batch'; choose one of null, group"),
+        ("normalization", "batch", r"reward\.normalization: got 'batch'; choose one of group or null"),
     ],
 )
 def test_what_several_functions_refuse(tmp_path: Path, section: str, entries: object, says: str) -> None:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from flowgrpo_rc.checks import choice, fit_fields, non_negative, positive, section, show
+from flowgrpo_rc.checks import show
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url
 from flowgrpo_rc.rewards.judge.questions import FORMS
 from flowgrpo_rc.rewards.names import METRIC_NAME
+from flowgrpo_rc.section import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Read,
+    Section,
+    complaints,
+    convert,
+    one_of,
+    read_mapping,
+)
 
 SECTION = "reward.judge"
 MEANS = ("arithmetic", "geometric")
 IMAGE_FORMATS = ("png", "jpeg")
+FreeKeys = Annotated[Any, Read(read_mapping("a mapping of keys to values, e.g. {top_p: 0.8}"))]
 
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class JudgeQuestion:
+class JudgeQuestion(Section):
     """One question that the judge answers about every image."""
 
-    parser: str = "yes_no"
+    section = f"{SECTION}.questions"
+
+    parser: Annotated[str, one_of(FORMS)] = "yes_no"
     """How the answer becomes a score between 0 and 1: ``score``, ``unified_reward_1_5``, ``unified_reward_2``,
     ``yes_no`` or ``ocr``."""
 
@@ -37,36 +51,31 @@ class JudgeQuestion:
     name: str | None = None
     """Name in the metric ``reward/judge/<name>``; null for the parser's."""
 
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Weight in the mean over the questions."""
 
-    scale: float = 5.0
+    scale: PositiveFloat = 5.0
     """The best score that the question of the parser ``score`` allows; the worst is 0."""
 
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     """Longest answer in tokens; null for ``reward.judge.max_tokens``, and for 1 where the parser is ``yes_no``."""
 
-    def __post_init__(self) -> None:
-        where = f"{SECTION}.questions"
-        fit_fields(where, self)
-        choice(f"{where}.parser", self.parser, tuple(FORMS))
+    def problems(self) -> Iterator[str]:
+        """A name that no metric can have, and references without words about them."""
         if self.question is not None and not self.question.strip():
-            raise ValueError(f"{where}.question: it is blank; give the words, or null for the parser's own")
+            yield "question: it is blank; give the words, or null for the parser's own"
         if self.references and self.question is None:
-            raise ValueError(
-                f"{where}.references: got true without a question; give one that says what the images are, e.g. "
+            yield (
+                "references: got true without a question; give one that says what the images are, e.g. "
                 "question='The second image is an edit of the first: {prompt}. Is it right? Answer with Yes or No.'"
             )
         if self.name is None:
             self.name = self.parser
         if not METRIC_NAME.fullmatch(self.name):
-            raise ValueError(
-                f"{where}.name: got {self.name!r}, which becomes the metric reward/judge/{self.name}; give a name of "
-                "the letters a to z, digits and underscores"
+            yield (
+                f"name: got {self.name!r}, which becomes the metric reward/judge/{self.name}; give a name of the "
+                "letters a to z, digits and underscores"
             )
-        positive(f"{where}.weight", self.weight)
-        positive(f"{where}.scale", self.scale)
-        positive(f"{where}.max_tokens", self.max_tokens, optional=True)
 
     @property
     def words(self) -> str:
@@ -74,10 +83,36 @@ class JudgeQuestion:
         return self.question or FORMS[self.parser].question
 
 
+def read_questions(questions: Any) -> list[JudgeQuestion]:
+    """The field ``questions``: one question or several, each as a section, a mapping of its keys or a parser's name.
+
+    Raises:
+        Problems: a question cannot be used.
+        ValueError: two questions have one name, or it is no list.
+    """
+    if isinstance(questions, str | Mapping):
+        questions = [questions]
+    if not isinstance(questions, Sequence):
+        raise ValueError(f"got {show(questions)}; give a list, e.g. [ocr] or [{{parser: yes_no, question: ...}}]")
+    read: list[JudgeQuestion] = [
+        convert(JudgeQuestion, {"parser": one} if isinstance(one, str) else one) for one in questions
+    ]
+    names = [one.name for one in read]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} names two questions; give each a name of its own, since they are logged as "
+            "reward/judge/<name>"
+        )
+    return read
+
+
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig(HTTPOptions):
     """How the reward ``judge`` asks a vision language model about an image."""
+
+    section = SECTION
 
     base_url: str | None = None
     """Address of a server that speaks OpenAI's protocol, with its version: ``http://127.0.0.1:8000/v1``. null where
@@ -87,69 +122,38 @@ class JudgeConfig(HTTPOptions):
     """Name of the model that judges; null for the only one that the server has. The name that is used stands in the
     run's ``config.yaml``."""
 
-    questions: Any = field(default_factory=list)
+    questions: Annotated[Any, Read(read_questions)] = field(default_factory=list)
     """What the judge is asked about each image: a list of mappings with the keys of ``JudgeQuestion``. The name of a
     parser stands for that parser with its own question, as in ``[ocr]``."""
 
-    mean: str = "arithmetic"
+    mean: Annotated[str, one_of(MEANS)] = "arithmetic"
     """How several questions become one score: the weighted ``arithmetic`` or ``geometric`` mean. The latter is 0 where
     one of them is."""
 
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Temperature of the judge's answers. Even at 0 they depend a little on what else the server computes just then."""
 
     seed: int | None = 0
     """Seed that the server draws answers from; null sends none."""
 
-    max_tokens: int = 512
+    max_tokens: PositiveInt = 512
     """Longest answer in tokens."""
 
-    extra_body: Any = field(default_factory=dict)
+    extra_body: FreeKeys = field(default_factory=dict)
     """Further keys of every request, e.g. ``{chat_template_kwargs: {enable_thinking: false}}``."""
 
-    image_size: int | None = None
+    image_size: PositiveInt | None = None
     """Longest side in pixels to which images are brought before they are sent; null sends them as they are."""
 
-    image_format: str = "png"
+    image_format: Annotated[str, one_of(IMAGE_FORMATS)] = "png"
     """How images are sent: ``png``, which loses nothing, or ``jpeg``, which is smaller."""
 
     cache: bool = False
     """Whether scores are kept in memory and an image that was judged before is not sent again. The images of training
     never repeat; those of validation may."""
 
-    def __post_init__(self) -> None:
-        fit_fields(SECTION, self)
+    def problems(self) -> Iterator[str]:
+        """An address or a key's name that cannot be used."""
         if self.base_url is not None:
-            check_url(f"{SECTION}.base_url", self.base_url)
-        self.check_requests(SECTION)
-        self.questions = _checked_questions(self.questions)
-        choice(f"{SECTION}.mean", self.mean, MEANS)
-        choice(f"{SECTION}.image_format", self.image_format, IMAGE_FORMATS)
-        non_negative(f"{SECTION}.temperature", self.temperature)
-        positive(f"{SECTION}.max_tokens", self.max_tokens)
-        positive(f"{SECTION}.image_size", self.image_size, optional=True)
-        if self.extra_body is None:
-            self.extra_body = {}
-        if not isinstance(self.extra_body, Mapping):
-            raise ValueError(f"{SECTION}.extra_body: got {show(self.extra_body)}; give a mapping of keys to values")
-
-
-def _checked_questions(questions: Any) -> list[JudgeQuestion]:
-    where = f"{SECTION}.questions"
-    if isinstance(questions, str | Mapping):
-        questions = [questions]
-    if not isinstance(questions, Sequence):
-        raise ValueError(
-            f"{where}: got {show(questions)}; give a list, e.g. [ocr] or [{{parser: yes_no, question: ...}}]"
-        )
-    asked = [
-        JudgeQuestion(parser=one) if isinstance(one, str) else section(where, JudgeQuestion, one) for one in questions
-    ]
-    names = [one.name for one in asked]
-    twice = sorted({str(name) for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"{where}: {', '.join(twice)} names two questions; give each a name of its own, since they are logged as "
-            "reward/judge/<name>"
-        )
-    return asked
+            yield from complaints(check_url, "base_url", self.base_url)
+        yield from HTTPOptions.problems(self)

@@ -32,7 +32,7 @@ class RemoteReward:
     """It is the server that computes, so it may be asked while the actor learns."""
 
     def __init__(self, name: str, config: RemoteConfig) -> None:
-        config.check(name)
+        config.check(f"reward.remote.{name}")
         self.name = name
         self.config = config
         self.streams = config.streams

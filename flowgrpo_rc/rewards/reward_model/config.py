@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from flowgrpo_rc.checks import choice, fit_fields, positive
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.section import Check, PositiveFloat, PositiveInt, Section, one_of
 
 SECTION = "reward.reward_model"
 ENGINES = ("vllm",)
@@ -21,54 +23,45 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class RewardModelRolloutConfig:
+class RewardModelRolloutConfig(Section):
     """How ``vllm serve`` runs the reward model; the names are verl-omni's."""
 
-    name: str = "vllm"
+    section = f"{SECTION}.rollout"
+
+    name: Annotated[str, one_of(ENGINES)] = "vllm"
     """The program that serves; ``vllm`` is the one there is. It must be on the ``PATH``, or beside the Python that
     trains."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: PositiveInt = 1
     """GPUs over which each layer is divided."""
 
-    data_parallel_size: int = 1
+    data_parallel_size: PositiveInt = 1
     """Copies of the model that answer side by side, each on as many GPUs as the other sizes say."""
 
-    dtype: str = "auto"
+    dtype: Annotated[str, one_of(DTYPES)] = "auto"
     """Precision of the weights: ``auto`` as the model's files say, ``bfloat16``, ``float16`` or ``float32``."""
 
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[
+        float, Check(lambda share: 0 < share <= 1, "give a share of the GPU's memory above 0 and at most 1")
+    ] = 0.5
     """Share of each GPU's memory that the server takes, and keeps while the run trains."""
 
-    max_model_len: int | None = None
+    max_model_len: PositiveInt | None = None
     """Longest question with its image and answer, in tokens; null for the model's own limit."""
 
-    max_num_seqs: int | None = None
+    max_num_seqs: PositiveInt | None = None
     """Answers that are worked on at once; null for vllm's default."""
 
     enforce_eager: bool = True
     """Whether the server starts at once, without compiling the model. Compiled, it answers faster."""
 
-    def __post_init__(self) -> None:
-        where = f"{SECTION}.rollout"
-        fit_fields(where, self)
-        choice(f"{where}.name", self.name, ENGINES)
-        choice(f"{where}.dtype", self.dtype, DTYPES)
-        positive(f"{where}.tensor_model_parallel_size", self.tensor_model_parallel_size)
-        positive(f"{where}.data_parallel_size", self.data_parallel_size)
-        positive(f"{where}.max_model_len", self.max_model_len, optional=True)
-        positive(f"{where}.max_num_seqs", self.max_num_seqs, optional=True)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"{where}.gpu_memory_utilization: got {self.gpu_memory_utilization!r}; give a share of the GPU's "
-                "memory above 0 and at most 1"
-            )
-
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
-class RewardModelConfig:
+class RewardModelConfig(Section):
     """A reward model that the run serves itself, for the reward ``judge`` and for functions that ask a model."""
+
+    section = SECTION
 
     enable: bool = False
     """Whether the run starts a server with ``vllm serve`` and ends it again. The reward ``judge`` asks it, and a
@@ -78,7 +71,10 @@ class RewardModelConfig:
     model_path: str | None = None
     """The model: a name on the hub or a local folder, as ``vllm serve`` takes it."""
 
-    devices: list[int] | None = None
+    devices: (
+        Annotated[list[int], Check(lambda gpus: gpus and min(gpus) >= 0, "give numbers of GPUs from 0, e.g. [3],")]
+        | None
+    ) = None
     """GPUs of the server, as indices into those that the run sees; null for all of them. Name such as the run does not
     train on, or leave room beside the training with ``rollout.gpu_memory_utilization``."""
 
@@ -87,27 +83,24 @@ class RewardModelConfig:
     ``--served-model-name`` and ``--api-key`` are refused: the run says itself where the server listens and what the
     model is called."""
 
-    start_timeout_s: float = 1800.0
+    start_timeout_s: PositiveFloat = 1800.0
     """Longest time in seconds that the server may take to start, with the download of the model."""
 
     rollout: RewardModelRolloutConfig = field(default_factory=RewardModelRolloutConfig)
     """How ``vllm serve`` runs it."""
 
-    def __post_init__(self) -> None:
-        fit_fields(SECTION, self)
-        positive(f"{SECTION}.start_timeout_s", self.start_timeout_s)
+    def problems(self) -> Iterator[str]:
+        """A server without a model, and arguments that the run gives itself."""
         if self.enable and not (self.model_path and self.model_path.strip()):
-            raise ValueError(
-                f"{SECTION}.model_path: null, but {SECTION}.enable=true; name the model, e.g. "
+            yield (
+                f"model_path: null, but {SECTION}.enable=true; name the model, e.g. "
                 f"{SECTION}.model_path=Qwen/Qwen3-VL-8B-Instruct"
             )
-        if self.devices is not None and (not self.devices or min(self.devices) < 0):
-            raise ValueError(f"{SECTION}.devices: got {self.devices}; give numbers of GPUs from 0, e.g. [3], or null")
         # vllm takes underscores for hyphens.
         given = {argument.partition("=")[0].replace("_", "-") for argument in self.extra_args}
         for name, reason in REFUSED_ARGUMENTS.items():
             if name in given:
-                raise ValueError(f"{SECTION}.extra_args: leave {name} out, {reason}")
+                yield f"extra_args: leave {name} out, {reason}"
 
     def arguments(self, port: int) -> list[str]:
         """The arguments of ``vllm``."""

@@ -1,0 +1,294 @@
+"""The base of the configuration dataclasses, which checks their fields.
+
+A class declares types and ranges in its annotations, and rules between fields in ``problems``. Making an object
+collects everything that is wrong with it and its nested sections, and raises it as one error. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import os
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+from flowgrpo_rc.checks import show
+
+LARGEST_INTEGER = 2**63 - 1
+"""The largest integer that torch's and numpy's generators, tensors' sizes and a run's files all take."""
+_TRUE = ("true", "yes", "on", "y", "1")
+_FALSE = ("false", "no", "off", "n", "0")
+_IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of whole numbers, e.g. [0,5]",
+    list[float]: "a list of numbers, e.g. [0.9,0.999]",
+    list[str]: "a list of names, e.g. [a,b]",
+}
+"""Type -> its name in messages."""
+
+
+class INVALID:
+    """Value of a field whose setting was refused before; rules that read the field are left out."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition within an annotation: ``Annotated[int, Check(lambda n: n >= 2, "give at least 2")]``."""
+
+    holds: Callable[[Any], object]
+    remedy: str | Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A function that takes the place of the type: ``Annotated[Any, Read(function)]``.
+
+    It returns the field's value, and raises ``Problems`` or a ``ValueError`` whose message begins with ``got``.
+    """
+
+    function: Callable[[Any], Any]
+
+
+def complaints(check: Callable[..., object], *arguments: Any, within: str = "") -> list[str]:
+    """The message of the ``ValueError`` that a check raises, without the section's name ``within``; else nothing."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        return [str(error).removeprefix(f"{within}.")]
+    return []
+
+
+def read_mapping(remedy: str) -> Callable[[Any], dict[str, Any]]:
+    """A reader for mappings of free keys, null for none; ``remedy`` describes them."""
+
+    def read(value: Any) -> dict[str, Any]:
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"got {show(value)}; give {remedy}")
+        return {str(key): item for key, item in (value or {}).items()}
+
+    return read
+
+
+def one_of(options: Collection[str]) -> Check:
+    """The condition that a text is one of ``options``, a table whose rows may be added later."""
+    return Check(lambda value: value in options, lambda: f"choose one of {', '.join(options)}")
+
+
+_POSITIVE = Check(lambda number: number > 0, "give a number above 0")
+_NON_NEGATIVE = Check(lambda number: number >= 0, "give 0 or more")
+PositiveInt = Annotated[int, _POSITIVE]
+PositiveFloat = Annotated[float, _POSITIVE]
+NonNegativeInt = Annotated[int, _NON_NEGATIVE]
+NonNegativeFloat = Annotated[float, _NON_NEGATIVE]
+_NO_NUL = Check(lambda text: "\0" not in text, "a path cannot hold a NUL character")
+PathText = Annotated[str, Check(str.strip, "give a path, as text"), _NO_NUL]
+PathOrEmpty = Annotated[str, Check(lambda text: text == "" or text.strip(), "give a path, as text"), _NO_NUL]
+
+
+class Problems(ValueError):
+    """Everything that is wrong with a section: ``found`` has messages that begin with a field's name."""
+
+    def __init__(self, found: Sequence[str], section: str = "") -> None:
+        """Put the section's dotted name in front of each message."""
+        self.found = list(found)
+        prefix = f"{section}." if section else ""
+        super().__init__("\n".join(f"{prefix}{message}" for message in found))
+
+
+class Section:
+    """Base of the configuration dataclasses: converts and checks the fields when an object is made.
+
+    An integer becomes a float in a field for floats, text that spells a number becomes it, and a mapping becomes the
+    nested section that it spells out.
+    """
+
+    __slots__ = ()
+    section: ClassVar[str]
+    """Dotted name of the section, for messages. A class of several sections has none: its objects are checked as parts
+    of a larger configuration, or by ``check``."""
+
+    def __post_init__(self) -> None:
+        if hasattr(self, "section"):
+            self.check(self.section)
+
+    def check(self, section: str) -> None:
+        """Convert and check every field, those of nested sections included. Repeat it after changing a field.
+
+        Args:
+            section: the dotted name in front of every message.
+
+        Raises:
+            Problems: something is wrong; the message has a line for each field.
+        """
+        given = {name: getattr(self, name) for name in field_types(type(self))}
+        try:
+            for name, value in _converted(type(self), given).items():
+                setattr(self, name, value)
+            # Rules between fields read converted values, so they come last.
+            found = list(self.problems())
+        except Problems as error:
+            raise Problems(error.found, section) from None
+        if found:
+            raise Problems(found, section)
+
+    def problems(self) -> Iterator[str]:
+        """A message for each broken rule between fields; it begins with a field's name."""
+        yield from ()
+
+
+@functools.cache
+def field_types(cls: type) -> Mapping[str, Any]:
+    """Field -> type annotation of a dataclass, with its conditions."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def is_section(kind: Any) -> bool:
+    """True for the annotation of a nested section."""
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def convert(kind: Any, value: Any) -> Any:
+    """``value`` as the type annotation ``kind``.
+
+    Raises:
+        Problems: ``kind`` is a section with wrong fields.
+        ValueError: the type is wrong, the number is not finite or too large, or a condition does not hold; the message
+            begins with ``got``.
+    """
+    if value is INVALID:
+        raise Problems([])
+    if is_section(kind):
+        return _section(kind, value)
+    options = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    or_null = " or null" if type(None) in options else ""
+    if value is None and or_null:
+        return None
+    value = plain(value)
+    names: list[str] = []
+    for option in options:
+        base, conditions = _split(option)
+        if conditions and isinstance(conditions[0], Read):
+            return conditions[0].function(value)
+        if base is Any:
+            return value
+        # Beside a number, text is a word such as auto: a list must not become one.
+        if base is type(None) or (base is str and names and not isinstance(value, str)):
+            continue
+        names.append(_in_words(base))
+        try:
+            result = _convert(base, value)
+            _hold(conditions, [result])
+        except TypeError:
+            continue
+        except ValueError as error:
+            raise ValueError(f"{error}{or_null}") from None
+        return result
+    raise ValueError(f"got {show(value)}; {_why_not(options, value)}give {' or '.join(names)}{or_null}")
+
+
+def plain(value: Any) -> Any:
+    """Numbers of other types (numpy's) as Python's own, and paths as text; everything else as it is."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _section(kind: type[Section], value: Any) -> Section:
+    """A mapping, or an object that may have been changed since it was made, as a checked section."""
+    if isinstance(value, Mapping):
+        known = field_types(kind)
+        unknown = [str(key) for key in value if key not in known]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            nearest = f"; nearest: {near[0]}" if near else ""
+            raise ValueError(f"has no key {', '.join(unknown)}{nearest}; its keys are {', '.join(known)}")
+        made = kind(**_converted(kind, value))
+    elif isinstance(value, kind):
+        made = value
+    else:
+        raise ValueError(f"got {show(value)}; give a {kind.__name__} or a mapping of its keys")
+    made.check("")
+    return made
+
+
+def _converted(kind: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of some fields as their types; raises ``Problems`` with everything that is wrong."""
+    kinds = field_types(kind)
+    values: dict[str, Any] = {}
+    found: list[str] = []
+    for name, value in given.items():
+        try:
+            values[name] = convert(kinds[name], value)
+        except Problems as error:
+            found += [f"{name}.{message}" for message in error.found]
+        except ValueError as error:
+            found.append(f"{name}: {error}")
+    if len(values) < len(given):
+        raise Problems(found)
+    return values
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    """``value`` as a ``kind`` without null; raises ``TypeError`` where the type is wrong, ``ValueError`` otherwise."""
+    if get_origin(kind) is list and isinstance(value, list | tuple):
+        base, conditions = _split(get_args(kind)[0])
+        items = [_convert(base, item) for item in value]
+        _hold(conditions, items)
+        return items
+    if not isinstance(value, str | int | float):
+        raise TypeError
+    if kind is bool and str(value).lower() in (*_TRUE, *_FALSE):
+        return str(value).lower() in _TRUE
+    if kind is str:
+        return str(value)
+    if kind not in (int, float) or isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        raise TypeError
+    try:
+        number = kind(value)
+    except (ValueError, OverflowError):
+        raise TypeError from None
+    if not math.isfinite(number):
+        raise TypeError
+    if kind is int and abs(number) > LARGEST_INTEGER:
+        raise ValueError(
+            f"got {show(value)}; that is beyond 2**63 - 1, the largest integer that torch and numpy take; give a "
+            "whole number"
+        )
+    return number
+
+
+def _hold(conditions: Sequence[Check], values: Sequence[Any]) -> None:
+    for condition in conditions:
+        for value in values:
+            if not condition.holds(value):
+                remedy = condition.remedy
+                raise ValueError(f"got {show(value)}; {remedy if isinstance(remedy, str) else remedy()}")
+
+
+def _split(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """An annotation's type, and the conditions on it."""
+    return (kind.__origin__, kind.__metadata__) if hasattr(kind, "__metadata__") else (kind, ())
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is list:
+        kind = list[_split(get_args(kind)[0])[0]]
+    return _IN_WORDS.get(kind, str(kind))
+
+
+def _why_not(options: Sequence[Any], value: Any) -> str:
+    """What is wrong beyond the type, if anything."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "that is not finite; "
+    wants_integer = any(_split(option)[0] is int for option in options)
+    return "it could not be converted to Integer; " if wants_integer and isinstance(value, str) else ""
