@@ -28,10 +28,10 @@ from machine import describe
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.gap.clipping import what_is_left_out
-from flowgrpo_rc.gap.drift import DriftMeter
-from flowgrpo_rc.gap.law import redrawn
 from flowgrpo_rc.gap.probe_images import sample_and_rescore
+from flowgrpo_rc.gap.research.drift import DriftMeter
+from flowgrpo_rc.gap.research.log_ratio_distribution import resample
+from flowgrpo_rc.gap.statistics import apply_limits
 from flowgrpo_rc.loss import diffusion_loss_sums
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -77,7 +77,7 @@ def measure(engine: str, images: int) -> dict[str, Any]:
         trainer = trainer_of([*ENGINES[engine], f"{LOSS}.clip_ratio={WIDTHS[0]}"], f"{folder}/run")
         run = trainer.probed_run()
         batch = sample_and_rescore(run, images)
-        possible = redrawn(batch.sample, SEED)
+        possible = resample(batch.sample, SEED)
         assert batch.sample.kl is not None
         for width in WIDTHS:
             mode = with_clip(run.mode, width)
@@ -89,8 +89,8 @@ def measure(engine: str, images: int) -> dict[str, Any]:
             rows.append(
                 {
                     "width": width,
-                    "share": float(what_is_left_out(mode, batch.sample).beyond.double().mean()),
-                    "share_expected": float(what_is_left_out(mode, possible).beyond.double().mean()),
+                    "share": float(apply_limits(mode, batch.sample).beyond.double().mean()),
+                    "share_expected": float(apply_limits(mode, possible).beyond.double().mean()),
                     "cosine": found.cosine,
                     "drift": found.value,
                     "low": found.interval.low,

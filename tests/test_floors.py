@@ -40,7 +40,7 @@ ALLOWED = {
 }
 ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["planner"] = {"sde", "batch", "models", "actor", "rollout", *BASE}
-ALLOWED["report"] = {"correction", "sde", "loss", "gap", "rewards", *BASE}
+ALLOWED["report"] = {"correction", "sde", "loss", "actor", "gap", "rewards", *BASE}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
 
@@ -73,10 +73,18 @@ def test_imports_run_down_the_floors(floor):
 
 
 def test_the_report_takes_limits_and_remedies_alone_from_the_gap():
-    """Those need no torch; what measures does."""
+    """Those need no torch; measurements do."""
     for path in files_of("report"):
         taken = {name for name in imports_of(path) if name.startswith("flowgrpo_rc.gap")}
-        assert taken <= {"flowgrpo_rc.gap.limits", "flowgrpo_rc.gap.remedies"}, f"{path.name} imports {taken}"
+        assert taken <= {"flowgrpo_rc.gap.safety"}, f"{path.name} imports {taken}"
+
+
+def test_research_is_fenced_off():
+    """Only the probe and its command's result measure what ``gap.research`` has; training imports nothing of it."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "research" and path.name != "probe.py":
+            taken = [name for name in imports_of(path) if name.startswith("flowgrpo_rc.gap.research")]
+            assert not taken or path.name == "safety.py", f"{path.name} imports {taken}"
 
 
 @pytest.mark.parametrize("floor", ["correction", "sde"])

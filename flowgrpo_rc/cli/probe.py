@@ -69,9 +69,9 @@ def run_command(arguments: argparse.Namespace) -> int:
             trainer.accelerator.wait_for_everyone()
         finally:
             trainer.run.engine.close()
-    from flowgrpo_rc.gap import verdict
+    from flowgrpo_rc.gap import safety
 
-    code = {verdict.SAFE: 0, verdict.NOT_SAFE: NOT_SAFE, verdict.NOT_SHOWN_SAFE: NOT_SHOWN_SAFE}[result.advice.verdict]
+    code = {safety.SAFE: 0, safety.NOT_SAFE: NOT_SAFE, safety.NOT_SHOWN_SAFE: NOT_SHOWN_SAFE}[result.advice.verdict]
     if said:
         print("\n".join(said))
     return code

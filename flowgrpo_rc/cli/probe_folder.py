@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.gap.limits import DRIFT_NOT_SAFE, DRIFT_SAFE, clip_not_safe
+from flowgrpo_rc.gap.safety import DRIFT_NOT_SAFE, DRIFT_SAFE, clip_not_safe
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 from flowgrpo_rc.run_folder import RunFolder
 

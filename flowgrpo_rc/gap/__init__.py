@@ -1,1 +1,1 @@
-"""The off-policy gap between rollout engine and actor: measured, judged, and acted on."""
+"""The off-policy gap between rollout engine and actor: measured, judged (``safety``), and acted on (bands, guard)."""

@@ -5,10 +5,9 @@ changes as the adapter grows. The clip band's half width at a timestep is
 
     clamp(3 * q90(|log pi_actor - log pi_engine|), auto_clip_min, auto_clip_max)
 
-over the newest rescored samples at that timestep; the rejection bound of an image is the ``1 - share`` quantile of
-its criterion's statistic over the newest rescored images of the same timesteps, within bounds too. While these are
-fewer than ``2 / share``, that quantile lies beyond what has been seen, and is the one of a normal gap with the same
-90 % quantile. Quantiles of many samples: single outliers do not move them.
+over the newest rescored samples at that timestep. The rejection bound of an image is the ``1 - share`` quantile of its
+criterion's statistic over the newest rescored images of the same timesteps, within bounds too. With fewer than
+``2 / share`` images that quantile is extrapolated from the 90 % quantile of a normal gap. Single outliers move neither.
 """
 
 from collections import deque
@@ -24,14 +23,14 @@ from flowgrpo_rc.actor.config import DiffusionLossConfig
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.correction.numerics.rejection import row_statistic
 from flowgrpo_rc.gap.intervals import normal_quantile
-from flowgrpo_rc.gap.limits import CLIP_FACTOR, GAP_QUANTILE
+from flowgrpo_rc.gap.safety import CLIP_FACTOR, GAP_QUANTILE
 
 MEMORY = 64
 """Samples kept at each timestep for the clip band."""
 IMAGE_MEMORY = 256
-"""Images kept at each first timestep of a window for the rejection band, or 3 / share where that is more."""
+"""Images kept at each first timestep of a window for the rejection band; ``3 / share`` if that is more."""
 ENOUGH = 8
-"""A timestep with fewer values than this takes the quantile over all timesteps."""
+"""Values that a timestep needs for a quantile of its own."""
 
 
 class NewestValues:
@@ -46,7 +45,7 @@ class NewestValues:
             self._values.setdefault(timestep, deque(maxlen=self._memory)).append(value)
 
     def _quantile(self, timestep: float, quantile: float) -> float:
-        """The quantile there, or over all timesteps where too little has been seen.
+        """The quantile there, or over all timesteps with fewer than ``ENOUGH`` values.
 
         Raises:
             RuntimeError: nothing has been observed yet.
@@ -61,12 +60,12 @@ class NewestValues:
 
     @staticmethod
     def _each(timesteps: Float[Tensor, "..."], at: Callable[[float], float]) -> Float[Tensor, "..."]:
-        """What ``at`` gives for every timestep, float32."""
+        """``at`` of every timestep, float32."""
         distinct, place = torch.unique(timesteps, return_inverse=True)
         return torch.tensor([at(timestep) for timestep in distinct.tolist()], dtype=torch.float32)[place]
 
     def _spread(self, name: str, at: Callable[[float], float]) -> dict[str, float]:
-        """Mean, least and largest of what ``at`` gives for the timesteps seen so far."""
+        """Mean, least and largest of ``at`` over the timesteps seen so far."""
         values = [at(timestep) for timestep in self._values]
         if not values:
             return {}
@@ -77,7 +76,7 @@ class NewestValues:
         return {"values": {timestep: list(values) for timestep, values in self._values.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore ``state_dict``."""
         self._values = {float(t): deque(values, maxlen=self._memory) for t, values in state["values"].items()}
 
 
@@ -95,11 +94,11 @@ class ClipBands(NewestValues):
 
     @classmethod
     def configured(cls, loss: DiffusionLossConfig) -> "ClipBands | None":
-        """New ones for ``clip_ratio=auto``; None where the clip band is not calibrated."""
+        """New bands for ``clip_ratio=auto``; None if the clip band is not calibrated."""
         return cls(loss.auto_clip_min, loss.auto_clip_max) if loss.clip_ratio == "auto" else None
 
     def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
-        """Take in log ratios, actor over engine, of steps that were just sampled; the same on every process."""
+        """Add log ratios, actor over engine, of steps that were just sampled; the same on every process."""
         self._take_in(timesteps, gaps.abs())
 
     def width(self, timestep: float) -> float:
@@ -135,19 +134,19 @@ class RejectionBands(NewestValues):
 
     @classmethod
     def configured(cls, correction: RolloutCorrectionConfig) -> "RejectionBands | None":
-        """New ones for ``rollout_rs_threshold=auto``; None where the rejection band is not calibrated."""
+        """New bands for ``rollout_rs_threshold=auto``; None if the rejection band is not calibrated."""
         return cls(correction) if correction.plan().calibrated else None
 
     def observe(self, timesteps: Float[Tensor, "n W"], gaps: Float[Tensor, "n W"]) -> None:
-        """Take in log ratios, actor over engine, of whole images; those of another window size are forgotten."""
-        # The statistic of an image is over its window, so that values of another window size do not compare.
+        """Add log ratios, actor over engine, of whole images; values of another window size are dropped."""
+        # The statistic of an image is over its window, so values of different window sizes do not compare.
         if gaps.shape[1] != self._window:
             self._window = gaps.shape[1]
             self._values = {}
         self._take_in(timesteps[:, 0], row_statistic(gaps, self._criterion))
 
     def bound(self, timestep: float) -> float:
-        """The bound of an image whose window starts there: of the log ratio for k1, of the statistic for k2 and k3.
+        """The bound of an image whose window starts there, of the log ratio for k1, of the statistic for k2 and k3.
 
         Raises:
             RuntimeError: nothing has been observed yet.
@@ -159,9 +158,9 @@ class RejectionBands(NewestValues):
         """The statistic that the target share of the images exceeds."""
         if len(self._values.get(timestep, ())) >= 2 / self._share:
             return self._quantile(timestep, 1 - self._share)
-        # How much farther out the target share's quantile lies than the known one, if the gap is normal.
+        # Ratio of the target share's quantile to the known one, if the gap is normal.
         beyond = normal_quantile(1 - self._share) / normal_quantile(GAP_QUANTILE)
-        power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 go with the square of the log ratio
+        power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 grow with the square of the log ratio
         return self._quantile(timestep, GAP_QUANTILE) * beyond**power
 
     def bounds(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, " B"]:
@@ -173,7 +172,7 @@ class RejectionBands(NewestValues):
         return {**super().state_dict(), "of": [self._criterion.name, self._window]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave; values of another criterion are forgotten, and measured anew."""
+        """Restore ``state_dict``; values of another criterion are dropped, and measured anew."""
         name, window = state["of"]
         if name == self._criterion.name:
             super().load_state_dict(state)

@@ -1,22 +1,18 @@
-"""The guard: watches every update, and moves a run that its gap is wrecking from bypass to decoupled mode.
+"""The guard watches every update, and moves a run that its gap would ruin from bypass to decoupled mode.
 
-In bypass mode the clip is centred at the engine's log-probs. Where the gap empties the clip band, what is left of a
-batch is chosen by the engine's error, and the run may unlearn. The first mini-step shows it before anything is lost:
-its ratios hold the gap alone (and, with a stale adapter, the policy's movement since).
-
-Its limits are those of ``limits``, what to do about a figure beyond one is ``remedies``'.
+The first mini-step of an update shows the danger before anything is lost: its ratios hold the gap alone, and with a
+stale adapter the policy's movement since. Limits and remedies are those of ``safety``.
 """
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate import PartialState
 
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED
-from flowgrpo_rc.gap.remedies import RunSetup, remedy
+from flowgrpo_rc.gap.safety import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED, remedy
 
 ZERO_WEIGHTS = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
 """Share of importance weights set to 0."""
@@ -26,21 +22,21 @@ OUTSIDE_CLIP_METRIC = "rollout_sync/outside_clip"
 
 @dataclass(frozen=True)
 class GuardOutcome:
-    """What follows from an update."""
+    """The guard's decision after an update."""
 
     mode: ModeInForce
     """The mode for the next update."""
     metrics: dict[str, float]
-    """``guard/...``; empty when the guard is off."""
+    """``guard/...``; empty if the guard is off."""
 
 
 class Guard:
-    """Called once an update with its metrics; says, and with ``guard=fallback`` does, what follows.
+    """Called once per update with its metrics; warns, and with ``guard=fallback`` changes the mode.
 
-    It changes nothing but its own counts: the mode that follows is returned, and the trainer puts it in force.
+    It changes nothing but its own counts: the trainer puts the returned mode in force.
 
     Args:
-        configured: the mode of the configuration; ``guard...`` of its correction are limits and what to do.
+        configured: the mode of the configuration; ``guard...`` of its correction are limits and reaction.
     """
 
     def __init__(self, configured: ModeInForce) -> None:
@@ -53,20 +49,20 @@ class Guard:
         self._safe_updates = 0
         self._returns = 0
         self.fallen_back = False
-        """Whether the run is configured for bypass mode and in decoupled mode now."""
+        """The run is configured for bypass mode and now in decoupled mode."""
         self.say: Callable[[str], None] = lambda _text: None
-        """Where a change of mode is told."""
+        """Receives a line about every change of the mode."""
 
     @property
     def mode(self) -> ModeInForce:
-        """The mode that the next update is to be in."""
+        """The mode of the next update."""
         return self._configured.decoupled() if self.fallen_back else self._configured
 
     def __call__(self, metrics: dict[str, float], step: int) -> GuardOutcome:
-        """Takes an update's metrics, the same on every process.
+        """Take an update's metrics, the same on every process.
 
-        The metrics returned: ``guard/alarms`` counts the figures in alarm; ``guard/alarm_<figure>`` is 1 for each of
-        them, and after a fallback for what caused it; ``guard/fallback`` is 1 in decoupled mode by its doing.
+        Returned metrics: ``guard/alarms`` counts the figures in alarm; ``guard/alarm_<figure>`` is 1 for each of them,
+        and after a fallback for its causes; ``guard/fallback`` is 1 after a fallback.
         """
         if self._correction.guard == "off":
             return GuardOutcome(self.mode, {})
@@ -76,11 +72,11 @@ class Guard:
             self._over_limit[figure] = self._over_limit[figure] + 1 if value > self._limits[figure] else 0
         alarms = [figure for figure in readings if self._over_limit[figure] >= self._correction.guard_patience]
         if alarms and self._correction.guard == "fallback" and self.mode.bypasses:
-            diagnosis = self._diagnosis(alarms, readings, step)  # of the mode that it was found in
-            self._start_counting(fallen_back=True)
+            # The remedy must fit the mode in which the alarm was raised, so the message comes before the change.
+            self.say(f"guard: {self._diagnosis(alarms, readings, step)}. Falling back to decoupled mode")
+            self._change_mode(fallen_back=True)
             self._causes = set(alarms)
-            self.say(f"guard: {diagnosis}. Falling back to decoupled mode")
-        # Said once a run: the metrics go on counting, and a log full of one warning hides the others.
+        # Once per run: the metrics keep counting, and a log full of one warning hides the others.
         elif new := [figure for figure in alarms if figure not in self._warned_of]:
             self._warned_of |= set(new)
             if PartialState().is_main_process:
@@ -96,7 +92,7 @@ class Guard:
         return GuardOutcome(self.mode, found)
 
     def _readings(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The figures that there are to watch in the present mode."""
+        """The figures to watch in the present mode."""
         found: dict[str, float] = {}
         if self.mode.has_limit:
             limit = self.mode.objective.limit
@@ -109,10 +105,11 @@ class Guard:
         return found
 
     def _diagnosis(self, causes: list[str], readings: dict[str, float], step: int) -> str:
-        setup = RunSetup.of(self._configured)
-        if self.fallen_back:
-            setup = replace(setup, limits_the_gap=False, fallen_back=True)
-        parts = [f"{self._in_words(figure, readings[figure])}. {remedy(figure, setup)}" for figure in causes]
+        parts = [
+            f"{self._in_words(figure, readings[figure])}. "
+            f"{remedy(figure, self._configured, fallen_back=self.fallen_back)}"
+            for figure in causes
+        ]
         return f"step {step}: for {self._correction.guard_patience} updates in a row, {'; '.join(parts)}"
 
     def _in_words(self, figure: str, value: float) -> str:
@@ -127,10 +124,10 @@ class Guard:
         }[figure]
 
     def _consider_return(self, metrics: dict[str, float], readings: dict[str, float], step: int) -> None:
-        """Back to bypass mode when all has been at most half of its limit for long enough.
+        """Return to bypass mode after every figure has long been at most half of its limit.
 
-        What bypass mode would clip is for the rescored images to say: without them, or with an objective whose ratio
-        is not measured on them, the run stays in decoupled mode. Weights of 0 do nothing in bypass mode.
+        Only the rescored images show what bypass mode would clip: without them, or with an objective whose measure is
+        not taken on them, the run stays in decoupled mode. Weights of 0 have no effect in bypass mode.
         """
         if OUTSIDE_CLIP_METRIC not in metrics:
             return
@@ -138,16 +135,16 @@ class Guard:
         # Half of each limit, since a gap just below its limit would send the run back and forth.
         safe = all(value <= self._limits[figure] / 2 for figure, value in expected.items())
         self._safe_updates = self._safe_updates + 1 if safe else 0
-        # Every return that did not last doubles the wait, so that a run cannot swing between the modes for ever.
+        # The wait doubles with every return that did not last, so that a run cannot swing between the modes for ever.
         wait = self._correction.guard_return_after * 2**self._returns
         if self._safe_updates < wait:
             return
-        self._start_counting(fallen_back=False)
+        self._change_mode(fallen_back=False)
         self._returns += 1
         self.say(f"guard: step {step}: the gap has been safe for {wait} updates in a row. Back to bypass mode")
 
-    def _start_counting(self, *, fallen_back: bool) -> None:
-        """Change the mode; what was counted in the other one says nothing of this one."""
+    def _change_mode(self, *, fallen_back: bool) -> None:
+        # Counts of one mode mean nothing in the other.
         self.fallen_back = fallen_back
         self._over_limit = dict.fromkeys(LIMITS, 0)
         self._safe_updates = 0
@@ -158,7 +155,7 @@ class Guard:
         return {"fallen_back": self.fallen_back, "causes": sorted(self._causes), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave, as far as the present configuration allows it; limits are its own."""
+        """Restore ``state_dict``, as far as the present configuration allows; limits are the configured ones."""
         self._over_limit |= state["over"]
         self._safe_updates = state["safe"]
         self._returns = state["returns"]

@@ -1,53 +1,57 @@
-"""How sure a share is that was measured on a few images: confidence intervals with images as the independent unit.
+"""Confidence intervals of shares and means that were measured on a few images, with images as the independent unit.
 
-The steps of one image share its prompt, its noise and its path, so that they may say the same thing several times. A
-share over them is a ratio of sums over images; its variance over that of as many independent samples is the *design
-effect*, and the number of samples divided by that is how many independent samples say as much (Kish, Survey Sampling,
-1965). It is taken for at least 1 and at most what it is where all steps of an image agree, and with few images for as
-much more as Student's quantile is wider than the normal's (Korn and Graubard, Survey Methodology 24, 1998). For that
-many samples the interval is Agresti and Coull's (The American Statistician 52, 1998): unlike Wald's it is no point at
-shares of 0 and 1, unlike Wilson's it does not exclude small shares too often, and unlike Clopper and Pearson's it needs
-no quantile of a beta distribution. ``tests/gap/test_intervals.py`` simulates its coverage.
+The steps of one image share its prompt, its noise and its path, so that they are correlated. A share over them is a
+ratio of sums over images; its variance over that of as many independent samples is the *design effect*, and the number
+of samples divided by it is the effective sample size (Kish, Survey Sampling, 1965). The design effect is clamped
+between 1 and its value if all steps of an image agree, and widened for few images by Student's quantile over the
+normal's (Korn and Graubard, Survey Methodology 24, 1998). The interval is Agresti and Coull's of the effective sample
+size (The American Statistician 52, 1998): unlike Wald's it is no point at shares of 0 and 1, unlike Wilson's it does
+not exclude small shares too often, and unlike Clopper and Pearson's it needs no quantile of a beta distribution.
+``tests/gap/test_intervals.py`` simulates its coverage.
 """
+
+from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+# The health report reads limits through this module and must not load torch; tensors are only used by their methods.
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
 
 CONFIDENCE = 0.95
-"""Of the probe's intervals, all looks at them together."""
+"""Of the probe's intervals, all looks together."""
 MOST_IMAGES = 4096
-"""At every place of the window; more tell nothing: a share is known to about a hundredth then."""
+"""Most images at every place of the window. More add nothing, since a share is then known to about a hundredth."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the true value lies, with the confidence that it was asked for."""
+    """A confidence interval."""
 
     low: float
     high: float
     effective: float
-    """Independent samples that say as much."""
+    """Effective sample size."""
 
 
 def share_interval(
     hits: Bool[Tensor, " n"], used: Bool[Tensor, " n"], images: Int[Tensor, " n"], confidence: float = CONFIDENCE
 ) -> Interval:
-    """Of the share of ``hits`` among the samples that are ``used``.
+    """Interval of the share of ``hits`` among the ``used`` samples.
 
     Args:
-        hits: the samples counted; those that are not used do not count.
-        used: the samples that the share is taken of; without any the interval is that of no knowledge, 0 to 1.
-        images: of each sample, the number of its image.
+        hits: the samples counted; unused ones are ignored.
+        used: the denominator; if it is empty the interval is 0 to 1.
+        images: number of each sample's image.
         confidence: of both sides together.
     """
-    # Images of which nothing is used say nothing, and are no units of the sample.
+    # Drop images without a used step; they must not count towards n.
     counts = _per_image(used.double(), images)
     found = _per_image((hits & used).double(), images)[counts > 0]
     counts = counts[counts > 0]
@@ -56,7 +60,7 @@ def share_interval(
     total = float(counts.sum())
     value = float(found.sum()) / total
     all_alike = float(counts.square().sum()) / total
-    # Where the share is 0 or 1 the residuals vanish, and nothing tells how alike an image's steps are: the worst case.
+    # At shares of 0 and 1 the residuals vanish and do not show how alike an image's steps are: take the worst case.
     design = all_alike
     binomial = value * (1 - value) / total
     if binomial > 0 and len(counts) > 1:
@@ -67,8 +71,8 @@ def share_interval(
 
 
 def mean_interval(values: Float[Tensor, " n"], images: Int[Tensor, " n"], confidence: float = CONFIDENCE) -> Interval:
-    """Of the mean of ``values``, by Student's t over images; of a single image it is unbounded."""
-    counts = _per_image(torch.ones_like(values), images)
+    """Interval of the mean of ``values``, by Student's t over images; unbounded for a single image."""
+    counts = _per_image(values.new_ones(values.shape), images)
     mean = float(values.mean())
     half = math.inf
     if len(counts) > 1:
@@ -78,7 +82,7 @@ def mean_interval(values: Float[Tensor, " n"], images: Int[Tensor, " n"], confid
 
 
 def agresti_coull(value: float, effective: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The interval's ends for a share ``value`` of ``effective`` independent samples, within 0 and 1."""
+    """Ends of the interval for a share ``value`` of ``effective`` independent samples, within 0 and 1."""
     square = normal_quantile(confidence) ** 2
     samples = effective + square
     centre = (value * effective + square / 2) / samples
@@ -89,9 +93,9 @@ def agresti_coull(value: float, effective: float, confidence: float = CONFIDENCE
 def images_to_settle(
     value: float, effective: float, images: int, limit: float, *, most: int, confidence: float = CONFIDENCE
 ) -> int | None:
-    """How many images, of which ``images`` were as good as ``effective`` samples, put the interval on one side.
+    """Number of images that would put the interval on one side of ``limit``; None if ``most`` are too few.
 
-    Assumes that the share is what it seems and its design effect stays; None where not even ``most`` images do.
+    Assumes that share and design effect stay as measured on ``images``, which counted as ``effective`` samples.
     """
 
     def settles(count: int) -> bool:
@@ -107,8 +111,8 @@ def looks(start: int, end: int) -> Sequence[tuple[int, float]]:
     """Numbers of images at which to look, doubling from ``start`` to ``end``, with the confidence of each look.
 
     An interval that is looked at until it suits is wrong more often than one that is looked at once. So the chance of
-    an error is spent over the looks, half of what is left at each and all of it at the last: whatever look ends the
-    measurement, the interval is wrong with a chance of at most ``1 - CONFIDENCE`` (Bonferroni).
+    an error is spent over the looks, half of the rest at each and all of it at the last: the final interval is wrong
+    with a chance of at most ``1 - CONFIDENCE`` whichever look ends the measurement (Bonferroni).
     """
     counts = [start]
     while counts[-1] < end:
@@ -125,8 +129,8 @@ def normal_quantile(confidence: float) -> float:
 def student_quantile(confidence: float, freedom: int) -> float:
     """The same of Student's t with ``freedom`` degrees of freedom.
 
-    In closed form for 1 and 2, else by the expansion in the normal quantile (Abramowitz and Stegun, 26.7.5), which is
-    right to 1 % from 3 degrees on at 95 %.
+    In closed form for 1 and 2, else by the expansion in the normal quantile (Abramowitz and Stegun, 26.7.5), accurate
+    to 1 % from 3 degrees on at 95 %.
     """
     if freedom == 1:
         return math.tan(math.pi * confidence / 2)
@@ -141,13 +145,13 @@ def student_quantile(confidence: float, freedom: int) -> float:
 
 
 def _per_image(values: Float[Tensor, " n"], images: Int[Tensor, " n"]) -> Float[Tensor, " images"]:
-    """The sum over each image's samples, float64."""
-    _, number = torch.unique(images, return_inverse=True)
-    return torch.bincount(number, weights=values.double())
+    """Sum over each image's samples, float64."""
+    _, number = images.unique(return_inverse=True)
+    return number.bincount(weights=values.double())
 
 
 def _variance_of_a_ratio(sums: Float[Tensor, " n"], counts: Float[Tensor, " n"], ratio: float) -> float:
-    """Of ``sum(sums) / sum(counts)`` over independent images, linearised."""
+    """Variance of ``sum(sums) / sum(counts)`` over independent images, linearised."""
     residuals = sums - ratio * counts
     images = len(counts)
     return images / (images - 1) * float(residuals.square().sum()) / float(counts.sum()) ** 2

@@ -1,12 +1,10 @@
-"""Before training: how far apart are rollout engine and actor, and does bypass mode survive that?
+"""The probe: measure the gap between rollout engine and actor before training, and judge the configured mode.
 
-Every step that the configuration trains is sampled by the engine, with the window where training would put it, and
-rescored by the actor under the very same weights. In bypass mode the clip is centred at the engine's log-probs, so
-whatever of that gap lies outside the clip band is clipped before anything has been learned; what is left of the batch
-is chosen by the engine's error instead of the reward.
+The engine samples every step that the configuration trains, with the SDE window at each of its places, and the actor
+rescores them under the same weights. In bypass mode the clip is centred at the engine's log-probs: the part of the gap
+outside the clip band is clipped before anything is learned, and the engine's error chooses the samples that remain.
 
-This is the measurement behind the command ``flowgrpo-rc probe``; ``flowgrpo_rc.gap.rescoring`` measures while a run
-trains.
+This is the measurement behind ``flowgrpo-rc probe``; ``flowgrpo_rc.gap.rescoring`` measures during training.
 """
 
 from collections.abc import Mapping
@@ -20,41 +18,37 @@ from flowgrpo_rc.actor.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.agreement import on_any_process
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
-from flowgrpo_rc.gap.advice import Advice, StepGap, advise, judge_all
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
-from flowgrpo_rc.gap.clipping import SampledSteps, what_is_left_out
-from flowgrpo_rc.gap.drift import Drift, DriftMeter
-from flowgrpo_rc.gap.intervals import CONFIDENCE, looks, mean_interval, share_interval
-from flowgrpo_rc.gap.law import redrawn
-from flowgrpo_rc.gap.limits import GAP_QUANTILE
+from flowgrpo_rc.gap.intervals import looks
 from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_rescore, timed
+from flowgrpo_rc.gap.research.drift import Drift, DriftMeter
+from flowgrpo_rc.gap.research.log_ratio_distribution import resample
+from flowgrpo_rc.gap.safety import Advice, StepGap, advise, decisive, judge_all
+from flowgrpo_rc.gap.statistics import SampledSteps, apply_limits, row_gap_quantile, step_gap
 from flowgrpo_rc.gap.units import GapSample
-from flowgrpo_rc.gap.verdict import decisive
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The whole measurement, and what follows from it."""
+    """The measurement and the advice."""
 
     setting: dict[str, Any]
     """The settings that shape the gap, for the table's heading."""
     steps: tuple[StepGap, ...]
     overall: StepGap
     drift: Drift | None
-    """What an update would learn from the gap alone; None where the objective's limit is not centred at the engine's
-    log-probs, which leaves nothing of the kind."""
+    """Gradient of the gap alone; None if the objective's limit is not centred at the engine's log-probs."""
     advice: Advice
     images: int
     """Images measured at every place of the SDE window."""
     confidence: float
-    """Confidence of every interval in ``steps`` and ``overall``: that of the look which ended the measurement, so that
-    all looks together have ``intervals.CONFIDENCE``."""
+    """Confidence of every interval in ``steps`` and ``overall``: that of the last look, chosen so that all looks
+    together have ``intervals.CONFIDENCE``."""
     seconds: dict[str, float]
-    """What ``rollout``, ``score`` and ``update`` took, of the images of the first look."""
+    """Seconds of ``rollout``, ``score`` and ``update``, for the images of the first look."""
     saved: float | None
-    """Share of rollout, score and update that bypass mode leaves out, against decoupled mode; None where the update
-    failed."""
+    """Share of rollout, score and update that bypass mode saves against decoupled mode; None if the update failed."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain, for JSON: also with the recommended limit under its own key, and null under those of other limits."""
@@ -66,18 +60,18 @@ class ProbeResult:
 
 
 def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> ProbeResult:
-    """Measures at every place of the SDE window. The run is used up: its adapter moves.
+    """Measure at every place of the SDE window. The run is used up: its adapter moves.
 
-    Of several processes every one measures the same images, so that all call the transformer alike.
+    With several processes all of them measure the same images, so that all call the transformer alike.
 
     Args:
         run: a run before its first step; resumed, if a checkpoint is to be probed.
         images: at every place, to start with; at least 2.
-        max_images: the same to end with. While it is not shown on which side of their limits the shares lie, the
-            number of images is doubled, up to this one; None: no more than ``images``.
+        max_images: the same to end with. The number doubles up to this one until every figure is settled; None: no
+            more than ``images``.
 
     Raises:
-        RolloutError: the engine sampled something else than it was asked for, or what the actor cannot score.
+        RolloutError: the engine violated the request, or the actor cannot score its samples.
     """
     first = sample_and_rescore(run, images)
     measured = _measure_until_settled(run, first, images, max_images or images)
@@ -88,11 +82,12 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
             _, seconds["update"] = timed(run.device, lambda: _update(run, first, measured))
     except NonFiniteUpdateError as error:
         failure = _in_words(error)
+    sample = measured.sample
     advice = advise(
         run.mode,
         measured.overall,
-        measured.sample.engine,
-        measured.sample.dimensions,
+        row_gap_quantile(sample.engine),
+        sample.dimensions,
         measured.steps,
         failure,
         drift=measured.drift,
@@ -115,59 +110,15 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
 
 
 def saved_by_bypass(seconds: Mapping[str, float], scored_share: float) -> float:
-    """Share of ``rollout``, ``score`` and ``update`` of the same images that bypass mode leaves out, against decoupled
-    mode, which gives ``scored_share`` of a batch a scoring pass."""
+    """Share of ``rollout``, ``score`` and ``update`` that bypass mode saves against decoupled mode, which scores
+    ``scored_share`` of a batch."""
     score = seconds["score"] * scored_share
     return score / (seconds["rollout"] + score + seconds["update"])
 
 
-def step_gap(
-    steps: SampledSteps,
-    timestep: float | None,
-    confidence: float = CONFIDENCE,
-    expected: SampledSteps | None = None,
-) -> StepGap:
-    """The statistics of these steps' gaps, with what becomes of the samples.
-
-    Args:
-        steps: flat.
-        timestep: that of all of them; None of several together.
-        confidence: the intervals'.
-        expected: the same images' steps as they could have come out, of which the shares are taken; None: ``steps``.
-    """
-    shares = steps if expected is None else expected
-    size = steps.gap.abs()
-    nats = steps.nats.abs()
-    used = shares.keep & ~shares.zeroed
-    zeroed = shares.keep & shares.zeroed
-    every = torch.ones_like(used)
-    median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
-    return StepGap(
-        timestep=timestep,
-        count=len(size),
-        mean=float(steps.gap.mean()),
-        abs_mean=float(size.mean()),
-        abs_median=median,
-        abs_q90=q90,
-        abs_q99=q99,
-        abs_max=float(size.max()),
-        clip_q90=float(torch.quantile(steps.size, GAP_QUANTILE)),
-        clipped=float((shares.beyond & used).sum() / used.sum().clamp(min=1)),
-        rejected=1 - float(shares.keep.double().mean()),
-        zeroed=float(zeroed.double().mean()),
-        nats=float(nats.mean()),
-        kl_nats=float(steps.kl_nats.mean()),
-        images=len(steps.image.unique()),
-        clipped_interval=share_interval(shares.beyond, used, shares.image, confidence),
-        rejected_interval=share_interval(~shares.keep, every, shares.image, confidence),
-        zeroed_interval=share_interval(zeroed, every, shares.image, confidence),
-        nats_interval=mean_interval(nats, steps.image, confidence),
-    )
-
-
 @dataclass(frozen=True)
 class _Measured:
-    """What the images say, and the limits that ``auto`` makes of this very gap."""
+    """Results of all images so far."""
 
     sample: GapSample
     images: int
@@ -176,19 +127,19 @@ class _Measured:
     overall: StepGap
     drift: Drift | None
     limits: dict[str, Tensor]
-    """``clip_widths`` and ``rollout_rs_bounds`` of each image, where they are calibrated."""
+    """``clip_widths`` and ``rollout_rs_bounds`` of each image, if they are calibrated."""
     failure: str = ""
     """Why there is no gradient to measure."""
 
 
 def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: int) -> _Measured:
-    """What the images say at the look at which they say enough, or are ``most``; ``first`` holds ``start``."""
+    """Measure until every figure is settled, or ``most`` images are; ``first`` holds ``start``."""
     meter = _meter(run)
     samples = [first.sample]
     unmeasured = [first]
     images = start
     measured = None
-    # Bands, quantiles and intervals are of all images so far, so every look measures them anew; gradients are added up.
+    # Bands, quantiles and intervals are of all images so far, so every look computes them anew; gradients add up.
     for count, confidence in looks(start, most):
         while images < count:
             missing = min(start, count - images)
@@ -205,14 +156,13 @@ def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: 
                 return replace(_measure(run, sample, limits, None, images, confidence), failure=_in_words(error))
             drift = meter.result(confidence)
         if meter is not None and limits:
-            # More images make other bands, under which the gradients of these are others, too: they come again.
+            # More images change the bands, and under other bands the gradients of these images differ: measure again.
             meter = _meter(run)
         else:
             unmeasured = []
         measured = _measure(run, sample, limits, drift, images, confidence)
-        judged = judge_all(run.mode, measured.overall, sample.dimensions, drift)
-        worst = decisive(list(judged.values()))
-        # Together, as a process that measured on would sample alone.
+        worst = decisive(list(judge_all(run.mode, measured.overall, sample.dimensions, drift).values()))
+        # All processes must agree: one that measured on would sample alone.
         if on_any_process(worst.settled):
             break
     assert measured is not None
@@ -220,7 +170,7 @@ def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: 
 
 
 def _meter(run: ProbedRun) -> DriftMeter | None:
-    """A meter without images; None where there is no drift."""
+    """A meter without images; None if there is no drift."""
     return DriftMeter(run.mode, run.rollout.algo.sde_type, run.seed) if run.mode.limits_the_gap else None
 
 
@@ -229,7 +179,7 @@ def _in_words(error: NonFiniteUpdateError) -> str:
 
 
 def _add_gradients(run: ProbedRun, meter: DriftMeter, batches: list[ProbeBatch], limits: dict[str, Tensor]) -> None:
-    """Gives the meter these images, with their calibrated limits."""
+    """Give the meter these images, with their calibrated limits."""
     start = 0
     for batch in batches:
         trajectories = batch.trajectories
@@ -241,16 +191,16 @@ def _add_gradients(run: ProbedRun, meter: DriftMeter, batches: list[ProbeBatch],
 
 
 def _calibrated_limits(mode: ModeInForce, sample: GapSample) -> dict[str, Tensor]:
-    """By its name in a batch, each limit that ``auto`` makes of this gap."""
+    """Each limit that ``auto`` derives from this gap, by its key in a batch."""
     # Bands of a checkpoint hold staleness and the gaps of other engines, so calibrated ones are made anew.
     clip_bands = ClipBands.configured(mode.diffusion_loss)
     rejection_bands = RejectionBands.configured(mode.rollout_correction)
-    for bands in filter(None, (clip_bands, rejection_bands)):
-        bands.observe(sample.timesteps, sample.engine)
     limits = {}
     if clip_bands is not None:
+        clip_bands.observe(sample.timesteps, sample.engine)
         limits[Key.CLIP_WIDTHS] = clip_bands.widths(sample.timesteps)
     if rejection_bands is not None:
+        rejection_bands.observe(sample.timesteps, sample.engine)
         limits[Key.ROLLOUT_RS_BOUNDS] = rejection_bands.bounds(sample.timesteps)
     return limits
 
@@ -258,40 +208,34 @@ def _calibrated_limits(mode: ModeInForce, sample: GapSample) -> dict[str, Tensor
 def _measure(
     run: ProbedRun, sample: GapSample, limits: dict[str, Tensor], drift: Drift | None, images: int, confidence: float
 ) -> _Measured:
-    steps = _left_out(run.mode, sample, limits)
-    possible = redrawn(sample, run.seed)
-    draws = len(possible.engine) // len(sample.engine)
+    steps = _apply(run.mode, sample, limits)
+    resampled = resample(sample, run.seed)
+    draws = len(resampled.engine) // len(sample.engine)
     repeated = {name: values.repeat(draws, *[1] * (values.dim() - 1)) for name, values in limits.items()}
-    expected = _left_out(run.mode, possible, repeated)
-    # All draws of an image are one image to the intervals.
+    expected = _apply(run.mode, resampled, repeated)
+    # The intervals must count all draws of an image as one.
     expected = replace(expected, image=expected.image % len(sample.engine))
+
+    def gap_at(timestep: float | None, chosen: Tensor, chosen_expected: Tensor) -> StepGap:
+        return step_gap(steps.part(chosen), timestep, confidence, expected.part(chosen_expected))
+
     found = [
-        step_gap(
-            steps.part(sample.timesteps == timestep),
-            timestep,
-            confidence,
-            expected.part(possible.timesteps == timestep),
-        )
+        gap_at(timestep, sample.timesteps == timestep, resampled.timesteps == timestep)
         for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True)
     ]
-    overall = step_gap(
-        steps.part(torch.ones_like(steps.keep)), None, confidence, expected.part(torch.ones_like(expected.keep))
-    )
+    overall = gap_at(None, torch.ones_like(steps.keep), torch.ones_like(expected.keep))
     return _Measured(sample, images, confidence, tuple(found), overall, drift, limits)
 
 
-def _left_out(mode: ModeInForce, sample: GapSample, limits: dict[str, Tensor]) -> SampledSteps:
-    """What becomes of the sample's steps under the configured limits and these calibrated ones."""
+def _apply(mode: ModeInForce, sample: GapSample, limits: dict[str, Tensor]) -> SampledSteps:
     widths = limits.get(Key.CLIP_WIDTHS)
-    return what_is_left_out(
-        mode, sample, None if widths is None else widths.double(), limits.get(Key.ROLLOUT_RS_BOUNDS)
-    )
+    return apply_limits(mode, sample, None if widths is None else widths.double(), limits.get(Key.ROLLOUT_RS_BOUNDS))
 
 
 def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
-    """One optimizer step on the first images with made-up advantages, for its time."""
+    """Time one optimizer step on the first images, with made-up advantages."""
     batch = first.trajectories
-    # Even signs, so that what the objective leaves out on one side only shows as in training.
+    # Even signs, so that samples clipped on one side alone show as in training.
     signs = torch.ones(len(batch))
     signs[::2] = -1
     batch[Key.ADVANTAGES] = signs

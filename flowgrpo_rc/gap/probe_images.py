@@ -1,7 +1,7 @@
-"""Images that the engine samples and the actor rescores under the very same weights: what the probe measures on.
+"""The probe's images: sampled by the engine and rescored by the actor under the same weights.
 
-They are drawn in batches, so that the probe can go on until it is sure; every image has noise of its own, and each
-batch goes on in the training prompts where the one before it ended.
+They come in batches, so that the probe can continue until it is sure. Every image has its own noise, and each batch
+continues in the training prompts where the last one ended.
 """
 
 import time
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRun:
-    """What the probe uses of a run before its first step; resumed, if a checkpoint is probed."""
+    """The parts of a run that the probe uses, before its first step; resumed, if a checkpoint is probed."""
 
     model: ModelConfig
     rollout: RolloutConfig
@@ -40,16 +40,16 @@ class ProbedRun:
     condition: Callable[[list[Any]], Conditioning]
     """Embeds prompts for the rollout pipeline."""
     generate: Callable[[RolloutRequest], Trajectories]
-    """Samples, and raises ``RolloutError`` unless the engine did what it was asked for."""
+    """Samples; raises ``RolloutError`` if the engine violates the request."""
     device: torch.device
     seed: int
     scored_share: float
-    """Share of a batch that decoupled mode, as it is configured, gives a scoring pass."""
+    """Share of a batch that decoupled mode, as configured, scores."""
 
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """A batch of rescored images with what an update needs."""
+    """A batch of rescored images with the inputs of an update."""
 
     trajectories: TensorDict
     scored: dict[str, Tensor]
@@ -57,14 +57,14 @@ class ProbeBatch:
     conditioning: Conditioning
     sample: GapSample
     seconds: dict[str, float]
-    """What ``rollout`` and ``score`` took."""
+    """Of ``rollout`` and ``score``."""
 
 
 def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBatch:
-    """``images`` at every place of the window, of those that follow the first ``before``.
+    """Sample ``images`` at every place of the window, after the first ``before``, and rescore them.
 
     Raises:
-        RolloutError: the engine sampled something else than it was asked for, or what the actor cannot score.
+        RolloutError: the engine violated the request, or the actor cannot score its samples.
     """
     request = _request(run, images, before)
     trajectories, rollout_seconds = timed(run.device, lambda: run.generate(request))
@@ -88,7 +88,7 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
 
 
 def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:
-    """What the call returns, and the seconds that it took the device."""
+    """Return the result of the call, and its seconds on the device."""
     start = _time_when_idle(device)
     result = call()
     return result, _time_when_idle(device) - start
@@ -96,18 +96,18 @@ def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, flo
 
 def _time_when_idle(device: torch.device) -> float:
     if device.type == "cuda":
-        torch.cuda.synchronize()  # or the time would be that of queueing the work
+        torch.cuda.synchronize()  # else the time would be that of queueing the work
     return time.perf_counter()
 
 
 def _request(run: ProbedRun, images: int, before: int) -> RolloutRequest:
-    """``images`` of the training prompts at every place that the window may take."""
+    """A request for ``images`` of the training prompts at every place of the window."""
     rollout = run.rollout
     window = run.window
     slides = rollout.algo.sample_strategy == "progressive"
     taken = progressive_places(window) if slides else list(range(window.first, window.stop - window.size + 1))
     places = torch.tensor(taken).repeat_interleave(images)
-    # Where there are fewer prompts than images, prompts come again; every image has noise of its own all the same.
+    # Prompts repeat if there are fewer than images; every image still has its own noise.
     known = len(run.prompts)
     count = min(images, known)
     earlier = before * len(taken)

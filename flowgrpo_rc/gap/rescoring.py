@@ -1,8 +1,8 @@
-"""A few stored transitions of every batch, rescored by the actor: how far apart are engine and actor, and why?
+"""Rescore a few stored transitions of every batch, to measure how far engine and actor are apart, and why.
 
 The log-prob that the engine recorded differs from the actor's present one for two reasons: the engine computes
-otherwise with the same weights (**engine gap**), and the actor has moved on since (**staleness**). Rescoring under
-the very adapter that drew the batch, and once more under the present one, tells them apart:
+differently with the same weights (**engine gap**), and the actor has moved on since (**staleness**). Rescoring under
+the adapter that drew the batch, and once more under the present one, separates them:
 
     rollout - present = (rollout - actor at the engine's version) + (actor at the engine's version - present)
 
@@ -33,7 +33,7 @@ PREFIX = "rollout_sync/"
 
 
 class AdapterVersions(Protocol):
-    """What is asked of the one who keeps the engine's adapter up to date: the trainer's ``AdapterSync``."""
+    """The adapter of the engine, as the trainer's ``AdapterSync`` keeps it."""
 
     @property
     def behind(self) -> int:
@@ -41,36 +41,35 @@ class AdapterVersions(Protocol):
         ...
 
     def actor_at_rollout_version(self) -> AbstractContextManager[None]:
-        """Inside, the actor has the adapter that rollouts are drawn with."""
+        """Inside, the actor has the adapter of the rollouts."""
         ...
 
 
 @dataclass
 class Rescoring:
-    """Measures ``rollout_sync/...`` for each batch; leaves the batch, the adapter and all random streams alone."""
+    """Measures ``rollout_sync/...`` for each batch; changes neither batch nor adapter nor random streams."""
 
     rollout: RolloutConfig
-    """How many images to rescore, when to warn, the ``sde_type``."""
+    """Number of images to rescore, the limit for a warning, the ``sde_type``."""
     mode: ModeInForce
-    """The configured one, whose clip band the gap is compared with whatever the guard makes of the mode."""
+    """The configured mode; the gap is compared with its clip band also after a fallback of the guard."""
     prompts: int
     """Prompts of a batch, over all processes."""
     actor: DiffusionActor
     """Rescores."""
     adapter: AdapterVersions
-    """Knows the engine's version, and can give it to the actor for a while."""
+    """Gives the engine's version to the actor for a while."""
     clip_bands: ClipBands | None = None
-    """Learn from what is measured; None where the clip band is not calibrated."""
+    """Bands to update; None if the clip band is not calibrated."""
     rejection_bands: RejectionBands | None = None
-    """Learn from what is measured; None where the rejection band is not calibrated."""
+    """Bands to update; None if the rejection band is not calibrated."""
     _warned: bool = field(default=False, init=False)
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
         """Metrics over all processes; empty with ``rollout.probe.images=0``.
 
         Raises:
-            NonFiniteUpdateError: a rescored log-prob is NaN or infinite, on whatever process; neither the clip bands
-                nor the rejection bands have seen it.
+            NonFiniteUpdateError: a rescored log-prob is NaN or infinite on a process; the bands have not seen it.
         """
         if not self.rollout.probe.images:
             return {}
@@ -82,7 +81,7 @@ class Rescoring:
         metrics[f"{PREFIX}version_lag"] = float(self.adapter.behind)
         metrics[f"{PREFIX}probe_forwards"] = float(sample.engine.numel() * (2 if self.adapter.behind else 1))
         self._warn(metrics, step)
-        # With staleness: in training the old policy is compared with the present one, not with the engine's version.
+        # Staleness counts here: training compares the old policy with the present one, not with the engine's version.
         for bands in filter(None, (self.clip_bands, self.rejection_bands)):
             bands.observe(sample.timesteps, sample.total)
             metrics |= bands.metrics()
@@ -91,11 +90,11 @@ class Rescoring:
         return metrics
 
     def rows(self, batch: TensorDict, step: int) -> Int[Tensor, " b"]:
-        """This process's rows of the step's images, which are spread evenly over the batch and move on by one a step.
+        """This process's rows of the step's images, which are spread evenly over the batch and move on by one per step.
 
-        Which images are rescored does not depend on the number of processes.
+        The choice does not depend on the number of processes.
         """
-        # The number of an image counts over all processes; it is found from its prompt group and its place in that.
+        # An image has one number over all processes, which follows from its prompt group and its place in that.
         total = self.prompts * self.rollout.n
         images = min(self.rollout.probe.images, total)
         chosen = (torch.arange(images) * total // images + step) % total
@@ -103,10 +102,10 @@ class Rescoring:
         return torch.isin(number, chosen).nonzero().flatten()
 
     def rescore(self, batch: TensorDict, rows: Tensor, conditioning: Conditioning) -> GapSample:
-        """The gap of these rows, split: rescored under both adapters; in one pass when they are the same.
+        """The gap of these rows, rescored under both adapters; in one pass if they are the same.
 
-        Every process rescores as many rows as the one that has most, so that all make the same forwards; what is found
-        of the rows added for that is dropped.
+        Every process rescores as many rows as the one with most, so that all make the same forwards; results of the
+        rows added for that are dropped.
         """
         padded = batch[_as_many_on_every_process(rows)]
         with self.adapter.actor_at_rollout_version():
@@ -115,11 +114,11 @@ class Rescoring:
         return GapSample.of(batch[rows], scored, present, self.rollout.algo.sde_type)
 
     def _own(self, padded: TensorDict, conditioning: Conditioning, own: int) -> dict[str, Tensor]:
-        """What the actor says of the first ``own`` of these rows."""
+        """The actor's ``rescore`` of the first ``own`` rows."""
         return {name: values[:own] for name, values in self.actor.rescore(padded, conditioning).items()}
 
     def _outside_clip(self, sample: GapSample) -> float:
-        """Share of the rescored steps that a clip band centred at the engine leaves out before any learning."""
+        """Share of the rescored steps outside a clip band centred at the engine, before any learning."""
         widths = None if self.clip_bands is None else self.clip_bands.widths(sample.timesteps).double()
         outside = self.mode.objective.limit.exceeded(sample.total, self.mode.diffusion_loss, widths)
         return float(outside.double().mean())
@@ -129,7 +128,7 @@ class Rescoring:
         gap = metrics[f"{PREFIX}engine_gap_per_dimension"]
         if limit is None or gap <= limit or self._warned or not PartialState().is_main_process:
             return
-        self._warned = True  # once a run, since the engine's precision does not change
+        self._warned = True  # once per run, since the engine's precision does not change
         warnings.warn(
             f"step {step + 1}: {PREFIX}engine_gap_per_dimension is {gap:.3g}, above "
             f"actor_rollout_ref.rollout.probe.warn_gap={limit:g}: "
@@ -141,7 +140,7 @@ class Rescoring:
 
 
 def _as_many_on_every_process(rows: Int[Tensor, " b"]) -> Int[Tensor, " most"]:
-    """These rows, with row 0 again and again until every process has as many as the one that has most."""
+    """These rows, padded with row 0 to as many as the process with most has."""
     most = max(gather_object([len(rows)]))
     return torch.cat([rows, rows.new_zeros(most - len(rows))])
 

@@ -1,11 +1,11 @@
-"""The gap between rollout engine and actor in the right units: per latent dimension, in nats, as a divergence.
+"""Units of the gap between rollout engine and actor: per latent dimension, in nats, as a divergence.
 
 ``l = log pi_actor - log pi_engine`` of one SDE step is a mean over the latent dimensions. In nats it is the log ratio
-of the step's whole density: ``l`` times the dimensions, and for ``cps``, whose log-prob leaves out ``1/(2 std^2)``,
-times that too. Divided by the dimensions again it has one scale for every ``sde_type`` (``l`` itself for ``sde`` and
-``dance_sde``), so that is what limits hold for. Both policies draw a step with one standard deviation, so that in nats
-``l ~ N(-K, 2K)`` under the engine, where ``K`` is the Kullback-Leibler divergence of engine from actor: known in closed
-form where the engine returns its transition means, else estimated from ``E[l^2] = 2K + K^2``.
+of the step's whole density: ``l`` times the dimensions, and for ``cps``, whose log-prob omits ``1/(2 std^2)``, times
+that too. Divided by the dimensions again it has one scale for every ``sde_type`` (``l`` itself for ``sde`` and
+``dance_sde``), which is the scale of the limits. Both policies draw a step with one standard deviation, so in nats
+``l ~ N(-K, 2K)`` under the engine, with ``K`` the Kullback-Leibler divergence of engine from actor: in closed form if
+the engine returns its transition means, else estimated from ``E[l^2] = 2K + K^2``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,33 +28,33 @@ class GapSample:
     timesteps: Float[Tensor, "n W"]
     """As the scheduler names them."""
     engine: Float[Tensor, "n W"]
-    """``l`` with equal weights: what precision and kernels alone make of the log-prob."""
+    """``l`` with equal weights: the effect of precision and kernels alone."""
     staleness: Float[Tensor, "n W"]
     """The actor's present log-prob minus its log-prob with the engine's adapter."""
     stds: Float[Tensor, "n W"]
     """Standard deviation of each step."""
     to_nats: Float[Tensor, "n W"]
-    """What ``l`` is multiplied with to be in nats."""
+    """Factor from ``l`` to nats."""
     dimensions: int
     """Number of latent dimensions."""
     kl: Float[Tensor, "n W"] | None
-    """The divergence in closed form, in nats; None where the engine returned no means."""
+    """The divergence in closed form, in nats; None if the engine returned no means."""
 
     @property
     def total(self) -> Float[Tensor, "n W"]:
-        """``log pi_actor - log pi_engine`` as training meets it: both parts."""
+        """``log pi_actor - log pi_engine`` of training: both parts."""
         return self.engine + self.staleness
 
     @staticmethod
     def of(
         batch: TensorDict, scored: Mapping[str, Tensor], present: Mapping[str, Tensor], sde_type: str
     ) -> "GapSample":
-        """What two rescorings of recorded steps say.
+        """Compare recorded steps with two rescorings.
 
         Args:
             batch: the steps as the engine recorded them.
             scored: ``DiffusionActor.rescore`` of them with the engine's adapter.
-            present: the same with the actor's present adapter; the very same where that is the engine's.
+            present: the same with the actor's present adapter; the same object if that is the engine's.
             sde_type: of the stochastic steps.
         """
         log_probs = scored["log_probs"].double()
@@ -73,14 +73,14 @@ class GapSample:
 
     @staticmethod
     def concatenate(samples: Sequence["GapSample"]) -> "GapSample":
-        """All samples as one, in their order."""
+        """Join samples, in order."""
         names = [f.name for f in fields(GapSample) if isinstance(getattr(samples[0], f.name), Tensor)]
         columns: dict[str, Any] = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
         return replace(samples[0], **columns)
 
 
 def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float[Tensor, "..."]:
-    """What a mean-pooled log ratio is multiplied with to give nats of the whole step."""
+    """Factor from a mean-pooled log ratio to nats of the whole step."""
     stds = stds.double()
     if SDE_TYPES[sde_type].log_prob_is_density:
         return torch.full_like(stds, dimensions)

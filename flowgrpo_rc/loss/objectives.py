@@ -69,12 +69,6 @@ class Limit:
     """What it bounds, as in "outside the clip band"."""
     edge: str
     """Where it ends, as in "beyond the KL threshold"."""
-    preposition: str
-    """``outside`` or ``beyond``: how messages say that a sample exceeds it."""
-    enlarge: str
-    """The verb of the remedy: ``Widen`` or ``Raise``."""
-    holds: str
-    """What the remedy must make room for: the gap, or a measure of it."""
     share_metric: str
     """Metric of an update's first mini-step from which the share of samples beyond the limit is read."""
     share_per_metric: int = 1
@@ -155,18 +149,12 @@ CLIP_BAND = ClipBand(
     key="clip_ratio",
     name="clip band",
     edge="clip band",
-    preposition="outside",
-    enlarge="Widen",
-    holds="the gap",
     share_metric="actor/pg_clipfrac_first",
 )
 KL_TRUST_REGION = Threshold(
     key="kl_mask_threshold",
     name="trust region",
     edge="KL threshold",
-    preposition="beyond",
-    enlarge="Raise",
-    holds="the gap's KL",
     share_metric="actor/pg_clipfrac_inert_first",
     share_per_metric=2,
 )
@@ -211,7 +199,7 @@ class Objective:
     def beyond(self) -> str:
         """The words for a sample that exceeds the limit: ``outside the clip band``."""
         whose = f" of {self.name}'s own ratio" if self.clips and not self.clips_plain_ratio else ""
-        return f"{self.limit.preposition} the {self.limit.edge}{whose}"
+        return f"{'outside' if self.clips else 'beyond'} the {self.limit.edge}{whose}"
 
     def load(self) -> Callable[..., Any]:
         """The function, imported now."""

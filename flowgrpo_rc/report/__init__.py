@@ -1,6 +1,6 @@
-"""Is this run healthy? Checks on what a run logged, and one page that shows it.
+"""Is this run healthy? Checks on the logged metrics, and one page that shows them.
 
-Needs no torch: metrics are read as plain numbers, so the checks also serve rows that another trainer logged.
+Needs no torch: metrics are plain numbers, so the checks also work on rows of another trainer.
 """
 
 from flowgrpo_rc.report.finding import Finding as Finding

@@ -1,4 +1,4 @@
-"""One check: what it measures, the limits that it holds the value against, and what to do beyond them."""
+"""A check: a measurement, the limits of its value, and the remedy beyond them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,31 +9,31 @@ from flowgrpo_rc.report.history import History, Series
 
 @dataclass(frozen=True)
 class Measurement:
-    """A value with where it comes from."""
+    """A value with its source."""
 
     value: float
     metric: str
     steps: tuple[int, int]
     says: str | None = None
-    """What was measured, in words; None: the metric, its value and the steps."""
+    """The measurement in words; None: the metric, its value and the steps."""
     advice: str | None = None
-    """In place of the check's own."""
+    """A remedy that replaces the check's own."""
 
 
 Measure = Callable[[History], Measurement | None]
-"""None where the rows hold nothing to measure."""
+"""Returns None if the rows hold nothing to measure."""
 
 WEIGHTS_ONLY_DIAGNOSE = (
     "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
 )
-"""In place of a check's own advice, which would change what no update sees."""
+"""Replaces a check's own advice, which would change nothing in the updates."""
 AS_SDE = HealthyRange()
-"""Stands for the limits of SDE steps."""
+"""The same limits as for SDE steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A named check. Limits of None leave it out on that kind of log-prob."""
+    """A named check. It is skipped on a kind of log-prob with limits of None."""
 
     name: str
     title: str
@@ -43,30 +43,30 @@ class Check:
     tokens: HealthyRange | None = AS_SDE
     """For tokens."""
     reason: str
-    """Why the limits are where they are."""
+    """Evidence for the limits."""
     limits: str = ""
-    """The limits in words, where their numbers are only a code."""
+    """The limits in words, if their numbers are only a code."""
     of_densities: bool = False
-    """Whether the limits take a log ratio for one of densities: that of ``cps`` leaves out ``1/(2 std^2)``."""
+    """The limits assume log ratios of densities; that of ``cps`` omits ``1/(2 std^2)``."""
     advice: str | Callable[[History], str]
-    """What to do, or what tells it for the run as it is set up."""
+    """The remedy, or a function that returns the one for a run."""
     of_weights: bool = False
-    """Whether it judges importance weights. Where they only diagnose, no value of theirs is a problem by itself."""
+    """It judges importance weights. If they only diagnose, none of their values is a problem by itself."""
 
     def __post_init__(self) -> None:
         if self.tokens is AS_SDE:
             object.__setattr__(self, "tokens", self.sde)
 
     def limits_for(self, history: History) -> HealthyRange | None:
-        """Those of the run's kind of log-prob."""
+        """The limits for the run's kind of log-prob."""
         return self.sde if history.sde else self.tokens
 
     def advice_for(self, history: History) -> str:
-        """The advice that suits the run."""
+        """The remedy for the run."""
         return self.advice if isinstance(self.advice, str) else self.advice(history)
 
     def run(self, history: History) -> Finding | None:
-        """The finding; None where there is nothing to measure."""
+        """The finding; None if there is nothing to measure."""
         limits = self.limits_for(history)
         if limits is None or (self.of_densities and history.cps):
             return None
@@ -98,7 +98,7 @@ def span_words(steps: tuple[int, int]) -> str:
 
 
 def recent_mean(*names: str, away_from: float | None = None) -> Measure:
-    """The mean over the window of the first of ``names`` that is logged; its distance from ``away_from``, if given."""
+    """Recent mean of the first of ``names`` that is logged, or its distance from ``away_from``."""
 
     def measure(history: History) -> Measurement | None:
         series = history.recent(*names)
@@ -115,7 +115,7 @@ def recent_mean(*names: str, away_from: float | None = None) -> Measure:
 
 
 def recent_max(*names: str) -> Measure:
-    """The largest value in the window."""
+    """Largest recent value."""
 
     def measure(history: History) -> Measurement | None:
         series = history.recent(*names)
@@ -125,9 +125,9 @@ def recent_max(*names: str) -> Measure:
 
 
 def against_clip(history: History, series: Series | None, what: str) -> Measurement | None:
-    """The mean of ``series`` in half widths of the clip band, where that is centred at the engine; else None.
+    """The mean of ``series`` in half widths of a clip band that is centred at the engine, else None.
 
-    ``what`` names the series; ``{metric}`` in it stands for its metric.
+    ``what`` names the series; ``{metric}`` in it is replaced by its metric.
     """
     width = history.clip_width
     if series is None or not width or not history.clips_at_the_engine:

@@ -1,12 +1,12 @@
-"""Checks on what corrects the gap: weights, rejection, divergences. Token limits are the customary ones of LLM runs."""
+"""Checks on weights, rejection and divergences. Limits for tokens are the customary ones of LLM runs."""
 
 from dataclasses import replace
 
-from flowgrpo_rc.gap.limits import LIMITS, REJECTED, ZEROED
+from flowgrpo_rc.gap.safety import LIMITS, REJECTED, ZEROED
 from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.checks_gap import shared_check
 from flowgrpo_rc.report.finding import HealthyRange, number
-from flowgrpo_rc.report.history import History, as_number
+from flowgrpo_rc.report.history import History
 
 
 def rejected(history: History) -> Measurement | None:
@@ -32,15 +32,23 @@ def weights_outside(history: History) -> Measurement | None:
 
 
 def weights_at_the_bound(history: History) -> Measurement | None:
-    """The share of recent steps whose largest weight reached the upper bound, where that is known."""
+    """The share of recent steps whose largest weight reached the upper bound."""
     largest = history.recent("rollout_corr/rollout_is_max")
-    upper = str(history.correction("rollout_is_threshold")).split("_")[-1]
-    bound = None if history.correction("rollout_is") is None else as_number(upper)
-    if largest is None or bound is None:
+    importance = None if history.mode is None else history.mode.rollout_correction.plan().importance
+    if largest is None or importance is None:
         return None
+    bound = importance.upper
     value = sum(v >= bound * (1 - 1e-6) for v in largest.values) / len(largest)
     says = f"the largest weight reached its bound {number(bound)} in {number(value)} of the batches"
     return Measurement(value, largest.metric, largest.span, f"{says} {span_words(largest.span)}")
+
+
+def closer_or_decoupled(history: History) -> str:
+    """The remedies for a wide gap; decoupled mode is one as long as the run bypasses."""
+    mode = history.mode_for_remedies
+    if mode.limits_the_gap and not history.fallen_back:
+        return "Raise the engine's precision, refresh its weights more often, or set bypass_mode=false."
+    return "Raise the engine's precision, or refresh its weights more often."
 
 
 WEIGHT_CHECKS = (
@@ -131,11 +139,7 @@ CORRECTION_CHECKS = (
         tokens=HealthyRange(high=0.05, problem_high=0.5),
         reason="Stale adapters gave 2e-3 and learned; at .05 the engine computes something else.",
         of_densities=True,
-        advice=lambda history: (
-            "Raise the engine's precision, refresh its weights more often, or set bypass_mode=false."
-            if history.setup.limits_the_gap
-            else "Raise the engine's precision, or refresh its weights more often."
-        ),
+        advice=closer_or_decoupled,
     ),
     Check(
         name="kl",

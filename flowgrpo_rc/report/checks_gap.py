@@ -1,10 +1,16 @@
-"""Checks on the gap between rollout engine and actor, and on what the clip makes of it."""
+"""Checks on the gap between rollout engine and actor, and on its effect on the clip."""
 
 from statistics import median
 from typing import Any
 
-from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS
-from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, remedy, widen_limit
+from flowgrpo_rc.gap.safety import (
+    CLIP,
+    CLIP_AT_TIMESTEP,
+    ENGINE_GAP,
+    LIMITS,
+    may_calibrate_clip,
+    widen_limit,
+)
 from flowgrpo_rc.report.check import Check, Measurement, against_clip, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import WINDOW, History
@@ -24,18 +30,18 @@ NOTHING = 1e-7
 
 
 def gap_at_the_worst_timestep(history: History) -> Measurement | None:
-    """The gap in half widths of the clip band, where it is largest; a calibrated clip band follows each timestep."""
+    """The largest gap of a timestep, in half widths of the clip band; a calibrated band follows each timestep."""
     by_timestep = history.by_timestep()
     names = (GAP[0], "rollout_corr/logprob_abs_diff", "actor/rollout_corr/logprob_abs_diff")
     steps = next((by_timestep[name] for name in names if name in by_timestep), None)
-    if steps is None or history.setup.calibrates_clip:
+    if steps is None or (history.mode is not None and history.mode.diffusion_loss.clip_ratio == "auto"):
         return None
     timestep, series = max(steps.items(), key=lambda item: item[1].mean)
     return against_clip(history, series, f"the gap at timestep {timestep:g}")
 
 
 def gap_growth(history: History) -> Measurement | None:
-    """The gap now over the gap of the first steps; without the probe, as the mode shows it and only without a lag."""
+    """The gap now over the gap of the first steps. Without rescoring, staleness would count as gap, so no lag then."""
     names = [GAP[0]]
     if not history.staleness:
         names.append(GAP[1] if history.bypasses else GAP[2])
@@ -51,7 +57,7 @@ def gap_growth(history: History) -> Measurement | None:
 
 
 def gap_outliers(history: History) -> Measurement | None:
-    """The largest gap of a batch over its mean, in the middle one of the recent batches."""
+    """The largest gap of a batch over its mean, as the median of the recent batches."""
     largest, mean = (history.recent(f"rollout_corr/logprob_abs_diff_{kind}") for kind in ("max", "mean"))
     if largest is None or mean is None or len(largest) != len(mean) or min(mean.values) < NOTHING:
         return None
@@ -61,19 +67,19 @@ def gap_outliers(history: History) -> Measurement | None:
 
 
 def float32_deviation(history: History) -> Measurement | None:
-    """The ratio's distance from 1 before an update, where both sides compute in float32 with the same weights."""
+    """The ratio's distance from 1 before an update, if both sides compute in float32 with the same weights."""
     same = all(history.setting(path) == value for path, value in FLOAT32.items())
     return recent_max("actor/ratio_deviation_first")(history) if same and not history.staleness else None
 
 
 def clipped(metric: str):
-    """A recent clip fraction, where the objective clips."""
+    """A recent clip fraction, if the objective clips."""
     measure = recent_mean(metric)
     return lambda history: measure(history) if history.clips else None
 
 
 def clipped_first(history: History) -> Measurement | None:
-    """What the gap alone puts beyond the objective's limit."""
+    """The share that the gap alone puts beyond the objective's limit."""
     limit = history.objective.limit
     if not history.has_limit:
         return None
@@ -88,22 +94,27 @@ def clipped_first(history: History) -> Measurement | None:
 
 
 def calibrate_or_widen(history: History) -> str:
-    """Gives the objective's limit more room, as it is configured."""
-    setup = history.setup
-    by_the_gap = "Set diffusion_loss.clip_ratio to auto or four times the mean gap"
-    way = by_the_gap if setup.may_calibrate_clip else widen_limit(setup)
+    """The remedy that gives the configured limit more room."""
+    mode = history.mode_for_remedies
+    way = _widen_limit(history)
+    if may_calibrate_clip(mode, fallen_back=history.fallen_back):
+        way = "Set diffusion_loss.clip_ratio to auto or four times the mean gap"
     return f"{way}, raise rollout.dtype, or set bypass_mode=false."
 
 
-def shared_check(figure: str, **fields: Any) -> Check:
-    """A check of a figure of ``gap.limits``, whose limits and remedy the probe and the guard share.
+def _widen_limit(history: History) -> str:
+    return widen_limit(history.mode_for_remedies, fallen_back=history.fallen_back)
 
-    Healthy up to where the figure costs, a problem from where it is not safe.
+
+def shared_check(figure: str, **fields: Any) -> Check:
+    """A check of a figure of ``gap.safety``, with the limits and the remedy of probe and guard.
+
+    It is healthy up to ``costs``, a problem above ``not_safe``.
     """
     limit = LIMITS[figure]
     limits = HealthyRange(high=limit.costs, problem_high=limit.not_safe)
     fields = {"reason": f"{limit.source}.", **fields}
-    return Check(sde=limits, advice=lambda history: f"{remedy(figure, history.setup)}.", **fields)
+    return Check(sde=limits, advice=lambda history: f"{history.remedy(figure)}.", **fields)
 
 
 GAP_CHECKS = (
@@ -132,7 +143,7 @@ GAP_CHECKS = (
         sde=HealthyRange(high=1.0, problem_high=2.0),
         tokens=None,
         reason="Of a normal gap, two fifths of that timestep lie outside the clip band at 1 and seven tenths at 2.",
-        advice=lambda history: f"{remedy(CLIP_AT_TIMESTEP, history.setup)}.",
+        advice=lambda history: f"{history.remedy(CLIP_AT_TIMESTEP)}.",
     ),
     Check(
         name="staleness",
@@ -184,9 +195,7 @@ GAP_CHECKS = (
         measure=clipped("actor/pg_clipfrac"),
         sde=HealthyRange(high=0.3, problem_high=0.6),
         reason="Healthy runs stayed below .22; with most samples clipped little is learned from a batch.",
-        advice=lambda history: (
-            f"{widen_limit(history.setup)}, lower actor.optim.lr, or take fewer optimizer steps a batch."
-        ),
+        advice=lambda history: f"{_widen_limit(history)}, lower actor.optim.lr, or take fewer optimizer steps a batch.",
     ),
     Check(
         name="clip_inert",
@@ -194,6 +203,6 @@ GAP_CHECKS = (
         measure=clipped("actor/pg_clipfrac_inert"),
         sde=HealthyRange(high=0.2, problem_high=0.4),
         reason="Half of the clipped samples, where signs are even; healthy runs stayed below .11.",
-        advice=lambda history: f"{widen_limit(history.setup)} or lower actor.optim.lr.",
+        advice=lambda history: f"{_widen_limit(history)} or lower actor.optim.lr.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Checks on whether the run learns: rewards, gradients, the guard, and the log itself."""
+"""Checks on learning: rewards, gradients, the guard, and the log itself."""
 
 import itertools
 import math
@@ -6,23 +6,22 @@ from dataclasses import replace
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, REJECTED, ZEROED
-from flowgrpo_rc.gap.remedies import remedy
+from flowgrpo_rc.gap.safety import CLIP, ENGINE_GAP, REJECTED, USUAL_MODE, ZEROED, remedy
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
-from flowgrpo_rc.report.history import LOSS, REWARD, History, Series, finite
+from flowgrpo_rc.report.history import REWARD, History, Series, finite
 
 SIGNIFICANT = 3.0
-"""Standard errors that a fall must have to count: of runs that only scatter, one in 100 (12 steps) to one in 1000 (60
-steps) is accused."""
+"""Standard errors that a fall must exceed: then one in 100 runs of 12 steps that only scatter is a false alarm, one in
+1000 of 60 steps."""
 EVALUATION = 0.1
-"""What one evaluation scatters by at the least, in standard deviations of a batch."""
+"""Least scatter of one evaluation, in standard deviations of a batch."""
 ENOUGH = 12
 """Training steps that a trend needs: four in each third."""
 
 
 def scatter(values: tuple[float, ...]) -> float:
-    """The standard deviation of a single step, from differences of neighbours, so that a trend does not enter."""
+    """The standard deviation of a single step, from differences of neighbours, which a trend does not affect."""
     if len(values) < 3:
         return 0.0
     return math.sqrt(fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2)
@@ -37,7 +36,7 @@ def reward_unit(history: History, series: Series) -> float:
 
 
 def thirds(series: Series | None) -> list[Series] | None:
-    """The first, the middle and the last third; None of a run that is too short to have a trend."""
+    """The first, the middle and the last third; None if the run is too short for a trend."""
     if series is None or len(series) < ENOUGH:
         return None
     length = len(series) // 3
@@ -45,7 +44,7 @@ def thirds(series: Series | None) -> list[Series] | None:
 
 
 def reward_fall(history: History) -> Measurement | None:
-    """How far the last third of the training reward lies below the best third before it."""
+    """Fall of the training reward from its best earlier third to its last third."""
     series = history.series(*REWARD)
     parts = thirds(series)
     if series is None or parts is None:
@@ -64,9 +63,9 @@ def reward_fall(history: History) -> Measurement | None:
 
 
 def held_out_fall(history: History) -> Measurement | None:
-    """How far the last few held-out rewards lie below the best few in a row before them.
+    """Fall of the held-out reward from its best earlier few to the last few.
 
-    The more there are to be the best of, the larger a fall chance alone makes: hence the logarithm.
+    The best of many is high by chance alone, hence the logarithm in the threshold.
     """
     series = history.series("val/reward/mean")
     if series is None or len(series) < 4:
@@ -86,7 +85,7 @@ def held_out_fall(history: History) -> Measurement | None:
 
 
 def _held_out_advice(history: History) -> str | None:
-    """What the training reward does meanwhile tells the two causes apart."""
+    """The training reward of the same time separates the two causes."""
     parts = thirds(history.series(*REWARD))
     if parts is None:
         return None
@@ -128,18 +127,21 @@ GUARDED = {
     ZEROED: "importance weights of 0",
     ENGINE_GAP: "engine and actor with equal weights",
 }
-"""The figures that the guard watches, by the end of ``guard/alarm_...``, in words."""
+"""The guard's figures in words, by the end of ``guard/alarm_...``."""
 
 
 def guard_alarms(history: History) -> Measurement | None:
-    """Whether the guard is raising alarms or has left bypass mode (1), or neither (0), and over what."""
+    """1 if the guard raises alarms or has left bypass mode, else 0, with the causes."""
     alarms = history.recent("guard/alarms")
     if alarms is None:
         return None
     causes = [name for name in GUARDED if history.is_raised(f"guard/alarm_{name}")]
     over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
-    setup = replace(history.setup, fallen_back=False)  # of the mode where it was caused
-    advice = " ".join(dict.fromkeys(f"{remedy(name, setup)}." for name in causes)) or None
+    mode = history.mode_for_remedies
+    if history.fallen_back and mode.has_limit:
+        # The alarm was raised under the configured limit, but decoupled mode is no remedy any more.
+        mode = replace(mode, rollout_correction=replace(mode.rollout_correction, bypass_mode=False))
+    advice = " ".join(dict.fromkeys(f"{remedy(name, mode)}." for name in causes)) or None
     metric = "guard/fallback" if history.fallen_back else "guard/alarms"
     state = "raises alarms" if history.is_raised("guard/alarms") else "is quiet"
     if history.fallen_back:
@@ -149,7 +151,7 @@ def guard_alarms(history: History) -> Measurement | None:
 
 
 def not_finite(history: History) -> Measurement | None:
-    """How many values are NaN or infinite, and lines not readable; the last line alone counts as one half."""
+    """Number of values that are NaN or infinite; a half for broken lines or repeated steps."""
     if not history.rows:
         return None
     found = history.not_finite
@@ -170,7 +172,7 @@ def not_finite(history: History) -> Measurement | None:
 
 
 def _is_not_finite(value: Any, is_numeric: bool) -> bool:
-    """As a number, or, where other rows hold numbers of that name, as text or null."""
+    """NaN or infinity, also as text or null if other rows hold numbers of that name."""
     if isinstance(value, (int, float)):
         return finite(value) is None
     if not is_numeric:
@@ -195,11 +197,54 @@ LOG_CHECK = Check(
 
 
 def advice_on_alarms(history: History) -> str:
-    """More than what the alarm said where the run bypasses with a plain clip and has no guard that acts."""
-    plain = isinstance(history.setting(f"{LOSS}.clip_ratio"), (int, float)) and not history.setup.clip_sides
-    usual = history.clips_at_the_engine and plain and history.correction("guard") != "fallback"
-    more = ": widen clip_ratio or set it to auto, or set guard=fallback" if usual or history.config is None else ""
+    """The alarm's own remedy; with a plain clip band in bypass mode and a guard that only warns, the usual ones."""
+    mode = history.mode or USUAL_MODE
+    plain = mode.diffusion_loss.clip_ratio != "auto" and not mode.diffusion_loss.has_sides
+    clips = mode.limits_the_gap and mode.objective.clips_plain_ratio
+    usual = clips and plain and mode.rollout_correction.guard != "fallback"
+    more = ": widen clip_ratio or set it to auto, or set guard=fallback" if usual else ""
     return f"Do what the alarm said{more}."
+
+
+ENOUGH_AHEAD = 4
+"""Steps that the check on waiting needs: in the first, nothing has been drawn ahead yet."""
+AHEAD = "actor_rollout_ref.rollout.ahead"
+
+
+def waiting(history: History) -> Measurement | None:
+    """Share of the time that engines were idle, or that the trainer waited for images if that is more."""
+    busy = history.recent("perf/engines_busy")
+    waits = history.recent("perf/trainer_waits")
+    if busy is None or waits is None or len(busy) < ENOUGH_AHEAD:
+        return None
+    idle = 1 - busy.mean
+    says = f"engines were idle {idle:.0%} of the time, the trainer waited for images {waits.mean:.0%} of it, "
+    says += span_words(busy.span)
+    if waits.mean > idle:
+        advice = "Give the engines more GPUs (rollout.devices, rollout.engines), or draw in a lower rollout.dtype."
+        return Measurement(waits.mean, waits.metric, waits.span, says, _if_they_take_turns(history) or advice)
+    return Measurement(
+        idle, busy.metric, busy.span, says, _if_they_take_turns(history) or _if_rewards_are_slow(history)
+    )
+
+
+def _if_rewards_are_slow(history: History) -> str | None:
+    """The remedy if rewards keep the trainer from the images, else None."""
+    reward = history.recent("timing_s/reward")
+    update = history.recent("timing_s/update")
+    if reward is None or update is None or reward.mean <= update.mean:
+        return None
+    return (
+        f"The trainer waits for rewards ({reward.mean:.3g} s a step) longer than it learns ({update.mean:.3g} s): have "
+        "a server score them while it learns (reward.remote with streams=true), or make the server faster."
+    )
+
+
+def _if_they_take_turns(history: History) -> str | None:
+    """The remedy if trainer and engines take turns, else None."""
+    if history.setting(AHEAD, 0):
+        return None
+    return "Set rollout.ahead=1: the engines draw a batch while the trainer learns from the one before."
 
 
 LEARNING_CHECKS = (
@@ -251,5 +296,14 @@ LEARNING_CHECKS = (
         limits="healthy: quiet, watch: alarms, or fallen back",
         reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
         advice=advice_on_alarms,
+    ),
+    Check(
+        name="waiting",
+        title="Trainer and engines waiting for each other",
+        measure=waiting,
+        sde=HealthyRange(high=0.5),
+        reason="No split of a few GPUs is even; where one side is idle for half of the time, a GPU of it does more on "
+        "the other side.",
+        advice="Give the trainer some of the engines' GPUs; flowgrpo-rc plan --gpus says which split is fastest.",
     ),
 )

@@ -1,4 +1,4 @@
-"""What a check found, and the limits that its value was held against."""
+"""The outcome of a check, and the limits that it was judged by."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,10 +11,7 @@ LEVELS = (OK, WATCH, PROBLEM)
 
 @dataclass(frozen=True)
 class HealthyRange:
-    """The limits of a check: where a value is healthy and where it is a problem; between the two it is one to watch.
-
-    Limits are inclusive. None leaves a side open.
-    """
+    """The limits of a check, inclusive; None leaves a side open. Between healthy and problem is the level to watch."""
 
     low: float | None = None
     """The smallest healthy value."""
@@ -58,11 +55,11 @@ class Finding:
     check: str
     """The check's name, as in ``docs/report.md``."""
     title: str
-    """What it looks at, in a few words."""
+    """The subject, in a few words."""
     metric: str
     """The metric it was measured on."""
     value: float
-    """What was measured; see ``measured`` for its unit."""
+    """The value; ``measured`` has its unit."""
     limit: float | None
     """The limit that the value passed, or else the nearest."""
     band: str
@@ -70,9 +67,9 @@ class Finding:
     steps: tuple[int, int]
     """First and last step that went into the value."""
     measured: str
-    """The value in words, with where it comes from."""
+    """The value in words, with its metric and steps."""
     advice: str
-    """What to do, in one sentence; also given when all is well."""
+    """The remedy, in one sentence; also given when all is well."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain, for JSON."""
@@ -85,7 +82,7 @@ def worst(findings: Sequence[Finding]) -> str:
 
 
 def number(value: float) -> str:
-    """A number for people: three significant digits, exponents only where they help."""
+    """Format a number with three significant digits, and exponents only for very small or large ones."""
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:

@@ -1,4 +1,4 @@
-"""The health check: every check that the rows allow, worst first."""
+"""The health check: run every check that the rows allow, worst finding first."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,25 +7,24 @@ from flowgrpo_rc.report.check import Check
 from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
 from flowgrpo_rc.report.checks_gap import GAP_CHECKS
 from flowgrpo_rc.report.checks_learning import LEARNING_CHECKS, LOG_CHECK
-from flowgrpo_rc.report.checks_waiting import WAITING_CHECK
 from flowgrpo_rc.report.finding import LEVELS, Finding
 from flowgrpo_rc.report.history import History
 
-CHECKS: tuple[Check, ...] = (LOG_CHECK, *GAP_CHECKS, *CORRECTION_CHECKS, *LEARNING_CHECKS, WAITING_CHECK)
+CHECKS: tuple[Check, ...] = (LOG_CHECK, *GAP_CHECKS, *CORRECTION_CHECKS, *LEARNING_CHECKS)
 """Causes before effects: among findings of one level, the first is the one to begin with."""
 
 
 def check_health(
     rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None, *, broken_lines: int = 0
 ) -> list[Finding]:
-    """Holds a run's metrics against their healthy ranges.
+    """Compare a run's metrics with their healthy ranges.
 
     Args:
-        rows: metrics by name, a mapping a step, as in ``metrics.jsonl``; ``step`` counts from 1 where it is missing.
-            Rows of other trainers do as far as they use verl's names.
+        rows: metrics by name, one mapping per step, as in ``metrics.jsonl``; ``step`` counts from 1 if it is missing.
+            Rows of other trainers are checked as far as they use verl's names.
         config: the resolved configuration (``config.yaml``) as nested mappings. Without it, checks that compare with
-            the clip band are left out, and log-probs are taken for those of tokens unless a ``rollout_sync/`` or
-            per-timestep metric tells otherwise.
+            the clip band are left out, and log-probs count as those of tokens unless there are ``rollout_sync/`` or
+            per-timestep metrics.
         broken_lines: lines of the log that could not be read.
 
     Returns:

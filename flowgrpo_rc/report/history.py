@@ -1,21 +1,25 @@
-"""Metrics rows as time series, and the few settings that checks need."""
+"""Metrics rows as time series, with the mode that the run is in."""
 
 import functools
 import itertools
 import math
 import re
+import warnings
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
 from typing import Any
 
-from flowgrpo_rc.gap.remedies import RunSetup
+from flowgrpo_rc.actor.config import DiffusionLossConfig
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
+from flowgrpo_rc.gap.safety import USUAL_MODE, remedy
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
 from flowgrpo_rc.sde.types import SDE_TYPES
 
 WINDOW = 10
-"""Training steps that "now" means: enough that one unlucky batch raises no alarm."""
+"""Training steps that count as recent: enough that one unlucky batch raises no alarm."""
 
 TIMESTEP = re.compile(
     r"^(?P<metric>(?:actor|rollout_corr|rollout_sync)/.+?)[/_](?:ts|timestep|t)_?(?P<t>\d+(?:\.\d+)?(?:e[+-]?\d+)?)$"
@@ -23,10 +27,12 @@ TIMESTEP = re.compile(
 """A metric of one timestep: ``rollout_corr/logprob_abs_diff/ts_666.667``, ``.../t500``, ``..._t500``."""
 
 LARGEST = 1e150
-"""Beyond this a value counts as infinite: its square is. Below its inverse one counts as 0, for the same reason."""
+"""Larger values count as infinite, since their squares are; for the same reason values below its inverse count as 0."""
 CORRECTION = "rollout_corr/"
 REWARD = ("reward/mean", "critic/rewards/mean", "critic/score/mean")
 """Training reward: here, and in verl."""
+LOSS = "actor_rollout_ref.actor.diffusion_loss"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Series:
     steps: tuple[int, ...]
     values: tuple[float, ...]
     now_from: int | None = None
-    """Index of the first point of the run's last ``WINDOW`` training steps; None where it ended before them."""
+    """Index of the first point of the run's last ``WINDOW`` training steps; None if the metric ended before them."""
 
     def part(self, start: int, stop: int) -> "Series":
         """Points ``start`` to ``stop``, as a slice."""
@@ -45,7 +51,7 @@ class Series:
 
     @property
     def now(self) -> "Series | None":
-        """The points of the run's last ``WINDOW`` training steps; None where the metric is no longer logged."""
+        """The points of the run's last ``WINDOW`` training steps; None if the metric is no longer logged."""
         return None if self.now_from is None else self.part(self.now_from, len(self))
 
     @property
@@ -63,10 +69,10 @@ class Series:
 
 
 class History:
-    """What a run logged, with what is known of its configuration.
+    """The metrics of a run, with its configuration as far as it is known.
 
     Args:
-        rows: a mapping a step, as in ``metrics.jsonl``, in any order; one without a ``step`` comes after the row
+        rows: one mapping per step, as in ``metrics.jsonl``, in any order; a row without ``step`` follows the row
             before it, the first is step 1.
         config: the resolved configuration as nested mappings, or None.
         broken_lines: lines of the log that could not be read.
@@ -87,7 +93,7 @@ class History:
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
         highest = itertools.accumulate(trained_at, max)
         self.repeated = [step for step, before in zip(trained_at[1:], highest, strict=False) if step <= before]
-        """Training steps that were logged after the same or a later one, as where two runs wrote one log."""
+        """Training steps that were logged after the same or a later one, for example by two runs in one folder."""
         in_order = sorted(zip(steps, rows, strict=True), key=lambda pair: pair[0])
         self.rows = [row for _, row in in_order]
         self.steps = sorted(steps)
@@ -97,7 +103,7 @@ class History:
         self.names: list[str] = []
         """Every metric that was logged, in order of its first row."""
         self.numeric: set[str] = set()
-        """Those that were a number at least once, NaN and infinity among them."""
+        """Metrics that were a number at least once, NaN and infinity among them."""
         self.not_finite: list[tuple[int, str, Any]] = []
         """Step, metric and value of everything logged that is no finite number."""
         self._columns: dict[str, dict[int, float]] = {}
@@ -122,12 +128,12 @@ class History:
         self.names = [name for name in self._columns if name != "step"]
 
     def series(self, *names: str) -> Series | None:
-        """The first of ``names`` that is still logged, or else that ever was."""
+        """The first of ``names`` that is still logged, else the first that ever was."""
         there = [series for series in map(self._series, names) if series is not None]
         return next((series for series in there if series.now_from is not None), there[0] if there else None)
 
     def _read(self, name: str) -> Series | None:
-        """One metric; a ``rollout_corr/`` name also from the rows where the actor logged it, as in bypass mode."""
+        """One metric; a ``rollout_corr/`` name also from rows where the actor logged it, as in bypass mode."""
         column = self._columns.get(name, {})
         metric = name
         by_actor = self._columns.get(f"actor/{name}", {}) if name.startswith(CORRECTION) else {}
@@ -141,9 +147,9 @@ class History:
         return Series(metric, steps, tuple(column.values()), self._now_from(steps))
 
     def _now_from(self, steps: tuple[int, ...]) -> int | None:
-        """Where the recent points of a metric that was logged at ``steps`` begin; None where there are none.
+        """Index of the first recent point of a metric that was logged at ``steps``; None if there is none.
 
-        What is logged only now and then gets a window of twice its own spacing.
+        A metric that is logged at intervals gets a window of twice its own spacing.
         """
         places = [self._place[step] for step in steps if step in self._place]
         spacing = median(b - a for a, b in itertools.pairwise(places)) if len(places) > 1 else 1
@@ -158,12 +164,12 @@ class History:
         return None if series is None else series.now
 
     def is_raised(self, name: str) -> bool:
-        """Whether a metric that is 0 while all is well, as the guard's are, is above it now."""
+        """Return true if a metric that is 0 while all is well, such as the guard's, is above 0 now."""
         series = self.recent(name)
         return series is not None and series.values[-1] > 0
 
     def by_timestep(self) -> dict[str, dict[float, Series]]:
-        """``recent`` as ``{metric: {timestep: series}}`` of all that ``TIMESTEP`` matches; noisy timesteps first."""
+        """``recent`` as ``{metric: {timestep: series}}`` of everything ``TIMESTEP`` matches, from noise to image."""
         found: dict[str, dict[float, Series]] = {}
         for name in self.names:
             match = TIMESTEP.match(name)
@@ -183,124 +189,146 @@ class History:
 
     @property
     def staleness(self) -> int:
-        """How many batches older than the actor's the adapter is that draws, by the settings."""
-        return max(self.setting(f"actor_rollout_ref.rollout.{name}", 0) or 0 for name in ("adapter_lag", "ahead"))
-
-    def correction(self, key: str, default: Any = None) -> Any:
-        """A key of the rollout correction: resolved in the actor's section, else as it was written."""
-        value = self.setting(f"actor_rollout_ref.actor.rollout_correction.{key}")
-        return self.setting(f"algorithm.rollout_correction.{key}", default) if value is None else value
+        """Batches by which the engine's adapter is configured to be older than the actor's."""
+        return max(self.setting(f"{ROLLOUT}.{name}", 0) or 0 for name in ("adapter_lag", "ahead"))
 
     @property
     def sde(self) -> bool:
-        """Whether log-probs are those of SDE steps (means over latent dimensions), not of tokens."""
-        return self.setting("actor_rollout_ref.rollout.algo.sde_type") is not None or any(
+        """Log-probs are those of SDE steps (means over latent dimensions), not of tokens."""
+        return self.setting(f"{ROLLOUT}.algo.sde_type") is not None or any(
             name.startswith("rollout_sync/") or TIMESTEP.match(name) for name in self.names
         )
 
     @property
-    def clips_at_the_engine(self) -> bool:
-        """Whether PPO's clip of the plain ratio is centred at the engine's log-probs now."""
-        return self.bypasses and self.clips_the_ratio
+    def cps(self) -> bool:
+        """Log-probs omit ``1/(2 std^2)``, and so have a unit of their own."""
+        sde_type = SDE_TYPES.get(str(self.setting(f"{ROLLOUT}.algo.sde_type")))
+        return sde_type is not None and not sde_type.log_prob_is_density
+
+    # ------------------------------------------------------------------ the mode in force
+
+    @functools.cached_property
+    def configured_mode(self) -> ModeInForce | None:
+        """The configured mode; None without a configuration, or with one that this version does not accept."""
+        if self.config is None:
+            return None
+        correction = self.setting("algorithm.rollout_correction")
+        resolved = self.setting("actor_rollout_ref.actor.rollout_correction")
+        loss = self.setting(LOSS) or {}
+        known = {field.name for field in fields(DiffusionLossConfig)}
+        options = {key: as_number(value) for key, value in loss.items() if key in known}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return ModeInForce(
+                    RolloutCorrectionConfig.from_dict(resolved if isinstance(resolved, Mapping) else correction),
+                    DiffusionLossConfig(**options),
+                )
+        except (AttributeError, TypeError, ValueError):
+            return None
 
     @property
     def fallen_back(self) -> bool:
-        """Whether the guard has the run in decoupled mode now."""
+        """The guard has moved the run to decoupled mode."""
         return self.is_raised("guard/fallback")
+
+    @functools.cached_property
+    def mode(self) -> ModeInForce | None:
+        """The mode in force: the configured one, or decoupled mode after a fallback."""
+        mode = self.configured_mode
+        falls_back = mode is not None and mode.has_limit and self.fallen_back
+        return mode.decoupled() if mode is not None and falls_back else mode
+
+    @property
+    def mode_for_remedies(self) -> ModeInForce:
+        """The configured mode; the usual one if it is unknown, and the usual criterion if none is configured."""
+        mode = self.configured_mode or USUAL_MODE
+        correction = mode.rollout_correction
+        # Rejected samples without a criterion come from rows of another trainer, which rejects in its own way.
+        if correction.rollout_rs is None and correction.rollout_is_mode != "mask":
+            usual = USUAL_MODE.rollout_correction
+            threshold = correction.rollout_rs_threshold or usual.rollout_rs_threshold
+            correction = replace(correction, rollout_rs=usual.rollout_rs, rollout_rs_threshold=threshold)
+        return replace(mode, rollout_correction=correction)
+
+    def remedy(self, figure: str) -> str:
+        """The remedy for a figure of ``gap.safety`` in this run."""
+        return remedy(figure, self.mode_for_remedies, fallen_back=self.fallen_back)
 
     @property
     def bypasses(self) -> bool:
-        """Whether the run is in bypass mode now: so configured, and no guard has left it."""
-        return bool(self.correction("bypass_mode", False)) and not self.fallen_back
-
-    @property
-    def cps(self) -> bool:
-        """Whether log-probs leave out ``1/(2 std^2)``, and so have a unit of their own."""
-        sde_type = SDE_TYPES.get(str(self.setting("actor_rollout_ref.rollout.algo.sde_type")))
-        return sde_type is not None and not sde_type.log_prob_is_density
+        """The run is in bypass mode now."""
+        return self.mode is not None and self.mode.bypasses
 
     @property
     def objective(self) -> Objective:
-        """The run's objective; the usual one where the configuration names none that is known."""
-        return OBJECTIVES.get(str(self.setting(f"{LOSS}.loss_mode")), OBJECTIVES[DEFAULT])
+        """The run's objective; the default one if the mode is unknown."""
+        return OBJECTIVES[DEFAULT] if self.mode is None else self.mode.objective
 
     @property
     def has_limit(self) -> bool:
-        """Whether the objective's limit acts: REINFORCE in bypass mode has none."""
-        return self.correction("loss_type", "ppo_clip") == "ppo_clip"
+        """The objective's limit acts: REINFORCE in bypass mode has none."""
+        return self.mode is None or self.mode.has_limit
 
     @property
     def clips(self) -> bool:
-        """Whether a ratio is clipped at all; an objective may bound a divergence instead."""
+        """A ratio is clipped; an objective may bound a divergence instead."""
         return self.has_limit and self.objective.clips
 
     @property
     def clips_the_ratio(self) -> bool:
-        """Whether the plain ratio is clipped, and not one that the objective has normalised."""
+        """The plain ratio is clipped, not one that the objective has normalised."""
         return self.has_limit and self.objective.clips_plain_ratio
 
     @property
-    def setup(self) -> RunSetup:
-        """What remedies depend on; the usual run's where nothing is known."""
-        if self.config is None:
-            return RunSetup()
-        criteria = self.correction("rollout_rs")
-        only_weights_reject = criteria is None and self.correction("rollout_is_mode") == "mask"
-        return RunSetup(
-            objective=self.objective,
-            calibrates_clip=self.setting(f"{LOSS}.clip_ratio") == "auto",
-            clip_sides=any(self.setting(f"{LOSS}.clip_ratio_{side}") is not None for side in ("low", "high")),
-            limits_the_gap=self.bypasses and self.has_limit,
-            fallen_back=self.fallen_back,
-            rejection=None if only_weights_reject else str(criteria or RunSetup().rejection),
-            calibrates_rejection=self.correction("rollout_rs_threshold") == "auto",
-        )
+    def clips_at_the_engine(self) -> bool:
+        """PPO's clip of the plain ratio is centred at the engine's log-probs now."""
+        return self.bypasses and self.clips_the_ratio
 
     @property
     def weights_act(self) -> bool:
-        """Whether importance weights are in the loss, or reject; in bypass mode with PPO they only diagnose."""
-        return not (self.bypasses and self.has_limit) or self.correction("rollout_is_mode") == "mask"
+        """Importance weights enter the loss or reject; in bypass mode with PPO they only diagnose."""
+        if self.mode is None:
+            return True
+        correction = self.mode.rollout_correction
+        return correction.weights_act or correction.rollout_is_mode == "mask"
 
     @property
     def clip_width(self) -> float | None:
-        """Half width of the clip band: the narrower side, or the recent mean of a calibrated band; None: unknown.
-
-        A run that has fallen back from a calibrated band has its lower bound.
-        """
-        ratio = self.setting(f"{LOSS}.clip_ratio")
-        if ratio == "auto":
-            if self.fallen_back:
-                return as_number(self.setting(f"{LOSS}.auto_clip_min"))
+        """Half width of the clip band: the narrower side, or the recent mean of a calibrated band; None if unknown."""
+        section = self.setting(LOSS)
+        configured = isinstance(section, Mapping) and any(key.startswith("clip_ratio") for key in section)
+        if self.mode is None or not configured:
+            return None
+        loss = self.mode.diffusion_loss
+        if loss.clip_ratio == "auto":
             width = self.recent("actor/clip_ratio_auto_mean")
             return None if width is None else width.mean
-        sides = [self.setting(f"{LOSS}.clip_ratio_{side}") for side in ("low", "high")]
-        known = [as_number(ratio if side is None else side) for side in sides]
-        return min((side for side in known if side is not None), default=None)
-
-
-LOSS = "actor_rollout_ref.actor.diffusion_loss"
+        sides = (loss.clip_ratio_low, loss.clip_ratio_high)
+        return min(float(loss.clip_ratio if side is None else side) for side in sides)
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float; None for anything else, and for one that is NaN, infinite or too large to compute with."""
+    """A number as a float; None for anything else, for NaN, and for a value too large to compute with."""
     if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         return None
     return float(value) if abs(value) > 1 / LARGEST else 0.0
 
 
-def as_number(value: Any) -> float | None:
-    """``finite``, also of text: YAML reads ``1e-3`` as such."""
+def as_number(value: Any) -> Any:
+    """Text that spells a number as that number, since YAML reads ``1e-3`` as text; other values as they are."""
     try:
-        return finite(float(value) if isinstance(value, str) else value)
-    except (ValueError, OverflowError):
-        return None
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The step of every row; one that names none comes after the row before it."""
+    """The step of every row."""
     steps: list[int] = []
     for row in rows:
         step = finite(row.get("step", row.get("training/global_step")))
+        # Floats of this size are no longer exact integers.
         if step is None or abs(step) >= 2**53:
             step = steps[-1] + 1 if steps else 1
         steps.append(int(step))

@@ -1,10 +1,9 @@
 """One self-contained HTML page about a run: no script, no request, pictures inline.
 
-Its text stands in ``page.html``, a template of jinja2, and its look in ``page.css``; what they show is gathered here.
+``page.html`` is its jinja2 template, ``page.css`` its style; this module gathers the values.
 """
 
 import html
-import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -21,16 +20,16 @@ from flowgrpo_rc.report.summary import key_numbers
 from flowgrpo_rc.run_folder import write_whole
 
 DOCTYPE = "<!DOCTYPE html>"
-"""How a page begins."""
+"""First line of a page."""
 WORDS = {OK: "Healthy", WATCH: "Watch", PROBLEM: "Problem"}
 SIGNS = {OK: "✓", WATCH: "!", PROBLEM: "✕"}
 PROBE_VERDICTS = {OK: "Safe", WATCH: "Not shown safe", PROBLEM: "Not safe"}
 PROBE_COLUMNS = {"mean |l|": "abs_mean", "90 %": "abs_q90", "largest": "abs_max", "nats": "nats", "clipped": "clipped"}
-"""Of the probe's table, the keys behind its columns; the first column is the timestep."""
+"""Columns of the probe's table after the timestep, with their keys."""
 
 
 def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[Finding]]:
-    """Writes the page, whole or not at all; by default as ``report.html`` in the run folder.
+    """Write the page, whole or not at all; by default as ``report.html`` in the run folder.
 
     Returns:
         The file, and the findings that it shows.
@@ -39,8 +38,6 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
         OSError: the file cannot be written, or is a folder or something else than a page.
     """
     target = run.root / "report.html" if path is None else Path(path)
-    if "\0" in str(target):
-        raise OSError(f"{str(target)!r}: no path can hold a NUL character; give the name of a file")
     if target.is_dir():
         raise IsADirectoryError(f"{target}: is a folder; give the name of a file")
     if not _may_be_replaced(target):
@@ -48,28 +45,29 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
     findings = check_health(run.rows, run.config, broken_lines=run.broken_lines)
     target.parent.mkdir(parents=True, exist_ok=True)
     page = build_page(run, findings)
+    # A prompt or a path may hold half a surrogate pair, which UTF-8 cannot encode.
     write_whole(target, lambda partial: partial.write_text(page, encoding="utf-8", errors="backslashreplace"))
     return target, findings
 
 
 def _may_be_replaced(target: Path) -> bool:
-    """Whether nothing of this name would be lost: no record of a run, no device or pipe."""
-    if not os.path.lexists(target):
+    """Return true unless ``target`` is something else than a page; a typo must not cost a run its records."""
+    if not target.exists():
         return True
     if not target.is_file():
-        return target.is_symlink() and not target.exists()
+        return False
     with target.open("rb") as file:
         start = file.read(len(DOCTYPE))
     return start in (b"", DOCTYPE.encode())
 
 
 def build_page(run: Run, findings: Sequence[Finding]) -> str:
-    """The page as text. Everything that comes from the run is escaped."""
+    """Render the page. Everything from the run is escaped."""
     from jinja2 import Environment
     from markupsafe import Markup
 
     files = resources.files("flowgrpo_rc.report")
-    # The template escapes every value but those that say themselves that they are markup.
+    # The template escapes every value except ``Markup``.
     environment = Environment(autoescape=True, keep_trailing_newline=True)
     environment.filters |= {"prose": lambda text: Markup(_prose(text)), "sentence": _sentence}
     template = environment.from_string(files.joinpath("page.html").read_text(encoding="utf-8"))
@@ -102,14 +100,14 @@ def _prose(text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """With a capital, unless it begins with a metric's name, and a full stop."""
+    """Add a full stop, and a capital unless the text begins with a metric's name."""
     first = text.split(" ", 1)[0]
     start = text if "/" in first or "." in first else text[:1].upper() + text[1:]
     return f"{start}."
 
 
 def _samples(run: Run) -> list[dict[str, str | None]]:
-    """The grids, each as a picture or with the reason why it is not shown."""
+    """The grids, each as a picture or with the reason for its absence."""
     found = []
     titles = ("Before", "Now")[-len(run.samples) :]
     for title, path in zip(titles, run.samples, strict=False):
@@ -120,18 +118,18 @@ def _samples(run: Run) -> list[dict[str, str | None]]:
 
 
 def _probe(probe: Mapping[str, Any]) -> dict[str, Any]:
-    """Verdict and table of ``flowgrpo-rc probe``; what is missing in it stays empty."""
-    advice = probe.get("advice") or {}
+    """Verdict and table of ``flowgrpo-rc probe``; values missing in an older file stay empty."""
+    advice = probe["advice"]
     level = OK if advice.get("safe") else PROBLEM
     if advice.get("verdict") == "not shown safe":
         level = WATCH
     rows = []
-    for step in [*(probe.get("steps") or []), probe.get("overall") or {}]:
+    for step in [*probe["steps"], probe["overall"]]:
         timestep = "all" if step.get("timestep") is None else _cell(step["timestep"])
         rows.append([timestep, *(_cell(step.get(key)) for key in PROBE_COLUMNS.values())])
     drift = probe.get("drift") or {}
-    # As many as there are steps, in their order, and the one of all together.
-    drifts = [*(drift.get("timesteps") or []), drift] if drift else []
+    # One per step, in their order, and the one of all together.
+    drifts = [*drift["timesteps"], drift] if drift else []
     for row, one in zip(rows, drifts, strict=False):
         row.append(_with_interval(one))
     return {
@@ -144,8 +142,8 @@ def _probe(probe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_interval(figure: Mapping[str, Any]) -> str:
-    ends = figure.get("interval") or {}
-    return f"{_cell(figure.get('value'))} ({_cell(ends.get('low'))} to {_cell(ends.get('high'))})"
+    ends = figure["interval"]
+    return f"{_cell(figure['value'])} ({_cell(ends['low'])} to {_cell(ends['high'])})"
 
 
 def _cell(value: Any) -> str:

@@ -1,13 +1,13 @@
-"""What a panel is: a record of metrics, unit and limits that draws a run's values and says them in words.
+"""A panel: a record of metrics, unit and limits that draws a run's values and puts them in words.
 
-``panels`` lists them. ``summary.png``, the closing table and the page are drawn from the same ones, so that a metric
-has one name, one colour and one unit wherever people meet it.
+``panels`` lists them. ``summary.png``, the closing table and the page share them, so that a metric has one name, one
+colour and one unit everywhere.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import WINDOW, History, Series
@@ -45,7 +45,7 @@ SETTINGS: Any = {
 }
 """Of matplotlib, for ``rc_context``."""
 LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
-"""How limits are drawn, in red, in every panel."""
+"""Limits are red in every panel."""
 MOST_POINTS = 1000
 """Points of a line in a picture, which is some 500 pixels wide; matplotlib takes minutes for a million."""
 
@@ -55,18 +55,18 @@ class Line:
     """One metric over the steps of the run."""
 
     metrics: tuple[str, ...]
-    """Its names, of which the first that the run still logs is shown."""
+    """Its names; the first that the run still logs is shown."""
     label: str
     """The entry in the legend."""
     color: str = BLUE
     name: str | None = None
-    """What sentences and tables call it, if not by its label. A line with an empty name is only drawn."""
+    """Its name in sentences and tables, if not the label. A line with an empty name is only drawn."""
     key: bool = False
-    """Whether it is a key number: one of those that head the page and make the closing table."""
+    """Show it as a key number, at the head of the page and in the closing table."""
     style: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of matplotlib's ``plot``."""
     smooth: bool = False
-    """Whether the running mean is shown in place of the values."""
+    """Draw the running mean instead of the values."""
 
     @property
     def spoken(self) -> str:
@@ -74,14 +74,15 @@ class Line:
         return self.label if self.name is None else self.name
 
     def series(self, history: History) -> Series | None:
-        """What the run logged of it."""
+        """The logged values."""
         series = history.series(*self.metrics)
         return running_mean(series) if series is not None and self.smooth else series
 
 
 def running_mean(series: Series) -> Series:
-    """The mean over a window that ends at each point, at ``MOST_POINTS`` points or fewer, the last among them."""
-    window = max(WINDOW, len(series) // 40)  # of more steps in long runs, which scatter over more points
+    """Means over a window that ends at each point, at ``MOST_POINTS`` points or fewer, the last among them."""
+    # Long runs scatter over more points, so their window is longer.
+    window = max(WINDOW, len(series) // 40)
     # Means at every point would cost the square of the length, as the window grows with it.
     stride = -(-len(series) // MOST_POINTS)
     chosen = sorted({0, *range(len(series) - 1, 0, -stride)})
@@ -104,16 +105,26 @@ def thinned(points: Mapping[int, float]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Level:
-    """A value to compare the lines with: a limit if it has a label, else the value of two equal policies."""
+    """A horizontal line: a limit if it has a label, else the value of two equal policies."""
 
     value: float
     label: str = ""
     linestyle: str = "--"
 
     def draw(self, axes: Any) -> None:
-        """As a horizontal line."""
+        """Draw it on matplotlib axes."""
         limit = {"color": RED, "label": self.label, **LIMIT_STYLE, "linestyle": self.linestyle}
         axes.axhline(self.value, **(limit if self.label else {"color": SOFT, "linewidth": 0.8}))
+
+
+Value = TypeVar("Value")
+ByRun: TypeAlias = Value | Callable[[History], Value]
+"""A value, or a function that returns it for a run."""
+
+
+def of_run(value: Any, history: History) -> Any:
+    """The value of a ``ByRun`` for this run."""
+    return value(history) if callable(value) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,45 +132,45 @@ class Panel:
     """Metrics over the steps of the run."""
 
     title: str
-    unit: str
-    """The label of the axis that the values are on."""
+    unit: ByRun[str]
+    """Label of the axis of the values."""
     caption: str
-    """What to look for, in one sentence."""
+    """A hint what to look for, in one sentence."""
     file: str = ""
-    """The stem of its own picture under ``plots/``. Panels that have one are those of ``summary.png``."""
-    lines: Sequence[Line] = ()
-    levels: Sequence[Level] = ()
+    """Stem of its own picture under ``plots/``. ``summary.png`` shows the panels that have one."""
+    lines: ByRun[Sequence[Line]] = ()
+    levels: ByRun[Sequence[Level]] = ()
     scale: str = "linear"
     """``linear``; ``log``, where no value is negative; or ``share``, from 0 to the next round limit up to 1."""
 
     def logged(self, history: History) -> list[tuple[Line, Series]]:
         """Its lines, as far as the run logged them."""
-        return [(line, series) for line in self.lines if (series := line.series(history)) is not None]
+        return [(line, series) for line in of_run(self.lines, history) if (series := line.series(history)) is not None]
 
     def words(self, history: History) -> str:
-        """What it shows, for those who cannot see it; empty where the run logged nothing of it."""
+        """The values in words, for those who cannot see the picture; empty if the run logged none."""
         parts = []
         for line, series in self.logged(history):
             if line.spoken:
                 ends = f"from {number(series.values[0])} to {number(series.values[-1])}"
                 parts.append(f"{line.spoken} {ends}, steps {series.span[0]}-{series.span[1]}")
-        levels = [level.label for level in self.levels if level.label]
+        levels = [level.label for level in of_run(self.levels, history) if level.label]
         return "; ".join([*parts, *levels] if parts else [])
 
     def draw(self, history: History, axes: Any) -> None:
-        """Draws it on matplotlib axes, without title and legend."""
+        """Draw it on matplotlib axes, without title and legend."""
         logged = self.logged(history)
         values = [value for _, series in logged for value in series.values]
         logarithmic = self.scale == "log" and min(values) >= 0 and max(values) > 0
         for line, series in logged:
-            # A logarithmic scale has no place for zeros, and a line of nothing else needs no legend.
+            # A logarithmic scale cannot show zeros, and a line of zeros alone needs no legend entry.
             points = {step: v for step, v in zip(series.steps, series.values, strict=True) if v > 0 or not logarithmic}
             points = thinned(points)
             if points:
-                # A line through one or two points is hard to see without them.
+                # A line through one or two points is hard to see without markers.
                 style = {"marker": "o" if len(points) < 3 else None, "color": line.color, **line.style}
                 axes.plot(list(points), list(points.values()), label=line.label, **style)
-        for level in self.levels:
+        for level in of_run(self.levels, history):
             level.draw(axes)
         if logarithmic:
             _use_log_scale(axes)
@@ -169,16 +180,16 @@ class Panel:
             top = max(value for drawn in axes.get_lines() for value in drawn.get_ydata())
             limit = next((limit for limit in (0.1, 0.25, 0.5) if top <= 0.9 * limit), 1.0)
             axes.set_ylim(-0.02 * limit, 1.02 * limit)
-        axes.set(xlabel="step", ylabel=self.unit)
+        axes.set(xlabel="step", ylabel=of_run(self.unit, history))
 
 
 class TimestepPanel(Panel):
     """The recent means of every gap that is logged by timestep, from noise to image."""
 
     def recent(self, history: History) -> dict[str, dict[float, Series]]:
-        """The last values by metric and timestep; without signed means, which a logarithmic scale cannot show.
+        """Recent values by metric and timestep, without signed means, which a logarithmic scale cannot show.
 
-        Also without metrics in nats, which say the same in another unit.
+        Metrics in nats are left out too; they repeat the others in another unit.
         """
         found = {}
         for metric, steps in history.by_timestep().items():
@@ -200,18 +211,17 @@ class TimestepPanel(Panel):
             label = metric.removeprefix("actor/").removeprefix("rollout_corr/").removeprefix("rollout_sync/")
             means = [series.mean for series in steps.values()]
             axes.plot(list(steps), means, "o-", color=color, label=label, markersize=4)
-        for level in self.levels:
+        for level in of_run(self.levels, history):
             level.draw(axes)
         axes.invert_xaxis()
         _use_log_scale(axes)
-        axes.set(xlabel="timestep, from noise to image", ylabel=self.unit)
+        axes.set(xlabel="timestep, from noise to image", ylabel=of_run(self.unit, history))
 
 
 def draw_panel(panel: Panel, history: History, figure: Any, title: str | None = None) -> None:
-    """The panel of a run on a matplotlib figure or subfigure of its own, with its legend above the axes.
+    """Draw a panel on a matplotlib figure or subfigure of its own, with its legend above the axes.
 
-    To be called with ``SETTINGS`` in force. A ``title`` heads the legend; without one, a line that stands
-    alone has no legend.
+    Call it with ``SETTINGS`` in force. A ``title`` heads the legend; without one, a single line has no legend.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -227,7 +237,7 @@ def draw_panel(panel: Panel, history: History, figure: Any, title: str | None = 
 
 
 def _use_log_scale(axes: Any) -> None:
-    """Makes the y axis logarithmic, with ticks at 1, 2 and 5."""
+    """Make the y axis logarithmic, with ticks at 1, 2 and 5."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -238,6 +248,6 @@ def _use_log_scale(axes: Any) -> None:
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-    """As many columns as fit: 66 characters is about the width of a small figure."""
+    """As many columns as fit; 66 characters are about the width of a small figure."""
     widest = 6 + max(map(len, labels))
     return next((count for count in (4, 3, 2) if count <= len(labels) and count * widest < 66), 1)

@@ -1,6 +1,6 @@
-"""The panels of a run: which metrics each shows, in which unit, against which limits, and what to look for.
+"""The panels of a run: the metrics of each, their unit and limits, and a hint what to look for.
 
-To show a new metric, add a line to one of them, or a panel.
+To show a new metric, add a ``Line`` to a panel of ``PANELS``, or a panel.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import REWARD, WINDOW, History
 from flowgrpo_rc.report.panel import GREEN, LIMIT_STYLE, ORANGE, RED, SOFT, Level, Line, Panel, TimestepPanel
-from flowgrpo_rc.report.timeline import TimelinePanel, last_lanes
+from flowgrpo_rc.report.timeline import TimelinePanel
 from flowgrpo_rc.rewards.names import STATISTICS
 
 THIN: dict[str, Any] = {"linewidth": 1}
@@ -18,128 +18,6 @@ FAINT: dict[str, Any] = {"linewidth": 1, "alpha": 0.4}
 POINTS: dict[str, Any] = {"marker": "o", "markersize": 4}
 PART_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 3, 1, 3)))
 """Line styles of the rewards that a total is made of; of more than so many, the later ones are left out."""
-
-
-def panels_of(history: History) -> list[Panel]:
-    """Every panel that the run logged something for, in the page's order."""
-    # Log-probs of SDE steps are means over latent dimensions; those of ``cps`` and of tokens have a unit of their own.
-    log_ratio = "|log ratio| per dimension" if history.sde and not history.cps else "|log ratio|"
-    clip_level = _clip_level(history)
-    lanes = last_lanes(history.timeline)
-    panels = (
-        Panel(
-            title="Reward",
-            unit="reward",
-            file="reward",
-            lines=_reward_lines(history),
-            caption="Both should climb; only held out falling: the reward is being gamed.",
-        ),
-        Panel(
-            title="Scorers that only look",
-            unit="held-out score",
-            lines=_observer_lines(history),
-            caption="Falling while the held-out reward climbs: the reward is being gamed.",
-        ),
-        Panel(
-            title="Clipped samples",
-            unit="share of samples",
-            file="clip_fraction",
-            scale="share",
-            # None where the objective has no clip band that samples can lie outside of.
-            lines=CLIP_LINES if history.clips else (),
-            caption="Before learning: what the gap alone puts outside the clip band.",
-        ),
-        Panel(
-            title="Gap between engine and actor",
-            unit=log_ratio,
-            file="log_prob_gap",
-            scale="log",
-            lines=_gap_lines(history),
-            # A calibrated clip band is a line, as it moves from step to step.
-            levels=clip_level if history.series("actor/clip_ratio_auto_mean") is None else (),
-            caption="Steady; where the clip band is drawn, well below it.",
-        ),
-        TimestepPanel(
-            title="Gap by timestep",
-            unit=log_ratio,
-            levels=clip_level,
-            caption=f"Last {WINDOW} steps; smooth, and where the clip band is drawn, below it.",
-        ),
-        Panel(
-            title="Effective sample size",
-            unit="share of the batch",
-            scale="share",
-            lines=(Line(("rollout_corr/rollout_is_eff_sample_size",), "effective sample size"),),
-            levels=_sample_size_levels(history),
-            caption="1: every sample counts alike; below .3 a few carry all.",
-        ),
-        Panel(
-            title="KL of rollout from training",
-            unit="in units of the log-probs",
-            lines=(
-                Line(("rollout_corr/kl",), "KL, either sign"),
-                Line(("rollout_corr/k3_kl",), "k3, non-negative", ORANGE),
-            ),
-            levels=(Level(0),),
-            caption="Around 0; a steady offset is not rounding.",
-        ),
-        Panel(
-            title="Samples that teach nothing",
-            unit="share of samples",
-            file="rejected_fraction",
-            scale="share",
-            lines=(
-                Line(("rollout_corr/rollout_rs_masked_fraction",), "rejected steps", key=True),
-                Line(("rollout_corr/rollout_rs_seq_masked_fraction",), "rejected rows", style={"linestyle": ":"}),
-                Line(("rollout_corr/rollout_is_veto_fraction",), "vetoed rows", RED),
-                Line(("reward/zero_std_fraction",), "groups with equal rewards", ORANGE),
-            ),
-            levels=_veto_levels(history),
-            caption="Low; rejection should be for outliers.",
-        ),
-        Panel(
-            title="Shift of the policy within a batch",
-            unit="mean log ratio, old over new",
-            lines=(Line(("actor/ppo_kl",), "KL from the old policy", key=True),),
-            levels=(Level(0),),
-            caption="Small against the clip band; a jump is a step that was too large.",
-        ),
-        Panel(
-            title="Where the time goes",
-            unit="seconds",
-            lines=(
-                Line(("timing_s/step",), "the whole step", SOFT, name="seconds a step", key=True),
-                Line(("timing_s/rollout",), "rollout"),
-                Line(("timing_s/reward",), "reward", GREEN),
-                Line(("timing_s/reward_work",), "reward, also beside other stages", GREEN, style={"linestyle": ":"}),
-                Line(("timing_s/update",), "update", ORANGE),
-            ),
-            caption="The rest is mostly validation and saving, which happen in some steps only.",
-        ),
-        Panel(
-            title="Waiting for each other",
-            unit="share of the time",
-            file="waiting",
-            scale="share",
-            lines=(
-                Line(("perf/engines_busy",), "engines busy", key=True),
-                Line(("perf/trainer_waits",), "trainer waits for images", ORANGE, key=True),
-            ),
-            caption="Engines always busy and a trainer that never waits: no GPU is idle.",
-        ),
-        TimelinePanel(
-            title="Trainer and engines over time"
-            if lanes is not None and lanes.engines
-            else "The last steps over time",
-            unit="seconds",
-            file="timeline" if lanes is not None and lanes.engines else "",
-            lanes=lanes,
-            caption="Dotted: a step ends. Gaps: an engine waits. Numbers: the version of the adapter that draws."
-            if lanes is not None and lanes.engines
-            else "By the host's clock; a GPU may still be at work on what a stage has queued.",
-        ),
-    )
-    return [panel for panel in panels if panel.words(history)]
 
 
 CLIP_LINES = (
@@ -150,7 +28,7 @@ CLIP_LINES = (
 
 
 def _reward_lines(history: History) -> list[Line]:
-    """Training reward with its running mean, what it is made of if of several rewards, and the held-out reward."""
+    """Training reward with its running mean, its parts if there are several, and the held-out reward."""
     parts = _functions(history, "reward/")
     lines = [
         Line(REWARD, "training", name="training reward", key=True, style=FAINT),
@@ -165,9 +43,10 @@ def _reward_lines(history: History) -> list[Line]:
 
 
 def _observer_lines(history: History) -> list[Line]:
-    """Held-out scores of what the run was not trained on."""
+    """Held-out scores of rewards that the run was not trained on."""
     trained = {name.removeprefix("reward/") for name in _functions(history, "reward/")}
-    if not trained:  # a validation before the first step alone: nothing says which of them is learned
+    # After a validation before the first step, nothing shows yet which of them are trained on.
+    if not trained:
         return []
     names = [name for name in _functions(history, "val/reward/") if name.removeprefix("val/reward/") not in trained]
     return [
@@ -183,8 +62,8 @@ def _functions(history: History, prefix: str) -> list[str]:
 
 
 def _gap_lines(history: History) -> list[Line]:
-    """The gap that training meets, the probe's, and the staleness."""
-    # Before an update where the clip is centred at the engine, else as it is corrected.
+    """The gap of training, that with equal weights, and the staleness."""
+    # The gap before an update if the clip is centred at the engine, else the one that is corrected.
     mean = GAP[1:]
     largest = ("actor/ratio_deviation_first", "rollout_corr/logprob_abs_diff_max")
     lines = [
@@ -204,9 +83,14 @@ def _gap_lines(history: History) -> list[Line]:
 
 
 def _clip_level(history: History) -> list[Level]:
-    """The clip band's half width, where the gap uses it up: where the clip is centred at the engine."""
+    """Half width of a clip band that is centred at the engine, which the gap uses up."""
     width = history.clip_width if history.clips_at_the_engine else None
     return [Level(width, f"clip band {number(width)}")] if width else []
+
+
+def _fixed_clip_level(history: History) -> list[Level]:
+    # A calibrated clip band is a line, as it moves from step to step.
+    return _clip_level(history) if history.series("actor/clip_ratio_auto_mean") is None else []
 
 
 def _sample_size_levels(history: History) -> list[Level]:
@@ -218,7 +102,7 @@ def _sample_size_levels(history: History) -> list[Level]:
 
 
 def _veto_levels(history: History) -> list[Level]:
-    """The limit of vetoed rows, where there are any."""
+    """The limit of vetoed rows, if there are any."""
     vetoed = history.series("rollout_corr/rollout_is_veto_fraction")
     limit = _limits(history, "veto").problem_high
     return [Level(limit, f"vetoed rows, limit {limit:g}")] if vetoed is not None and max(vetoed.values) > 0 else []
@@ -227,3 +111,129 @@ def _veto_levels(history: History) -> list[Level]:
 def _limits(history: History, check: str) -> Any:
     """The limits of a check of the correction, for this kind of log-prob."""
     return next(c for c in CORRECTION_CHECKS if c.name == check).limits_for(history)
+
+
+def _log_ratio(history: History) -> str:
+    # Log-probs of SDE steps are means over latent dimensions; those of ``cps`` and of tokens have a unit of their own.
+    return "|log ratio| per dimension" if history.sde and not history.cps else "|log ratio|"
+
+
+PANELS: tuple[Panel, ...] = (
+    Panel(
+        title="Reward",
+        unit="reward",
+        file="reward",
+        lines=_reward_lines,
+        caption="Both should climb; only held out falling: the reward is being gamed.",
+    ),
+    Panel(
+        title="Scorers that only look",
+        unit="held-out score",
+        lines=_observer_lines,
+        caption="Falling while the held-out reward climbs: the reward is being gamed.",
+    ),
+    Panel(
+        title="Clipped samples",
+        unit="share of samples",
+        file="clip_fraction",
+        scale="share",
+        # Another objective has no clip band that samples could lie outside of.
+        lines=lambda history: CLIP_LINES if history.clips else (),
+        caption="Before learning: what the gap alone puts outside the clip band.",
+    ),
+    Panel(
+        title="Gap between engine and actor",
+        unit=_log_ratio,
+        file="log_prob_gap",
+        scale="log",
+        lines=_gap_lines,
+        levels=_fixed_clip_level,
+        caption="Steady; where the clip band is drawn, well below it.",
+    ),
+    TimestepPanel(
+        title="Gap by timestep",
+        unit=_log_ratio,
+        levels=_clip_level,
+        caption=f"Last {WINDOW} steps; smooth, and where the clip band is drawn, below it.",
+    ),
+    Panel(
+        title="Effective sample size",
+        unit="share of the batch",
+        scale="share",
+        lines=(Line(("rollout_corr/rollout_is_eff_sample_size",), "effective sample size"),),
+        levels=_sample_size_levels,
+        caption="1: every sample counts alike; below .3 a few carry all.",
+    ),
+    Panel(
+        title="KL of rollout from training",
+        unit="in units of the log-probs",
+        lines=(
+            Line(("rollout_corr/kl",), "KL, either sign"),
+            Line(("rollout_corr/k3_kl",), "k3, non-negative", ORANGE),
+        ),
+        levels=(Level(0),),
+        caption="Around 0; a steady offset is not rounding.",
+    ),
+    Panel(
+        title="Samples that teach nothing",
+        unit="share of samples",
+        file="rejected_fraction",
+        scale="share",
+        lines=(
+            Line(("rollout_corr/rollout_rs_masked_fraction",), "rejected steps", key=True),
+            Line(("rollout_corr/rollout_rs_seq_masked_fraction",), "rejected rows", style={"linestyle": ":"}),
+            Line(("rollout_corr/rollout_is_veto_fraction",), "vetoed rows", RED),
+            Line(("reward/zero_std_fraction",), "groups with equal rewards", ORANGE),
+        ),
+        levels=_veto_levels,
+        caption="Low; rejection should be for outliers.",
+    ),
+    Panel(
+        title="Shift of the policy within a batch",
+        unit="mean log ratio, old over new",
+        lines=(Line(("actor/ppo_kl",), "KL from the old policy", key=True),),
+        levels=(Level(0),),
+        caption="Small against the clip band; a jump is a step that was too large.",
+    ),
+    Panel(
+        title="Where the time goes",
+        unit="seconds",
+        lines=(
+            Line(("timing_s/step",), "the whole step", SOFT, name="seconds a step", key=True),
+            Line(("timing_s/rollout",), "rollout"),
+            Line(("timing_s/reward",), "reward", GREEN),
+            Line(("timing_s/reward_work",), "reward, also beside other stages", GREEN, style={"linestyle": ":"}),
+            Line(("timing_s/update",), "update", ORANGE),
+        ),
+        caption="The rest is mostly validation and saving, which happen in some steps only.",
+    ),
+    Panel(
+        title="Waiting for each other",
+        unit="share of the time",
+        file="waiting",
+        scale="share",
+        lines=(
+            Line(("perf/engines_busy",), "engines busy", key=True),
+            Line(("perf/trainer_waits",), "trainer waits for images", ORANGE, key=True),
+        ),
+        caption="Engines always busy and a trainer that never waits: no GPU is idle.",
+    ),
+    TimelinePanel(
+        title="Trainer and engines over time",
+        unit="seconds",
+        file="timeline",
+        engines_elsewhere=True,
+        caption="Dotted: a step ends. Gaps: an engine waits. Numbers: the version of the adapter that draws.",
+    ),
+    TimelinePanel(
+        title="The last steps over time",
+        unit="seconds",
+        caption="By the host's clock; a GPU may still be at work on what a stage has queued.",
+    ),
+)
+"""In the page's order."""
+
+
+def logged_panels(history: History) -> list[Panel]:
+    """The panels that the run logged something for."""
+    return [panel for panel in PANELS if panel.words(history)]

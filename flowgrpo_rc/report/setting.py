@@ -1,48 +1,45 @@
-"""What kind of run it is, in words."""
+"""The kind of run, in words: headline, progress, and the settings that matter for the gap."""
 
 import warnings
-from typing import Any
 
 from flowgrpo_rc.report.finding import OK, WATCH, Finding, number, worst
-from flowgrpo_rc.report.history import LOSS, History, finite
-
-ROLLOUT = "actor_rollout_ref.rollout"
+from flowgrpo_rc.report.history import LOSS, ROLLOUT, History, finite
 
 
 def headline(findings: list[Finding], history: History) -> str:
     """The verdict in a few words."""
     level = worst(findings)
+    count = sum(f.level == level for f in findings)
     if level == OK and not history.trained:
         return "Nothing to judge yet"
     if level == OK and unfinished(history):
         return f"Healthy so far, {progress(history).partition(',')[0]}"
     if level == OK:
-        return f"Healthy: nothing to do in {len(findings)} {'check' if len(findings) == 1 else 'checks'}"
-    count = sum(f.level == level for f in findings)
-    first = next(f for f in findings if f.level == level)
+        return f"Healthy: nothing to do in {count} {'check' if count == 1 else 'checks'}"
     if level == WATCH:
         return f"Watch: {count} of {len(findings)} checks left the healthy range"
+    first = next(f for f in findings if f.level == level)
     more = f" and {count - 1} more" if count > 1 else ""
     return f"Problem: {first.title.lower()}{more}"
 
 
 def unfinished(history: History) -> bool:
-    """Whether the configuration asks for more steps than are logged."""
+    """Return true if more steps are configured than logged."""
     total = finite(history.setting("trainer.total_training_steps"))
     return total is not None and history.steps[-1] < total
 
 
 def progress(history: History) -> str:
-    """``step 8 of 30``, with what that means."""
+    """``step 8 of 30, running or interrupted``."""
     last = history.steps[-1]
-    total = history.setting("trainer.total_training_steps")
-    if not isinstance(total, int) or isinstance(total, bool) or finite(total) is None:
+    total = finite(history.setting("trainer.total_training_steps"))
+    if total is None:
         return f"step {last}"
-    return f"step {last} of {total}" + (", running or interrupted" if unfinished(history) else ", finished")
+    return f"step {last} of {total:.0f}" + (", running or interrupted" if unfinished(history) else ", finished")
 
 
 def settings(history: History) -> list[tuple[str, str]]:
-    """Names and values: what samples, what trains, what corrects. Empty without a configuration."""
+    """Names and values: engine, actor, batch, correction. Empty without a configuration."""
     if history.config is None:
         return []
     quantized = history.setting(f"{ROLLOUT}.quantization")
@@ -54,17 +51,17 @@ def settings(history: History) -> list[tuple[str, str]]:
     actor = f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_limit(history)}"
     if history.setting("actor_rollout_ref.actor.detach_unconditional", False) is True:
         actor += ", no gradient through the unconditional half"
-    pairs = [
+    return [
         ("Model", f"{history.setting('actor_rollout_ref.model.path')}"),
         ("Engine", engine),
         ("Actor", actor),
         ("Batch", _batch(history)),
+        *_correction(history),
     ]
-    return [*pairs, *_correction(history)]
 
 
 def _limit(history: History) -> str:
-    """What the objective limits, with its number."""
+    """The objective's limit with its number."""
     limit = history.objective.limit
     if not history.objective.clips:
         return f"{limit.key} {history.setting(f'{LOSS}.{limit.key}')}"
@@ -85,16 +82,15 @@ def _batch(history: History) -> str:
 
 
 def _correction(history: History) -> list[tuple[str, str]]:
-    """``explain`` of the rollout correction, a pair a line; a section that this version refuses is quoted."""
+    """``explain`` of the rollout correction, one pair per line; a refused section is quoted."""
     from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
 
-    section: Any = history.setting("actor_rollout_ref.actor.rollout_correction")
+    section = history.setting("actor_rollout_ref.actor.rollout_correction")
     section = history.setting("algorithm.rollout_correction") if not isinstance(section, dict) else section
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             text = explain(RolloutCorrectionConfig.from_dict(section)).text
-    # A section that is edited by hand can hold anything, and what reads it may stumble over it in any way.
-    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+    except (TypeError, ValueError) as error:
         return [("Correction", f"{section} ({error})")]
     return [(name, value.strip()) for name, _, value in (line.partition(":") for line in text.splitlines())]

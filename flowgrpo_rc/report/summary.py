@@ -1,4 +1,4 @@
-"""What a run shows when it ends: ``summary.png``, the pictures under ``plots/`` and the closing table."""
+"""Outputs at the end of a run: ``summary.png``, the pictures under ``plots/`` and the closing table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import WINDOW, History
 from flowgrpo_rc.report.panel import SETTINGS, draw_panel
-from flowgrpo_rc.report.panels import panels_of
+from flowgrpo_rc.report.panels import logged_panels
 from flowgrpo_rc.run_folder import write_whole
 
 PANEL_SIZE = (5.25, 3.3)
@@ -19,29 +19,29 @@ DOTS_PER_INCH = 120
 
 @dataclass(frozen=True)
 class KeyNumber:
-    """What became of one of the few metrics that come first."""
+    """First and last value of one of the few metrics that head the page."""
 
     name: str
     first: float
-    """The mean over the first steps that logged it: a third of them, at most ``WINDOW``; of validations the first."""
+    """Mean over the first third of the steps that logged it, at most ``WINDOW``; of validations the first."""
     last: float
-    """The mean over as many of the last steps."""
+    """Mean over as many of the last steps."""
     is_share: bool
-    """Whether it is a share of the samples."""
+    """It is a share of the samples."""
 
     def text(self, value: float) -> str:
-        """``first`` or ``last`` for people."""
+        """``first`` or ``last`` as text."""
         return f"{value:.1%}" if self.is_share else number(value)
 
 
 def key_numbers(history: History) -> list[KeyNumber]:
     """The key numbers that the run still logs, in the panels' order."""
     found = []
-    for panel in panels_of(history):
+    for panel in logged_panels(history):
         for line, series in panel.logged(history):
             if not line.key or series.now_from is None:
                 continue
-            # Training batches differ too much for one of them to say anything; validations repeat their prompts.
+            # Single training batches differ too much to compare; validations repeat their prompts.
             count = 1 if series.metric.startswith("val/") else max(1, min(WINDOW, len(series) // 3))
             first = series.part(0, count)
             last = series.part(-count, len(series))
@@ -60,16 +60,16 @@ def closing_table(history: History, title: str) -> Any:
 
 
 def write_plots(history: History, folder: Path) -> list[Path]:
-    """One picture a panel that has a file, and ``overview.png`` with all of them; returns the files written.
+    """Write a picture per panel that has a file, and ``overview.png`` with all of them; return the files.
 
     Raises:
-        OSError: one cannot be written; matplotlib raises errors of its own beside.
+        OSError: a file cannot be written; matplotlib raises errors of its own too.
     """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    panels = [panel for panel in panels_of(history) if panel.file]
+    panels = [panel for panel in logged_panels(history) if panel.file]
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {folder / f"{panel.file}.png": [panel] for panel in panels}
     if panels:

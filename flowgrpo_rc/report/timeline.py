@@ -1,7 +1,7 @@
 """The last steps of a run over time: a lane for the trainer with its stages, and one for each engine elsewhere."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,15 @@ from flowgrpo_rc.report.history import History, finite
 from flowgrpo_rc.report.panel import BLUE, GREEN, INK, ORANGE, RED, SOFT, Panel
 
 STEPS = 4
-"""So many of the last steps are shown."""
+"""Number of steps shown."""
 MOST_ENGINES = 12
-"""So many lanes of engines."""
+"""Most lanes of engines."""
 LONGEST_NAME = 28
 """Characters of a lane's name."""
 WAIT = "rollout"
-"""The stage in which the trainer has images drawn, or waits for those that engines elsewhere draw."""
-DRAW, SYNC, START, LOST = "draw", "sync", "start", "lost"
+"""The stage in which the trainer draws images, or waits for engines elsewhere."""
+DRAW = "draw"
+"""An engine draws images."""
 PALE = "#c4ccd6"
 PURPLE = "#7b4fa3"
 OF_VERSIONS = (BLUE, "#6fa8dc", "#1d3f66")
@@ -28,52 +29,49 @@ NARROW = 0.025
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that went on in a lane."""
+    """A stretch of work in a lane, in seconds since the run was ready."""
 
     what: str
     begin: float
-    """Seconds since the run stood ready."""
     end: float
-    """Likewise."""
     version: int = -1
-    """Of a draw: the version of its adapter."""
+    """Version of the adapter, of a draw."""
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Some steps that follow each other."""
+    """Consecutive steps."""
 
     steps: tuple[int, int]
     """The first and the last."""
     begin: float
-    """When the first began."""
+    """Start of the first."""
     ends: list[float]
-    """When each ended."""
+    """End of each."""
     trainer: list[Bar]
     engines: dict[str, list[Bar]]
-    """By their names; empty where images are drawn in the trainer's process."""
+    """By name, at most ``MOST_ENGINES``; empty if images are drawn in the trainer's process."""
+    left_out: int
+    """Engines without a lane."""
 
     @property
     def end(self) -> float:
-        """When the last ended."""
+        """End of the last."""
         return self.ends[-1]
 
     @property
     def seconds(self) -> float:
-        """How long they took."""
+        """Duration of all."""
         return self.end - self.begin
 
-    def share(self, bars: Sequence[Bar], *kinds: str) -> float:
-        """Share of the time that bars of these kinds take."""
-        found = (min(bar.end, self.end) - max(bar.begin, self.begin) for bar in bars if bar.what in kinds)
+    def share(self, bars: Sequence[Bar], kind: str) -> float:
+        """Share of the time in bars of this kind."""
+        found = (min(bar.end, self.end) - max(bar.begin, self.begin) for bar in bars if bar.what == kind)
         return sum(max(0.0, seconds) for seconds in found) / self.seconds
 
 
 def last_lanes(lines: Sequence[Mapping[str, Any]], steps: int = STEPS) -> Lanes | None:
-    """The last steps of ``timeline.jsonl``, of those since the run was last started; ``None`` where there are none.
-
-    What is not as a run writes it is left out.
-    """
+    """The last steps of ``timeline.jsonl`` since the run was last started; ``None`` if there are none."""
     usable = [line for line in lines if isinstance(line.get("step"), int) and _bars(line.get("stages"))]
     shown = [line for line in usable if line.get("started") == usable[-1].get("started")][-steps:]
     trainer = [bar for line in shown for bar in _bars(line["stages"])]
@@ -81,119 +79,113 @@ def last_lanes(lines: Sequence[Mapping[str, Any]], steps: int = STEPS) -> Lanes 
         return None
     engines: dict[str, list[Bar]] = {}
     for line in shown:
-        told = line.get("engines")
-        for name, done in told.items() if isinstance(told, Mapping) else ():
-            engines.setdefault(str(name), []).extend(_bars(done))
+        for name, done in (line.get("engines") or {}).items():
+            engines.setdefault(name, []).extend(_bars(done))
     begin = min(bar.begin for bar in trainer)
+    # A stage may end after one of the next step has begun, so ends are accumulated.
     ends = list(itertools.accumulate((max(bar.end for bar in _bars(line["stages"])) for line in shown), max))
-    return Lanes((shown[0]["step"], shown[-1]["step"]), begin, ends, trainer, engines) if ends[-1] > begin else None
+    if ends[-1] <= begin:
+        return None
+    lanes = dict(itertools.islice(sorted(engines.items()), MOST_ENGINES))
+    return Lanes((shown[0]["step"], shown[-1]["step"]), begin, ends, trainer, lanes, len(engines) - len(lanes))
 
 
 def _bars(listed: Any) -> list[Bar]:
-    """Of ``[what, begin, end]`` or ``[what, begin, end, images, version]`` each."""
+    """Bars of ``[what, begin, end]`` or ``[what, begin, end, images, version]`` each."""
     return [bar for one in listed if (bar := _bar(one)) is not None] if isinstance(listed, list) else []
 
 
-def _bar(one: Any) -> Bar | None:
-    if not isinstance(one, list) or len(one) not in (3, 5) or not isinstance(one[0], str):
+def _bar(one: list[Any]) -> Bar | None:
+    what, begin, end, *drawn = one
+    # A run that is killed may leave a stage without an end.
+    if finite(begin) is None or finite(end) is None or end < begin:
         return None
-    begin = finite(one[1])
-    end = finite(one[2])
-    if begin is None or end is None or end < begin:
-        return None
-    version = one[4] if len(one) == 5 and isinstance(one[4], int) else -1
-    return Bar(one[0], begin, end, version)
+    return Bar(what, begin, end, drawn[1] if drawn else -1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimelinePanel(Panel):
     """The lanes of the last steps."""
 
-    lanes: Lanes | None
-    """``None``: there is nothing to show."""
+    engines_elsewhere: bool = False
+    """For runs with engines elsewhere; without, for those that draw in the trainer's process."""
+
+    def lanes(self, history: History) -> Lanes | None:
+        """The lanes, if they are of this panel's kind of run."""
+        lanes = last_lanes(history.timeline)
+        return lanes if lanes is not None and bool(lanes.engines) == self.engines_elsewhere else None
 
     def words(self, history: History) -> str:
-        lanes = self.lanes
+        lanes = self.lanes(history)
         if lanes is None:
             return ""
         first, last = lanes.steps
         verb = "waited for images" if lanes.engines else "was in rollout"
-        said = [
+        parts = [
             f"steps {first}-{last} in {number(lanes.seconds)} s",
             f"the trainer {verb} {lanes.share(lanes.trainer, WAIT):.0%} of the time and was in update "
             f"{lanes.share(lanes.trainer, 'update'):.0%}",
         ]
-        said += [f"{_short(name)} drew {lanes.share(bars, DRAW):.0%}" for name, bars in _shown(lanes)]
-        return "; ".join(said)
+        parts += [f"{_short(name)} drew {lanes.share(bars, DRAW):.0%}" for name, bars in lanes.engines.items()]
+        return "; ".join(parts)
 
     def draw(self, history: History, axes: Any) -> None:
-        lanes = self.lanes
+        lanes = self.lanes(history)
         assert lanes is not None
         entries: dict[str, Any] = {}
-        for place, bars in enumerate([lanes.trainer, *(bars for _, bars in _shown(lanes))]):
-            looks = (self._of_stage(bar) if place == 0 else self._of_work(bar) for bar in bars)
-            for bar, (label, style) in zip(bars, looks, strict=True):
+        for place, bars in enumerate([lanes.trainer, *lanes.engines.values()]):
+            for bar in bars:
+                label, style = _look_of_work(bar) if place else _look_of_stage(bar, waits=self.engines_elsewhere)
                 begin = max(bar.begin, lanes.begin)
                 width = min(bar.end, lanes.end) - begin
                 if width > 0:
                     rectangle = axes.broken_barh([(begin - lanes.begin, width)], (place - 0.36, 0.72), **style)
                     entries.setdefault(label, rectangle)
-            self._number(axes, place, bars)
+            if place:
+                _write_versions(axes, place, bars, lanes)
         for label, rectangle in entries.items():
             rectangle.set_label(label)
         for end in lanes.ends[:-1]:
             axes.axvline(end - lanes.begin, color=INK, linewidth=0.8, linestyle=":")
-        names = ["trainer", *(_short(name) for name, _ in _shown(lanes))]
+        names = ["trainer", *map(_short, lanes.engines)]
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_xlim(0, lanes.seconds)
         axes.grid(visible=False, axis="y")
-        left_out = len(lanes.engines) - MOST_ENGINES
-        more = f"; {left_out} engine(s) more" if left_out > 0 else ""
+        more = f"; {lanes.left_out} engine(s) more" if lanes.left_out else ""
         first, last = lanes.steps
         axes.set(xlabel=f"{self.unit}, {f'steps {first} to {last}' if first < last else f'step {first}'}{more}")
 
-    def _of_stage(self, bar: Bar) -> tuple[str, dict[str, Any]]:
-        """Entry in the legend and style of a stage of the trainer."""
-        assert self.lanes is not None
-        if bar.what == WAIT and self.lanes.engines:
-            return WAITS, {"facecolor": "none", "edgecolor": PALE, "hatch": "////", "linewidth": 0}
-        color = {WAIT: BLUE, "reward": GREEN, "update": ORANGE}.get(bar.what)
-        return (OTHER, {"facecolor": SOFT}) if color is None else (bar.what, {"facecolor": color})
 
-    def _of_work(self, bar: Bar) -> tuple[str, dict[str, Any]]:
-        """The same of an engine's work."""
-        if bar.what == DRAW:
-            color = OF_VERSIONS[bar.version % len(OF_VERSIONS)]
-            return DRAWS, {"facecolor": color, "edgecolor": "white", "linewidth": 0.2}
-        entries = {SYNC: ("takes adapter", PURPLE), LOST: ("lost", RED)}
-        label, color = entries.get(bar.what, ("starts", PALE))
-        return label, {"facecolor": color}
-
-    def _number(self, axes: Any, place: int, bars: Sequence[Bar]) -> None:
-        """Write the version of its adapter on each stretch of draws that has room for it."""
-        assert self.lanes is not None
-        draws = (bar for bar in bars if bar.what == DRAW)
-        for version, stretch in itertools.groupby(draws, key=lambda bar: bar.version):
-            drawn = list(stretch)
-            begin = max(drawn[0].begin, self.lanes.begin)
-            end = min(drawn[-1].end, self.lanes.end)
-            if place and end - begin > NARROW * self.lanes.seconds:
-                color = INK if version % len(OF_VERSIONS) == 1 else "white"
-                middle = (begin + end) / 2 - self.lanes.begin
-                axes.text(middle, place, str(version), ha="center", va="center", color=color, fontsize=8)
+def _look_of_stage(bar: Bar, *, waits: bool) -> tuple[str, dict[str, Any]]:
+    """Legend entry and style of a stage of the trainer."""
+    if bar.what == WAIT and waits:
+        return "awaits images", {"facecolor": "none", "edgecolor": PALE, "hatch": "////", "linewidth": 0}
+    color = {WAIT: BLUE, "reward": GREEN, "update": ORANGE}.get(bar.what)
+    return ("other stages", {"facecolor": SOFT}) if color is None else (bar.what, {"facecolor": color})
 
 
-WAITS = "awaits images"
-OTHER = "other stages"
-DRAWS = "draws"
+def _look_of_work(bar: Bar) -> tuple[str, dict[str, Any]]:
+    """The same of an engine's work."""
+    if bar.what == DRAW:
+        color = OF_VERSIONS[bar.version % len(OF_VERSIONS)]
+        return "draws", {"facecolor": color, "edgecolor": "white", "linewidth": 0.2}
+    label, color = {"sync": ("takes adapter", PURPLE), "lost": ("lost", RED)}.get(bar.what, ("starts", PALE))
+    return label, {"facecolor": color}
 
 
-def _shown(lanes: Lanes) -> Iterator[tuple[str, list[Bar]]]:
-    """The engines that have lanes, in the order of their names."""
-    return itertools.islice(sorted(lanes.engines.items()), MOST_ENGINES)
+def _write_versions(axes: Any, place: int, bars: Sequence[Bar], lanes: Lanes) -> None:
+    """Write the adapter's version on each stretch of draws that has room for it."""
+    draws = (bar for bar in bars if bar.what == DRAW)
+    for version, stretch in itertools.groupby(draws, key=lambda bar: bar.version):
+        drawn = list(stretch)
+        begin = max(drawn[0].begin, lanes.begin)
+        end = min(drawn[-1].end, lanes.end)
+        if end - begin > NARROW * lanes.seconds:
+            color = INK if version % len(OF_VERSIONS) == 1 else "white"
+            middle = (begin + end) / 2 - lanes.begin
+            axes.text(middle, place, str(version), ha="center", va="center", color=color, fontsize=8)
 
 
 def _short(name: str) -> str:
-    printed = "".join(c if c.isprintable() else "?" for c in name)
-    return printed if len(printed) <= LONGEST_NAME else f"{printed[: LONGEST_NAME - 3]}..."
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
-from flowgrpo_rc.gap.drift import DriftMeter
+from flowgrpo_rc.gap.research.drift import DriftMeter
 from flowgrpo_rc.loss import OBJECTIVES, Objective, diffusion_loss_sums
 from flowgrpo_rc.loss.policy import flow_grpo
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder

@@ -12,14 +12,13 @@ from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.cli.probe import report
 from flowgrpo_rc.gap import probe
-from flowgrpo_rc.gap.advice import advise
-from flowgrpo_rc.gap.clipping import what_is_left_out
-from flowgrpo_rc.gap.drift import Drift, DriftMeter
 from flowgrpo_rc.gap.intervals import Interval
-from flowgrpo_rc.gap.probe import run_probe, saved_by_bypass, step_gap
+from flowgrpo_rc.gap.probe import run_probe, saved_by_bypass
 from flowgrpo_rc.gap.probe_images import sample_and_rescore
+from flowgrpo_rc.gap.research.drift import Drift, DriftMeter
+from flowgrpo_rc.gap.safety import JudgedFigure, advise
+from flowgrpo_rc.gap.statistics import apply_limits, row_gap_quantile, step_gap
 from flowgrpo_rc.gap.units import GapSample
-from flowgrpo_rc.gap.verdict import JudgedFigure
 from flowgrpo_rc.rollout import RolloutError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -30,11 +29,11 @@ RC = "algorithm.rollout_correction"
 
 
 def left_out(loss, gap, kl, std=0.5):
-    """``what_is_left_out`` of these log ratios and divergences per latent dimension, without a correction."""
+    """``apply_limits`` of these log ratios and divergences per latent dimension, without a correction."""
     dimensions = 512
     full = torch.full_like(gap, dimensions)
     sample = GapSample(gap, gap, 0 * gap, torch.full_like(gap, std), full, dimensions, dimensions * kl)
-    return what_is_left_out(mode_of(loss), sample)
+    return apply_limits(mode_of(loss), sample)
 
 
 def measured(gap, keep=None, band=(1e-3, 1e-3), *, nats=None, kl=None, timestep=None, zeroed=None, **loss):
@@ -52,7 +51,8 @@ def advised(config, overall, gap, dimensions, steps=(), **others):
     """``advise`` on this configuration."""
     parts = config.actor_rollout_ref
     lag = parts.rollout.adapter_lag
-    return advise(ModeInForce.configured(parts.actor), overall, gap, dimensions, steps, adapter_lag=lag, **others)
+    mode = ModeInForce.configured(parts.actor)
+    return advise(mode, overall, row_gap_quantile(gap), dimensions, steps, adapter_lag=lag, **others)
 
 
 def probed(trainer, *images):

@@ -113,9 +113,6 @@ SQUARED = Threshold(
     key="adv_clip_max",
     name="trust region",
     edge="squared log ratio",
-    preposition="beyond",
-    enlarge="Raise",
-    holds="the gap",
     share_metric="actor/pg_clipfrac_first",
 )
 

@@ -120,7 +120,7 @@ TS = "rollout_sync__engine_gap_abs_mean/ts_500"
         (
             "rejected",
             {"actor__kept_fraction": 0.2},
-            {f"{RC}__rollout_rs": "token_k1"},
+            {f"{RC}__rollout_rs": "token_k1", f"{RC}__rollout_rs_threshold": "0.5_2.0"},
             "Widen rollout_rs_threshold, or",
         ),
         ("clip_first", {"actor__pg_clipfrac_first": 0.9}, {f"{LOSS}__clip_ratio_low": 1e-3}, "Widen diffusion_loss.cl"),

@@ -1,16 +1,15 @@
 """What "now" is, what the settings leave to check, and rows that are not as they should be."""
 
-import json
 import random
 
 import pytest
 from rows import folder, rows, settings
 
 from flowgrpo_rc.cli.main import main
-from flowgrpo_rc.report import check_health, read_run, write_report
+from flowgrpo_rc.report import check_health
 from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import WINDOW, History
-from flowgrpo_rc.report.panels import panels_of
+from flowgrpo_rc.report.panels import logged_panels
 
 LOSS = "actor_rollout_ref__actor__diffusion_loss"
 AUTO = {f"{LOSS}__clip_ratio": "auto", f"{LOSS}__auto_clip_min": 1e-4}
@@ -148,7 +147,7 @@ def test_a_number_as_text_is_a_clip_ratio():
 
 def panel(title, history):
     """The panel of a run; None where the run logged nothing of it."""
-    return next((p for p in panels_of(history) if p.title == title), None)
+    return next((p for p in logged_panels(history) if p.title == title), None)
 
 
 @pytest.mark.parametrize("title", ["Gap between engine and actor", "Gap by timestep"])
@@ -210,53 +209,16 @@ def test_by_timestep_sizes_are_drawn_and_neither_nats_nor_a_signed_mean():
     assert says == "rollout_sync/engine_gap_abs_mean over the last 10 steps: 4e-4 at 2, 2e-4 at 1"
 
 
-# ---------------------------------------------------------------------- rows and files out of shape
+# ---------------------------------------------------------------------- NaN
 
 
-@pytest.mark.parametrize("value", ["NaN", "inf", "-Infinity", None, 10**400, float("nan")])
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", None, float("nan")])
 def test_not_finite_in_any_spelling(value):
     made = rows(5)
     made[2]["reward/mean"] = value
     finding = found(made, settings(), "log")
     assert (finding.level, finding.metric) == ("problem", "reward/mean")
     assert found([{**row, "note": "inf", "flag": None} for row in rows(5)], settings(), "log").level == "ok"
-
-
-@pytest.mark.parametrize("ratio", ["wide", [1], {"a": 1}, True])
-def test_a_clip_ratio_that_is_no_number(tmp_path, ratio):
-    root = folder(tmp_path / "run", rows(), settings(**{f"{LOSS}__clip_ratio": ratio}))
-    assert main(["report", str(root)]) in (0, 3)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *('{"steps": [', "[]", "a: b", '{"steps": [1]}', '{"advice": "no"}', '{"advice": {"reasons": 1}}', b"\xff\xfe"),
-        *('{"drift": 1}', '{"drift": {"timesteps": [1]}}', '{"drift": {"interval": [0, 1]}}'),
-    ],
-)
-def test_a_malformed_probe_is_left_out_with_a_note(tmp_path, content, capsys):
-    root = folder(tmp_path / "run", rows())
-    (root / "probe.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main(["report", str(root)]) == 0
-    assert "probe.json was left out" in capsys.readouterr().out
-    assert "probe.json was left out" in (root / "report.html").read_text()
-
-
-def test_huge_numbers_dollars_and_a_byte_order_mark(tmp_path):
-    made = rows(5, **{"timing_s__a$b_{c$": 1.0, "rollout_sync__$x_$/ts_1": 1e-3, "rollout_sync__$x_$/ts_2": 1e-3})
-    made[1]["actor/grad_norm"] = 10**400
-    made[2]["actor/grad_norm"] = 1e308
-    made[3]["note"] = "a"
-    root = folder(tmp_path / "run", made)
-    (root / "metrics.jsonl").write_bytes(b"\xef\xbb\xbf" + (root / "metrics.jsonl").read_bytes())
-    with open(root / "metrics.jsonl", "a") as handle:
-        handle.write(f'{{"step": 1{"0" * 5000}}}\n')
-    (root / "probe.json").write_text(json.dumps({"steps": [{"timestep": 1.0, "abs_mean": float("nan")}]}))
-    run = read_run(root)
-    assert (len(run.rows), run.broken_lines) == (5, 1)
-    _, findings = write_report(run)
-    assert {f.check for f in findings if f.level == "problem"} == {"log"}
 
 
 # ---------------------------------------------------------------------- what is said
@@ -275,24 +237,6 @@ def test_an_unfinished_run_is_healthy_so_far(tmp_path, capsys):
     first = folder(tmp_path / "first", [{"step": 0, "val/reward/mean": 0.5}])
     assert main(["report", str(first)]) == 0
     assert "Nothing to judge yet" in capsys.readouterr().out
-
-
-def test_a_folder_as_the_file_is_refused_before_anything_is_written(tmp_path, capsys):
-    root, out = folder(tmp_path / "run", rows(3)), tmp_path / "out"
-    out.mkdir()
-    assert main(["report", str(root), "--out", str(out)]) == 2
-    assert "is a folder" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
-
-
-def test_the_caller_s_matplotlib_is_left_alone(tmp_path):
-    import subprocess
-    import sys
-
-    root = folder(tmp_path / "run", rows(3))
-    code = f"from flowgrpo_rc.report import read_run, write_report; write_report(read_run({str(root)!r})); "
-    code += "import sys; assert 'matplotlib.pyplot' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_reward_s_parts_are_drawn_and_named():

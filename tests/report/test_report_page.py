@@ -140,18 +140,6 @@ def test_clipping_is_not_shown_where_nothing_clips(tmp_path):
         assert ("clipped before learning" in page.text) is ("Clipped samples" in page.text) is (not changes)
 
 
-def test_names_and_pictures_that_cannot_be_shown(tmp_path):
-    """A lone surrogate is valid JSON and no UTF-8; a damaged length in a PNG's header is Pillow's ValueError."""
-    run = folder(tmp_path / "run", rows(30, **{"actor/\ud800x": 1.0}))
-    grid = sorted((run / "samples").glob("step_*.png"))[-1]
-    content = bytearray(grid.read_bytes())
-    content[8:12] = (5).to_bytes(4, "big")
-    grid.write_bytes(bytes(content))
-    path, _ = write_report(read_run(run))
-    assert "\\ud800x" in path.read_text()
-    assert not list(run.glob("*.writing"))
-
-
 def test_rows_of_another_trainer(tmp_path):
     """No configuration, no steps, tokens, and a NaN as Python writes it."""
     (tmp_path / "verl").mkdir()

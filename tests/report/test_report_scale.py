@@ -10,7 +10,7 @@ from flowgrpo_rc.report.check import Measurement
 from flowgrpo_rc.report.health import CHECKS
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.panel import MOST_POINTS, thinned
-from flowgrpo_rc.report.panels import panels_of
+from flowgrpo_rc.report.panels import logged_panels
 from flowgrpo_rc.report.summary import key_numbers
 
 
@@ -42,7 +42,7 @@ def work(count, monkeypatch):
     findings = [check.measure(history) for check in CHECKS]
     assert any(isinstance(found, Measurement) for found in findings)
     axes = MagicMock()
-    for panel in panels_of(history):
+    for panel in logged_panels(history):
         panel.words(history)
         if panel.scale != "share":  # which asks the axes what was drawn
             panel.draw(history, axes)
@@ -74,7 +74,7 @@ def test_thinning_keeps_the_ends_and_the_extremes():
 @pytest.mark.parametrize("count", [40, 5_000])
 def test_a_smoothed_line_ends_in_the_mean_of_its_last_window(count):
     history = History(rows(count, reward__mean=lambda step: float(step)), settings())
-    panel = panels_of(history)[0]
+    panel = logged_panels(history)[0]
     smooth = next(series for line, series in panel.logged(history) if line.smooth)
     window = max(10, count // 40)
     assert smooth.values[-1] == pytest.approx(count - (window - 1) / 2)

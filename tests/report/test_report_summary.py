@@ -8,7 +8,7 @@ from rows import folder, rows, settings
 
 from flowgrpo_rc.report import build_page, check_health, read_run
 from flowgrpo_rc.report.history import History
-from flowgrpo_rc.report.panels import panels_of
+from flowgrpo_rc.report.panels import logged_panels
 from flowgrpo_rc.report.summary import closing_table, key_numbers, stack_pictures, write_plots
 
 BYPASS = "algorithm__rollout_correction__bypass_mode"
@@ -84,7 +84,7 @@ def test_plots_are_pictures_with_something_in_them(tmp_path, count):
 def test_what_the_objective_does_not_limit_is_not_drawn(tmp_path):
     history = History(rows(5), settings(**DPPO))
     assert "clip_fraction.png" not in [path.name for path in write_plots(history, tmp_path)]
-    assert "Clipped samples" not in [panel.title for panel in panels_of(history)]
+    assert "Clipped samples" not in [panel.title for panel in logged_panels(history)]
 
 
 def test_a_run_that_logged_nothing_of_them_has_no_plots(tmp_path):

@@ -1,19 +1,19 @@
-"""The drift: what an update would learn from the gap alone, whatever is rewarded.
+"""Drift: the gradient that the off-policy gap alone produces, independent of the reward.
 
-In bypass mode the clip is centred at the engine's log-probs. Outside the clip band it leaves, of the samples with a
-positive advantage, those whose log-prob lies below the engine's, and of those with a negative one those above it. That
-part of the gradient has one direction for either sign of the advantage: toward the engine. Averaged over advantages of
-+1 and -1 the gradient that follows the reward cancels, and what remains is the drift.
+In bypass mode the clip is centred at the engine's log-probs. Outside the clip band it keeps samples with a positive
+advantage whose log-prob lies below the engine's, and samples with a negative advantage whose log-prob lies above. That
+part of the gradient points toward the engine for either sign of the advantage. Averaged over advantages of +1 and -1
+the gradient that follows the reward cancels, and the drift remains.
 
 For a plain clip band of half width ``c`` the drift is the gradient of a penalty on the gap, ``E[(|l| - c)+] / 2``; see
-``docs/theory_of_the_gap.md``. Here it is measured with the configured objective and rejection themselves, at log ratios
-drawn by the law of the gap (``law``). It is told in units of the policy gradient of a single SDE step of one image: in
-that unit neither the drift nor the reward's own gradient depends on the size of a batch or of the window.
+``docs/theory_of_the_gap.md``. It is measured with the configured objective and rejection, at log ratios drawn from
+their distribution. The unit is the policy gradient of a single SDE step of one image: in that unit neither the drift
+nor the reward's own gradient depends on the size of a batch or of the window.
 
-The loss reads nothing of the model but each step's log-prob and transition mean, and these the probe knows already. So
-the loss is differentiated by them first, on the host, and then every step goes through the model by itself, with what
-the loss says of it. That tells the drift of each timestep, and each step still passes forward once and back once for
-each of three losses, as it would with its whole window.
+The loss depends on the model only through each step's log-prob and transition mean, which the probe has already
+computed. The loss is therefore differentiated with respect to them first, on the host; then every step passes through
+the model by itself with these derivatives. This separates the timesteps at no extra cost: each step still passes
+forward once, and backward once for each of three losses.
 """
 
 import math
@@ -29,21 +29,20 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.gap.intervals import Interval, student_quantile
-from flowgrpo_rc.gap.law import SMALLEST_KL, log_ratios, unit_noise
+from flowgrpo_rc.gap.research.count_sketch import CountSketch
+from flowgrpo_rc.gap.research.log_ratio_distribution import SMALLEST_KL, antithetic_noise, log_ratios
 from flowgrpo_rc.gap.units import to_nats
 from flowgrpo_rc.loss import LossSums, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning
 
 GROUPS = 8
-"""Groups of prompts whose gradients are kept apart, to tell what they have in common from chance; host memory holds
-a float32 copy of the adapter for each, and a few more while images are added."""
-SKETCH = 1 << 18
-"""Numbers that stand in for the gradient of one timestep where the adapter has more."""
+"""Groups of prompts whose gradients are summed apart, to separate their common part from chance. Host memory holds a
+float32 copy of the adapter for each, and a few more while images are added."""
 CHUNK = 1 << 20
 """Numbers that are multiplied in float64 at once."""
 
 _SHARED_KEYS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS)
-"""What the loss reads of a batch besides log-probs, means and advantages."""
+"""Inputs of the loss besides log-probs, means and advantages."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class TimestepDrift:
 
     timestep: float
     value: float
-    """Norm of the expected drift of a step at this timestep. The drift of the window is a mean of such vectors, so that
-    it is at most the mean of their norms, weighted by how often each is trained; less where they disagree."""
+    """Norm of the expected drift of a step at this timestep. The drift of the window is the mean of such vectors,
+    weighted by how often each is trained, so it is at most the mean of their norms."""
     interval: Interval
 
 
@@ -63,11 +62,11 @@ class Drift:
 
     value: float
     """Norm of a step's expected drift over the root mean square norm of a step's policy gradient without a gap, both
-    for an advantage of size 1 and on average over the window."""
+    for an advantage of size 1 and averaged over the window."""
     interval: Interval
-    """Where it lies, from the groups of images."""
+    """Confidence interval, from the groups of images."""
     cosine: float
-    """Between the gradients with and without the gap of the same images under the same random advantages."""
+    """Between the gradients with and without the gap, of the same images under the same random advantages."""
     timesteps: tuple[TimestepDrift, ...] = ()
     """From noise to image."""
 
@@ -81,16 +80,16 @@ class _Group:
     square: float = 0.0
     """Of the norms of the images' gradients without a gap."""
     steps: dict[float, int] = field(default_factory=dict)
-    """By timestep, how many there were."""
+    """Number of steps by timestep."""
     sketches: dict[float, Float[Tensor, " sketch"]] = field(default_factory=dict)
-    """By timestep, the sum of their drifts."""
+    """Sum of the drifts by timestep."""
 
 
 class DriftMeter:
-    """Collects gradients of images, in batches, and says what their drift is.
+    """Collects gradients of images, in batches, and estimates their drift.
 
     Args:
-        mode: whose objective and rejection are measured. Its limit must be centred at the engine's log-probs.
+        mode: the objective and rejection to measure. Its limit must be centred at the engine's log-probs.
         sde_type: of the recorded steps.
         seed: of the noise and of the random advantages.
     """
@@ -99,7 +98,7 @@ class DriftMeter:
         # The KL to the reference policy has nothing to do with the gap.
         self._mode = replace(mode, use_kl_loss=False)
         self._sde_type = sde_type
-        # No two images may share their noise, or it would be taken for something that they have in common.
+        # One stream for all images: noise that two of them shared would count as something they have in common.
         self._generator = torch.Generator().manual_seed(seed)
         self._window = 0
         self.images = 0
@@ -107,30 +106,28 @@ class DriftMeter:
         self._groups: dict[int, _Group] = {}
         self._gapped_square = 0.0
         self._product = 0.0
-        self._flips: Tensor | None = None
-        """The signs of ``_sketch``, int8."""
+        self._sketch = CountSketch()
 
     def add(
         self, actor: DiffusionActor, batch: TensorDict, scored: Mapping[str, Tensor], conditioning: Conditioning
     ) -> None:
-        """The gradients of a batch's images, with one forward (of a compiled actor three) and three backward passes of
-        every step.
+        """Add the gradients of a batch's images: per step one forward (three if compiled) and three backward passes.
 
-        With calibrated limits each image is measured under those that its batch comes with.
+        With calibrated limits each image is measured under those in its batch.
 
         Args:
             batch: steps that the engine sampled, with its transition means and, for calibrated limits, ``clip_widths``
                 and ``rollout_rs_bounds``.
-            scored: ``actor.rescore`` of the batch, under the weights that the actor has now.
+            scored: ``actor.rescore`` of the batch, under the actor's present weights.
 
         Raises:
             NonFiniteUpdateError: a log-prob or a gradient is not finite.
         """
         signs = torch.randint(0, 2, (len(batch),), generator=self._generator) * 2.0 - 1.0
         self._window = batch[Key.TIMESTEPS].shape[1]
-        # Images of one prompt are alike, so that they belong to one group.
+        # Images of one prompt are alike, so they belong to one group. With a single prompt its images are independent.
         numbers = batch[Key.PROMPT_INDEX] % GROUPS
-        if len(numbers.unique()) == 1:  # where there is one prompt alone, its images are what is independent
+        if len(numbers.unique()) == 1:
             numbers = torch.arange(self.images, self.images + len(batch)) % GROUPS
         for number in numbers.unique().tolist():
             rows = (numbers == number).nonzero().flatten()
@@ -147,13 +144,13 @@ class DriftMeter:
         scored: Mapping[str, Tensor],
         conditioning: Conditioning,
     ) -> None:
-        """The gradients of images that belong to one group, timestep by timestep."""
+        """Add the gradients of images of one group, timestep by timestep."""
         losses = (self._drift_loss, self._loss_without_gap, self._loss)
-        slopes = [_Slope.of(place, loss, part, scored) for place, loss in enumerate(losses)]
+        tangents = [_Tangent.of(place, loss, part, scored) for place, loss in enumerate(losses)]
         sums: list[Tensor] = []
         for timestep in part[Key.TIMESTEPS].unique().tolist():
             steps = _steps_at(part, timestep)
-            found = actor.gradients(steps, conditioning, slopes)
+            found = actor.gradients(steps, conditioning, tangents)
             sums = [one + other for one, other in zip(sums, found, strict=True)] if sums else found
             group = self._groups.setdefault(number, _Group(torch.zeros_like(found[0])))
             group.steps[timestep] = group.steps.get(timestep, 0) + len(steps)
@@ -163,7 +160,7 @@ class DriftMeter:
         group = self._groups[number]
         group.images += len(part)
         group.drift += drift
-        # Random signs leave of the square of a sum, in expectation, the sum of the images' squares.
+        # With random signs, the expected square of the sum is the sum of the images' squares.
         group.square += _dot(without_gap, without_gap)
         self._gapped_square += _dot(gapped, gapped)
         self._product += _dot(without_gap, gapped)
@@ -173,16 +170,12 @@ class DriftMeter:
         return [group.drift for group in self._groups.values()]
 
     def result(self, confidence: float) -> Drift:
-        """The drift of all images so far.
-
-        The square of an expected gradient is estimated by products of different groups' gradients, which chance does
-        not make larger; the interval is the jackknife's over the groups, numerator and unit together.
-        """
+        """The drift of all images so far, with intervals of this confidence."""
         groups = list(self._groups.values())
         sizes = torch.tensor([group.images for group in groups], dtype=torch.float64)
         squares = torch.tensor([group.square for group in groups], dtype=torch.float64)
         drifts = _Sums([group.drift for group in groups], sizes, squares * self._window, sizes)
-        # Where rejection leaves nothing, nothing follows the reward.
+        # The product is 0 too if rejection leaves no sample.
         cosine = self._product / (math.sqrt(float(squares.sum()) * self._gapped_square) or 1.0)
         known = sorted({timestep for group in groups for timestep in group.steps}, reverse=True)
         return Drift(
@@ -197,23 +190,9 @@ class DriftMeter:
         steps = torch.tensor([group.steps.get(timestep, 0) for group in groups], dtype=torch.float64)
         found = [group.sketches.get(timestep) for group in groups]
         zeros = torch.zeros_like(next(sketch for sketch in found if sketch is not None))
-        # The loss of an image is the mean over its window, so that a step's own gradient is larger by its size.
+        # The loss of an image is the mean over its window, so a step's own gradient is larger by the window's size.
         drifts = [zeros if sketch is None else sketch * self._window for sketch in found]
         return _Sums(drifts, steps, whole.squares, whole.images)
-
-    def _sketch(self, gradient: Float[Tensor, " parameters"]) -> Float[Tensor, " sketch"]:
-        """At most ``SKETCH`` numbers whose scalar products with another sketch are, but for an unbiased error of about
-        ``1 / sqrt(SKETCH)`` of the product of the norms, those of the gradients themselves.
-
-        Source: Charikar, Chen and Farach-Colton, ICALP 2002, with the place of a number as its bucket.
-        """
-        if len(gradient) <= SKETCH:
-            return gradient
-        if self._flips is None:
-            flips = torch.randint(0, 2, (len(gradient),), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-            self._flips = flips * 2 - 1
-        signed = gradient * self._flips
-        return torch.nn.functional.pad(signed, (0, -len(signed) % SKETCH)).view(-1, SKETCH).sum(0)
 
     def _drift_loss(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
         """The configured loss of these images, averaged over the noise and over advantages of +1 and -1."""
@@ -222,14 +201,14 @@ class DriftMeter:
         dimensions = means.shape[2:].numel()
         difference = means - data[Key.ROLLOUT_MEANS].to(means)
         kl = (difference.flatten(2).square().sum(2) / (2 * stds.square())).clamp(min=SMALLEST_KL)
-        noise = unit_noise(tuple(kl.shape), self._generator)
+        noise = antithetic_noise(tuple(kl.shape), self._generator)
         ratios = log_ratios(kl, to_nats(stds.cpu(), dimensions, self._sde_type).to(kl), noise)
         both_signs = torch.cat([ratios, ratios]).flatten(0, 1)
         copies = 2 * len(noise)
         advantages = torch.ones(len(both_signs), device=kl.device)
         advantages[len(advantages) // 2 :] = -1.0
         shared = {name: value.repeat(copies, *[1] * (value.dim() - 1)) for name, value in _shared(data, kl).items()}
-        # One latent dimension with the same divergence per dimension stands in for all of them.
+        # One latent dimension with the same divergence per dimension replaces all of them, or memory would not do.
         shift = (stds * (2 * kl / dimensions).sqrt())[..., None].repeat(copies, 1, 1)
         sums = diffusion_loss_sums(
             self._mode,
@@ -244,7 +223,7 @@ class DriftMeter:
         return _per_image(sums) * len(data)
 
     def _loss_without_gap(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
-        """The loss as it would be if the engine were the actor."""
+        """The loss as if the engine were the actor."""
         log_probs = output["log_probs"]
         old = {
             Key.OLD_LOG_PROBS: log_probs.detach(),
@@ -283,34 +262,34 @@ def _shared(data: TensorDict, like: Tensor) -> dict[str, Tensor]:
 
 
 def _per_image(sums: LossSums) -> Float[Tensor, ""]:
-    """The loss as an update has it, divided by what the configuration divides by; 0 where all is rejected."""
+    """The loss of an update, with the configured denominator; 0 if everything is rejected."""
     return sums.loss_sum / sums.denominator.clamp(min=1.0)
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums over each group, of which the norm of their common mean is estimated."""
+    """Gradients summed over each group, to estimate the norm of their common mean."""
 
     drifts: Sequence[Float[Tensor, " n"]]
-    """Of expected gradients."""
+    """Sums of expected gradients."""
     sizes: Float[Tensor, " groups"]
-    """How many gradients each group sums."""
+    """Number of gradients in each sum."""
     squares: Float[Tensor, " groups"]
-    """Over each group's images, of the squared norm of the gradient without a gap, times the window: of the steps of a
-    window the drifts add up, while the rest of their gradients is independent."""
+    """Sum over each group's images of the squared norm of the gradient without a gap, times the window: the drifts of
+    a window's steps add up, while the rest of their gradients is independent."""
     images: Float[Tensor, " groups"]
 
     def norm(self, confidence: float) -> tuple[float, Interval]:
-        """Of the mean gradient, over the unit.
+        """Norm of the mean gradient in the unit.
 
         The square of an expected gradient is estimated by products of different groups' gradients, which chance does
-        not make larger; the interval is the jackknife's over the groups, numerator and unit together.
+        not bias upward; the interval is the jackknife's over the groups, for numerator and unit together.
         """
         rows = [[_dot(one, other) for other in self.drifts] for one in self.drifts]
         products = torch.tensor(rows, dtype=torch.float64)
         every = torch.ones(len(self.drifts), dtype=torch.bool)
         whole = self._square(products, every)
-        # A group without a gradient of this kind still has a say in the unit, but is no sample of the drift.
+        # A group without a gradient of this kind enters the unit, but is no sample of the drift.
         groups = self.sizes.nonzero().flatten().tolist()
         half = math.inf
         if len(groups) > 2:
@@ -324,7 +303,7 @@ class _Sums:
         return value, Interval(low, high, float(len(groups)))
 
     def _square(self, products: Float[Tensor, "groups groups"], chosen: Bool[Tensor, " groups"]) -> float:
-        """Of the mean gradient's norm over the unit, from the chosen groups."""
+        """Square of that norm, from the chosen groups."""
         products = products[chosen][:, chosen]
         sizes = self.sizes[chosen]
         pairs = sizes.sum().square() - sizes.square().sum()
@@ -336,13 +315,13 @@ class _Sums:
 
 
 @dataclass(frozen=True)
-class _Slope:
-    """A loss replaced by its tangent at the rescored steps, which takes each step by itself."""
+class _Tangent:
+    """A loss replaced by its tangent at the rescored steps, so that each step can be differentiated by itself."""
 
     log_probs: str
-    """The key of the loss's derivative by each step's log-prob."""
+    """Key of the loss's derivative with respect to each step's log-prob."""
     means: str
-    """The same by its transition mean."""
+    """The same with respect to its transition mean."""
 
     @classmethod
     def of(
@@ -351,18 +330,18 @@ class _Slope:
         loss: Callable[[dict[str, Tensor], TensorDict], Tensor],
         batch: TensorDict,
         scored: Mapping[str, Tensor],
-    ) -> "_Slope":
-        """Puts the derivatives into the batch, under keys of this number."""
+    ) -> "_Tangent":
+        """Put the derivatives into the batch, under keys of this number."""
         output = {name: values.clone() for name, values in scored.items()}
         reached = [output["log_probs"].requires_grad_(), output["transition_means"].requires_grad_()]
-        slope = cls(f"log_prob_slopes_{number}", f"mean_slopes_{number}")
-        batch[slope.log_probs], batch[slope.means] = torch.autograd.grad(
+        tangent = cls(f"log_prob_slopes_{number}", f"mean_slopes_{number}")
+        batch[tangent.log_probs], batch[tangent.means] = torch.autograd.grad(
             loss(output, batch), reached, materialize_grads=True
         )
-        return slope
+        return tangent
 
     def __call__(self, output: Mapping[str, Tensor], data: TensorDict) -> Tensor:
-        """What has the loss's gradient."""
+        """A number with the loss's gradient."""
         log_probs = output["log_probs"]
         means = output["transition_means"]
         return (data[self.log_probs].to(log_probs) * log_probs).sum() + (data[self.means].to(means) * means).sum()
@@ -378,5 +357,5 @@ def _steps_at(batch: TensorDict, timestep: float) -> TensorDict:
 
 
 def _dot(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> float:
-    """The scalar product, in float64 without a float64 copy of the whole."""
+    """The scalar product in float64, without a float64 copy of the whole."""
     return sum(float(a.double() @ b.double()) for a, b in zip(one.split(CHUNK), other.split(CHUNK), strict=True))

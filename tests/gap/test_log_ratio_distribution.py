@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo_rc.gap.law import PAIRS, SMALLEST_KL, log_ratios, redrawn, unit_noise
+from flowgrpo_rc.gap.research.log_ratio_distribution import PAIRS, SMALLEST_KL, antithetic_noise, log_ratios, resample
 from flowgrpo_rc.gap.units import GapSample, to_nats
 from flowgrpo_rc.sde import Transition, log_prob
 
@@ -64,7 +64,7 @@ def test_the_gradient_is_that_of_the_log_ratio_at_the_engine_s_samples():
 
 
 def test_noise_comes_in_pairs_and_is_the_same_for_the_same_seed():
-    noise, same, other = (unit_noise((3, 2), torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    noise, same, other = (antithetic_noise((3, 2), torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
     assert noise.shape == (2 * PAIRS, 3, 2)
     assert torch.equal(noise[:PAIRS], -noise[PAIRS:])
     assert torch.equal(noise, same)
@@ -76,7 +76,7 @@ def test_redrawn_images_keep_what_is_theirs():
     full = torch.full_like(kl, 8.0)
     timesteps = torch.tensor([[900.0, 600.0], [600.0, 300.0]], dtype=torch.float64)
     sample = GapSample(timesteps, kl, 0 * kl, full / 16, full, 8, kl)
-    found = redrawn(sample, 3)
+    found = resample(sample, 3)
     draws = found.engine.view(2 * PAIRS, 2, 2)
     assert torch.equal(found.timesteps.view(2 * PAIRS, 2, 2)[7], timesteps)
     assert draws.mean(0) == pytest.approx(-kl / 8, rel=1e-9)
@@ -87,7 +87,7 @@ def test_redrawn_images_keep_what_is_theirs():
 def test_without_a_divergence_the_gradient_is_0_and_not_nan():
     difference = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     kl = difference.square().sum()[None]
-    ratios = log_ratios(kl, torch.ones(1).double(), unit_noise((1,), torch.Generator()))
+    ratios = log_ratios(kl, torch.ones(1).double(), antithetic_noise((1,), torch.Generator()))
     (gradient,) = torch.autograd.grad(ratios.abs().sum(), difference)
     assert torch.equal(gradient, torch.zeros(4, dtype=torch.float64))
     assert ratios.abs().max() < 10 * math.sqrt(SMALLEST_KL)

@@ -1,4 +1,4 @@
-"""The one table of limits and the one function of remedies: what probe, guard and report say comes from them."""
+"""One table of limits, one function of remedies, one rule for verdicts: probe, guard and report share them."""
 
 import re
 import subprocess
@@ -12,16 +12,26 @@ import torch
 from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.gap.advice import StepGap, advise, judge_all
-from flowgrpo_rc.gap.clipping import what_is_left_out
-from flowgrpo_rc.gap.drift import Drift
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.gap.intervals import Interval
-from flowgrpo_rc.gap.limits import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED
-from flowgrpo_rc.gap.probe import step_gap
-from flowgrpo_rc.gap.remedies import CLIP_AT_TIMESTEP, RunSetup, remedy, widen_limit
+from flowgrpo_rc.gap.research.drift import Drift
+from flowgrpo_rc.gap.safety import (
+    CLIP,
+    CLIP_AT_TIMESTEP,
+    ENGINE_GAP,
+    LIMITS,
+    REJECTED,
+    USUAL_MODE,
+    ZEROED,
+    StepGap,
+    advise,
+    decisive,
+    judge_all,
+    remedy,
+    widen_limit,
+)
+from flowgrpo_rc.gap.statistics import apply_limits, row_gap_quantile, step_gap
 from flowgrpo_rc.gap.units import GapSample
-from flowgrpo_rc.gap.verdict import decisive
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective, Threshold
 from flowgrpo_rc.report.health import CHECKS
 from flowgrpo_rc.report.history import History
@@ -60,7 +70,7 @@ def test_the_documentation_has_the_same_table():
 def test_the_report_s_check_has_the_limits_and_the_remedy_of_the_table(figure):
     check = next(check for check in CHECKS if check.name == CHECK_OF[figure])
     assert (check.sde.high, check.sde.problem_high) == (LIMITS[figure].costs, LIMITS[figure].not_safe)
-    assert check.advice_for(History([])) == f"{remedy(figure, RunSetup())}."
+    assert check.advice_for(History([])) == f"{remedy(figure, USUAL_MODE)}."
     assert LIMITS[figure].source in check.reason
 
 
@@ -115,12 +125,12 @@ def test_the_guard_is_quiet_below_its_setting_and_not_above(figure):
         return guard(metrics | {"rollout_sync/engine_gap_per_dimension": values[ENGINE_GAP]}, 1).metrics
 
     assert update(-1e-3)["guard/alarms"] == 0
-    with pytest.warns(UserWarning, match=re.escape(remedy(figure, RunSetup.of(mode())))):
+    with pytest.warns(UserWarning, match=re.escape(remedy(figure, mode()))):
         assert update(1e-3)["guard/alarms"] == 1
 
 
 @pytest.mark.parametrize(
-    ("loss", "widening"),
+    ("loss", "widened"),
     [
         ({}, "Widen diffusion_loss.clip_ratio"),
         ({"clip_ratio": "auto"}, "Raise diffusion_loss.auto_clip_max"),
@@ -130,32 +140,25 @@ def test_the_guard_is_quiet_below_its_setting_and_not_above(figure):
         ({"loss_mode": "flow_dppo", "clip_ratio_low": 1e-3}, "Raise diffusion_loss.kl_mask_threshold"),
     ],
 )
-def test_the_limit_that_is_set_is_given_more_room(loss, widening):
-    setup = RunSetup.of(mode(loss))
-    assert widen_limit(setup) == widening
+def test_the_limit_that_is_set_is_given_more_room(loss, widened):
+    assert widen_limit(mode(loss)) == widened
     for finding in (CLIP, CLIP_AT_TIMESTEP):
-        text = remedy(finding, setup)
-        assert text.startswith(widening) or "auto, whose" in text
+        text = remedy(finding, mode(loss))
+        assert text.startswith(widened) or "auto, whose" in text
         assert ("auto" in text.replace("auto_clip", "")) is (loss == {})  # no other objective or band takes it
 
 
 def test_a_mode_that_is_in_force_is_no_remedy():
-    bypass = RunSetup.of(mode())
-    decoupled = RunSetup.of(mode().decoupled())
-    assert remedy(CLIP, bypass).endswith("or set it to auto, or set rollout_correction.bypass_mode=false")
-    assert remedy(CLIP, decoupled) == "Widen diffusion_loss.clip_ratio"
-
-
-def test_a_limit_that_was_measured_to_hold_the_gap_is_named():
-    setup = RunSetup.of(mode())
-    holding = remedy(CLIP, setup, holding="clip_ratio=0.005")
-    assert holding == "clip_ratio=0.005 holds the gap; decoupled mode does without"
-    assert remedy(CLIP, setup, holding="") == "decoupled mode does without"
+    assert remedy(CLIP, mode()).endswith("or set it to auto, or set rollout_correction.bypass_mode=false")
+    assert remedy(CLIP, mode().decoupled()) == "Widen diffusion_loss.clip_ratio"
+    assert remedy(CLIP, mode(), fallen_back=True) == "Widen diffusion_loss.clip_ratio"
+    # After a fallback the lower bound of the calibrated band is in force.
+    assert remedy(CLIP, mode({"clip_ratio": "auto"}), fallen_back=True) == "Raise diffusion_loss.auto_clip_min"
 
 
 def test_limits_and_remedies_need_no_torch():
     """The report reads them, on machines that have none."""
-    code = "import sys, flowgrpo_rc.gap.limits, flowgrpo_rc.gap.remedies; assert 'torch' not in sys.modules"
+    code = "import sys, flowgrpo_rc.gap.safety, flowgrpo_rc.gap.safety; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
@@ -165,9 +168,6 @@ def test_an_objective_that_is_added_is_judged_guarded_and_remedied_by_its_record
         key="adv_clip_max",
         name="trust region",
         edge="squared log ratio",
-        preposition="beyond",
-        enlarge="Raise",
-        holds="the squared gap",
         share_metric="actor/pg_clipfrac_first",
     )
     record = Objective(name="squared", function="none:at_all", limit=squared, measure=lambda ratio, kl, std: ratio**2)
@@ -175,16 +175,16 @@ def test_an_objective_that_is_added_is_judged_guarded_and_remedied_by_its_record
     own = mode({"loss_mode": "squared", "adv_clip_max": 4e-6}, guard_patience=1)
     gap = torch.tensor([[1e-3, -1e-3], [3e-3, -3e-3]], dtype=torch.float64).repeat(50, 1)
     full = torch.full_like(gap, 16.0)
-    steps = what_is_left_out(own, GapSample(gap, gap, 0 * gap, full, full, 16, 0 * gap))
+    steps = apply_limits(own, GapSample(gap, gap, 0 * gap, full, full, 16, 0 * gap))
     assert torch.equal(steps.beyond, gap.abs() > 2e-3)  # 1e-6 and 9e-6 against 4e-6
     found = step_gap(steps.part(torch.ones_like(steps.keep)), None)
-    advice = advise(own, found, gap, 16)
+    advice = advise(own, found, row_gap_quantile(gap), 16)
     assert (advice.verdict, advice.limit_key, advice.limit) == ("not safe", "adv_clip_max", pytest.approx(5e-5))
     assert "50% of the samples lie beyond adv_clip_max=4e-06" in advice.reasons[0]
     assert advice.reasons[-1] == "adv_clip_max=5e-05 holds the gap; decoupled mode does without"
-    with pytest.warns(UserWarning, match="the trust region before .* Raise diffusion_loss.adv_clip_max beyond the squ"):
+    with pytest.warns(UserWarning, match="the trust region before .* Raise diffusion_loss.adv_clip_max beyond the gap"):
         Guard(own)({"actor/pg_clipfrac_first": 0.2, "actor/kept_fraction": 1.0}, 1)
     actor = {"diffusion_loss": {"loss_mode": "squared"}, "rollout_correction": {"bypass_mode": True}}
     history = History([{"actor/pg_clipfrac_first": 0.2}], {"actor_rollout_ref": {"actor": actor}})
     check = next(check for check in CHECKS if check.name == "clip_first")
-    assert check.run(history).advice.startswith("Raise diffusion_loss.adv_clip_max beyond the squared gap, or set")
+    assert check.run(history).advice.startswith("Raise diffusion_loss.adv_clip_max beyond the gap, or set")
