@@ -1,7 +1,7 @@
-"""The run folder: where everything a run leaves behind lies, and what becomes of what an earlier run left there.
+"""The run folder: its files, and how records of an earlier run are kept.
 
-Records are never deleted. What a run would overwrite is moved aside under the next free number: ``metrics.1.jsonl``,
-``samples.1/``, ``checkpoints.1/``. What is moved at one time shares its number.
+Records are never deleted. A run moves the records that it would overwrite aside, under the next free number:
+``metrics.1.jsonl``, ``samples.1/``, ``checkpoints.1/``. Records that are moved together share the number.
 """
 
 import errno
@@ -22,17 +22,17 @@ from flowgrpo_rc.run_lock import RunFolderInUseError, RunLock
 TIMING_PREFIXES = ("timing_s/", "timing_per_image_ms/", "perf/")
 """Metrics that depend on the machine's speed and memory; all others repeat exactly with the same seed and machine."""
 MADE_AT_THE_END = ("lora", "lora_ema", "plots")
-"""What a run makes of its last step, besides what is drawn from its records."""
+"""Outputs of a run's last step, besides those drawn from its records."""
 RECORDS = ("metrics.jsonl", "timeline.jsonl", "samples", "checkpoints", "profile", *MADE_AT_THE_END)
-"""What makes a folder one that a run has used."""
+"""Records. A folder that holds one of them is used."""
 DRAWN_FROM_RECORDS = ("config.yaml", "summary.png", "report.html")
-"""What is moved aside together with the records, and does not alone make a folder a used one."""
+"""Files that are moved aside together with the records; alone they do not make a folder a used one."""
 WRITING = ".writing"
-"""Ending of a temporary name: what is not complete yet, and what a kill leaves behind."""
+"""Suffix of the temporary name of an incomplete file, which a kill leaves behind."""
 _STEMS = "|".join(Path(name).stem for name in (*RECORDS, *DRAWN_FROM_RECORDS))
 _ASIDE = re.compile(rf"({_STEMS})\.([0-9]{{1,9}})(\.\w+)?")
-_PROFILE = re.compile(r"step_([0-9]{1,18})\.rank_")
-_GRID = re.compile(r"step_([0-9]{1,18})\.png")
+_NUMBERED = re.compile(r"step_([0-9]{1,18})\.")
+"""Sample grids and profiles."""
 
 
 class RunFolderError(RuntimeError):
@@ -40,8 +40,7 @@ class RunFolderError(RuntimeError):
 
 
 class RunFolder:
-    """One run: ``summary.png``, ``config.yaml``, ``metrics.jsonl``, ``timeline.jsonl``, samples, plots, checkpoints and
-    the final LoRAs."""
+    """The paths of one run: metrics, timeline, configuration, samples, plots, checkpoints and the final LoRAs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -60,17 +59,16 @@ class RunFolder:
 
     @classmethod
     def open(cls, root: str, *, fresh: bool, lock: bool = True) -> "RunFolder":
-        """The folder at ``root``, locked; with ``fresh`` a new one beside it (``root-2``, ``root-3``...) if it is in
-        use or has been.
+        """The folder at ``root``, locked.
 
         Args:
             root: the setting ``trainer.default_local_dir``.
-            fresh: whether the run may not continue in a used folder.
+            fresh: take a new folder beside it (``root-2``, ``root-3``...) if it is in use or has been.
             lock: false in processes that do not write.
 
         Raises:
-            ValueError: ``root`` names no folder.
-            RunFolderInUseError: another run writes it, and it may not be another.
+            ValueError: ``root`` names no folder that can be written.
+            RunFolderInUseError: another run writes it, and ``fresh`` is false.
         """
         field = "trainer.default_local_dir"
         check_path(field, root)
@@ -81,50 +79,45 @@ class RunFolder:
         if not lock:
             return cls(path)
         named = path.resolve() if path.name in ("", "..") else path
-        folders = (cls(path if number == 1 else Path(f"{named}-{number}")) for number in count(1))
-        return next(folder for folder in folders if folder._lock(fresh=fresh))
-
-    def _lock(self, *, fresh: bool) -> bool:
-        """Lock the folder; false where a fresh one is wanted and this one is in use or has been."""
-        try:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                self.root.lstat()  # a name that is too long, or out of reach, would count as used for ever
-            # Asked before it is locked too: a lock, however short, would refuse a run that wants to continue there.
-            if fresh and self.is_used():
-                return False
-            self.lock = RunLock(self.root)
-        except OSError as error:
-            raise ValueError(
-                f"trainer.default_local_dir: {self.root} cannot be a run folder ({reason(error)}: "
-                f"{error.filename or self.root}); give a folder that can be written"
-            ) from error
-        except RunFolderInUseError:
-            if fresh:
-                return False
-            raise
-        if fresh and self.is_used():  # by a run that began and ended in between
-            self.lock.release()
-            return False
-        return True
+        for number in count(1):
+            folder = cls(path if number == 1 else Path(f"{named}-{number}"))
+            try:
+                # Before the lock, which would for a moment refuse a run that wants to continue there.
+                if fresh and folder.is_used():
+                    continue
+                folder.lock = RunLock(folder.root)
+            except RunFolderInUseError:
+                if fresh:
+                    continue
+                raise
+            except OSError as error:
+                raise ValueError(
+                    f"{field}: {folder.root} cannot be a run folder ({reason(error)}: "
+                    f"{error.filename or folder.root}); give a folder that can be written"
+                ) from error
+            if not fresh or not folder.is_used():
+                return folder
+            folder.lock.release()  # another run began and ended there in between
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
-        """Let other runs write it."""
+        """Release the lock."""
         if self.lock is not None:
             self.lock.release()
 
     def abandon(self) -> None:
-        """The run was refused: leave no trace of it."""
+        """Release the lock of a run that was refused, and remove the folders that were made for it."""
         if self.lock is not None:
             self.lock.abandon()
 
     def is_used(self) -> bool:
-        """Whether an earlier run has left records here."""
-        return any(_holds_something(self.root / name) for name in RECORDS)
+        """True if an earlier run has left records here."""
+        return any(_has_content(self.root / name) for name in RECORDS)
 
     # ------------------------------------------------------------------ writing
 
     def write_config(self, config: dict[str, Any]) -> list[str]:
-        """Write the resolved configuration; returns what was moved aside: one that says something else.
+        """Write the resolved configuration; returns the names of an earlier, different one that was moved aside.
 
         Raises:
             RunFolderError: it cannot be written.
@@ -136,8 +129,8 @@ class RunFolder:
 
         def write(temporary: Path) -> None:
             temporary.write_bytes(text)
-            # Only now that there is a new one does the old one go aside.
-            if _holds_something(self.config) and self.config.read_bytes() != text:
+            # The old file is moved only now that a new one exists.
+            if _has_content(self.config) and self.config.read_bytes() != text:
                 moved.extend(self.set_aside((self.config.name,), self.next_number()))
 
         try:
@@ -147,9 +140,7 @@ class RunFolder:
         return moved
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one line to ``metrics.jsonl``, on the disk when this returns.
-
-        A line that a kill left without its end is ended first, so that no row shares a line with it.
+        """Add one line to ``metrics.jsonl``, which is on the disk when this returns.
 
         Raises:
             RunFolderError: it cannot be written; the file is as it was, without a part of the line.
@@ -157,15 +148,15 @@ class RunFolder:
         _append(self.metrics, row)
 
     def append_to_timeline(self, row: dict[str, Any]) -> None:
-        """The same for ``timeline.jsonl``."""
+        """Add one line to ``timeline.jsonl``, likewise."""
         _append(self.timeline, row)
 
     def replace_folder(
         self, target: Path, write: Callable[[Path], None], same: Callable[[Path, Path], bool]
     ) -> list[str]:
-        """Have ``write`` fill the folder ``target``, complete or not at all.
+        """Fill the folder ``target`` by ``write``, whole or not at all.
 
-        Returns what was moved aside: what lay there, unless ``same`` says that it holds nothing else.
+        Returns the names of an earlier folder that was moved aside. One that is the ``same`` stays.
         """
         with temporary_folder(target) as temporary:
             write(temporary)
@@ -180,31 +171,27 @@ class RunFolder:
     # ------------------------------------------------------------------ reading
 
     def rows(self) -> list[dict[str, Any]]:
-        """All complete lines of ``metrics.jsonl``; a line cut off by a kill is left out."""
+        """All complete lines of ``metrics.jsonl``, without one that a kill cut off."""
         return read_rows(self.metrics)[0] if self.metrics.is_file() else []
 
     def timeline_lines(self) -> list[dict[str, Any]]:
-        """The same of ``timeline.jsonl``."""
+        """All complete lines of ``timeline.jsonl``."""
         return read_rows(self.timeline)[0] if self.timeline.is_file() else []
 
     def grids(self) -> dict[int, Path]:
         """The sample grids by their step, in order."""
-        found = {_GRID.fullmatch(grid.name): grid for grid in self.samples.glob("step_*.png")}
-        return dict(sorted((int(match[1]), grid) for match, grid in found.items() if match))
-
-    def _profiles_after(self, step: int) -> list[Path]:
-        """Traces and tables of the steps after ``step``."""
-        return [file for file in self.profile.glob("step_*") if (m := _PROFILE.match(file.name)) and int(m[1]) > step]
+        found = {_step_of(grid): grid for grid in self.samples.glob("step_*.png") if grid.stem[5:].isdecimal()}
+        return dict(sorted(found.items()))
 
     # ------------------------------------------------------------------ moving aside
 
     def next_number(self) -> int:
-        """The number under which the next records are moved aside: one more than the largest that was used."""
+        """The number for the next records to be moved aside: one more than the largest in use."""
         names = [entry.name for entry in self.root.iterdir()] if self.root.is_dir() else []
         return 1 + max((int(match[2]) for name in names if (match := _ASIDE.fullmatch(name))), default=0)
 
     def set_aside(self, names: tuple[str, ...], number: int) -> list[str]:
-        """Rename those of ``names`` that are there: ``metrics.jsonl`` to ``metrics.1.jsonl``; says which."""
+        """Rename the files ``names`` that exist: ``metrics.jsonl`` to ``metrics.1.jsonl``. Returns the renamings."""
         moved = []
         for name in names:
             path = self.root / name
@@ -215,32 +202,31 @@ class RunFolder:
         return moved
 
     def set_all_aside(self) -> list[str]:
-        """A new run begins here: move the records of the earlier one aside, if there are any; says which."""
+        """Back up everything that an earlier run left here; returns the renamings."""
         if not self.is_used():
             return []
-        present = [name for name in RECORDS if _holds_something(self.root / name)]
-        # Records last: as long as one is there, a start after a kill in between moves the rest.
+        present = [name for name in RECORDS if _has_content(self.root / name)]
+        # Records last: as long as one remains, a start after a kill in between moves the rest.
         return self.set_aside((*DRAWN_FROM_RECORDS, *present), self.next_number())
 
     def set_aside_after(self, step: int, number: int | None = None) -> list[str]:
-        """Move aside the lines, sample grids and profiles of later steps, and lines that are none; says which.
+        """Back up everything after ``step``, and malformed lines; returns what was moved.
 
-        A run resumed at ``step`` makes them again, and may make them otherwise. Lines that stay, stay byte for byte.
+        A run that is resumed at ``step`` makes these steps again, possibly with other settings.
         """
         number = self.next_number() if number is None else number
         moved = []
-        grids = [grid for drawn, grid in self.grids().items() if drawn > step]
-        for later, what in ((grids, "sample grid(s)"), (self._profiles_after(step), "file(s) of profiles")):
+        for folder, what in ((self.samples, "sample grid(s)"), (self.profile, "file(s) of profiles")):
+            later = [file for file in folder.glob("step_*") if (_step_of(file) or 0) > step]
             if later:
-                folder = later[0].parent
                 aside = folder.with_name(f"{folder.name}.{number}")
                 aside.mkdir(exist_ok=True)
                 for file in later:
                     file.rename(aside / file.name)
                 moved.append(f"{len(later)} {what} of later steps to {aside.name}/")
         for file in (self.timeline, self.metrics):
-            content = file.read_bytes() if file.is_file() else b""
-            lines = [line + b"\n" for line in content.split(b"\n") if line.strip()]
+            lines = file.read_bytes().split(b"\n") if file.is_file() else []
+            lines = [line + b"\n" for line in lines if line.strip()]
             removed = [line for line in lines if not _is_row_until(line, step)]
             if removed:
                 aside = file.with_name(f"{file.stem}.{number}{file.suffix}")
@@ -251,17 +237,17 @@ class RunFolder:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a file of rows; see ``RunFolder.append``."""
     line = (json.dumps(row, allow_nan=False) + "\n").encode()
     try:
         with path.open("a+b", buffering=0) as handle:
             size = os.fstat(handle.fileno()).st_size
             if size:
+                # A kill may have left a line without its end, which must not swallow this one.
                 handle.seek(size - 1)
                 line = line if handle.read(1) == b"\n" else b"\n" + line
             try:
                 written = 0
-                while written < len(line):
+                while written < len(line):  # a nearly full disk takes a part
                     written += handle.write(line[written:]) or 0
                 sync(handle.fileno())
             except OSError:
@@ -273,18 +259,17 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a ``metrics.jsonl`` or a ``timeline.jsonl``, and how many lines were none."""
-    # Line by line: the text of a million rows is as large as the rows.
-    with path.open(encoding="utf-8-sig", errors="replace") as lines:
-        rows = [_row(line) for line in lines if line.strip()]
+    """The rows of a ``metrics.jsonl`` or a ``timeline.jsonl``, and the number of malformed lines."""
+    lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    rows = [_row(line) for line in lines if line.strip()]
     return [row for row in rows if row], rows.count(None)
 
 
 def sync(descriptor: int) -> None:
-    """Have an open file's bytes on the disk; what cannot be synchronised (a pipe, ``/dev/null``) is left alone.
+    """``fsync`` of an open file; files that cannot be synced (a pipe, ``/dev/null``) are skipped.
 
     Raises:
-        OSError: the disk does not take them.
+        OSError: the disk does not take the bytes.
     """
     try:
         os.fsync(descriptor)
@@ -294,7 +279,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """The same of a closed file, or of a folder's list of names, where the system can do that."""
+    """``fsync`` of a closed file, or of a folder's list of names where the system can do that."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:  # Windows opens no folders
@@ -308,7 +293,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` write a file that is at ``path`` whole or not at all; what was there stays until then."""
+    """Have ``write`` fill a temporary file and rename it to ``path``; an earlier file stays until then."""
     temporary = path.with_name(path.name + WRITING)
     try:
         write(temporary)
@@ -321,7 +306,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file that is on the disk, name and content, when this returns; it is there whole or not at all."""
+    """``write_whole``, with name and content on the disk when this returns."""
 
     def write(temporary: Path) -> None:
         temporary.write_bytes(content)
@@ -333,7 +318,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside ``target``, to be filled and renamed inside ``with``; removed where it was not renamed."""
+    """A new folder beside ``target``, to be filled and renamed inside ``with``; removed if it was not renamed."""
     temporary = target.with_name(f".{target.name}{WRITING}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -343,21 +328,23 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _holds_something(path: Path) -> bool:
-    """A file with something in it, or a folder with an entry that is not what a kill left half-written."""
-    try:
-        if path.is_dir():
-            return any(not entry.name.endswith(WRITING) for entry in path.iterdir())
-        return path.is_file() and path.stat().st_size > 0
-    except OSError:  # what cannot be looked into is not ours to overwrite
-        return True
+def _has_content(path: Path) -> bool:
+    """True for a non-empty file, or a folder with an entry that no kill left incomplete."""
+    if path.is_dir():
+        return any(not entry.name.endswith(WRITING) for entry in path.iterdir())
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _step_of(file: Path) -> int | None:
+    match = _NUMBERED.match(file.name)
+    return None if match is None else int(match[1])
 
 
 def _row(line: str | bytes) -> dict[str, Any] | None:
-    """The row that a line holds; ``None``: it is none."""
+    """The row of a line; ``None`` if it is malformed."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None
 

@@ -27,8 +27,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
     arguments.phase = LOADING
     from flowgrpo_rc.models import check_pipeline
-    from flowgrpo_rc.trainer.encoding import fill_store, open_checked
-    from flowgrpo_rc.trainer.references import check_numbers
+    from flowgrpo_rc.trainer.encoding import check_numbers, fill_store, open_checked
     from flowgrpo_rc.trainer.setup import make_accelerator, prompt_sets, read_prompts
 
     pipeline_class = check_pipeline(config.actor_rollout_ref.model.path)

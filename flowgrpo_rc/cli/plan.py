@@ -53,7 +53,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         _check_processes(config, gpus.count)
     from flowgrpo_rc.planner.memory import MemoryPlan
     from flowgrpo_rc.planner.text import describe, table
-    from flowgrpo_rc.trainer.planned import planned_run
+    from flowgrpo_rc.trainer.memory import planned_run
 
     plan = MemoryPlan(planned_run(config))
     tried = asked or [Gpus(count, size) for count, size in TRIED if _divides(config, count)]

@@ -174,7 +174,7 @@ def checkpoint_to_resume(
 
 
 def _stateful_parts(run: "Run") -> dict[str, Any]:
-    """What has a ``state_dict``, by its name in a checkpoint."""
+    """The parts of a run with a ``state_dict``, by their names in a checkpoint."""
     parts = {
         "optimizer": run.actor.optimizer,
         "lr_scheduler": run.actor.lr_scheduler,
@@ -313,14 +313,14 @@ def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: 
         if here.get(key) == there.get(key):
             continue
         part, _, name = key.partition(".")
-        values = f"{there.get(key) or 'none':.300} there, {here.get(key) or 'none':.300} here"
         if part == "rewards":
             if key in here and key in there:  # a run may go on with other rewards
                 raise CheckpointError(
-                    f"{folder} was trained with other weights or another dtype of the reward {name!r} ({values}). Give "
-                    f"the same in reward.{name}'s settings, or {AFRESH}"
+                    f"{folder} was trained with other weights or another dtype of the reward {name!r} ({there[key]} "
+                    f"there, {here[key]} here). Give the same in reward.{name}'s settings, or {AFRESH}"
                 )
         elif part == "references":
+            values = f"{saved[part] or 'none'} there, {own[part] or 'none'} here"
             raise CheckpointError(
                 f"{folder} was trained with other reference images ({values}). Give the images of data.train_files as "
                 f"they were, or {AFRESH}"

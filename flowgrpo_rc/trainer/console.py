@@ -35,7 +35,7 @@ class SurvivingStream:
         self.write("")
 
     def isatty(self) -> bool:
-        """Whether a terminal is at the other end."""
+        """True if the stream is a terminal."""
         try:
             return bool(self._stream.isatty())
         except ValueError:  # it is closed

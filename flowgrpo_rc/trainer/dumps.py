@@ -1,15 +1,15 @@
-"""Images of rollouts and validations on disk, with what was asked, what they were rewarded and how to draw them again.
+"""Images of rollouts and validations on disk, with prompt, seed and rewards.
 
-A folder a step, ``step_00012/``: a PNG for every image, named by its number in the batch over all processes, and
-``images.jsonl`` with a line for each. A step's folder appears whole or not at all and replaces an earlier one of the
-same step, so that a resumed run, on any number of processes, leaves no image twice.
+``step_00012/`` holds a PNG per image, named by its number in the batch of all processes, and ``images.jsonl`` with a
+line per image. The folder of a step appears whole or not at all and replaces an earlier one of the same step, so that a
+resumed run leaves no image twice.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ from flowgrpo_rc.messages import one_line, reason
 from flowgrpo_rc.run_folder import WRITING, sync_path, write_durably
 
 LINES = "images.jsonl"
-"""The file with a line for every image of a step."""
+"""The file with a line per image of a step."""
 
 
 @dataclass(frozen=True)
 class DumpedImage:
-    """One line of ``images.jsonl``, in which ``file`` takes the place of the pixels."""
+    """One line of ``images.jsonl``, in which ``file`` replaces the pixels."""
 
     number: int
-    """In the batch over all processes, or in the validation."""
+    """In the batch of all processes, or in the validation."""
     image: np.ndarray
     """``(H, W, 3)`` uint8."""
     prompt: str
@@ -46,17 +46,17 @@ class DumpedImage:
 
     def line(self, step: int) -> dict[str, Any]:
         """The image's line."""
-        told = {key: value for key, value in vars(self).items() if key not in ("number", "image")}
-        return {"step": step, "file": self.file, **told}
+        columns = {key: value for key, value in vars(self).items() if key not in ("number", "image")}
+        return {"step": step, "file": self.file, **columns}
 
 
 class ImageDump:
-    """Writes the images of a step below one folder, which all processes see.
+    """Writes the images of a step below one folder, which all processes must see.
 
     Args:
         field: the setting that names the folder, for messages.
-        root: the folder; made if it is not there.
-        accelerator: tells the processes; each writes its own images, the main one the lines of all.
+        root: the folder; made where it is missing.
+        accelerator: each process writes its own images, the main one the lines of all.
 
     Raises:
         ValueError: the folder cannot be made or written.
@@ -64,7 +64,6 @@ class ImageDump:
 
     def __init__(self, field: str, root: str, accelerator: Any) -> None:
         self.root = Path(root).expanduser()
-        """Where the folders of steps lie."""
         self._accelerator = accelerator
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -76,37 +75,38 @@ class ImageDump:
             ) from error
 
     def write(self, step: int, images: Sequence[DumpedImage]) -> None:
-        """Write the images of this process; every process calls it, with none too.
+        """Write the images of this process; every process calls it, also with none.
 
         Raises:
-            OSError: on every process, if one could not write; what was there before stays.
+            OSError: on every process, if one could not write; an earlier folder of the step stays.
         """
         from accelerate.utils import gather_object
 
-        main = self._accelerator.is_main_process
         target = self.root / f"step_{step:05d}"
         temporary = target.with_name(target.name + WRITING)
-        problem = _problem_of(lambda: _begin(temporary)) if main else None
-        self._raise_any(gather_object([problem]))
-        problem = _problem_of(lambda: _write_images(temporary, images))
+        self._on_main(lambda: _begin(temporary))
+        _raise_any(gather_object([_problem_of(lambda: _write_images(temporary, images))]))
         lines = gather_object([(image.number, image.line(step)) for image in images])
-        self._raise_any(gather_object([problem]))
-        problem = _problem_of(lambda: _finish(temporary, target, lines)) if main else None
-        self._raise_any(gather_object([problem]))
+        self._on_main(lambda: _finish(temporary, target, lines))
 
-    def _raise_any(self, problems: list[str | None]) -> None:
-        told = [problem for problem in problems if problem is not None]
-        if told:
-            raise OSError(told[0])
+    def _on_main(self, act: Callable[[], None]) -> None:
+        """Run ``act`` on the main process; its failure is raised on every process."""
+        from accelerate.utils import gather_object
+
+        _raise_any(gather_object([_problem_of(act) if self._accelerator.is_main_process else None]))
 
 
-def _problem_of(act: Any) -> str | None:
-    """What kept ``act`` from being done, in words that travel between processes."""
+def _raise_any(problems: list[str | None]) -> None:
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise OSError(found[0])
+
+
+def _problem_of(act: Callable[[], None]) -> str | None:
+    """The error of ``act`` as text, which all processes can exchange."""
     try:
         act()
-    except OSError as error:
-        return f"{reason(error)}: {error.filename}" if error.filename else reason(error)
-    except Exception as error:  # libraries that write images raise others; all processes must hear of it, too
+    except Exception as error:  # image libraries raise errors of their own
         return one_line(error)
     return None
 
@@ -125,8 +125,8 @@ def _write_images(folder: Path, images: Sequence[DumpedImage]) -> None:
 
 
 def _finish(temporary: Path, target: Path, lines: list[tuple[int, dict[str, Any]]]) -> None:
-    """The lines in the order of the images, and the folder under its own name."""
-    # By number: where processes were given an image twice to have equal work, it is one image.
+    """Write the lines in the order of the images, and give the folder its own name."""
+    # By number: an image that two processes drew, to have equal work, is one image.
     by_number = dict(lines)
     text = "".join(json.dumps(by_number[number], ensure_ascii=False) + "\n" for number in sorted(by_number))
     write_durably(temporary / LINES, text.encode("utf-8", "backslashreplace"))

@@ -1,4 +1,4 @@
-"""Before a run: every prompt that it will use is checked, and encoded where the store lacks it."""
+"""Before a run: check its prompts and their reference images, and encode the prompts that the store lacks."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,17 +10,19 @@ import torch
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt
 from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.digests import short_digest
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore, open_store
 from flowgrpo_rc.models.prompts import check_length, check_prompts, encode_in_groups
+from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.trainer.launch import processes_here
-from flowgrpo_rc.trainer.references import check_grids
 
 BYTES_A_FILE = 64 * 2**20
-"""Embeddings that are held before they are written, so that a kill costs no more, and tens of thousands of prompts
-make no more than some hundred files."""
+"""Bytes of embeddings per file: a kill loses no more, and tens of thousands of prompts are a few hundred files."""
+NAMED = 5
+"""Rows that a message names at most."""
 
 
 @dataclass(frozen=True)
@@ -30,49 +32,49 @@ class PromptSet:
     records: Sequence[PromptRecord]
     pipeline: PipelineConfig
     section: str = "pipeline"
-    """Where ``pipeline`` stands under ``actor_rollout_ref.rollout``."""
+    """Section of ``pipeline`` under ``actor_rollout_ref.rollout``."""
 
     @property
     def positive(self) -> list[str | Prompt]:
-        """The prompts, one a record."""
-        return [self._asked(record.prompt, record) for record in self.records]
+        """The prompts, one per record."""
+        return [self._prompt(record.prompt, record) for record in self.records]
 
     def negative(self, model: DiffusionModel) -> list[str | Prompt]:
-        """The prompts to steer away from, one a record, with the images of the prompt; none without guidance."""
+        """The negative prompts, one per record, with the images of the prompt; none without guidance."""
         if self.pipeline.true_cfg_scale <= 1:
             return []
-        asked = [self._asked(record.negative_prompt or model.negative_prompt, record) for record in self.records]
-        return [replace(as_prompt(one), negative=True) for one in asked] if model.instructs_prompts else asked
+        prompts = [self._prompt(record.negative_prompt or model.negative_prompt, record) for record in self.records]
+        return [replace(as_prompt(one), negative=True) for one in prompts] if model.instructs_prompts else prompts
 
     def keys(self, model: DiffusionModel) -> list[PromptKey]:
-        """All of them as a store knows them."""
+        """Keys of all prompts in a store."""
         both = (*self.positive, *self.negative(model))
         return [(prompt, self.pipeline.max_sequence_length) for prompt in both]
 
-    def _asked(self, text: str, record: PromptRecord) -> str | Prompt:
+    def _prompt(self, text: str, record: PromptRecord) -> str | Prompt:
         return Prompt(text, record.images, self.pipeline.reference_area) if record.images else text
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What became of the prompts of a run, over all processes."""
+    """Counts of the prompts of a run, over all processes."""
 
     prompts: int
-    """Distinct ones, with negative prompts; two where one is read at two lengths."""
+    """Distinct prompts and lengths, with negative prompts."""
     encoded: int
-    """How many went through the text encoder now; machines that do not share the store count their own."""
+    """Prompts that went through the text encoder now; machines that do not share the store count their own."""
     size: int
     """Bytes of all their embeddings."""
 
     def __str__(self) -> str:
         return (
             f"{self.prompts} prompts, negative ones among them, of which {self.encoded} were encoded now; their "
-            f"embeddings have {self.size:,} bytes, {self.size / self.prompts:,.0f} a prompt"
+            f"embeddings have {self.size:,} bytes, {self.size / self.prompts:,.0f} per prompt"
         )
 
 
 def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any) -> tuple[PipelineLoader, PromptStore]:
-    """The model without its networks, and the store of its prompts, after the prompts have been checked.
+    """Check the prompts; returns the model without its networks, and the store of its prompts.
 
     Raises:
         UnsupportedModelError: see ``PipelineLoader``.
@@ -86,28 +88,27 @@ def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any
 
 
 def check_sets(model: DiffusionModel, sets: Sequence[PromptSet], *, warn: bool) -> None:
-    """The model can draw what each set asks for, its text encoders can read the prompts, and the reference images of
-    each set's prompts go into one batch.
+    """Check image sizes, guidance, prompt lengths and reference images of each set.
 
     Raises:
-        ValueError: they cannot; names the section or the prompt's place.
+        ValueError: the model cannot take them; names the section or the prompt's place.
     """
     for one in sets:
-        asked = one.pipeline
-        model.check_request(asked.height, asked.width, asked.guidance_scale, asked.true_cfg_scale, one.section)
-        check_length(model, asked.max_sequence_length, one.section)
+        pipe = one.pipeline
+        model.check_request(pipe.height, pipe.width, pipe.guidance_scale, pipe.true_cfg_scale, one.section)
+        check_length(model, pipe.max_sequence_length, one.section)
         sources = [(record.prompt, record.source) for record in one.records]
-        cut = check_prompts(model, sources, asked.max_sequence_length, one.section)
+        cut = check_prompts(model, sources, pipe.max_sequence_length, one.section)
         if cut and warn:
             warnings.warn(cut, stacklevel=2)
-        check_grids(model, one.records, asked, one.section)
+        check_grids(model, one.records, pipe, one.section)
 
 
 def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptSet], accelerator: Any) -> Encoding:
-    """Have all prompts in the store. Every process calls it; they share the work.
+    """Encode the prompts that the store lacks. Every process calls it; they share the work.
 
-    What the store holds is read once, to find what is damaged before a run needs it. The text encoders are loaded where
-    prompts are missing, and given up after.
+    The stored prompts are read once, to find damage before the run. The text encoders are loaded only if prompts are
+    missing, and freed after.
 
     Raises:
         PromptStoreError: the store cannot be written.
@@ -116,8 +117,8 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
     keys = list(dict.fromkeys(key for one in sets for key in one.keys(model)))
     encoded = 0
     for share in _shares(accelerator):
-        # By number, not by what is missing: another run may be adding to the store, and processes see that at
-        # different times.
+        # Shared by number, not by what is missing: another run may add to the store, and processes may see different
+        # states of it.
         own = keys[share]
         for damage in store.set_damaged_aside(own):
             warnings.warn(f"{damage}; its prompts are encoded anew", stacklevel=2)
@@ -129,8 +130,10 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
 
 
 def _shares(accelerator: Any) -> list[slice]:
-    """This process's share of the prompts; with several machines also its share if its machine were alone: where they
-    do not see each other's store, it encodes there what the others have done."""
+    """This process's share of the prompts.
+
+    With several machines also its share on its own machine: without a shared store, each machine encodes all prompts.
+    """
     ranks = accelerator.num_processes
     here = processes_here(accelerator)
     shares = [slice(accelerator.process_index, None, ranks)]
@@ -138,13 +141,13 @@ def _shares(accelerator: Any) -> list[slice]:
 
 
 def _wait(accelerator: Any, store: PromptStore) -> None:
-    """For all processes, and then see what they have done to the store."""
+    """Wait for all processes, and then read their changes of the store."""
     accelerator.wait_for_everyone()
     store.refresh()
 
 
 def _encode(model: DiffusionModel, store: PromptStore, keys: Sequence[PromptKey]) -> int:
-    """Encode these prompts and add them to the store; returns how many they are."""
+    """Encode these prompts and add them to the store; returns their number."""
     if not keys:
         return 0
     store.check_writable()
@@ -161,3 +164,75 @@ def _encode(model: DiffusionModel, store: PromptStore, keys: Sequence[PromptKey]
     if held:
         store.add(held)
     return len(keys)
+
+
+def check_numbers(pipeline_class: str, records: Sequence[PromptRecord]) -> None:
+    """Check that every prompt has as many reference images as pipelines of this class take.
+
+    Raises:
+        ValueError: some have more or fewer; names their rows.
+    """
+    fewest, most = FAMILIES[pipeline_class].images
+    wrong = [record for record in records if not fewest <= len(record.images) <= most]
+    if not wrong:
+        return
+    rows = _rows([record.source for record in wrong])
+    if most == 0:
+        raise ValueError(
+            f"{rows}: a {pipeline_class} takes no reference images; leave out the column 'images', or give it another "
+            "name if rewards alone read it"
+        )
+    takes = f"takes {most}" if fewest == most else f"takes {fewest} to {most}"
+    raise ValueError(
+        f"{rows}: {_counted(len(wrong[0].images))} in the column 'images'; a {pipeline_class} {takes}; give each "
+        "prompt as many"
+    )
+
+
+def check_grids(
+    model: DiffusionModel, records: Sequence[PromptRecord], pipeline: PipelineConfig, section: str = "pipeline"
+) -> None:
+    """Check that the reference images of all prompts make the same grids of tokens, and so fit into one batch.
+
+    Raises:
+        ValueError: they do not, or an image cannot be scaled to ``reference_area``; names the rows.
+    """
+    if not model.takes_images:
+        return
+    area = pipeline.reference_area
+    sources: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for record in records:
+        grids = tuple(model.reference_grid(image, area) for image in record.images)
+        sources.setdefault(grids, []).append(record.source)
+    if len(sources) < 2:
+        return
+    most = max(sources, key=lambda grids: len(sources[grids]))
+    others = {grids: rows for grids, rows in sources.items() if grids != most}
+    first = next(iter(others))
+    raise ValueError(
+        f"{_rows([row for rows in others.values() for row in rows])}: the reference images make {_in_words(first)}, "
+        f"those of the other prompts {_in_words(most)} (actor_rollout_ref.rollout.{section}.reference_area="
+        f"{area or 'null'}); crop or pad them to the same aspect ratio and give every prompt as many"
+    )
+
+
+def references_digest(records: Sequence[PromptRecord]) -> str:
+    """Digest of the prompts' reference images; empty without any."""
+    if not any(record.images for record in records):
+        return ""
+    lines = [" ".join(image.digest for image in record.images) for record in records]
+    return short_digest("\n".join(lines).encode())
+
+
+def _rows(sources: Sequence[str]) -> str:
+    named = ", ".join(sources[:NAMED])
+    return named if len(sources) <= NAMED else f"{named} and {len(sources) - NAMED} more rows"
+
+
+def _counted(count: int) -> str:
+    return f"{count or 'no'} reference image{'' if count == 1 else 's'}"
+
+
+def _in_words(grids: tuple[tuple[int, int], ...]) -> str:
+    """Rows x columns of each image."""
+    return ", ".join(f"{rows} x {columns} tokens" for rows, columns in grids) or "no tokens"

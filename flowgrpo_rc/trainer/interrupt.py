@@ -1,17 +1,17 @@
-"""Ending a run early without losing it: signals become a request that the loop honours after the step in flight."""
+"""Signals that end a run: the loop finishes its step and saves a checkpoint, instead of stopping in the middle."""
 
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
 SAME_SIGNAL_SECONDS = 2.0
-"""Launchers pass on a signal that the terminal has already sent; one that follows this soon is the same one."""
+"""Launchers forward a signal that the terminal has already sent; one that follows this soon is the same one."""
 HANGUP = getattr(signal, "SIGHUP", None)
-"""Sent when the terminal closes; there is none on Windows."""
+"""Sent when the terminal closes; Windows has no such signal."""
 STOPPING = tuple(n for n in (signal.SIGINT, signal.SIGTERM, HANGUP) if n is not None)
 """Signals that end a run."""
 INTERRUPTED = 130
@@ -20,22 +20,21 @@ INTERRUPTED = 130
 
 @contextmanager
 def stop_request(on_request: Callable[[], None]) -> Iterator[threading.Event]:
-    """Inside, SIGINT, SIGTERM and SIGHUP set the event that is given: this process was asked to stop. A second SIGINT
-    or SIGTERM, later, raises ``KeyboardInterrupt``. A SIGHUP that is ignored (``nohup``) stays ignored.
+    """Inside, the first SIGINT, SIGTERM or SIGHUP sets the yielded event.
+
+    A later SIGINT or SIGTERM raises ``KeyboardInterrupt``. A SIGHUP that is ignored (``nohup``) stays ignored.
 
     Args:
-        on_request: called at the first signal, inside the handler: it must not wait, nor write to a buffered stream
-            (``os.write`` does neither).
+        on_request: called in the signal handler, so that it must neither raise nor write to a buffered stream.
     """
     requested = threading.Event()
 
     def first() -> None:
         requested.set()
-        with suppress(Exception):  # nothing may be raised into whatever the signal interrupted
-            on_request()
+        on_request()
 
     def again(number: int) -> None:
-        # A terminal that closes may send several hangups; nobody grew impatient.
+        # A terminal that closes may send several hangups; only the other signals come from an impatient user.
         if number != HANGUP:
             raise KeyboardInterrupt
 
@@ -45,8 +44,10 @@ def stop_request(on_request: Callable[[], None]) -> Iterator[threading.Event]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Inside, SIGINT, SIGTERM and SIGHUP raise ``KeyboardInterrupt`` once; a later one ends the process where it is,
-    with exit code 130. For what comes before and after the loop, where there is nothing to save."""
+    """Inside, the first of the signals raises ``KeyboardInterrupt``, a later one ends the process with exit code 130.
+
+    For the time before and after the loop, in which there is nothing to save.
+    """
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -57,9 +58,9 @@ def ending_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _handling(first: Callable[[], None], again: Callable[[int], None]) -> Iterator[None]:
-    """Inside, the first of the signals ``STOPPING`` calls ``first``, and those that are not an echo of it ``again``."""
+    """Inside, the first of the signals ``STOPPING`` calls ``first``, and later ones ``again``."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python sets handlers in the main thread alone
+        yield  # Python allows handlers in the main thread only
         return
     owner = os.getpid()
     first_at: float | None = None
@@ -67,7 +68,11 @@ def _handling(first: Callable[[], None], again: Callable[[int], None]) -> Iterat
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first_at
         if os.getpid() != owner:
-            _answer_in_child(number)
+            # A child that a reward has forked. ``multiprocessing.Pool`` ends its workers by SIGTERM; signals of the
+            # terminal are for the run to answer, which still needs the child's work.
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
         elif first_at is None:
             first_at = time.monotonic()
             first()
@@ -84,11 +89,3 @@ def _handling(first: Callable[[], None], again: Callable[[int], None]) -> Iterat
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _answer_in_child(number: int) -> None:
-    """In a process that a reward has forked: SIGTERM ends it (``multiprocessing.Pool`` waits for that); what the
-    terminal sends to all processes is for the run to answer, which still wants the child's work."""
-    if number == signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)

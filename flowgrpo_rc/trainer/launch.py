@@ -10,7 +10,7 @@ _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 
 
 def has_peers() -> bool:
-    """Whether a launcher started this process as one of several."""
+    """True if a launcher started this process as one of several."""
     return "LOCAL_RANK" in os.environ or any(os.environ.get(name, "1") != "1" for name in _SIZES)
 
 

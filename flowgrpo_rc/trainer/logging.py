@@ -1,4 +1,4 @@
-"""What people watch while a run goes on: ``metrics.jsonl``, trackers, a progress bar, and the closing table."""
+"""The log of a run: ``metrics.jsonl``, trackers, a progress bar and the closing table."""
 
 import math
 import warnings
@@ -18,7 +18,7 @@ NOTED = (
     ("clipped", ("actor/pg_clipfrac",), ".0%"),
     ("gap", (GAP[2], GAP[1]), ".1e"),
 )
-"""What the line of a step says: a name, the metrics of which the first that was logged counts, and its format."""
+"""Columns of a step's line: a name, candidates for the metric, the first that was logged, and its format."""
 
 
 class NonFiniteMetricError(RuntimeError):
@@ -26,10 +26,7 @@ class NonFiniteMetricError(RuntimeError):
 
 
 class RunLogger:
-    """Writes every step's metrics everywhere they are wanted.
-
-    Processes other than the main one hold one too, which checks the metrics and writes nothing.
-    """
+    """Writes every step's metrics; on processes other than the main one it only checks them."""
 
     def __init__(self, folder: RunFolder, accelerator: Any, trackers: list[str], total_steps: int) -> None:
         from rich.console import Console
@@ -42,7 +39,7 @@ class RunLogger:
         self._console = Console(
             quiet=not (self._main and "console" in trackers),
             highlight=False,
-            markup=False,  # the names of files are text, whatever brackets and colons they have
+            markup=False,  # file names may have brackets and colons
             emoji=False,
         )
         self._progress: Any = None
@@ -60,7 +57,7 @@ class RunLogger:
                     config=_flat(config),
                     init_kwargs={"wandb": {"name": experiment, "dir": str(self._folder.root)}},
                 )
-            except Exception as error:  # trackers raise errors of every kind, and none may cost the run
+            except Exception as error:  # trackers raise errors of every kind, and none may end the run
                 self._report_lost(", ".join(others), error)
         if self._console.is_terminal and not self._console.quiet:
             self._progress = Progress(
@@ -74,12 +71,12 @@ class RunLogger:
             self._progress.start()
 
     def say(self, text: str) -> None:
-        """A line on the terminal of the main process."""
+        """Print a line on the terminal of the main process."""
         with surviving_console():
             self._console.print(text, soft_wrap=True)
 
     def alert(self, text: str) -> None:
-        """What no run may miss: a line on the terminal, or without the tracker ``console`` a warning."""
+        """Print an important line; without the tracker ``console`` it is a warning."""
         if self._main and self._console.quiet:
             warnings.warn(text, stacklevel=2)
         self.say(text)
@@ -89,14 +86,14 @@ class RunLogger:
 
         Raises:
             NonFiniteMetricError: a metric is NaN or infinite, by name.
-            RunFolderError: ``metrics.jsonl`` cannot be written; trackers have not been told either.
+            RunFolderError: ``metrics.jsonl`` cannot be written; trackers did not receive the row either.
         """
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise NonFiniteMetricError(f"step {step}: non-finite metrics: {', '.join(sorted(bad))}")
         if self._main:
             self._folder.append({"step": step, **metrics})
-        for tracker in list(self._accelerator.trackers):  # a copy, as one that is lost is removed on the way
+        for tracker in list(self._accelerator.trackers):  # a copy, since one that fails is removed
             try:
                 tracker.log(metrics, step=step)
             except Exception as error:  # see ``start``
@@ -105,7 +102,7 @@ class RunLogger:
         self._show(step, metrics)
 
     def summary(self, history: History, files: list[str]) -> None:
-        """The closing table: what changed, what to worry about, what to open next."""
+        """Print the closing table, with the findings about the run and the files to open next."""
         self._stop_progress()
         self._console.print(closing_table(history, title=f"Run {self._folder.root}"))
         self._console.print("Open next:")
@@ -120,7 +117,7 @@ class RunLogger:
                 tracker.finish()
             except Exception as error:  # see ``start``
                 self._report_lost(tracker.name, error)
-        # Accelerate's ``end_training`` would finish them once more.
+        # Accelerate's ``end_training`` would finish them again.
         self._accelerator.trackers.clear()
 
     def _report_lost(self, name: str, error: Exception) -> None:
@@ -140,14 +137,14 @@ class RunLogger:
         note = "  ".join(parts)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
-        # Without a bar, about twenty lines a run; validations are always worth one.
+        # Without a bar, about twenty lines per run and one per validation.
         is_due = self._progress is None and step % max(1, self._total // 20) == 0
         if is_due or "val/reward/mean" in metrics:
             self.say(f"step {step}/{self._total}  {note}")
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as ``a.b.c: value`` with values that every tracker stores."""
+    """Nested settings as ``{"a.b.c": value}``, with values of types that every tracker stores."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""What a run leaves for people to look at: sample grids, kept images, the final adapters, plots and pictures.
+"""Outputs for people: sample grids, kept images, the final adapters, plots and pictures.
 
 None of it is worth losing a run: an output that cannot be written is reported, and the run goes on. The error that ends
 the run then names it.

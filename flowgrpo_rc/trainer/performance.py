@@ -1,4 +1,4 @@
-"""How fast a step was, and how much memory the run has needed; names as verl-omni logs them, where it does."""
+"""Speed of a step and memory of the run, under verl-omni's names for the metrics that it logs too."""
 
 import resource
 import sys
@@ -6,21 +6,21 @@ import sys
 import torch
 
 TRAINING_STAGES = ("rollout", "probe", "reward", "score", "correct", "advantage", "update", "sync")
-"""The stages that each batch of images goes through; validation, checkpoints and logging are not among them."""
+"""The stages of every batch of images; validation, checkpoints and logging are left out."""
 _GB = 1024**3
 
 
 def speed(
     times: dict[str, float], images: int, processes: int, seconds_at_peak: float | None = None
 ) -> dict[str, float]:
-    """Time for an image by stage, and images by time.
+    """Time per image by stage, and images per second.
 
     Args:
-        times: seconds as ``timing_s/<stage>``; empty metrics where no batch was trained on.
+        times: seconds as ``timing_s/<stage>``. Without an update there are no metrics.
         images: of the batch, over all processes.
         processes: each has one GPU.
-        seconds_at_peak: how long one such GPU would take at its peak for the transformer's work and decoding; ``None``
-            where that is not known.
+        seconds_at_peak: time of one such GPU at its peak for the transformer's forwards and backwards and for decoding;
+            ``None`` if unknown.
     """
     found = {stage: times[f"timing_s/{stage}"] for stage in TRAINING_STAGES if f"timing_s/{stage}" in times}
     if "update" not in found:

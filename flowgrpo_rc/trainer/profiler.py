@@ -1,4 +1,4 @@
-"""Profiles of chosen steps by torch's profiler: a trace for Perfetto or TensorBoard, and a table of the operators."""
+"""Profiles of chosen steps: a trace for Perfetto or TensorBoard, and a table of operators."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +10,7 @@ import torch
 from flowgrpo_rc.run_folder import write_whole
 
 TRACE = ".pt.trace.json"
-"""How the names of traces end that TensorBoard's profiler finds; Perfetto and ``chrome://tracing`` take any."""
+"""Suffix by which TensorBoard's profiler finds traces; Perfetto and ``chrome://tracing`` take any."""
 OPERATORS = 40
 """Rows of the table."""
 
@@ -18,15 +18,14 @@ OPERATORS = 40
 class StepProfiler:
     """``with profiler(step): ...`` profiles this process's part of the step if it is one of ``steps``.
 
-    Writes ``step_00003.rank_0.pt.trace.json`` and ``step_00003.rank_0.txt``, the operators by the time that they took
-    themselves, into ``folder``. Other steps are run as if there were no profiler.
+    Writes ``step_00003.rank_0.pt.trace.json`` and ``step_00003.rank_0.txt``, the operators by their own time.
 
     Args:
         steps: numbers of training steps, the first is 1.
         folder: of the traces.
         rank: of this process.
         device: kind of device that the run computes on, ``cpu`` or ``cuda``.
-        writing: what a profile is written in, told its folder; it may keep a full disk from ending the run.
+        writing: context in which a profile is written, given its folder; it may catch the errors of a full disk.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class StepProfiler:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Profile what is done inside, unless it raises."""
+        """Profile the body, unless it raises."""
         if step not in self._steps:
             yield
             return

@@ -1,4 +1,4 @@
-"""Build a run from its configuration: everything cheap is checked before anything expensive is loaded."""
+"""Build the parts of a run from its configuration; cheap checks come before expensive loads."""
 
 import importlib.util
 import os
@@ -33,15 +33,17 @@ from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
-from flowgrpo_rc.trainer.encoding import PromptSet, fill_store, open_checked
+from flowgrpo_rc.trainer.encoding import PromptSet, check_numbers, fill_store, open_checked, references_digest
 from flowgrpo_rc.trainer.launch import processes_here
-from flowgrpo_rc.trainer.planned import check_memory
-from flowgrpo_rc.trainer.references import check_numbers, references_digest
+from flowgrpo_rc.trainer.memory import check_memory
 
 
 class Run:
     """The parts of a run. Data, rewards, processes and the model's index are checked before the model is loaded.
-    Trackers write to ``project_dir``.
+
+    Args:
+        config: the validated configuration.
+        project_dir: folder of the trackers.
 
     Raises:
         ValueError: the configuration does not fit the data, the processes or the model; names the field.
@@ -62,24 +64,24 @@ class Run:
             check_numbers(pipeline_class, one.records)
         self.reward = build_reward(config.reward)
         self.observers: RewardMix | None = None
-        """The scorers that only look, in validation; ``None`` where there are none."""
+        """Scorers of validation images that do not enter the reward; ``None`` without any."""
         try:
             self._prepare(pipeline_class, project_dir)
         except BaseException:
-            if hasattr(self, "engine"):  # what comes after it has failed
+            if hasattr(self, "engine"):  # a later part has failed
                 self.engine.close()
             self.end_rewards()
             raise
 
     def end_rewards(self) -> None:
-        """End what rewards have started beside the run: the server of a reward model, worker processes."""
+        """End the server of a reward model and the worker processes of rewards."""
         with ExitStack() as ended:
             ended.callback(self.reward.close)
             if self.observers is not None:
                 ended.callback(self.observers.close)
 
     def _prepare(self, pipeline_class: str, project_dir: str) -> None:
-        """All that comes after the rewards have been made; they must be able to score each prompt."""
+        """Build everything that comes after the rewards, which must be able to score each prompt."""
         config = self.config
         trainer = config.trainer
         lora = config.actor_rollout_ref.model
@@ -95,7 +97,7 @@ class Run:
         self._share = Share(self.accelerator.local_process_index, processes_here(self.accelerator))
         check_placement(config.actor_rollout_ref.rollout, self._share)
         self.seconds_at_peak: float | None = None
-        """How long a GPU of this kind would take for a step at its peak; ``None`` where that is not known."""
+        """Time of a step on a GPU of this kind at its peak; ``None`` if unknown."""
         if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
             device = torch.cuda.get_device_properties(self.accelerator.device)
             plan = check_memory(config, self.accelerator.num_processes, device.total_memory)
@@ -108,13 +110,13 @@ class Run:
             _check_compiler(self.accelerator.device.type)
         _check_attention(config, pipeline_class, self.accelerator.device)
         self.rollout_dump = self._dump("rollout_data_dir")
-        """Takes the images of every rollout; ``None`` where none are kept."""
+        """Writes the images of every rollout; ``None`` if none are kept."""
         self.validation_dump = self._dump("validation_data_dir")
-        """Takes the images of every validation; ``None`` where none are kept."""
+        """Writes the images of every validation; ``None`` if none are kept."""
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
         self.older_adapters: dict[int, dict[str, torch.Tensor]] = {}
-        """Of the run that this one continues: the actor's adapter before earlier batches, by their steps."""
+        """The actor's adapters before earlier batches, by step, of the run that this one continues."""
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         require_agreement({"model or reward": self.fingerprint})
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
@@ -129,14 +131,14 @@ class Run:
         return None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)
 
     def _read_prompts(self) -> None:
-        """The prompts of training and validation, and in which order they come."""
+        """Read the prompts of training and validation, and make the sampler."""
         data = self.config.data
         self.train_prompts, self.val_prompts = read_prompts(self.config)
         self.prompt_sets = prompt_sets(self.config, self.train_prompts, self.val_prompts)
         self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
 
     def _load_model(self) -> None:
-        """The model, which must take what is asked of it, and what works with it: encoder, engine and actor.
+        """Load the model, and build encoder, engine and actor.
 
         Prompts are encoded before the transformer is read, so that it and the text encoders are never in memory
         together.
@@ -145,7 +147,7 @@ class Run:
         torch.manual_seed(self.config.trainer.seed)
         loader, self.store = open_checked(parts.model, self.prompt_sets, self.accelerator)
         self.encoding = fill_store(loader.model, self.store, self.prompt_sets, self.accelerator)
-        """What became of the prompts."""
+        """Counts of the prompts."""
         fsdp = parts.actor.fsdp_config
         shard = partial(shard_base, config=fsdp, device=self.accelerator.device) if fsdp.shard else None
         self.model = loader.load(shard)
@@ -188,25 +190,25 @@ def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
 
 
 def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
-    """Refuse, from the model's folder alone, guidance that pipelines of the class ``name`` do not take."""
+    """Refuse guidance that pipelines of the class ``name`` do not take, from the model's folder alone."""
     rollout = config.actor_rollout_ref.rollout
     folder = resolve_asset(config.actor_rollout_ref.model.path)
-    for asked, section in ((rollout.pipeline, "pipeline"), (rollout.validation_pipeline, "val_kwargs.pipeline")):
-        check_guidance(name, folder, asked.guidance_scale, asked.true_cfg_scale, section)
+    for pipeline, section in ((rollout.pipeline, "pipeline"), (rollout.validation_pipeline, "val_kwargs.pipeline")):
+        check_guidance(name, folder, pipeline.guidance_scale, pipeline.true_cfg_scale, section)
 
 
-def _check_prompts(reward: RewardMix, asked: PromptSet) -> None:
+def _check_prompts(reward: RewardMix, prompts: PromptSet) -> None:
     """Refuse prompts that a reward cannot score."""
     reward.check_prompts(
-        [record.prompt for record in asked.records],
-        image_size=(asked.pipeline.height, asked.pipeline.width),
-        sources=[r.source or str(i) for i, r in enumerate(asked.records)],
-        metadata=[r.metadata for r in asked.records],
+        [record.prompt for record in prompts.records],
+        image_size=(prompts.pipeline.height, prompts.pipeline.width),
+        sources=[r.source or str(i) for i, r in enumerate(prompts.records)],
+        metadata=[r.metadata for r in prompts.records],
     )
 
 
 def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """The prompts of training, and those of validation, which may be none.
+    """The prompts of training and of validation; there may be no validation prompts.
 
     Raises:
         ValueError: a file is damaged, or there are no training prompts.
@@ -220,7 +222,7 @@ def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[Promp
 
 
 def prompt_sets(config: FlowGRPOConfig, train: list[PromptRecord], validation: list[PromptRecord]) -> list[PromptSet]:
-    """The prompts of training, and of validation if there are any, with what the pipeline is asked to draw of them."""
+    """The prompts of training, and of validation if there are any, with their pipeline settings."""
     rollout = config.actor_rollout_ref.rollout
     sets = [
         PromptSet(train, rollout.pipeline, "pipeline"),
@@ -230,10 +232,10 @@ def prompt_sets(config: FlowGRPOConfig, train: list[PromptRecord], validation: l
 
 
 def _check_attention(config: FlowGRPOConfig, name: str, device: torch.device) -> None:
-    """Refuse attention backends that do not work on this device, or not with pipelines of the class ``name``."""
+    """Refuse attention backends that do not work on this device or with pipelines of the class ``name``."""
     parts = config.actor_rollout_ref
     folder = resolve_asset(parts.model.path)
-    # Under autocast linear layers put out bfloat16, whatever the weights are in.
+    # Under autocast the outputs of linear layers are bfloat16, for weights of any dtype.
     actor = "bfloat16" if config.trainer.mixed_precision == "bf16" else parts.model.dtype
     field = "actor_rollout_ref.model.attn_backend"
     dtype = torch_dtype(actor)
@@ -269,7 +271,7 @@ def _check_trackers(names: list[str]) -> None:
 
 
 def _check_compiler(device: str) -> None:
-    """What ``torch.compile`` needs on this kind of device is only missed at the first forward, long after loading."""
+    """Refuse a machine without the compiler of ``torch.compile``, which would fail at the first forward."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device == "cpu" and shutil.which(compiler) is None:
         remedy = f"the C++ compiler {compiler} is not on the PATH; install it, name another in the variable CXX"

@@ -1,4 +1,4 @@
-"""When the trainer was in which stage and what engines elsewhere did meanwhile: a line of ``timeline.jsonl`` a step."""
+"""``timeline.jsonl``: stages of the trainer and work of engines in other processes, a line per step."""
 
 import time
 from collections.abc import Sequence
@@ -19,28 +19,28 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class ProcessAccount:
-    """What the engines of one trainer process have done since the last step, in seconds of that process's run."""
+    """Work of the engines of one trainer process since the last step, in seconds of that process's run."""
 
     engines: list[EngineWork]
     since: float
-    """When the last step had been done."""
+    """End of the last step."""
     now: float
-    """When this one has."""
+    """End of this step."""
     waited: float
-    """How long the process waited for images."""
+    """Time that the process waited for images."""
     restarts: int
-    """Starts of engines after the first of each."""
+    """Starts of engines, without the first of each."""
 
 
 class Timeline:
-    """Keeps the account of trainer and engines from step to step.
+    """Collects the stages of the trainer and the work of its engines, step by step.
 
-    Times are seconds of the host's clock since this object was made, at which the processes of a run stand together.
+    Times are seconds of the host's clock since this object was made, which all processes do at the same time.
 
     Args:
         engine: the trainer's; only a ``RolloutPool`` has engines that work beside it.
         process: number of this trainer process.
-        processes: how many there are.
+        processes: number of trainer processes.
     """
 
     def __init__(self, engine: RolloutEngine, process: int, processes: int) -> None:
@@ -54,14 +54,14 @@ class Timeline:
         """Engines that have started once."""
 
     def take(self, spans: Sequence[Span]) -> tuple[dict[str, Any], dict[str, float]]:
-        """What has happened since the last call; all processes call it together, at the end of a step.
+        """The line of a step and the metrics of the engines; all processes call it at the end of the step.
 
         Args:
             spans: the stages of this process since then.
 
         Returns:
             A line for ``timeline.jsonl``, without its step: ``started``, the clock's zero in seconds of Unix time; the
-            ``stages`` of this process; and the ``engines`` of all. And the metrics of the engines; none without a pool.
+            ``stages`` of this process; and the ``engines`` of all. The metrics are empty without a pool.
         """
         stages = [[span.stage, *self._rounded(span.begin, span.end)] for span in spans]
         line = {"started": round(self._started, DIGITS), "stages": stages}
@@ -82,7 +82,7 @@ class Timeline:
         return ProcessAccount(engines, since, self._since, waited, len(starts) - len(first))
 
     def _own(self, engine: EngineWork) -> EngineWork:
-        """With times of this run, and a name that no engine of another process has."""
+        """Convert to times of this run, and to a name that is unique over processes."""
         name = engine.engine if self._processes == 1 else f"rank {self._process}: {engine.engine}"
 
         def own(work: Work) -> Work:
@@ -96,10 +96,9 @@ class Timeline:
 
 
 def metrics_of(accounts: Sequence[ProcessAccount]) -> dict[str, float]:
-    """How busy engines and trainer were, over all processes; shares are of the time from the last step's end to this
-    one's.
+    """Utilisation of engines and trainer over all processes, as shares of the time between the ends of two steps.
 
-    Engines that have been given up count as none.
+    Engines that were abandoned do not count.
     """
     drawn: list[float] = []
     busy: list[float] = []
@@ -121,7 +120,7 @@ def metrics_of(accounts: Sequence[ProcessAccount]) -> dict[str, float]:
 
 
 def _seconds(work: Sequence[Work], account: ProcessAccount) -> float:
-    """Of work, what lies within the step; the rest of it has been counted, or will be."""
+    """The part of the work within the step; the rest belongs to the steps before and after."""
     return sum((max(0.0, min(one.end, account.now) - max(one.begin, account.since)) for one in work), 0.0)
 
 

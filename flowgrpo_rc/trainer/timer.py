@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Span:
-    """A stage by the host's clock."""
+    """Begin and end of a stage by the host's clock."""
 
     stage: str
     begin: float
@@ -23,15 +23,15 @@ class Span:
 class StageTimer:
     """``with timer("rollout"): ...``; times of equal names add up until ``take``.
 
-    On a CUDA device a stage begins and ends where its events stand in the device's queue, since kernels run on after a
-    call returns: a stage is charged with what it has queued, and nothing waits before ``take``. ``take_spans`` tells
-    when the host was in which stage, on every device.
+    On a CUDA device a stage is timed by events in the device's queue, since kernels run on after a call returns: a
+    stage is charged with the kernels that it queued, and there is no host sync before ``take``. ``take_spans`` gives
+    times of the host's clock on every device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stages: list[tuple[str, Any, Any]] = []
-        """Name, begin and end of every stage that has ended: CUDA events, or seconds of the host's clock."""
+        """Name, begin and end of every finished stage: CUDA events, or seconds of the host's clock."""
         self._beside: dict[str, float] = {}
         self._spans: list[Span] = []
 
@@ -47,14 +47,13 @@ class StageTimer:
             self._spans.append(Span(stage, begin, end))
 
     def beside(self, name: str, seconds: float) -> None:
-        """Note work that went on beside the stages, in a thread of its own: it adds nothing to the step."""
+        """Record work of another thread, which adds nothing to the step."""
         self._beside[name] = self._beside.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``; and what
-        went on beside them, which is not in the sum.
+        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``.
 
-        Waits once for the device, until the last stage has ended there.
+        The work of other threads is included under its names, but not in the sum. Waits once for the device.
         """
         stages = self._stages
         self._stages = []
@@ -69,7 +68,7 @@ class StageTimer:
         return {**named, "timing_s/step": sum(times.values())}
 
     def take_spans(self) -> list[Span]:
-        """The stages since the last call of this, in the order in which they ended."""
+        """The stages since the last call, in the order of their ends."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -78,7 +77,7 @@ class StageTimer:
         return self._device.type == "cuda"
 
     def _now(self) -> tuple[Any, float]:
-        """What ``take`` reckons with, and the host's clock."""
+        """The time or event that ``take`` subtracts, and the host's clock."""
         now = time.perf_counter()
         if not self._uses_events:
             return now, now

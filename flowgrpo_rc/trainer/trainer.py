@@ -6,7 +6,7 @@ Validation, checkpoints, outputs for people and the building of the parts are in
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 
@@ -499,7 +499,8 @@ class FlowGRPOTrainer:
     def _announce_stop(self) -> None:
         """Called by a signal's handler, which may not use a buffered stream."""
         if self._main:
-            os.write(2, b"\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+            with suppress(OSError):  # standard error may be closed
+                os.write(2, b"\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
     def _report_failure(self, error: Exception) -> None:
         """Print the failed step and the remaining checkpoint before the traceback of an error that nobody foresaw."""
@@ -557,7 +558,7 @@ class FlowGRPOTrainer:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run has not reached its last step."""
+        """True until the run has reached its last step."""
         return self.step < self.run.total_steps
 
     def _gather(self, values: Tensor) -> Tensor:

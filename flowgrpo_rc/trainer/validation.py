@@ -1,4 +1,4 @@
-"""Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine; and the grids of it."""
+"""Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine; sample grids."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from flowgrpo_rc.trainer.setup import Run
 CELL = 96
 """Pixels of an image's side."""
 REFERENCE = 48
-"""Pixels of the side of a reference, which stands before its image."""
+"""Pixels of the side of a reference image, which is left of its image."""
 CAPTION = 34
 """Pixels of the two lines under an image."""
 TITLE = 26
@@ -33,25 +33,25 @@ GAP = 8
 Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
 """Embeds prompts for a pipeline's settings."""
 Generate = Callable[[RolloutRequest], Trajectories]
-"""Samples and proves that it did what was asked."""
+"""Samples, and checks that the engine did as requested."""
 Keep = Callable[[DumpedImage], object]
-"""Takes an image, with what it was drawn for and rewarded."""
+"""Receives an image with its prompt and rewards."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One validation image and what became of it."""
+    """One validation image with its reward."""
 
     image: np.ndarray
     """``(H, W, 3)`` uint8."""
     prompt: str
     reward: float
     text: str | None = None
-    """What an OCR reward read."""
+    """The text that an OCR reward read."""
     text_score: float | None = None
-    """What that reward gave for it; ``None``: the whole reward."""
+    """That reward's score; ``None``: the whole reward."""
     reference: ReferenceImage | None = None
-    """The first image that it was to edit."""
+    """The first reference image of the prompt."""
 
 
 def validate(
@@ -59,9 +59,9 @@ def validate(
 ) -> tuple[dict[str, float], list[Sample]]:
     """Score ``val_kwargs.n`` images of every validation prompt.
 
-    Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter
-    alone. The images are dealt out over the processes; those that get one less sample some image again, so that every
-    engine is asked for as many. ``keep`` is called with each image that this process has rewarded.
+    Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter only.
+    The images are split over the processes. A process with one image less samples another one again, so that all
+    engines have equal work. ``keep`` is called with each image that this process has rewarded.
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
@@ -87,12 +87,12 @@ def validate(
 def _score(
     run: Run, conditioning: Encode, generate: Generate, drawn: list[int], kept: int, keep: Keep
 ) -> list[tuple[int, dict[str, float], Sample | None]]:
-    """Sample the images of these numbers and reward the first ``kept`` of them; the others are dropped.
+    """Sample the images ``drawn`` and reward the first ``kept`` of them.
 
-    ``k * prompts + i`` is image ``k`` of prompt ``i``.
+    The number of image ``k`` of prompt ``i`` is ``k * prompts + i``.
 
-    Returns, for each one kept, its number, its rewards by name (``mean`` is the total; the scorers that only look are
-    among them) and what a grid shows of it, if one does.
+    Returns, for each image kept, its number, its rewards by name (``mean`` is the total; observers are included) and
+    its cell of the sample grid, if it has one.
     """
     images = _sample(run, conditioning, generate, drawn)[:kept]
     if not kept:
@@ -118,8 +118,10 @@ def _score(
 
 
 def _reward(run: Run, mix: RewardMix, images: np.ndarray, records: list[PromptRecord]) -> RewardResult:
-    """The rewards of these images. Functions that stream get as many in a call as in training, for deadlines count for
-    each call."""
+    """The rewards of these images.
+
+    Functions that stream get as many images per call as in training, since their time-outs are per call.
+    """
     prompts = [record.prompt for record in records]
     part = run.config.actor_rollout_ref.rollout.micro_batch_size
     return PartialScoring(mix, prompts, [record.metadata for record in records], part).result(images)
@@ -145,7 +147,7 @@ def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]
 
 
 def _key(record: PromptRecord) -> Hashable:
-    """Equal where the model is asked for the same."""
+    """The inputs of the model; prompts with equal keys are encoded once."""
     return record.prompt, record.negative_prompt, record.images
 
 
@@ -159,7 +161,7 @@ def _records(run: Run, numbers: list[int]) -> list[PromptRecord]:
 
 
 def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 12) -> None:
-    """Write one PNG with captioned images under a title, each behind its reference where there are any.
+    """Write one PNG with captioned images under a title, each to the right of its reference image.
 
     Raises:
         ValueError: a reference is gone or has changed.
@@ -187,7 +189,7 @@ def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 
         pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
         score = f"{sample.reward:.2f}"
         colour = "black"
-        if sample.text is not None:  # only what was read is right or wrong
+        if sample.text is not None:  # a reading is right or wrong, other rewards are not
             score += f' read "{sample.text}"'
             read = sample.reward if sample.text_score is None else sample.text_score
             colour = "#0a7d32" if read >= 0.999 else "#b3261e"
@@ -197,8 +199,7 @@ def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 
 
 
 def _square(picture: Any, side: int) -> Any:
-    """Of ``side`` pixels. Small images keep their pixels sharp: what the model drew is to be seen, not what smoothing
-    makes of it."""
+    """Resize to ``side`` pixels. Small images keep sharp pixels, since smoothing would hide artefacts of the model."""
     from PIL import Image
 
     scale = Image.Resampling.NEAREST if max(picture.size) < side else Image.Resampling.LANCZOS

@@ -237,7 +237,7 @@ RAISED = [
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("where", ["loading", "training"])
 @pytest.mark.parametrize(("error", "loading", "training", "message"), RAISED, ids=lambda value: type(value).__name__)
-def test_every_exception_has_its_code_and_what_is_foreseen_is_a_line(
+def test_a_foreseen_exception_is_a_line_and_a_code(
     monkeypatch, capsys, error, loading, training, message, where, debug
 ):
     class Trainer:

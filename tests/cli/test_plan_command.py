@@ -4,7 +4,7 @@ import pytest
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.planner.memory import MemoryPlan
-from flowgrpo_rc.trainer import planned  # noqa: F401  (it names the class that is replaced below)
+from flowgrpo_rc.trainer import memory as planned  # noqa: F401  (it names the class that is replaced below)
 
 MODEL = "actor_rollout_ref.model"
 DEMO = (

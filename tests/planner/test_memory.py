@@ -25,7 +25,7 @@ from flowgrpo_rc.rollout.config import (
     RolloutConfig,
     VllmOmniConfig,
 )
-from flowgrpo_rc.trainer import planned
+from flowgrpo_rc.trainer import memory as planned
 
 
 @pytest.fixture(scope="module")

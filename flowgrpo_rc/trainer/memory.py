@@ -1,4 +1,4 @@
-"""The plan of a whole configuration, and its check against the GPU that a run starts on."""
+"""Check before a run that it fits the memory of its GPUs, by the planner."""
 
 import os
 import warnings
@@ -12,7 +12,7 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 
 def planned_run(config: FlowGRPOConfig) -> PlannedRun:
-    """The settings that decide about memory and time."""
+    """The settings that memory and time depend on."""
     parts = config.actor_rollout_ref
     return PlannedRun(
         model=parts.model,
@@ -25,17 +25,12 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
 
 
 def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) -> MemoryPlan | None:
-    """Warn of a run that a plan says does not fit GPUs of ``device_bytes`` each.
+    """Warn if the planner finds that the run does not fit GPUs of ``device_bytes`` each; returns the plan.
 
-    A model that cannot be planned passes: of one on the hub that has no shipped configuration files, nothing is known
-    before it is downloaded.
-
-    Returns:
-        The plan; ``None`` where there is none.
+    A model without known configuration files (on the hub, not yet downloaded) cannot be planned and passes.
 
     Raises:
-        PlanError: the tensors of the update alone, without any reserve, are more than the device has, and a smaller
-            micro-batch would do.
+        PlanError: the tensors of the update alone exceed the device's memory, and a smaller micro-batch would fit.
     """
     try:
         run = planned_run(config)
