@@ -1,5 +1,5 @@
-"""Reward ``judge``: a vision language model behind a server says what an image is worth.
+"""Reward ``judge``: the score that a vision language model behind a server gives an image.
 
-``config`` holds the section ``reward.judge``, ``questions`` the ready questions, ``chat`` what is sent to a server that
-speaks OpenAI's protocol and what comes back, ``parsers`` how an answer becomes a score, and ``reward`` the whole.
+``config`` holds the section ``reward.judge``, ``questions`` the ready questions, ``wording`` their placeholders, ``chat``
+requests and answers of OpenAI's protocol, ``parsers`` the scores of answers, and ``reward`` the reward itself.
 """

@@ -1,4 +1,4 @@
-"""What a server that speaks OpenAI's protocol is sent (``/chat/completions``, ``/models``), and what it sends back."""
+"""Requests and answers of OpenAI's protocol: ``/chat/completions`` and ``/models``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from flowgrpo_rc.checks import show
 from flowgrpo_rc.messages import printable
 from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion
@@ -21,15 +20,15 @@ from flowgrpo_rc.rewards.remote import images
 
 JPEG_QUALITY = 95
 TOP_LOGPROBS = 20
-"""Likeliest first tokens that are asked for; the most that servers give unless told otherwise."""
+"""Number of the likeliest first tokens in an answer; servers give no more by default."""
 CUT_OFF = ("length", "content_filter")
-"""Values of ``finish_reason`` of an answer that was ended before the judge had said everything."""
+"""Values of ``finish_reason`` of an incomplete answer."""
 REPEATED = 2000
-"""Characters of an unreadable answer that the judge is shown again."""
+"""Most characters of an unreadable answer in the second request."""
 
 
 def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
-    """An image (H, W, 3) uint8 as a file, resized as the configuration says."""
+    """An image (H, W, 3) uint8 as a file of the configured size and format."""
     if config.image_size is not None:
         picture = Image.fromarray(image)
         factor = config.image_size / max(picture.size)
@@ -39,38 +38,32 @@ def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
 
 
 def parameters(question: JudgeQuestion, config: JudgeConfig) -> dict[str, Any]:
-    """Everything in a request but the words and the images."""
+    """Everything in a request except the messages."""
     one_token = question.parser == "yes_no"
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": config.model,
         "temperature": config.temperature,
         "max_tokens": question.max_tokens or (1 if one_token else config.max_tokens),
     }
     if config.seed is not None:
-        asked["seed"] = config.seed
+        request["seed"] = config.seed
     if one_token:
-        asked |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
-    return asked | dict(config.extra_body)
+        request |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
+    return request | dict(config.extra_body)
 
 
 def body(
-    words: str,
-    files: Sequence[bytes],
-    image_format: str,
-    asked: Mapping[str, Any],
-    parser: str,
-    unreadable: str | None = None,
+    words: str, files: Sequence[bytes], question: JudgeQuestion, config: JudgeConfig, unreadable: str | None
 ) -> bytes:
-    """A request about one image, the last of ``files``; ``unreadable`` is the judge's answer to it before, which could
-    not be read."""
-    urls = [f"data:image/{image_format};base64,{base64.b64encode(file).decode()}" for file in files]
+    """A request about the last of ``files``; ``unreadable`` is the judge's first answer, where that cannot be read."""
+    urls = [f"data:image/{config.image_format};base64,{base64.b64encode(file).decode()}" for file in files]
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content.append({"type": "text", "text": words})
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if unreadable is not None:
         messages.append({"role": "assistant", "content": unreadable[:REPEATED]})
-        messages.append({"role": "user", "content": FORMS[parser].again})
-    return json.dumps({**asked, "messages": messages}).encode()
+        messages.append({"role": "user", "content": FORMS[question.parser].again})
+    return json.dumps({**parameters(question, config), "messages": messages}).encode()
 
 
 def read_answer(text: bytes) -> Answer:
@@ -83,45 +76,35 @@ def read_answer(text: bytes) -> Answer:
     try:
         choice = answer["choices"][0]
         words = choice["message"]["content"]
+        complete = words is not None and choice.get("finish_reason") not in CUT_OFF
+        # A model that thinks first may show it. If it never stops, all of its words are thoughts.
+        words = re.sub(r"^.*</think>", "", words or "", flags=re.DOTALL).strip()
     except (KeyError, IndexError, TypeError):
         raise ValueError(
-            f"answers with no choices[0].message.content: {text[:200].decode(errors='replace')!r}"
+            f"answers with no text in choices[0].message.content: {text[:200].decode(errors='replace')!r}"
         ) from None
-    if not isinstance(words, str | None):
-        raise ValueError(f"answers with a message that is {type(words).__name__} and not text")
-    said = words is not None and choice.get("finish_reason") not in CUT_OFF
-    # A model that thinks first may show it. If it never stops, all of its words are thoughts.
-    words = re.sub(r"^.*</think>", "", words or "", flags=re.DOTALL).strip()
-    complete = said and not words.startswith("<think>")
-    return Answer(words, None if choice.get("logprobs") is None else _first_tokens(choice), complete)
+    tokens = None if choice.get("logprobs") is None else _first_tokens(choice)
+    return Answer(words, tokens, complete and not words.startswith("<think>"))
 
 
 def _first_tokens(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
     try:
-        tokens = [(top["token"], top["logprob"]) for top in choice["logprobs"]["content"][0]["top_logprobs"]]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("answers with log-probabilities but no logprobs.content[0].top_logprobs") from None
-    return [(_checked_token(token), _checked_logprob(logprob)) for token, logprob in tokens]
-
-
-def _checked_token(token: Any) -> str:
-    if not isinstance(token, str):
-        raise ValueError(f"answers with the token {token!r}, which is no text")
-    return token
-
-
-def _checked_logprob(logprob: Any) -> float:
-    # Rounding may carry the logarithm of 1 a little above 0.
-    if isinstance(logprob, bool) or not isinstance(logprob, int | float) or not -1e9 < logprob < 1e-3:
-        raise ValueError(f"answers with the log-probability {show(logprob)} of a token")
-    return float(logprob)
+        top = choice["logprobs"]["content"][0]["top_logprobs"]
+        tokens = [(str(entry["token"]), float(entry["logprob"])) for entry in top]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        raise ValueError("answers with log-probabilities but no numbers in logprobs.content[0].top_logprobs") from None
+    for token, logprob in tokens:
+        # Rounding may carry the logarithm of 1 a little above 0.
+        if not -1e9 < logprob < 1e-3:
+            raise ValueError(f"answers with the log-probability {logprob:g} of the token {token[:40]!r}")
+    return tokens
 
 
 def read_models(text: bytes) -> list[str]:
     """The names of a server's models, from its answer to ``GET /models``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: this is no such answer.
     """
     answer = parse_json(text)
     try:

@@ -37,16 +37,16 @@ class JudgeQuestion(Section):
     section = f"{SECTION}.questions"
 
     parser: Annotated[str, one_of(FORMS)] = "yes_no"
-    """How the answer becomes a score between 0 and 1: ``score``, ``unified_reward_1_5``, ``unified_reward_2``,
-    ``yes_no`` or ``ocr``."""
+    """Parser that makes a score between 0 and 1 of the answer: ``score``, ``unified_reward_1_5``,
+    ``unified_reward_2``, ``yes_no`` or ``ocr``."""
 
     question: str | None = None
-    """The words of the question; null for the parser's own. ``{prompt}`` stands for the image's prompt, ``{target}``
-    for the text that the image should show, and the name of any other column of the prompt file for its value."""
+    """Text of the question; null for the parser's own. ``{prompt}`` is the image's prompt, ``{target}`` the text that
+    the image should show, and any other name in braces the value of that column of the prompt file."""
 
     references: bool = False
-    """Whether the judge is shown the prompt's reference images too, in their order and before the image, which is the
-    last. ``question`` then says what they are: the parsers' own speak of one image."""
+    """Show the judge the prompt's reference images too, in their order and before the image, which is the last. Needs a
+    ``question`` that explains them, since the parsers' own speak of one image."""
 
     name: str | None = None
     """Name in the metric ``reward/judge/<name>``; null for the parser's."""
@@ -79,7 +79,7 @@ class JudgeQuestion(Section):
 
     @property
     def words(self) -> str:
-        """The question as it is asked, before its placeholders are filled."""
+        """The question before its placeholders are filled."""
         return self.question or FORMS[self.parser].question
 
 
@@ -110,7 +110,7 @@ def read_questions(questions: Any) -> list[JudgeQuestion]:
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig(HTTPOptions):
-    """How the reward ``judge`` asks a vision language model about an image."""
+    """The vision language model of the reward ``judge``, its server and its questions."""
 
     section = SECTION
 
@@ -119,19 +119,19 @@ class JudgeConfig(HTTPOptions):
     ``reward.reward_model`` starts one."""
 
     model: str | None = None
-    """Name of the model that judges; null for the only one that the server has. The name that is used stands in the
-    run's ``config.yaml``."""
+    """Name of the model that judges; null for the only one that the server has. The run's ``config.yaml`` records the
+    name."""
 
     questions: Annotated[Any, Read(read_questions)] = field(default_factory=list)
-    """What the judge is asked about each image: a list of mappings with the keys of ``JudgeQuestion``. The name of a
-    parser stands for that parser with its own question, as in ``[ocr]``."""
+    """Questions about each image: a list of mappings with the keys of ``JudgeQuestion``. The name of a parser is short
+    for that parser with its own question, as in ``[ocr]``."""
 
     mean: Annotated[str, one_of(MEANS)] = "arithmetic"
-    """How several questions become one score: the weighted ``arithmetic`` or ``geometric`` mean. The latter is 0 where
-    one of them is."""
+    """Mean that makes one score of several questions, weighted: ``arithmetic`` or ``geometric``. The latter is 0 if one
+    of the scores is."""
 
     temperature: NonNegativeFloat = 0.0
-    """Temperature of the judge's answers. Even at 0 they depend a little on what else the server computes just then."""
+    """Temperature of the judge's answers. Even at 0 they vary a little with the server's other work."""
 
     seed: int | None = 0
     """Seed that the server draws answers from; null sends none."""
@@ -143,14 +143,14 @@ class JudgeConfig(HTTPOptions):
     """Further keys of every request, e.g. ``{chat_template_kwargs: {enable_thinking: false}}``."""
 
     image_size: PositiveInt | None = None
-    """Longest side in pixels to which images are brought before they are sent; null sends them as they are."""
+    """Longest side in pixels of the images that are sent; null sends them as they are."""
 
     image_format: Annotated[str, one_of(IMAGE_FORMATS)] = "png"
-    """How images are sent: ``png``, which loses nothing, or ``jpeg``, which is smaller."""
+    """File format of the images: ``png``, which keeps every pixel, or ``jpeg``, which is smaller."""
 
     cache: bool = False
-    """Whether scores are kept in memory and an image that was judged before is not sent again. The images of training
-    never repeat; those of validation may."""
+    """Keep scores in memory, so that no image is judged twice. The images of training never repeat; those of
+    validation may."""
 
     def problems(self) -> Iterator[str]:
         """An address or a key's name that cannot be used."""

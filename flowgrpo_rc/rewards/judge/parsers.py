@@ -1,7 +1,7 @@
-"""From a judge's answer to a score between 0 and 1. An answer that cannot be read is an error, and never a 0.
+"""Scores between 0 and 1 of a judge's answers. An answer that cannot be read is an error, and never a 0.
 
-A 0 for an answer out of form, as elsewhere, would teach the model to draw what confuses the judge, or what makes it
-talkative.
+A 0 for an answer out of form, as other trainers give it, would teach the model to confuse the judge, or to avoid images
+that make it talkative.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _ASPECTS = ("Alignment", "Coherence", "Style")
 
 
 class UnreadableAnswer(ValueError):
-    """The judge's words are not of the form that was asked for; the text says what is missing."""
+    """The answer has another form than the question wants; the text names the missing part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a judge said to one question."""
+    """A judge's answer to one question."""
 
     text: str
-    """Its words, without those that it thought beforehand."""
+    """The words after the model's thoughts."""
     first_tokens: Sequence[tuple[str, float]] | None = None
     """The likeliest first tokens with their log-probabilities; None where the server gives none."""
     complete: bool = True
-    """Whether the judge said everything: false where it was cut off, refused, or came no further than its thoughts."""
+    """False for an answer that was cut off or refused, or that ends within the model's thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a parser is told beside the answer."""
+    """The parser's input beside the answer."""
 
     scale: float = 5.0
     """The best score that the judge could give."""

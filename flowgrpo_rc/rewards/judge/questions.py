@@ -1,4 +1,4 @@
-"""Ready questions to a judge, by the parser that reads their answers. Importing this loads nothing."""
+"""Ready questions to a judge, by the parser of their answers. Importing this loads nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a judge is asked for what one parser reads."""
+    """The two requests for an answer that one parser can read."""
 
     question: str
-    """The question where none is given; ``{prompt}`` stands for the image's prompt."""
+    """The default question; ``{prompt}`` is replaced with the image's prompt."""
     again: str
-    """Said after an answer that could not be read."""
+    """The second request, after an answer that cannot be read."""
 
 
 FORMS: Mapping[str, Form] = {

@@ -1,11 +1,10 @@
-"""Reward ``judge``: questions to a vision language model about every image, as many at once as its server takes."""
+"""Reward ``judge``: questions to a vision language model about every image."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,51 +24,48 @@ from flowgrpo_rc.rewards.judge.wording import fill, placeholders
 REFERENCES = "images"
 """The key of ``metadata`` that holds a prompt's reference images."""
 _CHECK_TRIES = 2
-"""Tries of the questions before training: a server that is not there should show within seconds."""
+"""Tries before training: a server that is not there should show within seconds."""
 _ENCODERS = 4
-"""Threads that turn images into files."""
+"""Threads that encode images."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Query:
     """One question about one image of a batch."""
 
-    index: int
-    """Of the image."""
     question: JudgeQuestion
     words: str
     target: str
     files: tuple[bytes, ...]
-    """What the judge is shown, the image last."""
+    """References, and the image last."""
     where: str
     """Sample, prompt and question, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    """What became of a question."""
+class _Verdict:
+    """The answer to a query."""
 
     score: float
     text: str
-    """The judge's words."""
 
 
 class JudgeReward:
     """The weighted mean of the judge's scores over ``config.questions``, in [0, 1].
 
-    When it is made, the server must answer, name its model (which becomes ``config.model``) and score a blank image,
-    and with a blank reference where a question shows references.
+    The constructor has the server name its model, which becomes ``config.model``, and score a blank image, with a blank
+    reference for a question that shows references.
 
     Raises:
-        ValueError: the configuration lacks something, or the server does not do what it must; one line.
-        ImportError: httpx is not installed, or rapidfuzz for the parser ``ocr``.
+        ValueError: the configuration is incomplete, or the server does not answer as it must; in one line.
+        ImportError: httpx or tenacity is not installed, or rapidfuzz for the parser ``ocr``.
     """
 
     streams = True
-    """An image's score has nothing to do with the others', so the judge may work while the next ones are drawn."""
+    """The scores of images do not depend on each other, so that parts of a batch can be judged early."""
 
     computes_elsewhere = True
-    """It is the server that computes, so it may be asked while the actor learns."""
+    """The server computes, so that images can be judged while the actor learns."""
 
     def __init__(self, config: JudgeConfig | None = None) -> None:
         self.config = JudgeConfig() if config is None else config
@@ -84,14 +80,14 @@ class JudgeReward:
                 f"{SECTION}.questions=[yes_no]"
             )
         self._url = self.config.base_url.rstrip("/")
-        self._cache: dict[bytes, _Judged] = {}
+        self._cache: dict[Hashable, _Verdict] = {}
         tries = min(_CHECK_TRIES, self.config.tries)
         try:
             self.config.model = self._served_model(tries)
             blank = np.full((1, 256, 256, 3), 255, np.uint8)
             row: dict[str, Any] = {name: name for question in self.config.questions for name in placeholders(question)}
             row[REFERENCES] = [blank[0]]
-            self._judge(self._questions(blank, ['a blank sheet "blank"'], [row], sample="blank image"), tries)
+            self._judge(self._queries(blank, ['a blank sheet "blank"'], [row], sample="blank image"), tries)
         except ServerError as error:
             raise ValueError(f"{SECTION}: {error}") from None
 
@@ -101,24 +97,22 @@ class JudgeReward:
         """Score images (N, H, W, 3) uint8 RGB.
 
         Returns:
-            (N,) float32 in [0, 1]; and in the info the transcripts as captions, where the parser ``ocr`` makes some,
-            and each question's own scores, where there are several.
+            (N,) float32 in [0, 1], and the info: transcripts of the parser ``ocr`` as captions, and with several
+            questions each one's own scores.
 
         Raises:
             ServerError: the server failed for good, or an answer could not be read, twice; names sample and prompt.
-            ValueError: a question's placeholder has no value in a row of ``metadata``, or it is about references and
-                the row has none.
+            ValueError: a row of ``metadata`` lacks a question's placeholder or references.
         """
-        asked = self._questions(images, prompts, metadata)
-        judged = self._judge(asked, self.config.tries)
+        verdicts = self._judge(self._queries(images, prompts, metadata), self.config.tries)
         questions: list[JudgeQuestion] = self.config.questions
-        table = np.asarray([one.score for one in judged], np.float64).reshape(len(images), len(questions))
+        table = np.asarray([verdict.score for verdict in verdicts], np.float64).reshape(len(images), len(questions))
         info: dict[str, list[Any]] = {}
         for column, question in enumerate(questions):
             if len(questions) > 1:
                 info[f"{PARTS}{question.name}"] = table[:, column].tolist()
             if question.parser == "ocr":
-                info.setdefault(CAPTIONS, [one.text for one in judged[column :: len(questions)]])
+                info.setdefault(CAPTIONS, [verdict.text for verdict in verdicts[column :: len(questions)]])
         return weighted_mean(table, [question.weight for question in questions], self.config.mean), info
 
     def check_prompts(
@@ -129,10 +123,10 @@ class JudgeReward:
         sources: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Refuse prompts that lack what a question needs, before training.
+        """Refuse prompts that lack the target, columns or references of a question, before training.
 
         Raises:
-            ValueError: names the prompt, where it stands, and what it lacks.
+            ValueError: names the prompt, its source and the missing part.
         """
         rows = [{} for _ in prompts] if metadata is None else metadata
         for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
@@ -145,7 +139,7 @@ class JudgeReward:
         """The name of the model that judges.
 
         Raises:
-            ValueError: the server has not the one that is asked for, or several and none is asked for.
+            ValueError: the server does not have the configured model, or has several and none is configured.
         """
         request = Request(f"{self._url}/models", name="its models")
         (served,) = send_all([request], self.config, SECTION, chat.read_models, tries=tries)
@@ -159,101 +153,81 @@ class JudgeReward:
             raise ValueError(f"{SECTION}.model: the server {self._url} has no model {wanted!r}; it has {names}")
         return wanted
 
-    def _questions(
+    def _queries(
         self,
         images: np.ndarray,
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]] | None,
         sample: str = "sample",
-    ) -> list[_Asked]:
+    ) -> list[_Query]:
         """Every question about every image, those about one image side by side."""
         rows = [{} for _ in prompts] if metadata is None else metadata
-        wheres = [f"{sample} {index}, prompt {brief_repr(prompt)}" for index, prompt in enumerate(prompts)]
-        showing = [question for question in self.config.questions if question.references][:1]
-        references = [
-            [one for question in showing for one in _references(question, row, where)]
-            for row, where in zip(rows, wheres, strict=True)
-        ]
-        # The images of a prompt have the same references.
-        distinct = {_identity(one): one for shown in references for one in shown}
+        encoded: dict[Any, bytes] = {}
+        queries = []
         with ThreadPoolExecutor(_ENCODERS) as pool:
             files = list(pool.map(partial(chat.encode, config=self.config), images))
-            encoded = pool.map(lambda one: chat.encode(np.asarray(one), self.config), distinct.values())
-            reference_files = dict(zip(distinct, encoded, strict=True))
-        asked = []
-        for index, (prompt, row, file, where) in enumerate(zip(prompts, rows, files, wheres, strict=True)):
-            before = [reference_files[_identity(one)] for one in references[index]]
+        for index, (prompt, row, file) in enumerate(zip(prompts, rows, files, strict=True)):
+            where = f"{sample} {index}, prompt {brief_repr(prompt)}"
             for question in self.config.questions:
                 words, target = fill(question, prompt, row, where)
-                shown = (*before, file) if question.references else (file,)
-                asked.append(_Asked(index, question, words, target, shown, f"{where}, question {question.name!r}"))
-        return asked
+                shown = [self._reference_file(one, encoded) for one in _references(question, row, where)]
+                queries.append(_Query(question, words, target, (*shown, file), f"{where}, question {question.name!r}"))
+        return queries
 
-    def _judge(self, asked: Sequence[_Asked], tries: int) -> list[_Judged]:
-        """The scores, in order. What was not asked before is asked; what cannot be read is asked once more."""
+    def _reference_file(self, reference: Any, encoded: dict[Any, bytes]) -> bytes:
+        """The file of a reference image. ``encoded`` keeps those of a batch, since the images of a prompt share them."""
+        key = reference if isinstance(reference, ReferenceImage) else id(reference)
+        if key not in encoded:
+            encoded[key] = chat.encode(np.asarray(reference), self.config)
+        return encoded[key]
+
+    def _judge(self, queries: Sequence[_Query], tries: int) -> list[_Verdict]:
+        """The verdicts, in order. An answer that cannot be read is followed by a second request."""
         began_at = time.monotonic()
-        keys = [self._key(one) for one in asked]
+        keys = [self._key(query) if self.config.cache else index for index, query in enumerate(queries)]
         known = dict(self._cache)
-        new = {key: one for key, one in zip(keys, asked, strict=True) if key not in known}
-        answers = dict(zip(new, self._ask(list(new.values()), tries, began_at), strict=True))
-        unreadable = {}
-        for key, one in new.items():
+        pending = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
+        answers = self._send(pending, {}, tries, began_at)
+        unreadable: dict[Hashable, str] = {}
+        for key, answer in answers.items():
             try:
-                known[key] = _read(one, answers[key])
+                known[key] = _read(pending[key], answer)
             except UnreadableAnswer:
-                unreadable[key] = one
-        texts = [answers[key].text for key in unreadable]
-        again = self._ask(list(unreadable.values()), tries, began_at, texts)
-        for (key, one), answer in zip(unreadable.items(), again, strict=True):
+                unreadable[key] = answer.text
+        again = {key: pending[key] for key in unreadable}
+        for key, answer in self._send(again, unreadable, tries, began_at).items():
             try:
-                known[key] = _read(one, answer)
+                known[key] = _read(pending[key], answer)
             except UnreadableAnswer as error:
                 raise ServerError(
-                    f"{self.config.model} at {self._url} gave no answer that the parser {one.question.parser!r} can "
-                    f"read, asked twice, for {one.where}: {error}; it said {brief_repr(answer.text)}"
+                    f"{self.config.model} at {self._url} gave no answer that the parser "
+                    f"{pending[key].question.parser!r} can read, asked twice, for {pending[key].where}: {error}; it "
+                    f"said {brief_repr(answer.text)}"
                 ) from None
         if self.config.cache:
             self._cache = known
         return [known[key] for key in keys]
 
-    def _ask(
-        self, asked: Sequence[_Asked], tries: int, began_at: float, unreadable: Sequence[str] | None = None
-    ) -> list[Answer]:
-        """The judge's answers, in order; ``unreadable`` are those that it gave before."""
-        before = [None] * len(asked) if unreadable is None else list(unreadable)
+    def _send(
+        self, queries: Mapping[Hashable, _Query], unreadable: Mapping[Hashable, str], tries: int, began_at: float
+    ) -> dict[Hashable, Answer]:
+        """The judge's answers by key; ``unreadable`` holds its earlier ones."""
         requests = [
             Request(
                 f"{self._url}/chat/completions",
-                partial(
-                    chat.body,
-                    one.words,
-                    one.files,
-                    self.config.image_format,
-                    chat.parameters(one.question, self.config),
-                    one.question.parser,
-                    text,
-                ),
-                name=one.where,
+                partial(chat.body, query.words, query.files, query.question, self.config, unreadable.get(key)),
+                name=query.where,
             )
-            for one, text in zip(asked, before, strict=True)
+            for key, query in queries.items()
         ]
-        return send_all(requests, self.config, SECTION, chat.read_answer, tries=tries, began_at=began_at)
+        answers = send_all(requests, self.config, SECTION, chat.read_answer, tries=tries, began_at=began_at)
+        return dict(zip(queries, answers, strict=True))
 
-    def _key(self, one: _Asked) -> bytes:
-        """Digest of everything that a score rests on. Without the cache the image's place in the batch is part of it,
-        so that each is judged by itself."""
-        place = None if self.config.cache else one.index
-        said = [
-            one.words,
-            one.target,
-            one.question.parser,
-            one.question.scale,
-            chat.parameters(one.question, self.config),
-        ]
-        digest = hashlib.blake2b(json.dumps([place, one.question.name, *said], default=str).encode(), digest_size=32)
-        for file in one.files:
-            digest.update(len(file).to_bytes(8, "big"))
-            digest.update(file)
+    def _key(self, query: _Query) -> bytes:
+        """Digest of everything that a score depends on."""
+        digest = hashlib.blake2b(digest_size=32)
+        digest.update(chat.body(query.words, query.files, query.question, self.config, None))
+        digest.update(repr((query.question, query.target)).encode())
         return digest.digest()
 
 
@@ -268,10 +242,10 @@ def weighted_mean(table: np.ndarray, weights: Sequence[float], mean: str) -> np.
 
 
 def _references(question: JudgeQuestion, row: Mapping[str, Any], where: str) -> Sequence[Any]:
-    """The images that a question shows before the one that it is about.
+    """The reference images that a question shows.
 
     Raises:
-        ValueError: the row has none, though the question shows some.
+        ValueError: the question shows references and the row has none.
     """
     if not question.references:
         return ()
@@ -284,19 +258,15 @@ def _references(question: JudgeQuestion, row: Mapping[str, Any], where: str) -> 
     return found
 
 
-def _identity(reference: Any) -> Any:
-    """What tells a reference from others of a batch."""
-    return reference if isinstance(reference, ReferenceImage) else id(reference)
-
-
-def _read(asked: _Asked, answer: Answer) -> _Judged:
-    if asked.question.parser == "yes_no" and answer.first_tokens is None:
+def _read(query: _Query, answer: Answer) -> _Verdict:
+    parser = query.question.parser
+    if parser == "yes_no" and answer.first_tokens is None:
         raise ServerError(
-            f"{asked.where}: the server answers without the log-probabilities of the first token, which the parser "
+            f"{query.where}: the server answers without the log-probabilities of the first token, which the parser "
             "'yes_no' reads; use a server that gives them, or another parser"
         )
-    # The first token is all that yes_no asks for, so that every answer to it is cut off.
-    if not answer.complete and asked.question.parser != "yes_no":
+    # A request of yes_no limits the answer to one token, so that every answer to it is cut off.
+    if not answer.complete and parser != "yes_no":
         raise UnreadableAnswer("it was refused, or cut off at its length limit (max_tokens) or within its thoughts")
-    wanted = Wanted(scale=asked.question.scale, target=asked.target)
-    return _Judged(PARSERS[asked.question.parser](answer, wanted), answer.text)
+    wanted = Wanted(scale=query.question.scale, target=query.target)
+    return _Verdict(PARSERS[parser](answer, wanted), answer.text)

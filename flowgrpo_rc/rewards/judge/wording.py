@@ -1,4 +1,4 @@
-"""A question about one image in words: its placeholders filled from the image's prompt and row of the prompt file."""
+"""Placeholders of a question, filled from the image's prompt and its row of the prompt file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def placeholders(question: JudgeQuestion) -> set[str]:
 
 
 def wants_target(question: JudgeQuestion) -> bool:
-    """Whether a question is about the text that the image should show."""
+    """Return True for a question about the text that the image should show."""
     return question.parser == "ocr" or "target" in placeholders(question)
 
 
 def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """The words of a question about the image of one prompt, and the text that the image should show (empty where the
+    """The words of a question about the image of one prompt, and the text that the image should show (empty if the
     question needs none).
 
     Raises:
@@ -44,12 +44,12 @@ def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: st
             f"{where} has no {', '.join(lacking)}, which the judge's question {question.name!r} asks about; add it as "
             "a column of a .parquet or .jsonl file, of text or numbers"
         )
-    # In one pass: braces in what is put in stay as they are.
+    # In one pass, so that braces in a prompt stay as they are.
     return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), question.words), target
 
 
 def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
-    """The text that an image should show: the row's ground truth, where it is text, or what stands in double quotes in
-    the prompt. None where there is neither."""
+    """The text that an image should show: the row's ground truth if that is text, or the prompt's text in double
+    quotes. None without either."""
     truth = ground_truth(row)
     return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)
