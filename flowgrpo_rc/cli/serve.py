@@ -1,4 +1,4 @@
-"""``flowgrpo-rc serve-reward``: a reward function behind an address, for training runs elsewhere to ask.
+"""``flowgrpo-rc serve-reward``: serve a reward function to training runs on this machine or others.
 
 Needs numpy, pillow, uvicorn and starlette, and the imports of the function itself.
 """
@@ -22,7 +22,7 @@ PORT = 18080
 
 
 def add_serve(commands: Any) -> None:
-    """Adds the command to the parser's ``commands``."""
+    """Add the command to the parser's ``commands``."""
     text = "answer requests for the scores of a reward function"
     command = commands.add_parser(
         "serve-reward",
@@ -55,7 +55,7 @@ def add_serve(commands: Any) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Serves until a signal; returns the exit code."""
+    """Serve until a signal; returns the exit code."""
     key = read_key("--api-key-env", arguments.api_key_env)
     reward = _reward(arguments)
     try:
@@ -75,7 +75,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _reward(arguments: argparse.Namespace) -> RewardMix:
-    """The one function that is served, checked and guarded as in a run.
+    """The served function, checked and guarded as in a run.
 
     Raises:
         ValueError: it cannot be served; names the option and what to do.
@@ -95,7 +95,7 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
         custom = CustomRewardConfig(path=arguments.path, name=arguments.name)
         reward = build_reward(RewardConfig(custom_reward_function=custom, timeout_s=arguments.timeout))
     except ValueError as error:
-        # Said of the section of a run's configuration, which has the option's fields.
+        # The error names fields of a run's configuration, and the command's options have their names.
         raise ValueError(str(error).replace("reward.custom_reward_function.", "--")) from error
     _check_form(arguments.name, reward)
     return reward
@@ -116,7 +116,7 @@ def _section(name: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """What the text spells in Python, or null; any other text is itself. Hydra is not there to read it."""
+    """The value of a Python literal or ``null``; any other text is itself. Hydra may not be installed."""
     if text == "null":
         return None
     try:

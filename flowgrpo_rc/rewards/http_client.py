@@ -15,7 +15,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timezone
@@ -40,6 +39,7 @@ BACKOFF_S = 0.5
 from its upper half."""
 
 LONGEST_BACKOFF_S = 30.0
+"""Longest pause in seconds; a server may ask for a longer one."""
 
 LARGEST_ANSWER = 16 * 2**20
 """Size in bytes beyond which an answer is refused."""
@@ -53,10 +53,6 @@ WORDS = 300
 SHORTEST_KEY = 8
 """Fewest characters of a key that is a secret. Servers without keys get a word such as EMPTY, which answers may
 contain."""
-
-POLL_S = 0.1
-"""Seconds between two lines of Python in the waiting thread, at which an exception that another thread sets is
-raised."""
 
 LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.proxy")
 _THREAD = "reward requests"
@@ -118,8 +114,6 @@ def send_all(
     batch = _Batch(requests, options, section, read, tries or options.tries, key, ends_at)
     outcome = asyncio.run_coroutine_threadsafe(batch.run(), _loop())
     try:
-        while not outcome.done():
-            wait([outcome], POLL_S)
         return outcome.result()
     finally:
         outcome.cancel()

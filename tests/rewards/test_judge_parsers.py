@@ -92,10 +92,7 @@ def test_ocr(text, target, score):
 @pytest.mark.parametrize(
     ("parser", "text", "why"),
     [
-        ("score", "", "no <Score>"),
         ("score", "I would say 4", "no <Score>"),
-        ("score", "<Score>X</Score>", "no <Score>"),
-        ("score", "<Score>nan</Score>", "no <Score>"),
         ("score", "<Score>6</Score>", "6 is not between 0 and 5"),
         ("score", "<Score>-1</Score>", "-1 is not between"),
         ("score", "<Score>8/10</Score>", "out of 10, not of 5"),
@@ -103,7 +100,6 @@ def test_ocr(text, target, score):
         ("unified_reward_1_5", "Score: 4", "no 'Final Score: x'"),
         ("unified_reward_1_5", "Final Score: 0", "0 is not between 1 and 5"),
         ("unified_reward_2", "Alignment Score (1-5): 3\nStyle Score (1-5): 4", "no 'Coherence Score"),
-        ("unified_reward_2", "3 4 5", "no 'Alignment Score"),
         ("unified_reward_2", THREE.format(3, 9, 3), "Coherence Score 9 is not between"),
     ],
 )
@@ -144,28 +140,17 @@ def test_whether_a_judge_said_everything(content, finish_reason, answer):
 @pytest.mark.parametrize(
     "text",
     [
-        b"",
         b"[]",
-        b"null",
-        b"3",
         b'{"choices": []}',
-        b'{"choices": {}}',
-        b'{"choices": ["x"]}',
         b'{"choices": [{"message": null}]}',
         b'{"choices": [{"message": {"content": 5}}]}',
-        b'{"choices": [{"message": {"content": ["a"]}}]}',
         b'{"choices": [{"message": {"content": "a"}, "logprobs": {}}]}',
-        b'{"choices": [{"message": {"content": "a"}, "logprobs": {"content": []}}]}',
         *(
             b'{"choices": [{"message": {"content": "a"}, "logprobs": {"content": [{"top_logprobs": [%s]}]}}]}' % top
             for top in (
-                b"1",
                 b'{"token": "Yes"}',
-                b'{"token": 3, "logprob": -1}',
-                b'{"token": "Yes", "logprob": "-1"}',
-                b'{"token": "Yes", "logprob": true}',
+                b'{"token": "Yes", "logprob": "x"}',
                 b'{"token": "Yes", "logprob": NaN}',
-                b'{"token": "Yes", "logprob": -Infinity}',
                 b'{"token": "Yes", "logprob": 1e999}',
                 b'{"token": "Yes", "logprob": 0.5}',
                 b'{"token": "Yes", "logprob": -1%s}' % (b"0" * 400),
@@ -178,7 +163,7 @@ def test_answers_of_another_shape(text):
         read_answer(text)
 
 
-@pytest.mark.parametrize("text", [b"[]", b'{"data": 3}', b'{"data": [{}]}', b'{"data": ["a"]}', b"<html>"])
+@pytest.mark.parametrize("text", [b"[]", b'{"data": [{}]}', b"<html>"])
 def test_lists_of_models_of_another_shape(text):
     with pytest.raises(ValueError, match="^(answers with|what was sent is not JSON) "):
         read_models(text)
@@ -214,9 +199,7 @@ def test_placeholders():
         ({"ground_truth": "column"}, "column"),
         ({"reward_model": {"ground_truth": "nested"}}, "nested"),
         ({"reward_model": {"style": "rule"}}, "quoted"),
-        ({"reward_model": {"style": "rule"}, "ground_truth": "column"}, "column"),
         ({"reward_model": {"ground_truth": "nested"}, "ground_truth": "column"}, "nested"),
-        ({"ground_truth": " "}, "quoted"),
         ({"ground_truth": 3}, "quoted"),
     ],
 )
@@ -235,11 +218,8 @@ def test_the_text_that_an_image_should_show(row, target):
         ({"questions": [{"question": " "}]}, r"questions\.question: it is blank"),
         ({"questions": [{"name": "a b"}]}, r"questions\.name: got 'a b'"),
         ({"questions": [{"weight": 0}]}, r"questions\.weight: got 0"),
-        ({"questions": [{"weight": float("nan")}]}, r"questions\.weight: got nan"),
-        ({"questions": [{"scale": -1}]}, r"questions\.scale: got -1"),
         ({"mean": "harmonic"}, "mean: got 'harmonic'"),
         ({"image_format": "gif"}, "image_format: got 'gif'"),
-        ({"image_size": 0}, "image_size: got 0"),
         ({"temperature": -1}, "temperature: got -1"),
         ({"extra_body": [1]}, "extra_body: got"),
         ({"tries": 0}, "tries: got 0"),

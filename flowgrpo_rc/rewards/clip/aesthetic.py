@@ -1,4 +1,4 @@
-"""How beautiful an image is, whatever its prompt: ``aesthetic``."""
+"""Reward ``aesthetic``: the beauty of an image, whatever its prompt."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Aesthetic(Scorer):
         return network
 
     def weights(self) -> list[Tensor]:
-        """The tensors that decide its scores, by which a checkpoint knows them again."""
+        """The tensors that decide the scores; checkpoints record their digest."""
         return [*super().weights(), self._weight, self._bias]
 
 
 def affine(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The linear layers ``layers.N.{weight,bias}``, between which there is nothing but dropout, as one map.
+    """The linear layers ``layers.N.{weight,bias}`` as one map, since only dropout is between them.
 
     Returns:
         Weight, one for each value of an embedding, and bias () in float64.
@@ -83,8 +83,6 @@ def affine(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     bias = torch.zeros(first, dtype=torch.float64)
     for number in numbers:
         layer = state[f"layers.{number}.weight"].double()
-        if layer.shape[-1] != len(weight):
-            raise ValueError(f"layers.{number} takes {layer.shape[-1]} values, but is given {len(weight)}")
         weight = layer @ weight
         bias = layer @ bias + state[f"layers.{number}.bias"].double()
     if len(weight) != 1:

@@ -1,4 +1,4 @@
-"""The sections ``reward.pickscore``, ``reward.hpsv2`` and so on: where a scorer's network lies and where it runs."""
+"""The sections ``reward.pickscore``, ``reward.hpsv2`` and so on: a scorer's network and device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Device = Annotated[str, Check(lambda name: re.fullmatch(DEVICE, name), "give aut
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class ScorerConfig(Section):
-    """The network of one of the rewards ``pickscore``, ``clipscore``, ``clip_cosine``, ``clip_similarity``,
-    ``dino_similarity`` and ``siglip_similarity``, each of which has a section of its own."""
+    """The network of a reward: ``pickscore``, ``clipscore``, ``clip_cosine``, ``clip_similarity``, ``dino_similarity``
+    and ``siglip_similarity`` each have a section of this form."""
 
     model_path: PathText | None = None
-    """Folder or hub name of the network in transformers' format. Null stands for the weights that the reward is known
-    by, which are downloaded from the hub. ``asset:tiny_clip`` is the tiny CLIP of this package."""
+    """Folder or hub name of the network in transformers' format. Null is the reward's published weights, which are
+    downloaded from the hub. ``asset:tiny_clip`` is the tiny CLIP of this package."""
 
     processor_path: PathText | None = None
-    """Folder or hub name of the image processor and the tokenizer. Null stands for ``model_path``, or where that is
-    null too for those that the reward is known by."""
+    """Folder or hub name of the image processor and the tokenizer. Null is ``model_path``, or the published ones if
+    that is null too."""
 
     device: Device = "auto"
-    """Where the network is: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for this process's GPU where there is one."""
+    """Device of the network: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for this process's GPU, or else the CPU."""
 
     dtype: Annotated[str, one_of(DTYPES)] = "float32"
     """Precision of the network. In bfloat16 cosines are rounded to steps that can be as large as the differences
@@ -46,7 +46,7 @@ class HPSv2Config(ScorerConfig):
     folder or hub repository that holds one."""
 
     version: Annotated[str, one_of(("2.0", "2.1"))] = "2.1"
-    """Which of the published checkpoints is taken from a folder or the hub: ``2.0`` or ``2.1``."""
+    """Version of the published checkpoint to take from a folder or the hub: ``2.0`` or ``2.1``."""
 
 
 @documented_fields

@@ -1,4 +1,4 @@
-"""Networks, image processors and tokenizers of scorers, from a folder or the hub; what is wrong is told in one line."""
+"""Load networks, image processors and tokenizers of scorers from a folder or the hub, with errors of one line."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Pixels = Callable[[Sequence[np.ndarray]], Tensor]
 
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 LISTED = 3
-"""How many tensors a message names."""
+"""Most tensors that a message names."""
 _FOLDER = "Give a folder with {}, as save_pretrained writes it"
 
 
 def find_device(section: str, name: str) -> torch.device:
-    """The device that ``device`` names in the section: of several processes each has the GPU of its own number,
-    counted over again where there are fewer GPUs, as accelerate does.
+    """The device of the configuration's ``device``. Each process of a launch has the GPU of its local rank, modulo the
+    number of GPUs, as accelerate assigns them.
 
     Raises:
         ValueError: there is no such GPU.
@@ -79,7 +79,7 @@ def load_pixels(section: str, path: str) -> Pixels:
     Raises:
         ValueError: there is none.
     """
-    # Where torchvision is not installed, ``transformers.AutoImageProcessor`` itself is a stand-in that refuses.
+    # ``transformers.AutoImageProcessor`` itself is a placeholder that refuses, unless torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with (
@@ -96,7 +96,7 @@ def load_pixels(section: str, path: str) -> Pixels:
 
 
 def load_tokenizer(section: str, path: str, vocabulary: int) -> Any:
-    """The tokenizer at ``path``, for a network whose embeddings are ``vocabulary`` many.
+    """The tokenizer at ``path``, for a network with ``vocabulary`` embeddings.
 
     Raises:
         ValueError: there is none, or its vocabulary is missing or larger than the network's.
@@ -126,11 +126,11 @@ def located(path: str) -> str:
 
 @contextmanager
 def explained(field: str, path: str, remedy: str, *, on_hub: bool = True) -> Iterator[None]:
-    """Inside, whatever is wrong with ``path`` becomes a ``ValueError`` of one line with the field and what to do.
+    """Raise every error inside as a ``ValueError`` of one line with the field and the remedy.
 
     Args:
-        remedy: what to give instead.
-        on_hub: whether the path may be a name on the hub.
+        remedy: the last sentence of the message.
+        on_hub: the path may be a name on the hub.
     """
     try:
         yield

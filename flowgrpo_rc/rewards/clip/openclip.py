@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 HEADS = 16
-"""Attention heads of both towers of ViT-H/14; the weights' shapes do not tell."""
+"""Attention heads of both towers of ViT-H/14, which the weights' shapes do not show."""
 
 _NAMES = {
     "logit_scale": "logit_scale",
@@ -75,7 +75,7 @@ def _renamed(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arguments of ``CLIPConfig`` that the shapes of OpenCLIP's weights tell.
+    """The arguments of ``CLIPConfig``, from the shapes of OpenCLIP's weights.
 
     Raises:
         KeyError: one of the weights is missing.

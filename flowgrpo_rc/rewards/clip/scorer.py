@@ -1,4 +1,4 @@
-"""What the rewards of this package have in common: a network that is found, loaded and tried before training."""
+"""Base of the rewards of this package: a network that is loaded and tried before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowgrpo_rc.rewards.clip.loading import Pixels, find_device, load_network, 
 
 
 class Published(NamedTuple):
-    """Hub names of the weights that a reward is known by, and of their image processor and tokenizer."""
+    """Hub names of a reward's published weights, and of their image processor and tokenizer."""
 
     model: str
     processor: str
@@ -25,7 +25,7 @@ CLIP_L = Published("openai/clip-vit-large-patch14", "openai/clip-vit-large-patch
 
 
 class Scorer:
-    """A reward of a frozen network, made with its section of the configuration; one without stands for the defaults.
+    """A reward of a frozen network, made with its section of the configuration, by default the default one.
 
     Raises:
         ValueError: a field is wrong, or the network or its processor cannot be loaded or do not fit each other; names
@@ -36,7 +36,7 @@ class Scorer:
     """Of the reward and of its section."""
     published: ClassVar[Published]
     model_types: ClassVar[tuple[str, ...]] = ("clip",)
-    """``model_type`` of the networks that will do, as their ``config.json`` has it."""
+    """Accepted values of ``model_type`` in a network's ``config.json``."""
     config_class: ClassVar[type[ScorerConfig]] = ScorerConfig
 
     def __init__(self, config: ScorerConfig | None = None) -> None:
@@ -74,9 +74,9 @@ class Scorer:
         """Load what the reward needs besides the network."""
 
     def _try(self) -> None:
-        """A forward: what does not fit together should show before training."""
+        """Run a forward, so that parts that do not fit together fail before training."""
         self._encode_images([np.zeros((8, 8, 3), np.uint8)])
 
     def weights(self) -> list[Tensor]:
-        """The tensors that decide its scores, by which a checkpoint knows them again."""
+        """The tensors that decide the scores; checkpoints record their digest."""
         return list(self.network.state_dict().values())

@@ -1,7 +1,7 @@
-"""How much an image looks like a reference, for edits: ``clip_similarity``, ``dino_similarity``, ``siglip_similarity``.
+"""Similarity of an image and a reference, for edits: ``clip_similarity``, ``dino_similarity``, ``siglip_similarity``.
 
-The reference is in the prompt file's column ``images``, of which the first counts: what an edit begins with. Where the
-model takes no images it is in the column ``reference``.
+The reference is the first image of the prompt file's column ``images``, with which an edit begins, or for a model that
+takes no images that of the column ``reference``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer
 from flowgrpo_rc.rewards.errors import brief_repr
 
 COLUMN = "images"
-"""The column of the prompt file, and key of ``metadata``, that holds the images which an edit begins with."""
+"""The column of the prompt file, and key of ``metadata``, with the images of an edit."""
 OTHER_COLUMN = "reference"
-"""The column that holds what the model is not shown; a path is relative to the working folder."""
+"""The column with an image that the model does not get; a path is relative to the working folder."""
 FORMS = "a path, an image file's bytes, a PIL image or a uint8 array (H, W, 3), or a list that begins with one"
 
 
@@ -64,8 +64,8 @@ class SimilarityReward(Scorer):
         sources: Sequence[str],
         metadata: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Refuse rows of ``metadata`` without a reference, before training; see ``RewardMix.check_prompts``. Of files
-        the header is read, not the pixels.
+        """Refuse rows of ``metadata`` without a reference, before training; see ``RewardMix.check_prompts``. Reads the
+        headers of files and not the pixels.
 
         Raises:
             ValueError: names the row and what is wrong.
@@ -77,16 +77,17 @@ class SimilarityReward(Scorer):
             value = self._reference(row, source)
             key = _key(value)
             if key not in seen:
-                if not isinstance(value, ReferenceImage):  # looked at when the prompts were read
+                # The prompt reader has checked the images of its own column.
+                if not isinstance(value, ReferenceImage):
                     self._open(value, source)
                 seen.add(key)
 
     def _reference(self, row: Mapping[str, Any], where: str) -> Any:
-        """What stands for the reference in a row, of one of the forms."""
+        """A row's reference, in one of the forms."""
         value = row.get(COLUMN, row.get(OTHER_COLUMN))
         if isinstance(value, list | tuple):
             value = next(iter(value), None)
-        # Hugging Face's datasets write images so.
+        # The form of images in Hugging Face's datasets.
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
         if value is None:

@@ -1,4 +1,4 @@
-"""How well an image fits its prompt: ``pickscore``, ``clipscore``, ``clip_cosine`` and ``hpsv2``."""
+"""Rewards for images that fit their prompt: ``pickscore``, ``clipscore``, ``clip_cosine`` and ``hpsv2``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TextImageReward(Scorer):
 
 
 class PickScore(TextImageReward):
-    """Which image people would pick: ``exp(logit_scale) * cos / 26``, as flow_grpo scales PickScore's logit."""
+    """People's preference: ``exp(logit_scale) * cos / 26``, as flow_grpo scales PickScore's logit."""
 
     name = "pickscore"
     published = Published("yuvalkirstain/PickScore_v1", CLIP_H)

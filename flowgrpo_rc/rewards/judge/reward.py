@@ -175,7 +175,7 @@ class JudgeReward:
         return queries
 
     def _reference_file(self, reference: Any, encoded: dict[Any, bytes]) -> bytes:
-        """The file of a reference image. ``encoded`` keeps those of a batch, since the images of a prompt share them."""
+        """The file of a reference image. ``encoded`` keeps those of a batch: images of a prompt share references."""
         key = reference if isinstance(reference, ReferenceImage) else id(reference)
         if key not in encoded:
             encoded[key] = chat.encode(np.asarray(reference), self.config)

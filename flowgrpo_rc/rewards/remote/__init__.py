@@ -1,6 +1,6 @@
-"""Remote: rewards scored by another process, on this machine or another.
+"""Rewards that another process computes, on this machine or another.
 
-A scorer whose packages do not fit beside the trainer's runs in an environment of its own. ``server`` answers for any
-reward function there, and needs numpy, pillow and uvicorn alone; ``client`` asks it, or a server of flow_grpo or
-verl-omni, from the training run. Both speak the ``protocols``; ``images`` and ``pickles`` are parts of those.
+A scorer whose packages do not fit beside the trainer's runs in an environment of its own. ``server`` serves any reward
+function there, and needs numpy, pillow, uvicorn and starlette alone. ``client`` is the reward of a training run that
+uses such a server, or one of flow_grpo's or verl-omni's. Both use the ``protocols``, ``images`` and ``pickles``.
 """

@@ -1,4 +1,4 @@
-"""A reward that another process computes: images go to a server in batches, and its scores come back in their order."""
+"""Client of a reward server: sends images in batches and returns the scores in their order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flowgrpo_rc.rewards.remote.images import encode
 class RemoteReward:
     """The reward of a server.
 
-    Every answer is checked as that of a local function: as many numbers as images were sent, all of them finite. What
-    cannot be had is an error that names the server, never a score.
+    Answers are checked like those of a local function: one finite number for each image. Anything else is an error that
+    names the server, never a score.
 
     Args:
         name: of the section ``reward.remote.<name>``.
@@ -29,14 +29,14 @@ class RemoteReward:
     """
 
     computes_elsewhere = True
-    """It is the server that computes, so it may be asked while the actor learns."""
+    """The server computes, so that images can be scored while the actor learns."""
 
     def __init__(self, name: str, config: RemoteConfig) -> None:
         config.check(f"reward.remote.{name}")
         self.name = name
         self.config = config
         self.streams = config.streams
-        """Whether it may be asked about parts of a batch, while the rest is drawn."""
+        """Parts of a batch may be scored while the rest is drawn."""
         self._url = str(config.url)
         self._protocol = protocols.PROTOCOLS[config.protocol]
         self._format = config.image_format or self._protocol.image_format
@@ -56,7 +56,7 @@ class RemoteReward:
             (N,) float32; and lists of N entries that answers have beside the scores, None where one has none.
 
         Raises:
-            AnswerError: the server did not answer, or not as it must; its address is named.
+            AnswerError: the server did not answer, or not as it must; the message names its address.
         """
         rows = [{} for _ in prompts] if metadata is None else [self._sent(row) for row in metadata]
         starts = range(0, len(prompts), self.config.batch_size)
@@ -92,7 +92,7 @@ class RemoteReward:
             ) from error
 
     def _sent(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What the server gets of a row."""
+        """The columns of a row that the server gets."""
         columns = self.config.columns
         return {name: value for name, value in row.items() if columns is None or name in columns}
 
@@ -116,7 +116,7 @@ class RemoteReward:
                     ) from error
 
     def _request(self, part: slice, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> HTTPRequest:
-        # Made when its turn comes: not all batches are in memory at once.
+        # Encoded when it is sent, so that not all batches are in memory at once.
         body = partial(self._body, images, prompts, rows)
         return HTTPRequest(self._url, body, name=self._named(part), content_type=self._protocol.content_type)
 

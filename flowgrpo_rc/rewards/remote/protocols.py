@@ -1,4 +1,4 @@
-"""What goes over the wire between a training run and a reward server, in three protocols.
+"""Requests and answers between a training run and a reward server, in three protocols.
 
 ``json``, this package's own:
     ``{"images": [base64 of a PNG or JPEG], "prompts": [...], "metadata": [a dict an image]}`` is answered with
@@ -10,9 +10,9 @@
     ``{"error": words}`` and any status.
 
 ``flow_grpo``, of its servers, pickled:
-    ``{"images": [JPEG], "prompts": [...], "meta_datas": [a dict an image], "only_strict": True}``, of which each server
-    reads what it needs, is answered with ``{"scores": [...], ...}`` (GenEval) or ``{"outputs": [...]}`` (DeQA,
-    UnifiedReward). Reference images in the dicts are their files' bytes.
+    ``{"images": [JPEG], "prompts": [...], "meta_datas": [a dict an image], "only_strict": True}`` is answered with
+    ``{"scores": [...], ...}`` (GenEval) or ``{"outputs": [...]}`` (DeQA, UnifiedReward); each server reads the keys
+    that it needs. Reference images in the dicts are their files' bytes.
 
 Sources: verl-omni's ``docs/start/http_scorer.md`` and ``http_scorer_client.py`` at a1139ba, flow_grpo's ``rewards.py``
 at ac4c86e and the servers in yifan123/reward-server. Pickles are read by ``pickles.loads``, never by ``pickle``.
@@ -46,7 +46,7 @@ class ProtocolError(ValueError):
 
 
 class ServerRefusal(ProtocolError):
-    """An answer in which the server says that it could not score the images."""
+    """The server answers that it could not score the images."""
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Answer:
-    """Scores as they came, unchecked, and what was reported beside them."""
+    """Unchecked scores, and the lists that the server reports beside them."""
 
     scores: Any
     info: dict[str, list[Any]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class JsonProtocol:
         return _to_json({"images": images, "prompts": request.prompts, "metadata": rows})
 
     def read_request(self, body: bytes) -> Request:
-        """Raises ``ValueError``, saying what is wrong."""
+        """Raises ``ValueError`` with the reason."""
         content = _mapping("the request", parse_json(body))
         files = [_from_base64(f"images[{index}]", text) for index, text in enumerate(_list(content, "images"))]
         request = _request(files, content)
@@ -109,8 +109,8 @@ class VerlOmniProtocol:
         return _to_pickle({"images": request.files, "prompts": request.prompts, "metadata": {}})
 
     def read_request(self, body: bytes) -> Request:
-        """Raises ``ProtocolError``, saying what is wrong."""
-        content = _mapping("the request", _from_pickle(body))
+        """Raises ``ValueError`` with the reason."""
+        content = _mapping("the request", pickles.loads(body))
         files = _list(content, "images")
         if not all(isinstance(data, bytes) for data in files):
             raise ProtocolError("images must be a list of bytes, a JPEG or PNG file each")
@@ -123,8 +123,8 @@ class VerlOmniProtocol:
         return _to_pickle({"error": words})
 
     def read_answer(self, body: bytes) -> Answer:
-        """Raises ``ProtocolError``, or ``ServerRefusal`` with the server's words."""
-        return _scores_and_info(_from_pickle(body))
+        """Raises ``ValueError``, or ``ServerRefusal`` with the server's words."""
+        return _scores_and_info(pickles.loads(body))
 
 
 class FlowGrpoProtocol:
@@ -149,11 +149,11 @@ class FlowGrpoProtocol:
         return _to_pickle(content)
 
     def read_answer(self, body: bytes) -> Answer:
-        """Raises ``ProtocolError``."""
-        content = _mapping("the answer", _from_pickle(body))
+        """Raises ``ValueError``."""
+        content = _mapping("the answer", pickles.loads(body))
         if "scores" not in content:
             return Answer(scores=_list(content, "outputs"))
-        # Not its "rewards" and "group_rewards": asked for the strict ones, the server puts zeros there.
+        # With "only_strict" the server fills its "rewards" and "group_rewards" with zeros.
         info = {"strict_accuracy": content["strict_rewards"]} if "strict_rewards" in content else {}
         groups = _mapping("the answer's group_strict_rewards", content.get("group_strict_rewards", {}))
         info |= {f"{tag}_strict_accuracy": values for tag, values in groups.items()}
@@ -163,10 +163,10 @@ class FlowGrpoProtocol:
 Served = JsonProtocol | VerlOmniProtocol
 
 SERVED: dict[str, Served] = {"json": JsonProtocol(), "verl_omni": VerlOmniProtocol()}
-"""Protocols in which ``flowgrpo-rc serve-reward`` answers."""
+"""Protocols of ``flowgrpo-rc serve-reward``."""
 
 PROTOCOLS: dict[str, Served | FlowGrpoProtocol] = {**SERVED, "flow_grpo": FlowGrpoProtocol()}
-"""Protocols in which a run can ask, by their name in ``reward.remote.<name>.protocol``."""
+"""Protocols of a run's requests, by their name in ``reward.remote.<name>.protocol``."""
 
 
 def _scores_and_info(content: Any) -> Answer:
@@ -214,7 +214,7 @@ def _from_base64(name: str, text: Any) -> bytes:
 
 
 def are_references(value: Any) -> TypeGuard[list[ReferenceImage]]:
-    """Whether this is what the column ``images`` of a prompt file gives."""
+    """Return True for the value of a prompt file's column ``images``."""
     return isinstance(value, list) and all(isinstance(image, ReferenceImage) for image in value)
 
 
@@ -243,19 +243,12 @@ def _to_json(content: Mapping[str, Any]) -> bytes:
         raise ProtocolError(f"this cannot be written as JSON ({str(error)[:200]})") from error
 
 
-def _from_pickle(body: bytes) -> Any:
-    try:
-        return pickles.loads(body)
-    except pickles.PickleError as error:
-        raise ProtocolError(str(error)) from error
-
-
 def _to_pickle(content: Mapping[str, Any]) -> bytes:
     return pickle.dumps(content, protocol=PICKLE)
 
 
 def _plain(value: Any) -> Any:
-    """What a function reports beside its scores, in JSON's words: what has none is given as text, NaN as null."""
+    """A value of ``info`` as JSON: NaN becomes null, and a value without a form in JSON its text."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):

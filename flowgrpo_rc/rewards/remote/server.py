@@ -242,7 +242,7 @@ class RewardServer:
 
 
 async def _read(request: HTTPRequest) -> bytes:
-    """The body of a request, which is as long as its header says."""
+    """The body of a request; uvicorn ends it at the length in the header."""
     from starlette.requests import ClientDisconnect
 
     try:

@@ -1,6 +1,5 @@
-"""A reward model that the run serves itself: ``vllm serve`` in a process of its own, which ends with the run.
+"""Reward model: a server of a model that rewards ask, started and ended by the run itself.
 
-``config`` holds the section ``reward.reward_model`` (verl-omni's names), ``server`` starts the process and waits until
-it answers, ``keeper`` is the program that ends it, whatever becomes of the run, and ``sharing`` tells several processes
-of a run on one machine where the one server is.
+``config`` holds the section ``reward.reward_model``, ``server`` starts and ends ``vllm serve``, and ``sharing`` passes
+its address to the other processes of the run on a machine.
 """

@@ -24,7 +24,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class RewardModelRolloutConfig(Section):
-    """How ``vllm serve`` runs the reward model; the names are verl-omni's."""
+    """Options of ``vllm serve`` for the reward model; the names are verl-omni's."""
 
     section = f"{SECTION}.rollout"
 
@@ -53,7 +53,7 @@ class RewardModelRolloutConfig(Section):
     """Answers that are worked on at once; null for vllm's default."""
 
     enforce_eager: bool = True
-    """Whether the server starts at once, without compiling the model. Compiled, it answers faster."""
+    """Start the server without compiling the model. A compiled model starts later and answers faster."""
 
 
 @documented_fields
@@ -64,9 +64,9 @@ class RewardModelConfig(Section):
     section = SECTION
 
     enable: bool = False
-    """Whether the run starts a server with ``vllm serve`` and ends it again. The reward ``judge`` asks it, and a
-    function of the user's own gets its address as ``reward_router_address`` (``host:port``) and the model's name as
-    ``model_name``, where it has such parameters."""
+    """Start a server with ``vllm serve``, and end it with the run. The reward ``judge`` uses it, and a function of the
+    user's own gets its address as ``reward_router_address`` (``host:port``) and the model's name as ``model_name``, if
+    it has such parameters."""
 
     model_path: str | None = None
     """The model: a name on the hub or a local folder, as ``vllm serve`` takes it."""
@@ -80,14 +80,13 @@ class RewardModelConfig(Section):
 
     extra_args: list[str] = field(default_factory=list)
     """Further arguments of ``vllm serve``, e.g. ``[--trust-remote-code]``. ``--host``, ``--port``,
-    ``--served-model-name`` and ``--api-key`` are refused: the run says itself where the server listens and what the
-    model is called."""
+    ``--served-model-name`` and ``--api-key`` are refused, since the run sets the address and the model's name."""
 
     start_timeout_s: PositiveFloat = 1800.0
     """Longest time in seconds that the server may take to start, with the download of the model."""
 
     rollout: RewardModelRolloutConfig = field(default_factory=RewardModelRolloutConfig)
-    """How ``vllm serve`` runs it."""
+    """Options of ``vllm serve``."""
 
     def problems(self) -> Iterator[str]:
         """A server without a model, and arguments that the run gives itself."""
@@ -96,7 +95,7 @@ class RewardModelConfig(Section):
                 f"model_path: null, but {SECTION}.enable=true; name the model, e.g. "
                 f"{SECTION}.model_path=Qwen/Qwen3-VL-8B-Instruct"
             )
-        # vllm takes underscores for hyphens.
+        # vllm accepts underscores in place of hyphens.
         given = {argument.partition("=")[0].replace("_", "-") for argument in self.extra_args}
         for name, reason in REFUSED_ARGUMENTS.items():
             if name in given:

@@ -1,13 +1,11 @@
-"""Starts a server for the reward model, waits until it answers, and ends it."""
+"""Start a server for the reward model, wait until it answers, and end it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowgrpo_rc.messages import printable
+from flowgrpo_rc.processes import ChildProcess, without_process_group
 from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
 from flowgrpo_rc.rewards.http_options import HTTPOptions
 from flowgrpo_rc.rewards.registry import REWARDS
@@ -26,41 +25,34 @@ if TYPE_CHECKING:
     from flowgrpo_rc.rewards.config import RewardConfig
     from flowgrpo_rc.rewards.judge.config import JudgeConfig
 
-KEEPER = Path(__file__).with_name("keeper.py")
 POLL_S = 0.5
-"""Seconds between two questions whether the server answers."""
+"""Seconds between two requests that find out if the server answers."""
 LOG_LINES = 8
-"""Last lines of the server's log that a message repeats."""
+"""Last lines of the server's output in a message."""
 LOG_CHARACTERS = 1500
-"""And so many of their last characters at most."""
-END_S = 15.0
-"""Seconds that the server gets to end; its keeper gives it ten."""
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which a launcher tells processes of a run apart; the server is none of them."""
+"""Last characters of these lines in a message."""
 
 
 class RewardModelServer:
-    """``vllm serve`` as the configuration says, on a free port of the loopback address.
+    """``vllm serve`` as configured, on a free port of the loopback address.
 
-    Making it starts the process and returns at once; ``wait`` waits until the server answers. It ends with ``close``,
-    when the object goes, at the end of the program, and when the process is killed. Of several processes of a run on
-    one machine the first starts the server, and the others find it.
+    The constructor starts the process and returns at once; ``wait`` waits until the server answers. The server ends
+    with ``close``, with the object, and with this process, however that ends. Of several processes of a run on one
+    machine the first starts the server, and the others use it.
 
     Raises:
-        ValueError: ``vllm`` is not installed, or a GPU that is asked for is not there.
+        ValueError: ``vllm`` is not installed, or a configured GPU is not there.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
         self.model = str(config.model_path)
-        self.log: Path | None = None
-        """What the server writes; None in a process that has not started it."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         if sharing.is_first():
             self.address = self._start()
             """``host:port``."""
         else:
-            self.address = sharing.wait_for(config.start_timeout_s)
+            self.address = sharing.wait_for_address(config.start_timeout_s)
 
     @property
     def base_url(self) -> str:
@@ -69,14 +61,14 @@ class RewardModelServer:
 
     @property
     def offered(self) -> dict[str, str]:
-        """What a reward function of verl-omni's gets to know of the server, by parameter."""
+        """Arguments about the server for reward functions of verl-omni's form, by parameter."""
         return {"reward_router_address": self.address, "model_name": self.model}
 
     def wait(self) -> None:
         """Return as soon as the server answers.
 
         Raises:
-            ValueError: it has ended, or does not answer within ``start_timeout_s``; with the end of its log.
+            ValueError: the server has ended, or does not answer within ``start_timeout_s``; with the end of its output.
         """
         ends_at = time.monotonic() + self.config.start_timeout_s
         options = HTTPOptions(tries=1, timeout_s=5.0, deadline_s=10.0)
@@ -84,8 +76,8 @@ class RewardModelServer:
             with suppress(ServerError):
                 send_all([Request(f"http://{self.address}/health")], options, SECTION)
                 return
-            if self._process is not None and self._process.poll() is not None:
-                raise self._failure(f"ended with exit code {self._process.returncode} before it answered")
+            if self._process is not None and self._process.exit_code is not None:
+                raise self._failure(f"ended with exit code {self._process.exit_code} before it answered")
             if time.monotonic() > ends_at:
                 raise self._failure(
                     f"did not answer within {SECTION}.start_timeout_s={self.config.start_timeout_s:g} s"
@@ -93,45 +85,39 @@ class RewardModelServer:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """End the server, if this process started it; once is enough."""
+        """End the server, if this process started it. Further calls do nothing."""
         if self._process is not None:
             self._finalizer()
 
     def _start(self) -> str:
-        command = [_program(), *self.config.arguments(port := _free_port())]
-        descriptor, name = tempfile.mkstemp(prefix="flowgrpo_rc-reward-model-", suffix=".log")
-        self.log = Path(name)
-        print(f"Reward model: starting vllm serve {self.model} on port {port}; its log: {name}", file=sys.stderr)
-        with os.fdopen(descriptor, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(KEEPER), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_environment(self.config.devices),
-                start_new_session=True,  # Ctrl-C in the terminal is the run's, which may still want scores
-            )
-        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.log, self.model)
+        port = _free_port()
+        command = [_program(), *self.config.arguments(port)]
+        print(f"Reward model: starting vllm serve {self.model} on port {port}", file=sys.stderr)
+        self._process = ChildProcess(
+            "flowgrpo_rc.processes:run_command", command, environment=_environment(self.config.devices)
+        )
+        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.model)
         address = f"127.0.0.1:{port}"
         if sharing.has_peers():
-            sharing.tell(address)
+            sharing.write_address(address)
         return address
 
-    def _failure(self, what: str) -> ValueError:
-        """With what the server said last, before its log may be removed."""
-        told = f"{SECTION}: vllm serve {self.model} {what}"
-        if self.log is None:
-            return ValueError(f"{told}; the first process of the run on this machine has its log")
-        lines = [printable(line) for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        said = " | ".join(lines[-LOG_LINES:])[-LOG_CHARACTERS:]
-        self.close()
-        return ValueError(f"{told}; the end of its log: {said or 'it is empty'}")
+    def _failure(self, reason: str) -> ValueError:
+        text = f"{SECTION}: vllm serve {self.model} {reason}"
+        if self._process is None:
+            return ValueError(f"{text}; the first process of the run on this machine has its output")
+        self._process.end()
+        self._finalizer.detach()
+        lines = [printable(line) for line in self._process.output().splitlines() if line.strip()]
+        end = " | ".join(lines[-LOG_LINES:])[-LOG_CHARACTERS:]
+        return ValueError(f"{text}; the end of its log: {end or 'it is empty'}")
 
 
 @contextmanager
 def serving(config: RewardConfig) -> Iterator[RewardModelServer | None]:
-    """While rewards are built: the server of ``config.reward_model``, which the judge is told to ask; None where none
-    is wanted. It is ended where building fails, and otherwise left to its owner.
+    """Start the server of ``config.reward_model`` and point the judge at it while rewards are built; None without one.
+
+    The server is ended if building fails, and otherwise left to its owner.
 
     Raises:
         ValueError: no reward of the run asks a model, or the judge has a server already.
@@ -162,8 +148,10 @@ def serving(config: RewardConfig) -> Iterator[RewardModelServer | None]:
 
 @contextmanager
 def asking(judge: JudgeConfig, server: RewardModelServer | None) -> Iterator[None]:
-    """While rewards are built: the judge has the server's address. Not afterwards, since ``config.yaml`` would keep
-    it, and the next run's server has another one."""
+    """Give the judge the server's address while rewards are built.
+
+    Not longer, since ``config.yaml`` would record the address, and the next run's server has another one.
+    """
     if server is None:
         yield
         return
@@ -193,8 +181,8 @@ def _free_port() -> int:
 
 
 def _environment(devices: list[int] | None) -> dict[str, str]:
-    """The server's environment variables: ours without the launcher's, with the GPUs that it may use."""
-    own = {k: v for k, v in os.environ.items() if k not in _LAUNCHERS and not k.startswith("TORCHELASTIC_")}
+    """The server's environment variables: ours without the launcher's, with the configured GPUs."""
+    own = without_process_group(os.environ)
     if devices is None:
         return own
     seen = own.get("CUDA_VISIBLE_DEVICES")
@@ -208,19 +196,13 @@ def _environment(devices: list[int] | None) -> dict[str, str]:
     return own
 
 
-def _end(process: subprocess.Popen[bytes], owner: int, log: Path, model: str) -> None:
-    """End the server and remove its log. Of a server that has ended by itself the log stays, since it says why."""
+def _end(process: ChildProcess, owner: int, model: str) -> None:
+    """End the server's process group. A server that has ended by itself leaves a log with the reason."""
     if os.getpid() != owner:
-        return  # in a fork's child, whose parent still needs the server
-    died = process.poll() is not None
-    process.terminate()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if died:
-        print(f"{SECTION}: vllm serve {model} ended with code {process.returncode}; its log: {log}", file=sys.stderr)
-    else:
-        log.unlink(missing_ok=True)
-    sharing.forget()
+        # In a fork's child, whose parent still needs the server.
+        return
+    if process.exit_code is not None:
+        log = process.save_output("flowgrpo_rc-reward-model-", printable)
+        print(f"{SECTION}: vllm serve {model} {process.how_it_ended()}; {log}", file=sys.stderr)
+    process.end()
+    sharing.remove_address()

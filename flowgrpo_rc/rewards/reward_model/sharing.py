@@ -1,4 +1,4 @@
-"""One server for all processes of a run on a machine: the first of them starts it and tells the others where it is."""
+"""One server for all processes of a run on a machine: the first starts it and writes its address for the others."""
 
 from __future__ import annotations
 
@@ -12,65 +12,51 @@ from flowgrpo_rc.rewards.reward_model.config import SECTION
 
 
 def is_first() -> bool:
-    """Whether this is the process of a run that starts what its machine needs once; true without a launcher."""
+    """Return True in the process that starts what its machine needs once; also without a launcher."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def has_peers() -> bool:
-    """Whether a launcher has started several processes on this machine."""
+    """Return True if a launcher has started several processes on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) != "1"
 
 
-def tell(address: str) -> None:
-    """Write the address where the other processes look for it, with who wrote it."""
+def write_address(address: str) -> None:
+    """Write the address, and this process's id, for the other processes."""
     file = _file()
-    pid = os.getpid()
     descriptor, name = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(descriptor, "w") as stream:
-        stream.write(f"{address} {pid} {_started(pid)}")
+        stream.write(f"{address} {os.getpid()}")
     os.replace(name, file)
 
 
-def forget() -> None:
-    """Remove what ``tell`` has written."""
+def remove_address() -> None:
+    """Remove the file of ``write_address``."""
     with suppress(OSError):
         _file().unlink()
 
 
-def wait_for(timeout_s: float) -> str:
-    """The address that the first process has told; not what one that was killed has left behind.
+def wait_for_address(timeout_s: float) -> str:
+    """The address that the first process has written. One that a killed process left behind does not count.
 
     Raises:
-        ValueError: it told none in time.
+        ValueError: there is none within ``timeout_s``.
     """
     file = _file()
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
         with suppress(OSError, ValueError):
-            # Anybody may write into the folder; nobody else may send our images somewhere.
+            # Every user may write into the folder, and images go to this address.
             if file.stat().st_uid == os.getuid():
-                address, pid, started = file.read_text().split()
-                if _started(int(pid)) == started:
-                    return address
+                address, pid = file.read_text().split()
+                os.kill(int(pid), 0)
+                return address
         time.sleep(0.1)
     raise ValueError(f"{SECTION}: the first process of the run did not start its server within {timeout_s:g} s")
 
 
-def _started(pid: int) -> str:
-    """When the process was started: in clock ticks since the machine was, or "alive" where the system has no /proc.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    if Path("/proc/self/stat").exists():
-        # Field 22. The second is the program's name in brackets, which may hold spaces and brackets of its own.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[22 - 3]
-    os.kill(pid, 0)
-    return "alive"
-
-
 def _file() -> Path:
-    """The same for all processes that one launcher started in one attempt."""
+    """The same path in all processes of one attempt of a launcher."""
     launch = [os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
     name = "-".join(["flowgrpo_rc-reward-model", str(os.getuid()), str(os.getppid()), *launch])
     return Path(tempfile.gettempdir()) / name
