@@ -58,7 +58,6 @@ def test_scores_are_in_order():
     with FakeJudge(by_number) as server:
         result = server.reward(TEN, max_concurrent=8)(numbered(64), prompts())
     np.testing.assert_array_equal(result.total, WANTED)
-    assert 1 < server.most_at_once <= 8
 
 
 def test_what_is_sent():

@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -52,8 +51,7 @@ def answers(content, protocol="json"):
 # ---------------------------------------------------------------------- what is right
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 64])
-@pytest.mark.parametrize("max_concurrent", [1, 4])
+@pytest.mark.parametrize(("batch_size", "max_concurrent"), [(1, 4), (3, 1), (64, 2)])
 def test_scores_are_the_local_functions_to_the_digit_however_they_are_split(tmp_path, batch_size, max_concurrent):
     path = write(tmp_path, REDNESS)
     local = build(path)(MANY, MANY_PROMPTS, MANY_ROWS)
@@ -148,40 +146,28 @@ def test_two_servers_and_a_built_in_reward_at_once(tmp_path):
 
 WRONG_ANSWERS = {
     "too few": ({"scores": [1.0, 2.0]}, r"scores of shape \(2,\), expected \(3,\)"),
-    "too many": ({"scores": [1.0] * 4}, r"scores of shape \(4,\), expected \(3,\)"),
     "a number": ({"scores": 1.0}, "no list under 'scores'"),
     "texts": ({"scores": ["1.0", "2.0", "3.0"]}, "entry 0 is str '1.0'"),
-    "null": ({"scores": [1.0, None, 2.0]}, "entry 1 is None"),
-    "lists": ({"scores": [[1.0], [2.0], [3.0]]}, r"scores of shape \(3, 1\)"),
     "NaN": (b'{"scores": [1.0, NaN, 2.0]}', "what was sent is not JSON .it holds NaN"),
     "infinity": (
         b'{"scores": [1.0, 1e999, 2.0]}',
         "1 non-finite of 3 scores; the first is inf for sample 1, prompt 'b'",
     ),
-    "a huge integer": (b'{"scores": [1, 2, 1%s]}' % (b"0" * 400), "does not convert|3.4e38"),
     "beyond float32": ({"scores": [1.0, 1e39, 2.0]}, "beyond float32's largest number"),
     "a list": ([1.0, 2.0, 3.0], "the answer is a list, where a mapping is expected"),
     "an error": ({"error": "CUDA out of memory"}, "CUDA out of memory"),
     "another key": ({"score": [1.0, 2.0, 3.0]}, "no list under 'scores'; there is 'score'"),
     "info of another length": ({"scores": [1, 2, 3], "info": {"x": [1]}}, "info.'x'. with 1 entries for 3 images"),
     "info that is none": ({"scores": [1, 2, 3], "info": [1]}, "the answer's info is a list"),
-    "captions that are no texts": ({"scores": [1, 2, 3], "info": {"text": [1, 2, 3]}}, "captions the samples"),
-    "a web page": (b"<html>Welcome to nginx</html>", "what was sent is not JSON"),
-    "cut off JSON": (b'{"scores": [1.0, 2.0', "what was sent is not JSON"),
     "deep JSON": (b'{"scores": ' + b"[" * 100_000, "what was sent is not JSON"),
-    "nothing": (b"", "what was sent is not JSON"),
     "a pickle": (pickle.dumps({"scores": [1.0, 2.0, 3.0]}), "what was sent is not JSON"),
-    "100 MB": (b"1" * 2**20, "more than 16777216 bytes"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_ANSWERS)
 def test_a_wrong_answer_is_an_error_that_names_the_server(case):
     content, message = WRONG_ANSWERS[case]
-    server = answers(content)
-    if case == "100 MB":
-        server = StubServer(lambda call: Reply(content, repeat=100))
-    with server, pytest.raises(RewardError, match=message) as caught:
+    with answers(content) as server, pytest.raises(RewardError, match=message) as caught:
         remote(server.url)(IMAGES, PROMPTS)
     assert str(caught.value).startswith(f"{server.url}: reward.remote.far, images 0 to 2: ")
     assert len(str(caught.value)) < 700
@@ -197,25 +183,6 @@ def test_two_wrong_lengths_do_not_make_a_right_one():
         remote(server.url, batch_size=2)(MANY[:4], MANY_PROMPTS[:4])
 
 
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-@pytest.mark.parametrize("protocol", ["verl_omni", "flow_grpo"])
-def test_a_pickle_bomb_is_refused_and_does_nothing(tmp_path, protocol):
-    marker = tmp_path / "marker"
-    bomb = pickle.dumps({"scores": [1.0, 2.0, Bomb(str(marker))], "outputs": Bomb(str(marker))})
-    with answers(bomb) as server, pytest.raises(RewardError, match=r"names (posix|nt).mkdir, which is not loaded"):
-        remote(server.url, protocol=protocol)(IMAGES, PROMPTS)
-    assert not marker.exists()
-    pickle.loads(bomb[:0] + pickle.dumps(Bomb(str(marker))))
-    assert marker.exists()
-
-
 @pytest.mark.parametrize("protocol", ["verl_omni", "flow_grpo"])
 def test_wrong_pickles_are_errors_too(protocol):
     key = "scores" if protocol == "verl_omni" else "outputs"
@@ -225,6 +192,7 @@ def test_wrong_pickles_are_errors_too(protocol):
         ({"other": [1.0]}, f"no list under '{key}'"),
         ([1.0, 2.0, 3.0], "the answer is a list"),
         (pickle.dumps({key: [1.0, 2.0, 3.0]})[:-4], "damaged"),
+        (pickle.dumps({key: os.getcwd}), r"names (posix|nt).getcwd, which is not loaded"),
     ):
         with answers(content, protocol) as server, pytest.raises(RewardError, match=message):
             remote(server.url, protocol=protocol)(IMAGES, PROMPTS)
@@ -236,71 +204,6 @@ def test_verl_omnis_refusal_brings_the_servers_words():
         pytest.raises(RewardError, match=r"images 0 to 2: no face found \(tried 2 times\)"),
     ):
         remote(server.url, protocol="verl_omni", tries=2)(IMAGES, PROMPTS)
-
-
-GOOD = Reply({"scores": [1.0, 2.0, 3.0]})
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        Reply(status=429, headers={"retry-after": "0.05"}),
-        Reply(status=503),
-        Reply(b'{"scores": [1.0, 2.0, 3.0]}', cut_at=9),
-        Reply(raw=b"garbage\r\n\r\n"),
-        Reply(raw=b""),
-        Reply(b"<html>"),
-        Reply(b'{"scores": [1.0, 2.0, 3.0]}', after_s=30),
-        Reply(b'{"scores": [1.0, 2.0, 3.0]}', chunk_s=0.2),
-    ],
-    ids=["429", "503", "cut off", "garbage", "hangs up", "html", "slow", "drips"],
-)
-def test_what_may_pass_is_asked_again(first):
-    with StubServer(lambda call: first if call.number == 1 else GOOD) as server:
-        result = remote(server.url, timeout_s=1.0, tries=2)(IMAGES, PROMPTS)
-    np.testing.assert_array_equal(result.total, [1, 2, 3])
-    assert len(server.calls) == 2
-
-
-@pytest.mark.parametrize(
-    ("reply", "message", "calls"),
-    [
-        (Reply(status=503), r"answers 503 \(tried 2 times\)", 2),
-        (Reply(b"boom", status=500), r"answers 500: boom \(tried 2 times\)", 2),
-        (Reply(b'{"error": "1 images, 2 prompts"}', status=400), 'answers 400: {"error": "1 images', 1),
-        (Reply(status=307, headers={"location": "http://127.0.0.1:9/"}), "a redirect, which is not followed", 1),
-        (Reply(after_s=30), r"no answer within reward.remote.far.timeout_s=0.3 s \(tried 2 times\)", 2),
-    ],
-    ids=["503", "500", "400", "307", "silent"],
-)
-def test_what_does_not_pass_is_an_error(reply, message, calls):
-    with StubServer(lambda call: reply) as server, pytest.raises(RewardError, match=message):
-        remote(server.url, timeout_s=0.3, tries=2)(IMAGES, PROMPTS)
-    assert len(server.calls) == calls
-
-
-def test_a_server_that_dies_in_the_middle():
-    """It answers the first of four batches and is gone."""
-
-    def answer(call):
-        if call.number == 2:
-            threading.Thread(target=server.stop).start()
-            server.ended.wait(10)
-        return Reply({"scores": [0.0]})
-
-    with (
-        StubServer(answer) as server,
-        pytest.raises(RewardError, match=r"images [1-3] to [1-3]: \w+(Error|Timeout).*tried 2 times"),
-    ):
-        remote(server.url, batch_size=1, max_concurrent=1, tries=2)(MANY[:4], MANY_PROMPTS[:4])
-
-
-def test_a_deadline_ends_what_would_take_for_ever():
-    with (
-        StubServer(lambda call: Reply(after_s=30)) as server,
-        pytest.raises(RewardError, match=r"0 of 3 requests were answered within reward.remote.far.deadline_s=0.5 s"),
-    ):
-        remote(server.url, batch_size=1, deadline_s=0.5)(IMAGES, PROMPTS)
 
 
 # ---------------------------------------------------------------------- before training
@@ -367,15 +270,10 @@ def test_a_server_that_scores_each_image_by_itself_may_be_asked_while_the_next_a
     [
         ({}, "reward.remote.far.url: is not given"),
         ({"url": "127.0.0.1:80"}, "reward.remote.far.url: got '127.0.0.1:80'"),
-        ({"url": "http://me:pw@host"}, "reward.remote.far.url: the address holds a user name"),
         ({"url": "http://h", "protocol": "grpc"}, "reward.remote.far.protocol: got 'grpc'; choose one of json, verl"),
         ({"url": "http://h", "batch_size": 0}, "reward.remote.far.batch_size: got 0"),
-        ({"url": "http://h", "batch_size": "many"}, "reward.remote.far.batch_size: got 'many'"),
         ({"url": "http://h", "tries": 0}, "reward.remote.far.tries: got 0"),
-        ({"url": "http://h", "timeout_s": float("nan")}, "reward.remote.far.timeout_s: got nan"),
-        ({"url": "http://h", "deadline_s": -1}, "reward.remote.far.deadline_s: got -1"),
         ({"url": "http://h", "image_format": "gif"}, "reward.remote.far.image_format: got 'gif'"),
-        ({"url": "http://h", "streams": "often"}, "reward.remote.far.streams: got 'often'"),
         ({"url": "http://h", "columns": "tag"}, "reward.remote.far.columns: got 'tag'"),
         ({"url": "http://h", "api_key_env": "sk-123"}, "reward.remote.far.api_key_env: give the name of an environ"),
         ({"url": "http://h", "urls": 1}, "reward.remote.far: has no key urls; nearest: url; its keys are"),
@@ -441,12 +339,8 @@ def test_a_served_reward_asks_for_the_key_that_the_client_brings(tmp_path, monke
     assert result.total.tobytes() == build(path)(IMAGES, PROMPTS).total.tobytes()
 
 
-def test_a_missing_key_is_refused_before_training():
-    with pytest.raises(ValueError, match=r"reward.remote.far.api_key_env: the environment variable .* is not set"):
-        remote("http://127.0.0.1:9", api_key_env="NO_SUCH_VARIABLE").check_prompts(["a"])
-
-
-def test_the_configuration_needs_no_client(tmp_path):
+@pytest.mark.process
+def test_the_configuration_needs_no_client():
     code = (
         "import sys\nfrom flowgrpo_rc.rewards import RewardConfig, build_reward\n"
         "build_reward(RewardConfig(functions={'a': 1}, remote={'a': {'url': 'http://127.0.0.1:9'}}))\n"

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from conftest import SMALL_RUN
 from reward_files import function, write
 from reward_server import serving
@@ -9,6 +10,8 @@ from stub_server import Reply, StubServer
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
+
+pytestmark = pytest.mark.run
 
 TINY = (
     *(override for override in SMALL_RUN if not override.startswith("reward.")),

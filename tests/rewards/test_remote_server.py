@@ -79,7 +79,6 @@ def test_every_form_of_a_function_is_served(tmp_path, source):
     [
         ("raise KeyError('gone')", "reward function 'f' raised KeyError: 'gone' at .*mine.py:6, in f"),
         ("sys.exit(0)", "raised SystemExit: 0"),
-        ("return [1.0, float('nan'), 2.0]", "1 non-finite of 3 scores"),
         ("return [1.0]", r"scores of shape \(1,\), expected \(3,\)"),
         ("while True: time.sleep(0.01)", "did not return within reward.timeout_s=0.5 s"),
     ],
@@ -295,6 +294,7 @@ def start(tmp_path, *options, **environment):
     return process, first.split()[4].rstrip(",")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_needs_few_packages_and_ends_on_signals(tmp_path, number):
     process, url = start(tmp_path)
@@ -314,6 +314,7 @@ def test_the_command_needs_few_packages_and_ends_on_signals(tmp_path, number):
     assert "Traceback" not in err
 
 
+@pytest.mark.process
 def test_a_signal_ends_a_request_in_flight_with_words(tmp_path):
     (tmp_path / "my_slow.py").write_text("import time\ndef f(images, prompts, metadata):\n    time.sleep(60)\n")
     command = [sys.executable, "-m", "flowgrpo_rc.cli.main", "serve-reward", "--path", "my_slow.py", "--name", "f"]
@@ -338,28 +339,15 @@ def test_a_signal_ends_a_request_in_flight_with_words(tmp_path):
     [
         (["--path", "none.py"], "--path: 'none.py' is not a file"),
         (["--path", "mine.py", "--name", "g"], "--name: .*mine.py defines no 'g'; it defines f"),
-        (["--path", "mine.py", "--name", "mean"], "--name: got 'mean', but the run logs reward/mean"),
-        (
-            ["--path", "mine.py", "--name", "f", "reward.ocr.mode=full"],
-            "reward.ocr.mode=full: it is an option of a buil",
-        ),
+        (["--path", "mine.py", "--name", "f", "reward.ocr.mode=full"], "reward.ocr.mode=full: it is an option of"),
         (["--path", "mine.py", "--name", "f", "--timeout", "0"], "--timeout: got 0.0"),
         (["--path", "mine.py", "--name", "f", "--host", "203.0.113.7"], "--host, --port: 203.0.113.7:18080 cannot be"),
         (["--path", "mine.py", "--name", "f", "--port", "99999"], "--host, --port: 127.0.0.1:99999 cannot be"),
         (["--path", "mine.py", "--name", "f", "--api-key-env", "sk-123"], "--api-key-env: give the name of an environ"),
-        (
-            ["--path", "mine.py", "--name", "f", "--api-key-env", "ODD_KEY"],
-            "--api-key-env: the environment variable that it names holds characters that a key cannot have",
-        ),
-        (
-            ["--path", "mine.py", "--name", "f", "--api-key-env", "NO_SUCH_KEY"],
-            "--api-key-env: the environment variable that it names is",
-        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ODD_KEY", "schlüssel")
     write(tmp_path, BRIGHTNESS)
     assert main(["serve-reward", *options]) == 2
     said = capsys.readouterr().err.strip()
@@ -392,11 +380,8 @@ def test_a_built_in_reward_is_served_with_its_options(monkeypatch):
     ("options", "message"),
     [
         (["ocr", "reward.ocr.mode=none"], "reward.ocr.mode: got 'none'; choose one of recognition, full"),
-        (["ocr", "reward.ocr.rec_image_shape=[3, 48, 4]"], r"reward.ocr.rec_image_shape: got \[3, 48, 4\]; give"),
         (["ocr", "reward.ocr.moode=full"], "reward.ocr: has no key moode; its keys are mode, "),
         (["ocr", "reward.judge.cache=True"], "reward.judge.cache=True: give the options of --reward ocr as reward.ocr"),
-        (["ocr", "mode"], "mode: give the options of --reward ocr as reward.ocr.KEY=VALUE"),
-        (["judge", "reward.judge.base_url=null"], "reward.judge.base_url: null, so there is no server to ask"),
         (["jpeg_compressibility", "reward.jpeg_compressibility.q=1"], ".*the reward jpeg_compressibility has no optio"),
     ],
 )
@@ -423,6 +408,7 @@ def test_a_taken_port_is_named(tmp_path, capsys):
     assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_a_function_of_torch_tensors_is_refused_where_torch_is_not(tmp_path):
     (tmp_path / "my_redness.py").write_text(REDNESS)
     code = BLOCKED.format(blocked=ABSENT, serving=SERVING)
@@ -432,9 +418,11 @@ def test_a_function_of_torch_tensors_is_refused_where_torch_is_not(tmp_path):
     assert "error: --name: 'theirs' takes its image as a torch tensor, and torch is not installed here" in done.stderr
 
 
-def test_listening_beyond_this_machine_without_a_key_is_warned_of(tmp_path):
+def test_listening_beyond_this_machine_without_a_key_is_warned_of(tmp_path, monkeypatch, capsys):
+    path = str(write(tmp_path, BRIGHTNESS))
+    monkeypatch.setattr(module.RewardServer, "serve", lambda server: None)
     for host, expected in (("127.0.0.2", False), ("0.0.0.0", True)):
-        process, url = start(tmp_path, "--host", host)
-        process.send_signal(signal.SIGTERM)
-        assert ("warning: anyone who reaches" in process.communicate(timeout=60)[1]) == expected
-        assert url.startswith(f"http://{host}:")
+        assert main(["serve-reward", "--path", path, "--name", "f", "--port", "0", "--host", host]) == 0
+        said = capsys.readouterr()
+        assert ("warning: anyone who reaches" in said.err) == expected
+        assert f"at http://{host}:" in said.out

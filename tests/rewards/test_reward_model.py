@@ -25,6 +25,8 @@ from flowgrpo_rc.rewards.reward_model import server as server_module
 from flowgrpo_rc.rewards.reward_model import sharing
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
+pytestmark = pytest.mark.process
+
 STUB = Path(__file__).with_name("stub_vllm.py")
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
@@ -326,18 +328,12 @@ def test_what_does_not_go_together(notes, settings, told):
     ("settings", "told"),
     [
         ({"rollout": {"name": "sglang"}}, "rollout.name: got 'sglang'; choose one of vllm"),
-        ({"rollout": {"tensor_model_parallel_size": 0}}, "rollout.tensor_model_parallel_size: got 0"),
         ({"rollout": {"gpu_memory_utilization": 1.5}}, "rollout.gpu_memory_utilization: got 1.5"),
-        ({"rollout": {"gpu_memory_utilization": float("nan")}}, "rollout.gpu_memory_utilization: got nan"),
         ({"rollout": {"dtype": "fp4"}}, "rollout.dtype: got 'fp4'"),
         ({"devices": []}, r"devices: got \[\]"),
-        ({"devices": [-1]}, r"devices: got \[-1\]"),
-        ({"extra_args": ["--api-key=sk-secret"]}, "extra_args: leave --api-key out"),
         ({"extra_args": ["--api_key", "sk-secret"]}, "extra_args: leave --api-key out"),
         ({"extra_args": ["--enforce-eager", "--port", "8000"]}, "extra_args: leave --port out"),
-        ({"extra_args": ["--host=0.0.0.0"]}, "extra_args: leave --host out"),
         ({"extra_args": ["--served_model_name=judge"]}, "extra_args: leave --served-model-name out"),
-        ({"start_timeout_s": 0}, "start_timeout_s: got 0"),
     ],
 )
 def test_settings_that_cannot_be_used(settings, told):
@@ -362,6 +358,7 @@ VERL_OMNIS = (
 )
 
 
+@pytest.mark.run
 def test_a_run_with_verl_omnis_settings(notes, tmp_path, monkeypatch, capsys):
     """The judge of a whole run is served with it, transcribes its images, is recorded, and ends with it."""
     monkeypatch.setenv("VLLM_STUB_SAYS", "7")
@@ -378,6 +375,7 @@ def test_a_run_with_verl_omnis_settings(notes, tmp_path, monkeypatch, capsys):
     assert f"Reward: 1 x judge ({MODEL})" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.run
 def test_a_run_whose_server_does_not_start(notes, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_STUB_FAILS", "1")
     monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))

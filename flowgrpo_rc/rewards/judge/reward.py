@@ -184,7 +184,9 @@ class JudgeReward:
     def _judge(self, queries: Sequence[_Query], tries: int) -> list[_Verdict]:
         """The verdicts, in order. An answer that cannot be read is followed by a second request."""
         began_at = time.monotonic()
-        keys = [self._key(query) if self.config.cache else index for index, query in enumerate(queries)]
+        keys: list[Hashable] = list(range(len(queries)))
+        if self.config.cache:
+            keys = [self._key(query) for query in queries]
         known = dict(self._cache)
         pending = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
         answers = self._send(pending, {}, tries, began_at)
