@@ -170,3 +170,20 @@ def test_an_objective_whose_function_is_not_there_says_so(monkeypatch):
     data = {"old_log_probs": torch.zeros(2), "advantages": torch.ones(2)}
     with pytest.raises(AttributeError, match="lost"):
         diffusion_loss(config, {"log_probs": torch.full((2,), math.log(1.1))}, data)
+
+
+def scaled(inputs: PolicyInputs, limits: PolicyLimits, *, kl_mask_threshold: float) -> PolicyTerms:
+    """``-A * log_prob`` times the option."""
+    loss = -inputs.advantages * inputs.log_prob * kl_mask_threshold
+    return PolicyTerms(loss, inputs.log_prob - inputs.old_log_prob)
+
+
+def test_an_objective_gets_its_own_options_as_keywords(monkeypatch):
+    record = Objective(name="scaled", function=f"{__name__}:scaled", options=("kl_mask_threshold",))
+    monkeypatch.setitem(OBJECTIVES, record.name, record)
+    options = DiffusionLossConfig(loss_mode="scaled", kl_mask_threshold=0.25)
+    data = {"old_log_probs": torch.zeros(2), "advantages": torch.tensor([1.0, 3.0])}
+    loss, _ = diffusion_loss(
+        DiffusionActorConfig(diffusion_loss=options), {"log_probs": torch.tensor([2.0, 4.0])}, data
+    )
+    assert loss.item() == pytest.approx(-0.25 * (1 * 2 + 3 * 4) / 2)
