@@ -1,9 +1,9 @@
-"""Rewards: what an image is worth, given its prompt.
+"""Rewards: the worth of an image, given its prompt.
 
-``registry`` names the built-in rewards (``ocr``, ``judge``, those of ``clip``, ...), ``custom`` loads a function of the
-user's own, ``mix`` makes their weighted sum, and ``streaming`` makes it from parts of a batch. ``forms`` calls a
-function as it is written, ``answer`` checks what it returns, and ``isolation`` keeps it from ending, hanging or
-changing the run. Importing this package loads no engine; ``build_reward`` does.
+``registry`` names the built-in rewards (``ocr``, ``judge``, those of ``clip``, ...) and ``custom`` loads a function of
+the user's own. ``mix`` makes their weighted sum, ``scoring`` makes it from parts of a batch. ``forms`` calls a function
+in the form that its signature has, ``user_code`` bounds and reports the call, and ``answer`` checks the result.
+Importing this package loads no engine; ``build_reward`` does.
 """
 
 from flowgrpo_rc.rewards.clip.config import AestheticConfig as AestheticConfig
@@ -31,5 +31,4 @@ from flowgrpo_rc.rewards.ocr import OCRReward as OCRReward
 from flowgrpo_rc.rewards.ocr import quoted_target as quoted_target
 from flowgrpo_rc.rewards.ocr import text_similarity as text_similarity
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig as RewardModelConfig
-from flowgrpo_rc.rewards.streaming import PartialScoring as PartialScoring
-from flowgrpo_rc.rewards.streaming import ScoringThread as ScoringThread
+from flowgrpo_rc.rewards.scoring import PartialScoring as PartialScoring

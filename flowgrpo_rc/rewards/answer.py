@@ -1,35 +1,35 @@
-"""What a reward function returned, checked and turned into scores and captions before anything uses it."""
+"""Checks of a reward function's answer, which becomes scores and captions."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from decimal import Decimal
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.errors import AnswerError, brief_repr, exception_text
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.rewards.errors import AnswerError, brief_repr
 from flowgrpo_rc.rewards.names import METRIC_NAME
 
 WANTED = "return one float per image, or (floats, info dict)"
 
 Scores = tuple[np.ndarray, dict[str, list[Any]]]
-"""Of some images: their scores, and what the function reports beside them, a list with an entry for each."""
+"""Scores of some images, and the info beside them: lists with an entry for each image."""
 
 CAPTIONS = "text"
 """The key of ``info`` whose strings caption the samples."""
 
 PARTS = "part/"
-"""Begins the keys of ``info`` that hold numbers which a function's score is made of. A run logs their means."""
+"""The beginning of keys of ``info`` with numbers that make up a function's score. A run logs their means."""
 
 _NO_NUMBER = (TypeError, ValueError, OverflowError, RuntimeError)
-"""What numpy, torch and ``_entry`` raise for what is no number; torch's ``NotImplementedError`` is a RuntimeError."""
+"""Errors of numpy, torch and ``_entry`` for values that are not numbers."""
 
 
-def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> tuple[np.ndarray, dict[str, list[Any]]]:
-    """The scores, (N,) float32, and the info of what the reward function ``name`` returned for N prompts.
+def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> Scores:
+    """The scores, (N,) float32, and the info in an answer of the reward function ``name`` for N prompts.
 
     Numbers may come as a list, a numpy array, a torch tensor of any device, dtype and gradient, a pandas series, or a
     list of zero-dimensional tensors. flow_grpo's ``({"avg": total, "part": ...}, {})`` counts with its total.
@@ -58,11 +58,7 @@ def joined(parts: Sequence[Scores]) -> Scores:
 
 
 def check_parts(name: str, parts: Sequence[Scores]) -> None:
-    """That the reward function ``name`` reported the same keys of ``PARTS`` for all parts of a batch.
-
-    Raises:
-        AnswerError: it did not, so that there is no mean over the batch.
-    """
+    """Raise ``AnswerError`` unless all parts of a batch have the same keys of ``PARTS``; a mean needs every image."""
     count = sum(len(scores) for scores, _ in parts)
     for key in dict.fromkeys(key for _, info in parts for key in info if key.startswith(PARTS)):
         reported = sum(len(scores) for scores, info in parts if key in info)
@@ -78,7 +74,7 @@ def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
         return answer, {}
     scores, info = answer
-    # Where flow_grpo's ``multi_score`` puts the sum in its dict of scores.
+    # flow_grpo's ``multi_score`` puts the sum in its dict of scores.
     if isinstance(scores, Mapping) and "avg" in scores:
         parts = dict(scores)
         return parts.pop("avg"), parts | dict(info)
@@ -86,7 +82,7 @@ def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
 
 
 def _numbers(returned: str, scores: Any) -> np.ndarray:
-    """``scores`` as real numbers, of whatever shape they have."""
+    """``scores`` as real numbers, of any shape."""
     kind = type(scores).__name__
     if scores is None or isinstance(scores, (str, bytes, Mapping, Set, Iterator)):
         raise AnswerError(f"{returned} {'None' if scores is None else kind}; {WANTED}")
@@ -95,35 +91,27 @@ def _numbers(returned: str, scores: Any) -> np.ndarray:
         if values.dtype.kind not in "biuf":
             raise TypeError(f"its type is {values.dtype}")
     except _NO_NUMBER as error:
-        raise AnswerError(
-            f"{returned} {kind} that does not convert to floats ({exception_text(error)}); {WANTED}"
-        ) from error
-    return values if values.dtype.kind == "f" else values.astype(np.float64)
+        raise AnswerError(f"{returned} {kind} that does not convert to floats ({one_line(error)}); {WANTED}") from error
+    return values.astype(np.float64)
 
 
 def _array(scores: Any) -> np.ndarray:
     if _is_tensor(scores):
         return _from_tensor(scores)
-    if isinstance(scores, np.ma.MaskedArray):
-        if np.ma.count_masked(scores):
-            raise ValueError(f"{np.ma.count_masked(scores)} of its values are masked")
-        return np.asarray(scores.data)
-    # A list goes entry by entry, since numpy would take strings and None in it without a word.
-    if not isinstance(scores, Sequence) or hasattr(scores, "__array__"):
+    if not isinstance(scores, Sequence):
         scores = np.asarray(scores)
         if scores.dtype != object or scores.ndim != 1:
             return scores
+    # Entry by entry, since numpy would take strings and None in a list.
     return np.asarray([_entry(index, value) for index, value in enumerate(scores)])
 
 
 def _entry(index: int, value: Any) -> Any:
-    """One entry of a list: a number, or an array that the shape check will judge."""
+    """One entry of a list: a number, or an array that the check of the shape refuses."""
     if _is_tensor(value):
         return _from_tensor(value)
-    if isinstance(value, (Real, Decimal, np.bool_)):
+    if isinstance(value, (Real, np.bool_)):
         return float(value)
-    if isinstance(value, (np.ma.core.MaskedConstant, complex)):
-        raise TypeError(f"its entry {index} is {value!r}")
     if isinstance(value, (list, tuple)):
         return np.asarray([_entry(index, inner) for inner in value])
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -133,7 +121,7 @@ def _entry(index: int, value: Any) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    # Where torch is not loaded nobody can have returned one, and this must not load it.
+    # Not an import: nobody can have returned a tensor before torch is loaded.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -141,34 +129,33 @@ def _is_tensor(value: Any) -> bool:
 def _from_tensor(tensor: Any) -> np.ndarray:
     if tensor.is_complex():
         raise TypeError(f"its type is {tensor.dtype}")
-    dense = tensor.dequantize() if tensor.is_quantized else tensor
-    return dense.detach().to("cpu").double().numpy().copy()
+    return tensor.detach().to("cpu").double().numpy()
 
 
 def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> None:
-    """Every score is a number that float32 holds."""
+    """Raise ``AnswerError`` unless float32 holds every score as a finite number."""
     wrong = ~np.isfinite(values)
-    what = f"non-finite of {values.size} scores"
+    problem = f"non-finite of {values.size} scores"
     remedy = ""
     if not wrong.any():
         wrong = np.abs(values) > np.finfo(np.float32).max
-        what = f"of {values.size} scores beyond float32's largest number, 3.4e38"
+        problem = f"of {values.size} scores beyond float32's largest number, 3.4e38"
         remedy = ": scale them down"
     if wrong.any():
         first = int(wrong.argmax())
         raise AnswerError(
-            f"{returned} {int(wrong.sum())} {what}; the first is {values[first]} for sample {first}, prompt "
+            f"{returned} {int(wrong.sum())} {problem}; the first is {values[first]} for sample {first}, prompt "
             f"{brief_repr(prompts[first])}{remedy}"
         )
 
 
 def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[Any]:
-    """One entry of ``info`` as a list of its own, which the function can no longer change."""
+    """One value of ``info`` as a list of its own, which the function cannot change later."""
     if not isinstance(key, str):
         raise AnswerError(f"{returned} info with the key {brief_repr(key)}; its keys must be strings")
     where = f"{returned} info[{brief_repr(key)}]"
-    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "ndim", 1) > 0
-    if not listed or isinstance(value, (str, bytes, Mapping)):
+    listed = isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+    if not listed or isinstance(value, (str, bytes)):
         raise AnswerError(
             f"{where} of type {type(value).__name__}; give a list with one entry for each of the {count} images"
         )
@@ -184,9 +171,8 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
 
 
 def _part_numbers(where: str, key: str, entries: list[Any]) -> list[float]:
-    """The entries under a key of ``PARTS``, which may be whatever counts as a number in a list of scores."""
-    name = key.removeprefix(PARTS)
-    if not METRIC_NAME.fullmatch(name):
+    """The entries under a key of ``PARTS``, of any type that scores may have."""
+    if not METRIC_NAME.fullmatch(key.removeprefix(PARTS)):
         raise AnswerError(
             f"{where}; what follows {PARTS} becomes part of a metric's name: give it the letters a to z, digits and "
             "underscores"

@@ -1,4 +1,4 @@
-"""A user's own reward function, loaded from a Python file by path and name."""
+"""Loads a user's own reward function from a Python file, by path and name."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from types import ModuleType
 from typing import Any
 
 from flowgrpo_rc.rewards.forms import FORMS, adapt
-from flowgrpo_rc.rewards.isolation.user_code import UserCode
 from flowgrpo_rc.rewards.own_function import OwnFunction
+from flowgrpo_rc.rewards.user_code import UserCode
 
 FIELD = "reward.custom_reward_function"
-"""The section that messages name where none is given."""
-
-REFUSED = 2
-"""Exit code of a command whose reward file cannot even be stopped while it loads."""
+"""The section that messages name by default."""
 
 
 def load_reward(own: OwnFunction, timeout_s: float | None = None, offered: Mapping[str, Any] | None = None) -> Any:
-    """The user's function as a reward that takes a batch, whichever of the two known forms it has.
+    """The user's function as a reward that takes a batch, in either of the two forms.
 
-    A class is made into an object once, without arguments. Importing the file may take ``timeout_s``, and making the
-    object too. It gets what is ``offered`` of the parameters that it declares.
+    Args:
+        own: the function; a class is made into an object once, without arguments.
+        timeout_s: longest time that the import of the file, and the making of the object, may take.
+        offered: arguments that it gets where it declares them.
 
     Raises:
         ValueError: the file or the function cannot be used; names the field, the place and what to do.
     """
     function = load_function(own.path, own.name, timeout_s, own.section)
-    code = _user_code(f"{own.section}.name: {own.name!r}", _file(own.path), timeout_s)
     if isinstance(function, type):
-        code.run(_check_class, function, own, passing=ValueError)
+        code = UserCode(f"{own.section}.name: {own.name!r}", str(_file(own.path)), timeout_s, error=ValueError)
+        _check_class(function, own)
         function = code.run(_object_of, function)
-    return code.run(adapt, function, own.name, own.kwargs, own.kwargs_field, offered, passing=ValueError)
+    return adapt(function, own.name, own.kwargs, own.kwargs_field, offered)
 
 
 def load_function(
     path: str | Path, name: str, timeout_s: float | None = None, field: str = FIELD
 ) -> Callable[..., Any]:
-    """The function ``name`` of the Python file ``path``, as it stands there.
+    """The function ``name`` of the Python file ``path``.
 
     The file is executed once; loading it again returns the same module. ``field`` is the section of the configuration
     that messages name.
@@ -55,10 +54,9 @@ def load_function(
     if not file.is_file():
         raise ValueError(f"{field}.path: {str(path)!r} is not a file; give the path of a Python file")
     module = _load_module(file, timeout_s, field)
-    code = _user_code(f"{field}.name: looking up {name!r} in {file}", file, timeout_s)
-    function = code.run(getattr, module, name, None)
+    function = getattr(module, name, None)
     if function is None:
-        raise ValueError(f"{field}.name: {file} defines no {name!r}; it defines {code.run(_functions_of, module)}")
+        raise ValueError(f"{field}.name: {file} defines no {name!r}; it defines {_functions_of(module)}")
     if not callable(function):
         raise ValueError(
             f"{field}.name: {name!r} in {file} is a {type(function).__name__}, which cannot be called; name {FORMS}"
@@ -92,10 +90,6 @@ def _file(path: str | Path) -> Path:
     return Path(path).expanduser().resolve()
 
 
-def _user_code(what: str, file: Path, timeout_s: float | None) -> UserCode:
-    return UserCode(what, str(file), timeout_s, error=ValueError, exit_code=REFUSED)
-
-
 def _load_module(file: Path, timeout_s: float | None, field: str) -> ModuleType:
     # The path is part of the name, so that files of one name in two folders do not share a module.
     module_name = f"flowgrpo_rc_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -107,8 +101,9 @@ def _load_module(file: Path, timeout_s: float | None, field: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Before it is executed, as an import does: dataclasses in the file look their module up there.
     sys.modules[module_name] = module
+    code = UserCode(f"{field}.path: importing {file}", str(file), timeout_s, error=ValueError)
     try:
-        _user_code(f"{field}.path: importing {file}", file, timeout_s).run(spec.loader.exec_module, module)
+        code.run(spec.loader.exec_module, module)
     except BaseException:
         sys.modules.pop(module_name, None)
         raise

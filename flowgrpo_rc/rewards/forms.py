@@ -1,6 +1,6 @@
-"""The two forms in which a reward function may be written, ``BatchReward`` and ``PerImageReward``.
+"""The two forms of a reward function, ``BatchReward`` and ``PerImageReward``.
 
-Which one a function has, synchronous or ``async``, is read off its signature, before anything is loaded.
+The signature, read before anything is loaded, decides which form a function has; either may be ``async``.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_rc.rewards.errors import AnswerError, brief_repr
-from flowgrpo_rc.rewards.isolation import coroutines
+from flowgrpo_rc.rewards.user_code import gather
 
 BATCH = ("images", "prompts", "metadata")
 """The arguments of our form, in order."""
 
 IMAGE = "solution_image"
-"""The argument by which verl-omni's form is known."""
+"""The argument that only verl-omni's form has."""
 
 COLUMNS = {"data_source": "data_source", "ground_truth": "reward_model.ground_truth", "extra_info": "extra_info"}
-"""What verl-omni's form is given besides the image -> the column of the prompt file that holds it."""
+"""The other arguments of verl-omni's form -> the column of the prompt file that holds each."""
 
 FORMS = (
     "fn(images, prompts, metadata) for a batch, or fn(data_source, solution_image, ground_truth, extra_info) for one "
@@ -32,18 +32,20 @@ KWARGS_FIELD = "reward.custom_reward_function.reward_kwargs"
 
 
 def ground_truth(row: Mapping[str, Any]) -> Any:
-    """What an image of this row of the prompt file should show: ``reward_model.ground_truth``, where verl-omni's data
-    preparation puts it, or else the column ``ground_truth``; None where there is neither."""
+    """The wanted answer of a row of the prompt file, None where it has none.
+
+    verl-omni's data preparation puts it into ``reward_model.ground_truth``; a column ``ground_truth`` will do.
+    """
     nested = row.get("reward_model")
     truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
     return row.get("ground_truth") if truth is None else truth
 
 
 class Signature:
-    """What a reward function declares; as text ``'name'(its, parameters)``, for messages.
+    """The parameters of a reward function; as text ``'name'(its, parameters)``, for messages.
 
     Raises:
-        ValueError: Python cannot read it.
+        ValueError: Python cannot read the signature.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -65,13 +67,13 @@ class Signature:
     def __str__(self) -> str:
         return self._text
 
-    def refusal(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TypeError | None:
-        """Why a call with these arguments would fail; None where it would not."""
+    def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the function can be called with these arguments."""
         try:
             self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            return error
-        return None
+        except TypeError:
+            return False
+        return True
 
 
 @dataclass
@@ -94,7 +96,7 @@ class BatchReward:
             answer = self.function(images=images, prompts=prompts, metadata=metadata, **self.kwargs)
         else:
             answer = self.function(images, prompts, metadata, **self.kwargs)
-        return coroutines.gather([answer])[0]
+        return gather([answer])[0]
 
 
 class PerImageReward:
@@ -104,14 +106,14 @@ class PerImageReward:
     preparation lays them out: ``data_source``, ``reward_model: {"ground_truth": ...}`` (a column ``ground_truth`` will
     do) and ``extra_info``, to which ``num_turns`` (None) and ``rollout_reward_scores`` ({}) are added as there. Only
     parameters that the function declares are given, unless it takes ``**kwargs``. It returns a number or a dict with
-    ``"score"``, whose other entries become ``info``. Coroutines of a batch are awaited side by side.
+    ``"score"``, whose other entries become ``info``. Coroutines of a batch are awaited concurrently.
 
     Args:
         kwargs: further keyword arguments of every call.
-        kwargs_field: the section of the configuration that they are keys of, for messages.
+        kwargs_field: the section of the configuration that holds them, for messages.
 
     Raises:
-        ValueError: the function needs a parameter that nobody gives it.
+        ValueError: the function needs a parameter that nothing supplies.
     """
 
     def __init__(
@@ -133,46 +135,30 @@ class PerImageReward:
                 f"reward function {signature} needs {', '.join(lacking)}, which nothing here supplies; give it with "
                 f"{kwargs_field}.{lacking[0]}=..."
             )
-        refusal = signature.refusal((), {**dict.fromkeys([IMAGE, *self._takes]), **self._kwargs})
-        if refusal is not None:
+        if not signature.takes((), {**dict.fromkeys([IMAGE, *self._takes]), **self._kwargs}):
             raise ValueError(
-                f"reward function {signature} does not take its arguments by name ({refusal}); declare {IMAGE} and "
-                f"what else it needs of {', '.join(COLUMNS)} as ordinary parameters"
-            ) from refusal
+                f"reward function {signature} does not take its arguments by name; declare {IMAGE} and those of "
+                f"{', '.join(COLUMNS)} that it needs as ordinary parameters"
+            )
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Any], dict[str, list[Any]]]:
-        """The score of every image, and the other entries of what the function returned."""
+        """The score of every image, and the other entries of the function's answers."""
         # All arguments before the first call: a row that lacks a column is an error before anything is scored.
         calls = [
             self._arguments(image, row, f"sample {index}, prompt {brief_repr(prompts[index])},")
             for index, (image, row) in enumerate(zip(images, metadata, strict=True))
         ]
-        answers: list[Any] = []
-        try:
-            for arguments in calls:
-                answers.append(self.function(**arguments))
-        except BaseException:
-            coroutines.close_unawaited(answers)
-            raise
-        parts = [self._score_and_info(answer, index) for index, answer in enumerate(coroutines.gather(answers))]
+        answers = gather([self.function(**arguments) for arguments in calls])
+        parts = [self._score_and_info(answer, index) for index, answer in enumerate(answers)]
         keys = dict.fromkeys(key for _, info in parts for key in info)
         return [score for score, _ in parts], {key: [info.get(key) for _, info in parts] for key in keys}
 
-    def check_prompts(
-        self,
-        prompts: Sequence[str],
-        *,
-        image_size: tuple[int, int] | None,
-        sources: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]] | None,
-    ) -> None:
-        """Raise ``ValueError`` for the first row of ``metadata`` that lacks a column which the function needs; see
-        ``RewardMix.check_prompts``."""
-        if metadata is not None:
-            for row, source in zip(metadata, sources, strict=True):
-                self._columns(row, source, ValueError)
+    def check_prompts(self, sources: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``ValueError`` for the first row of ``metadata`` that lacks a column which the function needs."""
+        for row, source in zip(metadata, sources, strict=True):
+            self._columns(row, source, ValueError)
 
     def _arguments(self, image: np.ndarray, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         import torch
@@ -182,7 +168,7 @@ class PerImageReward:
         return {IMAGE: pixels, **self._columns(row, where, AnswerError), **self._kwargs}
 
     def _columns(self, row: Mapping[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
-        """What the function takes of one row of the prompt file; raises ``error`` where that is not there."""
+        """The arguments that come from a row of the prompt file; raises ``error`` where the row lacks one."""
         found = {"data_source": row.get("data_source"), "ground_truth": ground_truth(row)}
         for name in self._needs:
             if found[name] is None:
@@ -191,13 +177,7 @@ class PerImageReward:
                     "column of a .parquet or .jsonl file (a .txt file has none but the prompt), as "
                     "flowgrpo-rc prepare-data writes them"
                 )
-        extra = row.get("extra_info")
-        if extra is not None and not isinstance(extra, Mapping):
-            raise error(
-                f"{where} has extra_info={brief_repr(extra)}; the reward function {self._signature} expects a mapping "
-                "there"
-            )
-        found["extra_info"] = {**(extra or {}), "num_turns": None, "rollout_reward_scores": {}}
+        found["extra_info"] = {**(row.get("extra_info") or {}), "num_turns": None, "rollout_reward_scores": {}}
         if "images" in row:
             found["extra_info"].setdefault("images", row["images"])
         return {name: found[name] for name in self._takes if found[name] is not None}
@@ -222,9 +202,14 @@ def adapt(
     kwargs: Mapping[str, Any] | None = None,
     kwargs_field: str = KWARGS_FIELD,
     offered: Mapping[str, Any] | None = None,
-) -> Any:
-    """``function``, which is anything callable, as a reward that is called with a batch and always with ``kwargs``,
-    keys of the section ``kwargs_field``, and with what is ``offered`` of the parameters that it declares.
+) -> BatchReward | PerImageReward:
+    """The callable ``function`` as a reward that takes a batch.
+
+    Args:
+        name: of the function, for messages.
+        kwargs: further keyword arguments of every call.
+        kwargs_field: the section of the configuration that holds them.
+        offered: arguments that it gets where it declares them.
 
     Raises:
         ValueError: the signature is of neither form, cannot be read, or does not take ``kwargs``; names the
@@ -232,17 +217,16 @@ def adapt(
     """
     if isinstance(function, (BatchReward, PerImageReward)):
         return function
-    kwargs = dict(kwargs or {})
     signature = Signature(function, name)
     declared = signature.parameters
-    kwargs = {key: value for key, value in (offered or {}).items() if key in declared} | kwargs
-    for key in kwargs:
+    for key in kwargs or {}:
         if key in (*BATCH, *COLUMNS, IMAGE):
             raise ValueError(f"{kwargs_field}.{key}: this argument is given by the trainer; remove it")
         if key not in declared and not signature.takes_any_keyword:
             raise ValueError(f"{kwargs_field}.{key}: reward function {signature} has no parameter of this name")
+    given = {key: value for key, value in (offered or {}).items() if key in declared} | dict(kwargs or {})
     if IMAGE in declared:
-        return PerImageReward(function, signature, kwargs, kwargs_field)
+        return PerImageReward(function, signature, given, kwargs_field)
     foreign = [parameter for parameter in declared if parameter in (*COLUMNS, "solution_str")]
     if foreign:
         raise ValueError(
@@ -250,14 +234,14 @@ def adapt(
             f"write {FORMS}"
         )
     if "only_strict" in signature.required:
-        kwargs.setdefault("only_strict", True)
-    # By name only where the images are spelled out: **kwargs alone says nothing of what the function is for.
-    if BATCH[0] in declared and signature.refusal((), {**dict.fromkeys(BATCH), **kwargs}) is None:
-        return BatchReward(function, kwargs, by_name=True)
+        given.setdefault("only_strict", True)
+    # By name only where the images are spelled out: a function of **kwargs alone need not be a reward.
+    if BATCH[0] in declared and signature.takes((), {**dict.fromkeys(BATCH), **given}):
+        return BatchReward(function, given, by_name=True)
     misplaced = [name for position, name in enumerate(declared) if name in BATCH and BATCH.index(name) != position]
-    if not misplaced and signature.refusal(BATCH, kwargs) is None:
-        return BatchReward(function, kwargs, by_name=False)
-    lacking = [name for name in signature.required if name not in (*BATCH, *kwargs)]
+    if not misplaced and signature.takes(BATCH, given):
+        return BatchReward(function, given, by_name=False)
+    lacking = [name for name in signature.required if name not in (*BATCH, *given)]
     if lacking and all(name in declared for name in BATCH):
         raise ValueError(
             f"reward function {signature} needs {', '.join(lacking)} too; give it with "

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import PARTS, read_answer
+from flowgrpo_rc.rewards.answer import PARTS, Scores, read_answer
+from flowgrpo_rc.rewards.call_queue import CallQueue
 from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rewards.custom import REFUSED, load_reward
+from flowgrpo_rc.rewards.custom import load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
 from flowgrpo_rc.rewards.forms import PerImageReward, adapt
-from flowgrpo_rc.rewards.isolation.user_code import UserCode
 from flowgrpo_rc.rewards.names import check_name
 from flowgrpo_rc.rewards.own_function import OwnFunction
 from flowgrpo_rc.rewards.registry import load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
 from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, asking, serving
-from flowgrpo_rc.rewards.turns import RewardTurns
+from flowgrpo_rc.rewards.user_code import UserCode
 
 RewardFunction = Callable[..., Any]
 """``fn(images, prompts, metadata)`` -> N scores, or ``(N scores, info dict)``; images (N, H, W, 3) uint8 RGB. Or
@@ -41,11 +41,11 @@ class RewardResult:
     """Function name -> (N,) float32, before weighting."""
 
     info: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Function name -> what that function reports besides its scores: lists of N entries by name."""
+    """Function name -> its report beside the scores: lists of N entries by name."""
 
     @property
     def inner_parts(self) -> dict[str, np.ndarray]:
-        """``<function>/<part>`` -> (N,) float64: what the functions' scores are made of, where they report it."""
+        """``<function>/<part>`` -> (N,) float64: the components of the functions' scores, where they report them."""
         return {
             f"{name}/{key.removeprefix(PARTS)}": np.asarray(values, np.float64)
             for name, info in self.info.items()
@@ -68,14 +68,14 @@ class RewardMix:
     """Calls each function once per batch and adds up ``weight * score``.
 
     Every function gets copies of its own: a read-only array of the images, and lists of prompts and metadata that it
-    may change without anybody noticing. What it may not do to the process around it, see ``isolation/user_code.py``.
+    may change. ``UserCode`` makes the calls and bounds their time.
 
     Args:
-        functions: name -> function, of either form that ``forms.py`` knows; at least one.
+        functions: name -> function, of either form of ``forms.py``; at least one.
         weights: name -> weight, for the same names.
         timeout_s: longest time that one call of a function may take; None for no limit.
         builtin: names of functions that are this package's own.
-        server: what serves the model that the functions ask; None where nothing has been started.
+        server: serves the model that the functions ask; None where nothing has been started.
 
     Raises:
         ValueError: the two do not fit together, a name is one that the log uses, or a signature is of neither form.
@@ -100,19 +100,21 @@ class RewardMix:
         self.weights = dict(weights)
         self.builtin = frozenset(builtin)
         self.server = server
-        """What serves the model that the functions ask; None where nothing has been started."""
-        self.streaming = tuple(name for name, function in self.functions.items() if _streams(function.function))
-        """The functions that may be called for a part of a batch, in a thread of its own: those with ``streams``."""
-        self.turns = {
-            name: RewardTurns()
+        """The server of the model that the functions ask; None where nothing has been started."""
+        self.streaming = tuple(
+            name for name, reward in self.functions.items() if getattr(reward.function, "streams", False) is True
+        )
+        """The functions that may be called for a part of a batch, in a thread of its own."""
+        self.queues = {
+            name: CallQueue()
             for name in self.streaming
             if name in self.builtin and getattr(self.functions[name].function, "computes_elsewhere", False)
         }
-        """Those of them that may be called while the actor learns: this package's own that other processes compute; and
-        whose turn it is to call each."""
+        """Those that other processes compute, so that they may be called while the actor learns; and the queue of the
+        calls of each, since a validation calls them too."""
         self._code = {
-            name: UserCode(f"reward function {name!r}", _file_of(function.function), timeout_s)
-            for name, function in self.functions.items()
+            name: UserCode(f"reward function {name!r}", _file_of(reward.function), timeout_s)
+            for name, reward in self.functions.items()
         }
 
     def __call__(
@@ -135,15 +137,15 @@ class RewardMix:
         _check_batch(images, prompts, metadata)
         return self.combine({name: self.score(name, images, prompts, metadata) for name in self.functions}, prompts)
 
-    def combine(self, scored: Mapping[str, tuple[np.ndarray, dict[str, Any]]], prompts: Sequence[str]) -> RewardResult:
-        """The weighted sum of what ``score`` returned for every function.
+    def combine(self, scored: Mapping[str, Scores], prompts: Sequence[str]) -> RewardResult:
+        """The weighted sum of the scores of every function.
 
         Raises:
             RewardError: it is too large for float32.
         """
         total = np.zeros(len(prompts), dtype=np.float64)
         for name, (scores, _) in scored.items():
-            # In float64, so that large terms may cancel; a sum that stays too large is named below.
+            # In float64, so that large terms may cancel.
             with np.errstate(all="ignore"):
                 total += self.weights[name] * scores.astype(np.float64)
         parts = {name: scores for name, (scores, _) in scored.items()}
@@ -152,8 +154,8 @@ class RewardMix:
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
 
     def close(self) -> None:
-        """End what was started to score: worker processes of built-in rewards, and the server of the reward model. The
-        functions that need it cannot be called any more; once is enough."""
+        """End the worker processes of built-in rewards and the server of the reward model; once is enough. The
+        functions that need them cannot be called any more."""
         with ExitStack() as ended:
             if self.server is not None:
                 ended.callback(self.server.close)
@@ -162,34 +164,21 @@ class RewardMix:
                     ended.callback(close)
 
     def score(
-        self,
-        name: str,
-        images: np.ndarray,
-        prompts: Sequence[str],
-        metadata: Sequence[dict[str, Any]],
-        *,
-        sets_back: bool = True,
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """One function's checked scores, (N,) float32, and its info.
-
-        Args:
-            name: of the function.
-            images, prompts, metadata: as for a call of the mix.
-            sets_back: set back what the function changes in the process; False where another thread works meanwhile,
-                whose changes would be taken for the function's.
+        self, name: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> Scores:
+        """One function's checked scores, (N,) float32, and its info; arguments as for a call of the mix.
 
         Raises:
             RewardError: the function failed, took too long, or its answer is unfit.
         """
         own = images.copy()
         own.flags.writeable = False
-        code = replace(self._code[name], sets_back=sets_back)
         prompts = list(prompts)
         # Row by row: images of one prompt share theirs, and one deep copy of the list would keep that so.
         rows = [copy.deepcopy(row) for row in metadata]
+        code = self._code[name]
         answer = code.run(self.functions[name], own, list(prompts), rows, passing=AnswerError)
-        # Reading it runs the function's code again where it returns objects of its own.
-        return code.run(read_answer, name, answer, prompts, passing=AnswerError)
+        return read_answer(name, answer, prompts)
 
     def _check_sum(self, total: np.ndarray, parts: Mapping[str, np.ndarray], prompts: Sequence[str]) -> None:
         # Written so that NaN, as of infinity less infinity, counts too.
@@ -221,30 +210,27 @@ class RewardMix:
         Args:
             prompts: any number of prompts.
             image_size: (height, width) in pixels of the images to come, if known.
-            sources: where each prompt comes from, e.g. ``train.txt:3``; by default its index.
-            metadata: the prompts' other columns, for the functions that need some; by default not looked at.
+            sources: the origin of each prompt, e.g. ``train.txt:3``; by default its index.
+            metadata: the prompts' other columns, for the functions that need some; by default not checked.
 
         Raises:
             ValueError: a function cannot score one of the prompts.
         """
         named = [f"prompt {index}" for index in range(len(prompts))] if sources is None else list(sources)
         known = {"image_size": image_size, "sources": named, "metadata": metadata}
-        for name, function in self.functions.items():
-            if isinstance(function, PerImageReward):
-                function.check_prompts(prompts, **known)
-            # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
-            code = replace(self._code[name], error=ValueError, exit_code=REFUSED)
-            check = code.run(getattr, function.function, "check_prompts", None)
+        for name, reward in self.functions.items():
+            if isinstance(reward, PerImageReward) and metadata is not None:
+                reward.check_prompts(named, metadata)
+            check = getattr(reward.function, "check_prompts", None)
             if not callable(check):
                 continue
-            told = dict(known)
-            if name not in self.builtin and not code.run(_declares, check, "metadata"):
-                del told["metadata"]
-            code.run(partial(check, **told), list(prompts), passing=ValueError)
+            # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
+            code = replace(self._code[name], error=ValueError)
+            code.run(partial(check, **_accepted(check, known)), list(prompts), passing=ValueError)
 
 
 def build_reward(config: RewardConfig | None = None) -> RewardMix:
-    """The reward of a run. The user's own function is loaded first, then the engines.
+    """The reward of a run.
 
     Raises:
         ValueError: the configuration is wrong; names the field, its value and what to do.
@@ -254,7 +240,7 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     config.validate()
     weights = config.weights()
     with serving(config) as server:
-        # First: what is wrong with the user's own functions is then known before an engine takes its time.
+        # The user's own functions first: their faults show before an engine takes its time to load.
         own = _load_own({name: f for name, f in config.own_functions().items() if name in weights}, config, server)
         if server is not None:
             server.wait()
@@ -263,10 +249,10 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
 
 
 def build_observers(config: RewardConfig, server: RewardModelServer | None = None) -> RewardMix | None:
-    """The scorers of ``reward.val_functions``, which only look; their total is 0. None where there are none.
+    """The scorers of ``reward.val_functions``, with weight 0; None where there are none.
 
     Args:
-        server: the reward model's, where the rewards of the training have started one.
+        server: that of the reward model, where the rewards of the training have started one.
 
     Raises:
         ValueError, ImportError: see ``build_reward``.
@@ -288,24 +274,18 @@ def _load_own(
 
 
 def _builtin(name: str, config: RewardConfig) -> Any:
-    """A reward of this package: one that is computed here, or a server's."""
+    """A reward of this package: one that is computed here, or by a server."""
     if name in config.remote:
         return RemoteReward(name, config.remote[name])
     return load_builtin(name, getattr(config, name, None), config.num_workers)
 
 
-def _streams(function: RewardFunction) -> bool:
-    """Whether a function, or the class of an object, has ``streams = True``; read without running any of its code."""
-    return inspect.getattr_static(function, "streams", False) is True
-
-
-def _declares(function: Callable[..., Any], parameter: str) -> bool:
-    """Whether a function has a parameter of this name, or takes any; False where Python cannot read its signature."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-    return parameter in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def _accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments among ``known`` that the function declares, or all where it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(known)
+    return {name: value for name, value in known.items() if name in parameters}
 
 
 def _file_of(function: RewardFunction) -> str | None:

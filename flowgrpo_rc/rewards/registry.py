@@ -21,7 +21,7 @@ REWARDS = {
     "dino_similarity": "flowgrpo_rc.rewards.clip.similarity:DINOSimilarity",
     "siglip_similarity": "flowgrpo_rc.rewards.clip.similarity:SigLIPSimilarity",
 }
-"""Name in ``reward.functions`` -> where the reward is, as ``module:attribute``.
+"""Name in ``reward.functions`` -> the reward as ``module:attribute``.
 
 A function is called as ``fn(images, prompts, metadata)``. A class is made into such a function once a run: with its
 section of ``RewardConfig`` where there is one of the reward's name, otherwise without arguments."""
@@ -31,10 +31,11 @@ DEFAULT_REWARD = "ocr"
 
 
 def load_builtin(name: str, options: Any = None, workers: int = 0) -> Any:
-    """The built-in reward of this name, made with its section of the configuration; None where it has none.
+    """The built-in reward ``name``, a function or an object of its class.
 
-    With ``workers`` a class that has ``worker_options`` is made in so many processes of their own, with what that makes
-    of the section.
+    Args:
+        options: its section of the configuration; None where it has none.
+        workers: number of processes of its own, for a class with ``worker_options``, which gives the options in each.
 
     Raises:
         ImportError: a package that the reward needs is not installed.

@@ -1,23 +1,26 @@
-"""The rewards of a rollout, scored while its images are drawn where the reward functions allow it, and where other
-processes compute them, while the actor learns from the batches before."""
+"""Scores the images of a rollout while others are drawn, and those of later batches while the actor learns."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.rewards import PartialScoring, RewardError, RewardMix, RewardResult, ScoringThread
+from flowgrpo_rc.rewards import PartialScoring, RewardError, RewardMix, RewardResult
 from flowgrpo_rc.rewards.answer import PARTS
+from flowgrpo_rc.rewards.call_queue import AHEAD
 from flowgrpo_rc.rollout import RolloutSyncError
 
 
 def names_of_all(named: Sequence[Collection[str]]) -> list[str]:
-    """The names that rewards and parts of rewards go by, from those of each process or image; the order is the first's.
+    """The names of rewards and of parts of rewards, which must be the same everywhere; in the order of the first.
+
+    Args:
+        named: the names that each process, or each image, has.
 
     Raises:
-        RewardError: they differ, so that there is no mean over all images. Every process that is given the same names
+        RewardError: they differ, so that there is no mean over all images. Every process that gets the same names
             raises it.
     """
     first = list(named[0])
@@ -31,90 +34,48 @@ def names_of_all(named: Sequence[Collection[str]]) -> list[str]:
     return first
 
 
-def _as_here() -> Callable[[], None]:
-    """To be called in another thread, where rewards then compute as they would in this one: with as many threads, and
-    on the same GPU. Every thread has a current GPU of its own and begins with the machine's first."""
-    threads = torch.get_num_threads()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def prepare() -> None:
-        torch.set_num_threads(threads)
-        if device is not None:
-            torch.cuda.set_device(device)
-
-    return prepare
-
-
+@dataclass(frozen=True)
 class BatchScoring:
-    """Makes what scores each batch of a run.
+    """Makes the scoring of each batch of a run."""
 
-    Args:
-        mix: the run's reward.
-        part: images of a micro-batch of a rollout.
-        overlaps: whether a thread of its own scores what comes before the rollout is done.
-        ahead: whether images of a batch may come before the trainer wants it.
-    """
-
-    def __init__(self, mix: RewardMix, part: int, *, overlaps: bool, ahead: bool = False) -> None:
-        self.mix = mix
-        self.overlaps = overlaps
-        self.ahead = tuple(mix.turns) if overlaps and ahead else ()
-        """The functions that score images ahead."""
-        self._part = part
-        self._last: ScoringThread | None = None
+    mix: RewardMix
+    part: int
+    """Images of a micro-batch of a rollout."""
+    overlaps: bool
+    """Score images while others are drawn."""
+    ahead: bool = False
+    """Score images of a batch before the trainer comes to it."""
 
     def __call__(self, records: Sequence[PromptRecord]) -> "RolloutScoring":
-        """For the next batch, with the prompt of every image."""
-        prompts = [record.prompt for record in records]
-        metadata = [record.metadata for record in records]
-        rest = [name for name in self.mix.functions if name not in self.ahead]
-        scoring = PartialScoring(self.mix, prompts, metadata, self._part, names=rest)
-        if not self.ahead:
-            return RolloutScoring(scoring, self.overlaps)
-        early = PartialScoring(self.mix, prompts, metadata, self._part, names=self.ahead, ahead=True)
-        self._last = ScoringThread(early, _as_here(), after=self._last)
-        return RolloutScoring(scoring, self.overlaps, early, self._last)
+        """The scoring of the next batch, given the prompt of every image."""
+        return RolloutScoring(self, [record.prompt for record in records], [record.metadata for record in records])
 
 
-class RolloutScoring:
-    """Takes the images of a rollout as they come, and gives their rewards when all are there and proven; a context,
-    from when the trainer wants them, which a failure inside leaves without waiting for a score.
+class RolloutScoring(PartialScoring):
+    """Scores the images of a rollout as they come; a context manager that scores nothing more on exit."""
 
-    Args:
-        scoring: calls the functions that wait until the trainer wants the batch.
-        overlaps: whether a thread of its own scores what comes before the rollout is done.
-        early: calls the others, which score images as soon as they are there.
-        early_thread: the thread in which it does.
-    """
-
-    def __init__(
-        self,
-        scoring: PartialScoring,
-        overlaps: bool,
-        early: PartialScoring | None = None,
-        early_thread: ScoringThread | None = None,
-    ) -> None:
-        self._scoring = scoring
-        self._overlaps = overlaps and bool(scoring.streaming)
-        self._thread: ScoringThread | None = None
-        self._early = early
-        self._early_thread = early_thread
+    def __init__(self, run: BatchScoring, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
+        super().__init__(run.mix, prompts, metadata, run.part)
+        # Only functions that other processes compute leave the training its interpreter and its GPU.
+        self._early = [name for name in run.mix.queues if run.overlaps and run.ahead]
+        self._late = [name for name in run.mix.streaming if run.overlaps and name not in self._early]
         self._drawn: list[np.ndarray] = []
 
     @property
     def take_ahead(self) -> Callable[[Tensor, Tensor], None] | None:
-        """Takes rows and images, in order, from any thread and at any time; ``None``: they are not wanted ahead."""
-        early = self._early_thread
-        return None if early is None else lambda _, images: early.queue(images.numpy())
+        """Takes rows and images, in order, from any thread at any time; ``None`` where nothing is scored ahead."""
+        if not self._early:
+            return None
+        return lambda _, images: self.score_ahead(images.numpy(), self._early, urgency=AHEAD)
 
     def take(self, rows: Tensor, images: Tensor) -> None:
         """``RolloutRequest.on_images``.
 
         Raises:
-            RewardError: a reward failed on images that came before.
+            RewardError: a reward failed on earlier images.
             RolloutSyncError: the images do not come in the order of the request.
         """
-        if self._thread is None:
+        if not self._late:
             return
         count = sum(map(len, self._drawn))
         if rows.tolist() != list(range(count, count + len(images))):
@@ -122,19 +83,17 @@ class RolloutScoring:
                 f"the rollout engine delivered rows {rows.tolist()[:8]} after {count} images; it must deliver them in "
                 "the order of the request"
             )
+        self.raise_failure()
         self._drawn.append(images.numpy())
-        self._thread.take(self._drawn[-1])
+        self.score_ahead(self._drawn[-1], self._late)
 
     def result(self, images: np.ndarray) -> RewardResult:
-        """The rewards of all images; waits for what is still being scored.
+        """The rewards of all images; waits for those that are still being scored.
 
         Raises:
             RewardError: see ``RewardMix``.
             RolloutSyncError: the engine has answered with other images than it delivered.
         """
-        for thread in (self._thread, self._early_thread):
-            if thread is not None:
-                thread.wait()
         first = 0
         for drawn in self._drawn:
             if not np.array_equal(drawn, images[first : first + len(drawn)]):
@@ -143,24 +102,10 @@ class RolloutScoring:
                     f"to {first + len(drawn) - 1}; their rewards would be those of other images"
                 )
             first += len(drawn)
-        return self._scoring.result(images, self._early.scores(images) if self._early is not None else None)
-
-    @property
-    def seconds(self) -> float:
-        """Time spent in reward functions, in whichever thread."""
-        return self._scoring.seconds + (self._early.seconds if self._early is not None else 0.0)
-
-    def abandon(self) -> None:
-        """Have nothing more scored; what is being scored is left to itself."""
-        for thread in (self._thread, self._early_thread):
-            if thread is not None:
-                thread.abandon()
+        return super().result(images)
 
     def __enter__(self) -> "RolloutScoring":
-        if self._overlaps:
-            self._thread = ScoringThread(self._scoring, _as_here())
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Where the rollout has failed, nothing more is scored."""
         self.abandon()

@@ -1,0 +1,108 @@
+"""Scores of a batch of images, which may come in parts and may be scored in the background.
+
+Functions that declare ``streams = True`` are called once for every part, with the same images whether or not anything
+is drawn meanwhile; all others once, with all images. Scores and the functions' reports therefore do not depend on when
+the parts come, nor on the thread that scores them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flowgrpo_rc.rewards.answer import Scores, check_parts, joined
+from flowgrpo_rc.rewards.call_queue import NOW, CallQueue
+from flowgrpo_rc.rewards.mix import RewardMix, RewardResult
+
+
+class PartialScoring:
+    """The rewards of one batch.
+
+    Args:
+        mix: the reward functions.
+        prompts, metadata: of all images of the batch.
+        part: images of a part; the last one may be smaller.
+    """
+
+    def __init__(self, mix: RewardMix, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], part: int) -> None:
+        self._mix = mix
+        self._prompts = list(prompts)
+        self._metadata = list(metadata)
+        self._part = part
+        self._queue = CallQueue()
+        self._parts: dict[str, list[Future[Scores]]] = {name: [] for name in mix.streaming}
+        self._count = dict.fromkeys(mix.streaming, 0)
+        self._seconds: list[float] = []
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in reward functions so far, in all threads."""
+        return sum(self._seconds)
+
+    def score_ahead(self, images: np.ndarray, names: Collection[str] | None = None, *, urgency: int = NOW) -> None:
+        """Have the next images scored in the background; returns at once, from any thread.
+
+        Args:
+            images: the part that follows those of earlier calls with these names.
+            names: of functions that stream; by default all of them.
+            urgency: ``AHEAD`` while nobody waits for the scores.
+        """
+        for name in self._parts if names is None else names:
+            self._submit(name, images, self._mix.queues.get(name, self._queue), urgency)
+
+    def raise_failure(self) -> None:
+        """Raise the ``RewardError`` of a part that has failed already."""
+        for futures in self._parts.values():
+            for future in futures:
+                if future.done() and not future.cancelled():
+                    future.result()
+
+    def result(self, images: np.ndarray) -> RewardResult:
+        """The rewards of all ``images``; waits for those in the background, and scores the others by parts.
+
+        Raises:
+            RewardError: see ``RewardMix``.
+        """
+        while lacking := [name for name in self._parts if self._count[name] < len(images)]:
+            for name in lacking:
+                start = self._count[name]
+                self._submit(name, images[start : start + self._part], self._mix.queues.get(name), NOW)
+        scored = {}
+        for name in self._mix.functions:
+            if name in self._parts:
+                parts = [future.result() for future in self._parts[name]]
+                check_parts(name, parts)
+                scored[name] = joined(parts)
+            else:
+                scored[name] = self._score(name, images, slice(None))
+        return self._mix.combine(scored, self._prompts)
+
+    def abandon(self) -> None:
+        """Score nothing more; a call in progress is left to itself."""
+        for futures in self._parts.values():
+            for future in futures:
+                future.cancel()
+
+    def _submit(self, name: str, images: np.ndarray, queue: CallQueue | None, urgency: int) -> None:
+        """Score the next images of a function: in the queue, or in this thread."""
+        rows = slice(self._count[name], self._count[name] + len(images))
+        self._count[name] = rows.stop
+        work = partial(self._score, name, images, rows)
+        if queue is not None:
+            self._parts[name].append(queue.submit(urgency, work))
+            return
+        done: Future[Scores] = Future()
+        done.set_result(work())
+        self._parts[name].append(done)
+
+    def _score(self, name: str, images: np.ndarray, rows: slice) -> Scores:
+        begin = time.perf_counter()
+        found = self._mix.score(name, images, self._prompts[rows], self._metadata[rows])
+        # A list, since threads append to it without a lock.
+        self._seconds.append(time.perf_counter() - begin)
+        return found

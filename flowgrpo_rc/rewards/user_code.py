@@ -1,0 +1,229 @@
+"""Calls of a user's own code: its faults with file and line, a deadline, and torch's settings as before.
+
+Reward functions run in the trainer's process, since they use its GPU. ``UserCode.run`` makes one call; ``gather``
+awaits the coroutines that asynchronous functions return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from flowgrpo_rc.rewards.errors import RewardError, describe_exception, describe_place
+
+TIMEOUT_FIELD = "reward.timeout_s"
+
+GRACE_S = 10.0
+"""Seconds from the interrupt of a call to the end of the process, for calls that do not come back."""
+
+_LONGEST_S = 1e8
+"""Deadlines beyond three years; timers of the system overflow somewhere above."""
+
+
+class Overrun(BaseException):
+    """A call passed its deadline. No ``except Exception`` of the user's code can swallow it."""
+
+    frames: Sequence[FrameType] = ()
+    """The suspended coroutine, which is on no thread's stack."""
+
+
+@dataclass
+class UserCode:
+    """One piece of a user's own code, and how its faults are reported."""
+
+    what: str
+    """The beginning of every message: ``reward function 'x'``."""
+
+    file: str | None = None
+    """The user's file; messages point at its lines."""
+
+    timeout_s: float | None = None
+    """The longest time in seconds that a call may take; None for no limit."""
+
+    error: type[Exception] = RewardError
+    """The exception that reports the code's faults."""
+
+    def run(self, function: Callable[..., Any], *args: Any, passing: type[Exception] | tuple[()] = ()) -> Any:
+        """``function(*args)``, with gradient mode, default dtype and default device of torch restored afterwards.
+
+        Args:
+            passing: an exception of our own checks, which is raised unchanged.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+            Exception: of the class ``error``, for any other exception and for ``SystemExit``, which would end the
+                command with exit code 0; and where the call passed its deadline.
+        """
+        try:
+            with _deadline(self.timeout_s), _torch_settings_restored():
+                return function(*args)
+        except passing:
+            raise
+        except KeyboardInterrupt:
+            raise
+        except Overrun as overrun:
+            raise self.error(self._overrun_message(overrun)) from None
+        except BaseException as error:
+            place = describe_exception(error, self.file)
+            raise self.error(f"{self.what} raised {place}{_remedy(error)}") from error
+
+    def _overrun_message(self, overrun: Overrun) -> str:
+        stack = [(frame, frame.f_lineno) for frame in overrun.frames]
+        traceback = overrun.__traceback__
+        while traceback is not None:
+            stack.insert(0, (traceback.tb_frame, traceback.tb_lineno))
+            traceback = traceback.tb_next
+        place = describe_place(stack, self.file, quote=True)
+        return (
+            f"{self.what} did not return within {TIMEOUT_FIELD}={self.timeout_s:g} s; it was"
+            f"{place or ' at an unknown place'}. Mend it, or for a slow one raise {TIMEOUT_FIELD} (null for no limit)"
+        )
+
+
+def _remedy(error: BaseException) -> str:
+    """A remedy for exceptions whose text does not show the cause."""
+    if isinstance(error, SystemExit):
+        return (
+            "; remove the call that ends the program, and put what only a script should do under "
+            "if __name__ == '__main__'"
+        )
+    if "read-only" in str(error):
+        return "; images are handed over read-only: work on a copy, images.copy()"
+    return ""
+
+
+# ---------------------------------------------------------------------- the deadline
+
+_lock = threading.Lock()
+_due: dict[object, float] = {}
+"""The end of each call that goes on, in seconds of ``time.monotonic``. Python's fault handler, one for the process,
+waits for the first."""
+
+
+@contextmanager
+def _deadline(timeout_s: float | None) -> Iterator[None]:
+    """Interrupt the main thread with ``Overrun`` at the deadline; end the process where that is not possible.
+
+    Only the main thread can be interrupted, and only where it runs Python or waits in a system call. Otherwise the
+    fault handler prints the stack of every thread and ends the process with exit code 1. It needs no lock of the
+    interpreter, so it also ends calls that are stuck in compiled code.
+    """
+    if timeout_s is None:
+        yield
+        return
+    seconds = min(timeout_s, _LONGEST_S)
+    call = object()
+    # Windows has no such timer.
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        _set_fault_handler(call, seconds)
+        try:
+            yield
+        finally:
+            _set_fault_handler(call, None)
+        return
+    previous = signal.signal(signal.SIGALRM, _interrupt)
+    begin = time.monotonic()
+    remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    _set_fault_handler(call, seconds + GRACE_S)
+    try:
+        yield
+    finally:
+        # The timer of a call around this one goes on; 0 would turn it off.
+        left = max(remaining - (time.monotonic() - begin), 1e-3) if remaining else 0.0
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
+        _set_fault_handler(call, None)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Overrun
+
+
+def _set_fault_handler(call: object, seconds: float | None) -> None:
+    """Add a call's end, or remove it with ``None``, and arm the fault handler for the first of all ends."""
+    with _lock:
+        if seconds is None:
+            _due.pop(call, None)
+        else:
+            _due[call] = time.monotonic() + seconds
+        if not _due:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        wait_s = max(min(_due.values()) - time.monotonic(), 0.01)
+        with suppress(OSError, ValueError):  # no standard error stream
+            faulthandler.dump_traceback_later(wait_s, exit=True, file=2)
+
+
+# ---------------------------------------------------------------------- torch's settings
+
+
+@contextmanager
+def _torch_settings_restored() -> Iterator[None]:
+    """Restore gradient mode, default dtype and default device; training would go on with the function's."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    gradients = torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            # Any default device, the CPU too, makes torch intercept every factory function; None does not.
+            torch.set_default_device(None if device.type == "cpu" else device)
+
+
+# ---------------------------------------------------------------------- coroutines
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all calls: clients and queues that a function keeps are bound to the loop that made them."""
+    return asyncio.new_event_loop()
+
+
+def gather(values: Sequence[Any]) -> list[Any]:
+    """The values in order, with awaitables awaited concurrently; the first that raises cancels the others."""
+    awaitables = [value for value in values if inspect.isawaitable(value)]
+    if not awaitables:
+        return list(values)
+    if asyncio._get_running_loop() is None:
+        results = _run(awaitables)
+    else:
+        # A notebook's own loop runs in this thread, and a thread can run only one.
+        with ThreadPoolExecutor(1) as thread:
+            results = thread.submit(_run, awaitables).result()
+    left = iter(results)
+    return [next(left) if inspect.isawaitable(value) else value for value in values]
+
+
+def _run(awaitables: Sequence[Any]) -> list[Any]:
+    loop = _event_loop()
+    if loop.is_running():  # in another thread, whose coroutine calls rewards itself
+        loop = asyncio.new_event_loop()
+    tasks = [asyncio.ensure_future(awaitable, loop=loop) for awaitable in awaitables]
+    try:
+        return loop.run_until_complete(asyncio.gather(*tasks))
+    except Overrun as overrun:
+        overrun.frames = next((task.get_stack() for task in tasks if not task.done()), ())
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
