@@ -38,6 +38,7 @@ class PartialScoring:
         self._parts: dict[str, list[Future[Scores]]] = {name: [] for name in mix.streaming}
         self._count = dict.fromkeys(mix.streaming, 0)
         self._seconds: list[float] = []
+        self._abandoned = False
 
     @property
     def seconds(self) -> float:
@@ -52,6 +53,9 @@ class PartialScoring:
             names: of functions that stream; by default all of them.
             urgency: ``AHEAD`` while nobody waits for the scores.
         """
+        # Engines may deliver more after the run has failed.
+        if self._abandoned:
+            return
         for name in self._parts if names is None else names:
             self._submit(name, images, self._mix.queues.get(name, self._queue), urgency)
 
@@ -84,6 +88,7 @@ class PartialScoring:
 
     def abandon(self) -> None:
         """Score nothing more; a call in progress is left to itself."""
+        self._abandoned = True
         for futures in self._parts.values():
             for future in futures:
                 future.cancel()

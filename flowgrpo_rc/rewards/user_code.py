@@ -32,8 +32,12 @@ _LONGEST_S = 1e8
 """Deadlines beyond three years; timers of the system overflow somewhere above."""
 
 
-class Overrun(BaseException):
-    """A call passed its deadline. No ``except Exception`` of the user's code can swallow it."""
+class Overrun(KeyboardInterrupt):
+    """A call passed its deadline.
+
+    No ``except Exception`` of the user's code swallows this kind, and an event loop passes it on at once instead of
+    going on with its next task.
+    """
 
     frames: Sequence[FrameType] = ()
     """The suspended coroutine, which is on no thread's stack."""
@@ -71,10 +75,10 @@ class UserCode:
                 return function(*args)
         except passing:
             raise
-        except KeyboardInterrupt:
-            raise
         except Overrun as overrun:
             raise self.error(self._overrun_message(overrun)) from None
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             place = describe_exception(error, self.file)
             raise self.error(f"{self.what} raised {place}{_remedy(error)}") from error
@@ -218,12 +222,13 @@ def _run(awaitables: Sequence[Any]) -> list[Any]:
     if loop.is_running():  # in another thread, whose coroutine calls rewards itself
         loop = asyncio.new_event_loop()
     tasks = [asyncio.ensure_future(awaitable, loop=loop) for awaitable in awaitables]
+    together = asyncio.gather(*tasks)
     try:
-        return loop.run_until_complete(asyncio.gather(*tasks))
+        return loop.run_until_complete(together)
     except Overrun as overrun:
         overrun.frames = next((task.get_stack() for task in tasks if not task.done()), ())
         raise
     finally:
         for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*tasks, together, return_exceptions=True))

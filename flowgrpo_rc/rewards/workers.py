@@ -65,11 +65,10 @@ class WorkerReward:
 
     def close(self) -> None:
         """End the processes; once is enough."""
-        processes = list((self._pool._processes or {}).values())
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
+        # Killed first: the pool would wait for the calls in progress.
+        for process in list((self._pool._processes or {}).values()):
             process.kill()
-            process.join()
+        self._pool.shutdown(cancel_futures=True)
 
     def _results(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         try:

@@ -14,6 +14,7 @@ from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import STATISTICS
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
 
+pytestmark = pytest.mark.run
 TINY = (
     *(o for o in SMALL_RUN if not o.startswith("reward.")),
     "trainer.total_training_steps=1",
@@ -47,7 +48,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("line", ["sys.exit(0)", "os._exit(0)", "raise KeyboardInterrupt", "images[0] = 0"])
+@pytest.mark.parametrize("line", ["sys.exit(0)", "images[0] = 0"])
 def test_a_reward_that_fails_ends_the_command_with_1(tmp_path: Path, capsys: pytest.CaptureFixture, line: str) -> None:
     assert demo(tmp_path, write(tmp_path, function(line))) == 1
     error = error_lines(capsys)
@@ -98,16 +99,6 @@ def test_the_log_has_the_known_statistics_and_one_key_a_reward(tmp_path: Path, c
     assert f"Reward:0.5xjpeg_compressibility+1xf({path})" in said
 
 
-def test_a_reward_of_ones_own_is_not_summed_with_ocr(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    path = write(tmp_path, function("return images.reshape(len(images), -1).mean(1) / 255"))
-    assert demo(tmp_path, path) == 0
-    row = rows(tmp_path)[-1]
-    assert "reward/ocr" not in row
-    assert row["reward/mean"] == row["reward/f"]
-    assert f"Reward:1xf({path})" in "".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.filterwarnings("ignore:reward function 'f' changed")
 def test_a_reward_that_turns_gradients_off_changes_nothing(tmp_path: Path) -> None:
     """The same steps as with the same reward that does not."""
     score = "return images.reshape(len(images), -1).mean(1) / 255"

@@ -8,6 +8,7 @@ from PIL import Image
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
+pytestmark = pytest.mark.run
 R = "actor_rollout_ref.rollout"
 M = "actor_rollout_ref.model"
 

@@ -13,6 +13,7 @@ from flowgrpo_rc.rewards import RewardError, RewardMix, RewardResult
 from flowgrpo_rc.trainer import FlowGRPOTrainer, setup, validation
 from flowgrpo_rc.trainer import trainer as trainer_module
 
+pytestmark = pytest.mark.run
 SCORERS = """
 import json, pathlib
 
