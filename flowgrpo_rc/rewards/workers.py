@@ -6,21 +6,22 @@ with the training.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from multiprocessing.connection import wait
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import joined
+from flowgrpo_rc.processes import ProcessLostError, RemoteError, RemoteObject
+from flowgrpo_rc.rewards.answer import Scores, joined
 from flowgrpo_rc.rewards.registry import load_builtin
+
+LIMIT_S = 1e6
+"""Longest time of a call in seconds; ``reward.timeout_s`` ends it earlier."""
+
+_RAISED_ALIKE = {"ImportError": ImportError, "ModuleNotFoundError": ImportError, "ValueError": ValueError}
+"""Exceptions of a worker that callers handle by their class."""
 
 
 class WorkerReward:
@@ -34,6 +35,7 @@ class WorkerReward:
 
     Raises:
         ImportError, ValueError: the reward cannot be made.
+        RuntimeError: a process ended before it answered.
     """
 
     computes_elsewhere = True
@@ -42,66 +44,65 @@ class WorkerReward:
     def __init__(self, name: str, options: Any, count: int, streams: bool) -> None:
         self.streams = streams
         self._name = name
-        self._count = count
-        # Not forked: a fork of a process with threads and a GPU may hang.
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(count, mp_context=spawn, initializer=_begin)
-        self._call = partial(_call, name, options)
-        # A call for each, so that all processes have loaded the reward before the model takes the memory.
-        self._results([("load", ())] * count)
+        self._workers = [RemoteObject(f"{__name__}:Worker", name, options) for _ in range(count)]
+        self.close = weakref.finalize(self, _end, self._workers)
+        self._call("load", [()] * count)
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
-    ) -> tuple[np.ndarray, dict[str, list[Any]]]:
+    ) -> Scores:
         """The scores of all images and the info of them, in their order."""
         metadata = [{}] * len(prompts) if metadata is None else metadata
-        share = max(1, -(-len(images) // self._count))
+        share = max(1, -(-len(images) // len(self._workers)))
         shares = [slice(start, start + share) for start in range(0, max(1, len(images)), share)]
-        return joined(self._results([("__call__", (images[s], prompts[s], metadata[s])) for s in shares]))
+        return joined(self._call("score", [(images[s], prompts[s], metadata[s]) for s in shares]))
 
     def check_prompts(self, prompts: Sequence[str], **known: Any) -> None:
         """The reward's own check of prompts before training; see ``RewardMix.check_prompts``."""
-        self._results([("check_prompts", (list(prompts),), known)])
+        self._call("check_prompts", [(list(prompts), known)])
 
-    def close(self) -> None:
-        """End the processes; once is enough."""
-        # Killed first: the pool would wait for the calls in progress.
-        for process in list((self._pool._processes or {}).values()):
-            process.kill()
-        self._pool.shutdown(cancel_futures=True)
+    @property
+    def pids(self) -> list[int]:
+        """The processes."""
+        return [worker.pid for worker in self._workers]
 
-    def _results(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call each of the first workers with its arguments, all at the same time."""
+
+        def call(worker: RemoteObject, own: tuple[Any, ...]) -> Any:
+            return worker.call(method, *own, limit_s=LIMIT_S, doing="scoring")
+
         try:
-            futures = [self._pool.submit(self._call, *call) for call in calls]
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise RuntimeError(
-                f"a worker process of the reward {self._name!r} ended before it answered; it was killed, perhaps for "
-                "want of memory: lower reward.num_workers"
-            ) from error
+            with ThreadPoolExecutor(len(self._workers)) as threads:
+                return list(threads.map(call, self._workers, arguments))
+        except ProcessLostError as error:
+            raise RuntimeError(f"a worker process of the reward {self._name!r} {error}") from error
+        except RemoteError as error:
+            raised_alike = _RAISED_ALIKE.get(error.kind)
+            if raised_alike is not None:
+                raise raised_alike(str(error)) from error
+            raise RuntimeError(f"{error.kind} in a worker process: {error}") from error
 
 
-_reward: Any = None
-"""The reward of this worker process."""
+def _end(workers: Sequence[RemoteObject]) -> None:
+    for worker in workers:
+        worker.end()
 
 
-def _begin() -> None:
-    """Prepare a worker process: it ignores Ctrl-C, which the trainer handles, and ends with the trainer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_trainer, daemon=True).start()
+class Worker:
+    """The reward in a worker process."""
 
+    def __init__(self, name: str, options: Any) -> None:
+        self._arguments = name, options
 
-def _end_with_trainer() -> None:
-    # A trainer that is killed closes no pipe: each worker holds both ends of the queue of calls.
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    def load(self) -> None:
+        """Make the reward; not in ``__init__``, whose errors would end the process without their class."""
+        self._reward = load_builtin(*self._arguments)
 
+    def score(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Scores:
+        """The reward's own answer."""
+        return self._reward(images, prompts, metadata)
 
-def _call(name: str, options: Any, method: str, args: tuple[Any, ...], known: dict[str, Any] | None = None) -> Any:
-    """Call a method of the reward in a worker process, which loads it first."""
-    global _reward
-    if _reward is None:
-        _reward = load_builtin(name, options)
-    return None if method == "load" else getattr(_reward, method)(*args, **(known or {}))
+    def check_prompts(self, prompts: Sequence[str], known: Mapping[str, Any]) -> None:
+        """The reward's own check."""
+        self._reward.check_prompts(prompts, **known)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
+from tests_support import wait_until
 
 from flowgrpo_rc.rewards import OCRConfig, OCRReward, RewardConfig, RewardError, build_reward
 from flowgrpo_rc.rewards.mix import build_observers
@@ -34,13 +34,9 @@ def pictures() -> np.ndarray:
     return np.stack(made)
 
 
-def children() -> list[Any]:
-    return [child for child in multiprocessing.active_children() if child.name.startswith("SpawnProcess")]
-
-
 def test_scores_order_and_captions_are_those_of_one_process() -> None:
     reward = WorkerReward("ocr", OCRConfig(num_threads=1), 3, streams=True)
-    assert len(children()) == 3
+    assert len(set(reward.pids)) == 3
     images = pictures()
     scores, info = OCRReward(OCRConfig(num_threads=1))(images, PROMPTS)
     assert {0.0, 1.0} <= set(scores.tolist())
@@ -54,8 +50,12 @@ def test_scores_order_and_captions_are_those_of_one_process() -> None:
     with pytest.raises(ValueError, match=r"train\.txt:9: 'a cat' has no text in double quotes"):
         reward.check_prompts(["a cat"], image_size=(48, 64), sources=["train.txt:9"])
     assert reward(images[:1], PROMPTS[:1])[0].tolist() == [1.0]
+    with pytest.raises(RuntimeError, match=r"^IndexError in a worker process: tuple index out of range$"):
+        reward(np.zeros((1, 4), np.uint8)[:, 0], PROMPTS[:1])
     reward.close()
-    assert not children()
+    assert not any(map(alive, reward.pids))
+    with pytest.raises(RuntimeError, match="a worker process of the reward 'ocr' died of signal 9"):
+        reward(images[:1], PROMPTS[:1])
 
 
 def test_a_worker_that_is_killed_is_an_error_of_the_reward() -> None:
@@ -64,48 +64,43 @@ def test_a_worker_that_is_killed_is_an_error_of_the_reward() -> None:
     with pytest.raises(ValueError, match="'a cat' has no text in double quotes"):
         mix.check_prompts(["a cat"], image_size=(48, 64))
     assert mix(pictures()[:2], PROMPTS[:2]).parts["ocr"].tolist() == [1.0, 1.0]
-    children()[1].kill()
-    with pytest.raises(RewardError, match=r"a worker process of the reward 'ocr' ended before it answered"):
+    pids = mix.functions["ocr"].function.pids
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RewardError, match=r"a worker process of the reward 'ocr' died of signal 9"):
         mix(pictures()[:2], PROMPTS[:2])
     mix.close()
-    assert not children()
+    assert not any(map(alive, pids))
 
 
 def test_they_end_with_the_mix_of_validation_too() -> None:
     looking: dict[str, Any] = {"functions": {"jpeg_compressibility": 1.0}, "val_functions": {"ocr": True}}
     mix = build_observers(RewardConfig(num_workers=1, **looking))
     assert mix is not None
-    assert len(children()) == 1
+    (pid,) = mix.functions["ocr"].function.pids
+    assert alive(pid)
     mix.close()
-    assert not children()
+    assert not alive(pid)
     mix.close()
 
 
 SCRIPT = """
-import multiprocessing, sys, time
+import sys, time
 from flowgrpo_rc.rewards import OCRConfig
 from flowgrpo_rc.rewards.workers import WorkerReward
-
-if __name__ == "__main__":
-    reward = WorkerReward("ocr", OCRConfig(num_threads=1), 1, True)
-    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-    time.sleep(99 if sys.argv[1] == "is killed" else 0)
+reward = WorkerReward("ocr", OCRConfig(num_threads=1), 1, True)
+print(*reward.pids, flush=True)
+time.sleep(99 if sys.argv[1] == "is killed" else 0)
 """
 
 
 @pytest.mark.parametrize("how", ["ends", "is killed"])
-def test_they_end_with_the_trainer(tmp_path: Path, how: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, script, how], stdout=subprocess.PIPE, text=True) as trainer:
+def test_they_end_with_the_trainer(how: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
-        pid = int(trainer.stdout.readline().split()[0])
+        pid = int(trainer.stdout.readline())
         if how == "is killed":
             trainer.kill()
-    deadline = time.monotonic() + 60
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
+    wait_until(lambda: not alive(pid))
 
 
 def alive(pid: int) -> bool:
