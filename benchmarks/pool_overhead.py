@@ -31,7 +31,7 @@ from machine import describe
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, RolloutPool, RolloutRequest
-from flowgrpo_rc.rollout.host import EngineHost, digest_rule
+from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
 from flowgrpo_rc.rollout.placement import RayConfig
 from flowgrpo_rc.rollout.process import ProcessHandle
 from flowgrpo_rc.rollout.ray.handle import ray_handles
@@ -51,7 +51,7 @@ class InTrainer:
     name = "in process"
 
     def __init__(self, rollout: RolloutConfig) -> None:
-        self._host = EngineHost(rollout, MODEL, "cpu")
+        self._host = build_engine_alone(rollout, MODEL, "cpu")
         self.start = lambda: None
         self.sync = self._host.sync
         self.generate = self._host.generate
@@ -180,7 +180,7 @@ def placements(rollout: RolloutConfig, stack: ExitStack) -> Iterator[Placement]:
         return pool(ray_handles(replace(rollout, placement="ray", engines=engines, ray=ray), MODEL, "cpu"))
 
     makers: dict[str, Callable[[], Any]] = {
-        "in process": lambda: EngineHost(rollout, MODEL, "cpu"),
+        "in process": lambda: build_engine_alone(rollout, MODEL, "cpu"),
         "pool, in process": lambda: pool([InTrainer(rollout)]),
         "pool, 1 process": lambda: processes(1),
         "pool, 2 processes": lambda: processes(2),

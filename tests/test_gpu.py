@@ -16,8 +16,8 @@ from flowgrpo_rc.actor.rows import take_rows
 from flowgrpo_rc.models import Conditioning, ModelConfig, PipelineLoader, PromptEncoder, load_model
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
+from flowgrpo_rc.rollout.build import digest_rule
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.rollout.host import digest_rule
 from flowgrpo_rc.rollout.process import ProcessHandle
 from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer import FlowGRPOTrainer

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from flowgrpo_rc.rollout.base import RolloutRequest as RolloutRequest
     from flowgrpo_rc.rollout.base import RolloutSyncError as RolloutSyncError
     from flowgrpo_rc.rollout.base import Trajectories as Trajectories
+    from flowgrpo_rc.rollout.build import build_engine as build_engine
     from flowgrpo_rc.rollout.config import RolloutConfig as RolloutConfig
     from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine as DiffusersEngine
-    from flowgrpo_rc.rollout.engines import build_engine as build_engine
     from flowgrpo_rc.rollout.pool import RolloutPool as RolloutPool
 
 __getattr__, __dir__ = lazy_names(__name__)

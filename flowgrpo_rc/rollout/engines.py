@@ -1,56 +1,47 @@
-"""The rollout engines by name: the table that the configuration checks against. Importing this loads no torch.
+"""Tables of the rollout engines and of the places where they run; importing this loads no torch.
 
-A new engine is a class of its own and a row here, and so is another place for engines to run. The class follows
-``rollout.base.RolloutEngine`` and has the class method ``from_config(config, model, lora, device)``.
+To add an engine, write a class that follows ``rollout.base.RolloutEngine``, with the class method
+``from_config(config, model, lora, device)``, and add its row to ``ENGINES``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
-from flowgrpo_rc.rollout.placement import ALONE, Share
-
-if TYPE_CHECKING:
-    from flowgrpo_rc.models.base import DiffusionModel
-    from flowgrpo_rc.models.config import ModelConfig
-    from flowgrpo_rc.rollout.base import RolloutEngine
-    from flowgrpo_rc.rollout.config import RolloutConfig
 
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """Where an engine is, and what must be known of it before it is loaded."""
+    """A rollout engine, and the facts about it that are needed before it is loaded."""
 
     engine: str
     """``module:class`` of the engine."""
 
     check: str | None = None
-    """``module:function`` that takes nothing and raises ``ImportError`` where a package that the engine needs is
-    missing; called before anything expensive is loaded. ``None`` where nothing is needed."""
+    """``module:function`` without arguments that raises ``ImportError`` if a package that the engine needs is missing.
+    It runs before anything expensive is loaded."""
 
     attention_backends: tuple[str, ...] = ()
-    """What ``rollout.rollout_attn_backend`` may be: the names that the engine has for ways to compute attention."""
+    """Values that ``rollout.rollout_attn_backend`` may have."""
 
     quantizes: bool = False
-    """Whether the engine acts on ``rollout.quantization``; an engine that does not refuses the setting."""
+    """The engine acts on ``rollout.quantization``. Without this the setting is refused."""
 
     takes_actors_transformer: bool = False
-    """Whether the engine samples with the actor's own transformer, or a copy of it where its weights must differ. Its
-    ``from_config`` also takes ``alone``, which says that there is no actor beside it."""
+    """The engine samples with the actor's own transformer, or with a copy where its weights must differ. Its
+    ``from_config`` also takes ``alone``, which is true if there is no actor beside it."""
 
     reads_weights: bool = False
-    """Whether the engine reads the weights from the pipeline's files itself, so that ``model`` may lack them."""
+    """The engine reads the weights from the pipeline's files itself, so that ``model`` may lack them."""
 
     digest_rule: str | None = None
-    """``module:function`` that takes the sections ``rollout`` and ``model`` and gives the engine's ``digest_of``
-    without an engine. ``None`` for an engine that samples in the trainer's process alone."""
+    """``module:function`` from the sections ``rollout`` and ``model`` to the engine's ``digest_of``, without an engine.
+    ``None`` for an engine that runs in the trainer's process only."""
 
     handle: str | None = None
-    """``module:class`` of a ``RolloutHandle`` for an engine that has a process of its own anyway, with the class method
-    ``from_config(config, model, lora, devices, number)``. ``None``: ``ProcessHandle`` puts it into one."""
+    """``module:class`` of a ``RolloutHandle`` for an engine that has its own process anyway, with the class method
+    ``from_config(config, model, lora, devices, number)``. With ``None`` a ``ProcessHandle`` runs the engine."""
 
 
 ENGINES: dict[str, EngineEntry] = {
@@ -74,15 +65,15 @@ ENGINES: dict[str, EngineEntry] = {
 
 @dataclass(frozen=True)
 class PlacementEntry:
-    """Where engines away from the trainer come from."""
+    """A place for engines outside of the trainer's process."""
 
     handles: str
-    """``module:function`` that takes the sections ``rollout`` and ``model``, the trainer's device, its share of its
-    machine and its model, and gives a ``RolloutHandle`` for each engine."""
+    """``module:function`` from the sections ``rollout`` and ``model``, the trainer's device, its ``Share`` of the
+    machine and its model to a ``RolloutHandle`` for each engine."""
 
     check: str
-    """``module:function`` that takes the section ``rollout`` and the trainer's share of its machine, and raises
-    ``ImportError`` or ``ValueError`` where there can be no such handles; called before anything expensive is loaded."""
+    """``module:function`` of the section ``rollout`` and the ``Share``. It raises ``ImportError`` or ``ValueError`` if
+    there can be no such handles, before anything expensive is loaded."""
 
 
 ELSEWHERE: dict[str, PlacementEntry] = {
@@ -91,57 +82,3 @@ ELSEWHERE: dict[str, PlacementEntry] = {
     ),
     "ray": PlacementEntry("flowgrpo_rc.rollout.ray.handle:ray_handles", "flowgrpo_rc.rollout.ray.handle:check_cluster"),
 }
-
-
-def check_placement(config: RolloutConfig, share: Share = ALONE) -> None:
-    """Make sure that engines can be where ``config.placement`` puts them.
-
-    Raises:
-        ImportError, ValueError: they cannot; names the field and the remedy.
-    """
-    if config.is_elsewhere:
-        from flowgrpo_rc.rollout.host import check_elsewhere
-
-        check_elsewhere(config)
-        resolve_name(ELSEWHERE[config.placement].check)(config, share)
-
-
-def check_engine(name: str) -> None:
-    """Make sure that the packages of the engine ``name`` are there.
-
-    Raises:
-        ImportError: one is missing; the message names it and the remedy.
-    """
-    check = ENGINES[name].check
-    if check is not None:
-        resolve_name(check)()
-
-
-def build_engine(
-    config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any, share: Share = ALONE
-) -> RolloutEngine:
-    """The engine ``config.name`` around the trainer's ``model``, before the actor attaches its adapter; or where
-    ``config.placement`` puts engines elsewhere, a ``RolloutPool`` of them.
-
-    Args:
-        config, lora: the sections ``rollout`` and ``model``.
-        model: the trainer's.
-        device: the trainer's.
-        share: which of the trainer processes of this machine this one is.
-
-    Raises:
-        ImportError, ValueError, RolloutError: see ``check_placement`` and the engine; or one does not start.
-    """
-    if not config.is_elsewhere:
-        return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)
-    from flowgrpo_rc.dtypes import torch_dtype
-    from flowgrpo_rc.rollout.host import digest_rule
-    from flowgrpo_rc.rollout.pool import RolloutPool
-
-    handles = resolve_name(ELSEWHERE[config.placement].handles)(config, lora, device, share, model)
-    return RolloutPool(
-        handles,
-        digest_of=digest_rule(config, lora),
-        dtype=torch_dtype(config.dtype),
-        micro_batch_size=config.micro_batch_size,
-    )

@@ -13,10 +13,10 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.processes import ProcessLostError, RemoteError, RemoteObject
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutHandle, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.build import check_elsewhere
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.devices import check_devices, engine_environment, inside, with_threads
 from flowgrpo_rc.rollout.engines import ENGINES
-from flowgrpo_rc.rollout.host import check_elsewhere
 from flowgrpo_rc.rollout.placement import EngineTimeouts, Share, device_groups
 
 
@@ -133,7 +133,7 @@ class EngineProcess:
 
 
 class ProcessHandle:
-    """An ``EngineHost`` in a process of its own.
+    """An engine with a model of its own in a process on one device.
 
     It has the trainer's number of threads, so that it draws the same bits on the same kind of device, and sees no GPU
     but its own. The time-outs are those of ``rollout.process``.
@@ -153,7 +153,7 @@ class ProcessHandle:
         check_elsewhere(rollout)
         check_devices(device)
         self._process = EngineProcess(
-            "flowgrpo_rc.rollout.host:EngineHost",
+            "flowgrpo_rc.rollout.build:build_engine_alone",
             *(rollout, model, inside(device)),
             environment=with_threads(engine_environment(device)),
             timeouts=rollout.process,

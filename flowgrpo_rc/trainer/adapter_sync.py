@@ -1,4 +1,4 @@
-"""How the actor's adapter reaches the rollout engine: after every step, late on purpose, or averaged for validation."""
+"""Give the rollout engine the actor's adapter: after every step, late on purpose, or averaged for validation."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -19,56 +19,56 @@ class KnownAdapter:
     """The actor's adapter as it was before a batch."""
 
     version: int
-    """How many batches had been learned from."""
+    """Number of batches learned from by then."""
     state: dict[str, Tensor] | None
-    """On the host; ``None``: it is the one that the actor has."""
+    """On the host; ``None`` for the adapter that the actor has now."""
 
 
 class AdapterSync:
-    """Keeps the engine at the adapter that rollouts are to be drawn with, and checks that it holds it.
+    """Keeps the engine at the adapter that rollouts must be drawn with, and checks that the engine holds it.
 
-    Batch ``k`` is drawn with the actor's adapter before batch ``k - lag``, or with the oldest that is known: at the
-    start of a run, and after a resume from a checkpoint that holds fewer. The ``lag + 1`` newest wait on the host.
+    Batch ``k`` is drawn with the actor's adapter before batch ``k - lag``, or with the oldest known one: at the start
+    of a run, and after a resume from a checkpoint with fewer adapters. The ``lag + 1`` newest are kept on the host.
 
     Args:
-        engine: receives adapters; each replaces what it had, also under a version it has seen before.
-        actor: whose adapter it is.
+        engine: receives adapters; each replaces the one before, also under a version that it has seen.
+        actor: the owner of the adapter.
         lag: batches between the adapter that samples and the actor's.
-        ahead: so many batches before it is learned from the engine is asked for one.
+        ahead: number of batches that the engine draws early.
     """
 
     def __init__(self, engine: RolloutEngine, actor: DiffusionActor, lag: int, ahead: int = 0) -> None:
         self._engine = engine
         self._actor = actor
         self._lag = lag
-        # An engine that takes turns with the actor draws a batch when it is its turn, however early it was asked.
+        # An engine in the trainer's process draws a batch when the trainer comes to it.
         self._ahead = ahead if isinstance(engine, RolloutPool) else 0
         self._known: deque[KnownAdapter] = deque(maxlen=lag + 1)
-        """The oldest first."""
+        """Oldest first."""
         self._given: KnownAdapter | None = None
-        """What the engine has been given last; ``None`` for an average."""
+        """The adapter that the engine was given last; ``None`` for an average."""
         self.held = HeldAdapter(-1, "")
-        """What the engine must draw with that is asked for images now."""
+        """The adapter that images requested now must be drawn with."""
 
     @property
     def behind(self) -> int:
-        """Steps between the adapter that drew the batch to learn from and the actor's; 0 before the first ``push``."""
-        return self._known[-1].version - self._of_this_batch.version if self._known else 0
+        """Steps between the adapter that drew the current batch and the actor's; 0 before the first ``push``."""
+        return self._known[-1].version - self._of_current_batch.version if self._known else 0
 
     @property
     def older(self) -> dict[int, dict[str, Tensor]]:
-        """The adapters that batches to come may be drawn with, besides the actor's own, by their versions."""
+        """Adapters besides the actor's own that later batches may be drawn with, by version."""
         return {one.version: one.state for one in list(self._known)[:-1] if one.state is not None}
 
     def restore(self, older: Mapping[int, dict[str, Tensor]]) -> None:
-        """Take up ``older`` of the run that this one continues, before the first ``push``."""
+        """Take over ``older`` of the run that this one continues, before the first ``push``."""
         self._known.extend(KnownAdapter(version, older[version]) for version in sorted(older))
 
     def push(self, version: int) -> None:
-        """The actor's adapter has this version: give the engine the one for the batch that it is asked for next.
+        """Record the actor's adapter under this version, and give the engine the one for the batch it draws next.
 
         Raises:
-            RolloutSyncError: the engine does not hold what it was given. A pool says so when it is asked for images.
+            RolloutSyncError: the engine does not hold what it was given. A pool raises this at its next call.
         """
         state = None
         if self._lag:
@@ -78,26 +78,25 @@ class AdapterSync:
         self.give_for(version + self._ahead)
 
     def give_for(self, step: int) -> None:
-        """Have the engine hold the adapter that batch ``step`` is drawn with.
+        """Give the engine the adapter that batch ``step`` is drawn with.
 
         Raises:
             RolloutSyncError: see ``push``.
         """
         adapter = self._of_batch(step)
         if adapter is not self._given:
-            self._give(adapter.state or adapter_state(self._actor.transformer), adapter.version)
-            self._given = adapter
+            self._give_known(adapter)
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/adapter_lag``, the steps between the adapter that drew this batch and the actor's, if there may
-        be."""
+        """``rollout/adapter_lag``: steps between the adapter that drew this batch and the actor's. Empty without a
+        lag."""
         return {"rollout/adapter_lag": float(self.behind)} if self._lag else {}
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
         """Inside, the engine holds the averaged adapter, or without an average the newest one.
 
-        Before the first ``push`` it holds none, and says so itself when it is asked for images.
+        Before the first ``push`` the engine holds none, and refuses to draw.
         """
         averaged = self._actor.averaged_state()
         if not self._known or (averaged is None and self._given is self._known[-1]):
@@ -110,18 +109,16 @@ class AdapterSync:
             yield
         finally:
             if before is not None:
-                self._give(before.state or adapter_state(self._actor.transformer), before.version)
-                self._given = before
+                self._give_known(before)
 
     @contextmanager
     def actor_at_rollout_version(self) -> Iterator[None]:
-        """Inside, the actor has the adapter that drew the batch to learn from; afterwards its own again, bit for
-        bit."""
-        drew = self._of_this_batch.state if self.behind else None
+        """Inside, the actor has the adapter that drew the current batch; afterwards its own again, bit for bit."""
+        drew = self._of_current_batch.state if self.behind else None
         if drew is None:
             yield
             return
-        own = adapter_state(self._actor.transformer)  # a copy, which loading the other one leaves alone
+        own = adapter_state(self._actor.transformer)  # a copy, so loading the other one does not change it
         load_adapter_state(self._actor.transformer, drew)
         try:
             yield
@@ -129,17 +126,21 @@ class AdapterSync:
             load_adapter_state(self._actor.transformer, own)
 
     @property
-    def _of_this_batch(self) -> KnownAdapter:
+    def _of_current_batch(self) -> KnownAdapter:
         return self._of_batch(self._known[-1].version)
 
     def _of_batch(self, step: int) -> KnownAdapter:
-        """The newest that is ``lag`` steps older than the actor's at batch ``step``, or the oldest that is known."""
+        """The newest adapter at least ``lag`` steps older than the actor's at batch ``step``, or the oldest known."""
         old_enough = [one for one in self._known if one.version <= step - self._lag]
         return old_enough[-1] if old_enough else self._known[0]
 
+    def _give_known(self, adapter: KnownAdapter) -> None:
+        self._give(adapter.state or adapter_state(self._actor.transformer), adapter.version)
+        self._given = adapter
+
     def _give(self, state: Mapping[str, Tensor], version: int) -> None:
         if isinstance(self._engine, RolloutPool):
-            # Its engines may still draw with the adapter before; each proves that it holds this one before it draws.
+            # Its engines may still draw with the adapter before; each is checked before it draws with this one.
             self.held = self._engine.push(state, version)
             return
         self.held = HeldAdapter(version, self._engine.digest_of(state))

@@ -37,7 +37,6 @@ from flowgrpo_rc.sde import draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer import launch
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.announcement import announcement
-from flowgrpo_rc.trainer.asked import AskedRollouts, BatchRequest
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, resume_run, save_run
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console
@@ -48,6 +47,7 @@ from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.profiler import StepProfiler
+from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
 from flowgrpo_rc.trainer.scoring import BatchScoring, names_of_all
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timeline import Timeline
@@ -122,7 +122,7 @@ class FlowGRPOTrainer:
             overlaps=config.reward.overlap,
             ahead=rollout.ahead > 0 and isinstance(run.engine, RolloutPool),
         )
-        self.rollouts = AskedRollouts(run.engine, self.adapter, rollout.ahead, run.total_steps, self._ask)
+        self.rollouts = RolloutQueue(run.engine, self.adapter, rollout.ahead, run.total_steps, self._ask)
         self.rescoring = Rescoring(
             rollout,
             self._configured_mode,

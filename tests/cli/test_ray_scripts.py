@@ -10,7 +10,7 @@ import pytest
 from tests_support import run_process
 
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.rollout.engines import check_placement
+from flowgrpo_rc.rollout.build import check_placement
 from flowgrpo_rc.rollout.placement import Share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "flowgrpo_trainer"

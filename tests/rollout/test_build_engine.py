@@ -10,8 +10,9 @@ import torch
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, RolloutEngine, build_engine
+from flowgrpo_rc.rollout.build import check_engine
 from flowgrpo_rc.rollout.config import VllmOmniConfig
-from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry, check_engine
+from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 SECTION = "actor_rollout_ref.rollout.vllm_omni"
@@ -36,32 +37,6 @@ def test_timeouts_come_from_the_command_line():
     overrides = [f"{SECTION}.start_timeout_s=1200", f"{SECTION}.sync_timeout_s=7.5"]
     got = compose("tiny_qwen_image_ocr", overrides).actor_rollout_ref.rollout.vllm_omni
     assert got == VllmOmniConfig(start_timeout_s=1200.0, sync_timeout_s=7.5)
-
-
-def test_everything_reaches_vllm_omni(tiny_model, monkeypatch):
-    """All but the engine itself, which needs another environment."""
-    import flowgrpo_rc.rollout.vllm_omni as package
-
-    built = {}
-
-    class Engine(package.VllmOmniEngine):
-        def __init__(self, model, lora, **settings):
-            built.update(settings, model=model, lora=lora)
-
-    monkeypatch.setattr(package, "VllmOmniEngine", Engine, raising=False)
-    timeouts, lora = VllmOmniConfig(request_timeout_s=11.0), ModelConfig(lora_rank=2)
-    config = RolloutConfig(
-        name="vllm_omni", dtype="bfloat16", micro_batch_size=3, vllm_omni=timeouts, rollout_attn_backend="FLASH_ATTN"
-    )
-    assert isinstance(build_engine(config, tiny_model, lora, "cpu"), Engine)
-    expected = {
-        "dtype": torch.bfloat16,
-        "micro_batch_size": 3,
-        "device": "cpu",
-        "timeouts": timeouts,
-        "attn_backend": "FLASH_ATTN",
-    }
-    assert built == expected | {"model": tiny_model, "lora": lora}
 
 
 def test_the_other_engine_is_in_this_process(tiny_model):

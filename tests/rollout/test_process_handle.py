@@ -6,15 +6,15 @@ import threading
 
 import pytest
 import torch
-from test_host import MODEL, adapter_of, assert_same_bits, request_for
+from test_engine_alone import MODEL, adapter_of, assert_same_bits, request_for
 from tests_support import alive
 
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig, RolloutError, RolloutPool, build_engine
 from flowgrpo_rc.rollout.base import RolloutHandle
+from flowgrpo_rc.rollout.build import digest_rule
 from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
-from flowgrpo_rc.rollout.host import digest_rule
 from flowgrpo_rc.rollout.placement import ProcessConfig
 from flowgrpo_rc.rollout.process import ProcessHandle
 

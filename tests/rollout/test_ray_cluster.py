@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_host import MODEL, adapter_of, assert_same_bits, request_for
+from test_engine_alone import MODEL, adapter_of, assert_same_bits, request_for
 from test_ray_handle import config
 from tests_support import alive, wait_until
 
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout import EngineLostError, RolloutError, RolloutPool
-from flowgrpo_rc.rollout.host import EngineHost, digest_rule
+from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
 from flowgrpo_rc.rollout.ray.handle import ray_handles
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -81,7 +81,7 @@ def box(ray_environment):
         model = load_model(MODEL.path)
         state = adapter_of(model)
         request = request_for(model)
-        host = EngineHost(config(), MODEL, "cpu")
+        host = build_engine_alone(config(), MODEL, "cpu")
         host.sync(state, 0)
         found = Box(cluster, host.generate(request), state, request)
         yield found
@@ -98,10 +98,15 @@ def two(box):
     while len(at_work) < len(handles):  # one that is lost twice without having drawn would be given up
         assert not has_failed(pool)
         pool.generate(box.request)
-        at_work |= {work.engine for work in pool.take_work() if work.what == "draw"}
+        at_work |= {work.engine for work in done_by(pool) if work.what == "draw"}
     yield box
     if has_failed(pool):
         box.close()
+
+
+def done_by(pool):
+    """What the engines have done since the last call."""
+    return [work for engine in pool.take_account() for work in engine.done]
 
 
 def has_failed(pool):
@@ -122,7 +127,7 @@ def has_done(pool, what, times=1):
     done = []
 
     def so_much():
-        done.extend(work for work in pool.take_work() if work.what == what)
+        done.extend(work for work in done_by(pool) if work.what == what)
         return len(done) >= times
 
     return so_much

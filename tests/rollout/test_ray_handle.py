@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_host import MODEL
+from test_engine_alone import MODEL
 from tests_support import TIMEOUT, alive, descendants, end, wait_until
 
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig
-from flowgrpo_rc.rollout.engines import check_placement
-from flowgrpo_rc.rollout.host import EngineHost
+from flowgrpo_rc.rollout.build import build_engine_alone, check_placement
 from flowgrpo_rc.rollout.placement import ProcessConfig, RayConfig, Share
 from flowgrpo_rc.rollout.ray import handle
 from flowgrpo_rc.rollout.ray.handle import _address, actor_device, local_environment, ray_handles
@@ -111,15 +110,15 @@ def test_vllm_omni_takes_all_of_them(monkeypatch):
     made = {}
 
     class Handle:
-        def __init__(self, model, lora, **settings):
-            made.update(settings)
+        def __init__(self, config, model, lora, devices, timeouts, **more):
+            made["devices"] = devices
 
         def start(self):
             made["started"] = True
 
     monkeypatch.setattr(engine, "VllmOmniHandle", Handle)
     rollout = RolloutConfig(name="vllm_omni", placement="ray", ray=RayConfig(num_gpus=2.0))
-    EngineHost(rollout, MODEL, actor_device(2.0))
+    build_engine_alone(rollout, MODEL, actor_device(2.0))
     assert made["devices"] == ["cuda:0", "cuda:1"]
     assert made["started"]
 
@@ -149,7 +148,7 @@ import signal, sys, time
 sys.path[:0] = {path}
 import torch
 from flowgrpo_rc.rollout import RolloutPool
-from flowgrpo_rc.rollout.host import digest_rule
+from flowgrpo_rc.rollout.build import digest_rule
 from flowgrpo_rc.rollout.ray.handle import ray_handles
 from test_ray_handle import MODEL, config
 for number in (signal.SIGINT, signal.SIGTERM):

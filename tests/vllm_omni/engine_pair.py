@@ -9,10 +9,11 @@ import torch
 from tiny_families import TINY, TinyFamily
 from tiny_families.references import asked
 
+from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
-from flowgrpo_rc.rollout.config import VllmOmniConfig
+from flowgrpo_rc.rollout.config import RolloutConfig, VllmOmniConfig
 from flowgrpo_rc.rollout.seeds import seed_for
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
 from flowgrpo_rc.rollout.vllm_omni.adapter import expected_shapes
@@ -63,7 +64,7 @@ class Pair:
         lora = replace(self.lora, target_modules=targets)
         vllm, handle = copy.copy(self.vllm), copy.copy(self.vllm._handle)
         handle._lora, handle.expected = lora, expected_shapes(self.model, lora)
-        vllm._lora, vllm._handle = lora, handle
+        vllm._handle = handle
         diffusers = DiffusersEngine(self.model, lora, dtype=torch.float32, micro_batch_size=4, device="cpu")
         return replace(self, lora=lora, vllm=vllm, diffusers=diffusers)
 
@@ -109,7 +110,8 @@ def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, al
         for weights in Path(path).glob("text_encoder*/*.safetensors"):
             weights.unlink()  # vllm-omni does without them
     lora = ModelConfig(path=path, lora_rank=4, lora_alpha=alpha)
-    vllm = VllmOmniEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu", timeouts=TIMEOUTS)
+    rollout = RolloutConfig(name="vllm_omni", dtype=dtype_name(dtype), micro_batch_size=4, vllm_omni=TIMEOUTS)
+    vllm = VllmOmniEngine(rollout, model, lora, "cpu")
     diffusers = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu")
     return Pair(model, lora, vllm, diffusers, family)
 

@@ -57,7 +57,7 @@ def test_killed_in_the_middle_of_a_rollout(pair):
 def test_stopped_process_is_ended_and_replaced(pair, monkeypatch):
     """SIGSTOP: alive for the kernel, silent for us."""
     request, first = request_for(pair.model), pair.vllm.pid
-    monkeypatch.setattr(pair.vllm._handle.process, "_timeouts", VllmOmniConfig(silence_timeout_s=3.0))
+    monkeypatch.setattr(pair.vllm._handle.process._process, "_silence_s", 3.0)
     os.kill(first, signal.SIGSTOP)
     with pytest.warns(UserWarning, match="gave no sign of life for 3 s while sampling; it was ended"):
         result = pair.vllm.generate(request)
@@ -133,10 +133,10 @@ def test_a_stale_adapter_left_in_place_is_found_out(pair):
 
 def test_model_that_cannot_be_loaded_ends_in_one_line(pair, tmp_path):
     process = pair.vllm._handle.process
-    (settings,) = process._arguments
+    config, settings = process._arguments
     broken = EngineProcess(
         process._make,
-        replace(settings, model=str(tmp_path)),
+        *(config, replace(settings, model=str(tmp_path))),
         environment=process._environment,
         timeouts=TIMEOUTS,
         explain=process._explain,

@@ -1,4 +1,4 @@
-"""vllm-omni as an engine elsewhere: as a handle of a pool, and below an ``EngineHost``."""
+"""vllm-omni as an engine elsewhere: as a handle of a pool, and below an ``build_engine_alone``."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutConfig, RolloutError, RolloutPool
 from flowgrpo_rc.rollout.base import RolloutHandle
-from flowgrpo_rc.rollout.host import EngineHost, digest_rule
+from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
 from flowgrpo_rc.rollout.placement import ALONE, ProcessConfig
 from flowgrpo_rc.rollout.process import ProcessHandle, process_handles
 
@@ -95,7 +95,7 @@ def test_a_handle_that_was_lost_holds_no_adapter(model, engine):
 
 
 @pytest.mark.slow
-def test_a_host_has_vllm_omni_below_it_and_takes_it_along(model, engine):
+def test_an_engine_alone_has_vllm_omni_below_it_and_takes_it_along(model, engine):
     """As an actor on another machine runs it: no weights of its own, the same digest, no orphan when it is killed."""
     beside, state = engine
     handle = ProcessHandle(ROLLOUT, LORA, "cpu")
@@ -135,22 +135,22 @@ def state_of(pid):
         return None
 
 
-def test_a_host_of_vllm_omni_reads_no_weights(monkeypatch):
+def test_an_engine_alone_of_vllm_omni_reads_no_weights(monkeypatch):
     """They are read once, by the process below."""
     from flowgrpo_rc.rollout.vllm_omni import engine
 
     built = {}
 
     class Handle:
-        def __init__(self, model, lora, **settings):
-            built.update(settings, model=model)
+        def __init__(self, config, model, lora, devices, timeouts, **more):
+            built.update(model=model, devices=devices)
             self.expected = {}
 
         def start(self):
             built["started"] = True
 
     monkeypatch.setattr(engine, "VllmOmniHandle", Handle)
-    EngineHost(replace(ROLLOUT, dtype="bfloat16"), replace(LORA, batch_guidance=False), "cpu")
+    build_engine_alone(replace(ROLLOUT, dtype="bfloat16"), replace(LORA, batch_guidance=False), "cpu")
     assert all(p.is_meta for p in built["model"].transformer.parameters())
     assert built["started"]
     assert built["devices"] == ["cpu"]

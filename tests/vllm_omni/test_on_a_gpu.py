@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, build_engine
-from flowgrpo_rc.rollout.host import digest_rule
+from flowgrpo_rc.rollout.build import digest_rule
 from flowgrpo_rc.rollout.placement import ALONE
 from flowgrpo_rc.rollout.process import process_handles
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -98,7 +98,7 @@ def test_one_engine_on_two_gpus_draws_what_one_does():
         rollout = RolloutConfig(
             name="vllm_omni", dtype="float32", micro_batch_size=6, placement="process", devices=[devices]
         )
-        (handle,) = process_handles(rollout, model, LORA, "cuda:0", ALONE)
+        (handle,) = process_handles(rollout, LORA, "cuda:0", ALONE, model)
         try:
             handle.start()
             assert handle.sync(state, 1) == digest_rule(rollout, LORA)(state)

@@ -116,10 +116,9 @@ def test_sleep_is_refused_without_a_gpu_and_where_nothing_would_use_the_room(tin
     from flowgrpo_rc.rollout.vllm_omni import handle
 
     monkeypatch.setattr(handle, "check_versions", lambda: None)
-    settings = {"timeouts": SLEEPING, "micro_batch_size": 2, "dtype": torch.float32}
+    sleeping = RolloutConfig(name="vllm_omni", vllm_omni=SLEEPING)
     with pytest.raises(ValueError, match="vllm_omni.sleep: got true on cpu; .* so set it to false"):
-        VllmOmniHandle(tiny_model, ModelConfig(), devices=["cpu"], sleep=True, **settings)
-    RolloutConfig(name="vllm_omni", vllm_omni=SLEEPING)
+        VllmOmniHandle(sleeping, tiny_model, ModelConfig(), ["cpu"], SLEEPING)
     for other in ({"name": "diffusers"}, {"name": "vllm_omni", "placement": "process"}):
         with pytest.raises(ValueError, match="rollout.vllm_omni.sleep: got True with name=.*, so set it to false"):
             RolloutConfig(**other, vllm_omni=SLEEPING)
@@ -132,10 +131,10 @@ def test_an_allocator_that_could_not_sleep_stays_with_the_trainer(tiny_model, mo
     monkeypatch.setattr(handle, "check_versions", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    settings = {"timeouts": SLEEPING, "micro_batch_size": 2, "dtype": torch.float32, "devices": ["cuda:0"]}
-    awake = VllmOmniHandle(tiny_model, ModelConfig(), **settings)
-    asleep = VllmOmniHandle(tiny_model, ModelConfig(), sleep=True, **settings)
-    assert "PYTORCH_CUDA_ALLOC_CONF" in awake.process._environment
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in asleep.process._environment
-    (settings,) = asleep.process._arguments
-    assert settings.sleep
+    made = []
+    for timeouts in (VllmOmniConfig(), SLEEPING):
+        rollout = RolloutConfig(name="vllm_omni", vllm_omni=timeouts)
+        made.append(VllmOmniHandle(rollout, tiny_model, ModelConfig(), ["cuda:0"], timeouts).process._environment)
+    awake, asleep = made
+    assert "PYTORCH_CUDA_ALLOC_CONF" in awake
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in asleep

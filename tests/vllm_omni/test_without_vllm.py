@@ -13,7 +13,7 @@ from tiny_families import stable_diffusion_3 as tiny_sd3
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
 from flowgrpo_rc.models.registry import FAMILIES
-from flowgrpo_rc.rollout.config import VllmOmniConfig
+from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.vllm_omni import plain_torch, plugin, versions
 from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, engine_module, expected_shapes, pairs, unpaired
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
@@ -154,13 +154,13 @@ def test_the_engines_process_explains_its_errors(tiny_model, monkeypatch):
     assert handle.process._explain is plain_torch.with_cause
 
 
-def make_handle(model, lora, monkeypatch, devices=("cpu",), **settings):
+def make_handle(model, lora, monkeypatch):
     """A handle whose process is not started, in an environment without vllm."""
     from flowgrpo_rc.rollout.vllm_omni import handle
 
     monkeypatch.setattr(handle, "check_versions", lambda: None)
-    settings = {"dtype": torch.float32, "micro_batch_size": 2, "timeouts": VllmOmniConfig()} | settings
-    return handle.VllmOmniHandle(model, lora, devices=devices, **settings)
+    rollout = RolloutConfig(name="vllm_omni", dtype="float32", micro_batch_size=2)
+    return handle.VllmOmniHandle(rollout, model, lora, ["cpu"], rollout.vllm_omni)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ class EngineActor:
     """One engine on one node of the cluster; ``load`` comes before ``sync`` and ``generate``."""
 
     def __init__(self) -> None:
-        self._host: Any = None
+        self._engine: Any = None
 
     def where(self) -> tuple[str, int]:
         """The node's name and the id of this process."""
@@ -30,7 +30,7 @@ class EngineActor:
         Args:
             rollout: the section ``actor_rollout_ref.rollout``.
             model: the section ``actor_rollout_ref.model``.
-            device: as ``EngineHost``.
+            device: as ``build_engine_alone``.
             threads: number of threads on the host; ``None`` leaves it to Ray, which sets ``num_cpus``.
         """
         # torch reads these variables when it is imported. The node's daemon may have been started by a trainer that
@@ -41,14 +41,14 @@ class EngineActor:
             os.environ["OMP_NUM_THREADS"] = str(threads)
         limit_spinning(os.environ)
 
-        from flowgrpo_rc.rollout.host import EngineHost
+        from flowgrpo_rc.rollout.build import build_engine_alone
 
-        self._host = EngineHost(rollout, model, device)
+        self._engine = build_engine_alone(rollout, model, device)
 
     def sync(self, state: Any, version: int) -> str:
-        """As ``EngineHost.sync``."""
-        return self._host.sync(state, version)
+        """As ``RolloutEngine.sync``."""
+        return self._engine.sync(state, version)
 
     def generate(self, request: Any) -> Any:
-        """As ``EngineHost.generate``."""
-        return self._host.generate(request)
+        """As ``RolloutEngine.generate``."""
+        return self._engine.generate(request)

@@ -21,8 +21,8 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.processes import without_process_group
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout.build import check_elsewhere
 from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.host import check_elsewhere
 from flowgrpo_rc.rollout.placement import ALONE, JOINED, Share
 from flowgrpo_rc.rollout.ray.actor import LIFE, EngineActor
 

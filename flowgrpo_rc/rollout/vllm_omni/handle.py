@@ -1,12 +1,10 @@
-"""One process that runs vllm-omni, as a ``RolloutPool`` takes it; imports no vllm."""
+"""One process that runs vllm-omni, as a ``RolloutHandle``; imports no vllm."""
 
 import weakref
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from flowgrpo_rc.dtypes import dtype_name, torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import check_adapter_state, target_layers
@@ -19,45 +17,38 @@ from flowgrpo_rc.rollout.process import EngineProcess
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, check_targets, expected_shapes
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import with_cause
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
-from flowgrpo_rc.rollout.vllm_omni.settings import Settings
+from flowgrpo_rc.rollout.vllm_omni.server import Settings
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""What a user tells torch's allocator of the trainer's memory; vllm's, which can sleep, refuses expandable segments."""
+"""Settings of torch's allocator for the trainer. vllm's allocator that can sleep refuses expandable segments."""
 
 
 class VllmOmniHandle:
     """vllm-omni with the pipeline at ``lora.path``, in a process that ``start`` starts and that ends with the trainer.
 
     Args:
-        model: the trainer's model; tells names, shapes and how guidance is computed.
+        config: the section ``actor_rollout_ref.rollout``.
+        model: the trainer's model, for names, shapes and the way guidance is computed.
         lora: the section ``actor_rollout_ref.model``.
-        dtype: of vllm-omni's transformer and adapter.
-        micro_batch_size: images per forward, vllm-omni's ``max_num_seqs``.
-        devices: of this engine, as the trainer's process names them; over several GPUs vllm-omni divides each layer.
-        timeouts: when to give the process up.
-        attn_backend: vllm-omni's name of the way to compute attention; ``None`` leaves the choice to it.
-        sleep: whether the weights leave the GPU after every rollout.
-        number: tells it from the other engines of a pool.
-        subject: what messages about its process begin with.
+        devices: of this engine, as the trainer's process names them. vllm-omni divides each layer over several GPUs.
+        timeouts: when the process counts as lost.
+        number: distinguishes it from the other engines of a pool in messages.
+        subject: how messages about its process begin.
 
     Raises:
         ImportError: vllm, vllm-omni or diffusers are not of the working set.
-        ValueError: vllm-omni does not draw this kind of pipeline here, not without the parts that it lacks, or gives a
-            layer no adapter that ``lora`` has one for; or a device is not there.
+        ValueError: vllm-omni cannot draw this pipeline, or not without its missing parts, or gives a layer no adapter
+            that ``lora`` has one for; or a device is not there.
     """
 
     def __init__(
         self,
+        config: RolloutConfig,
         model: DiffusionModel,
         lora: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        micro_batch_size: int,
         devices: Sequence[str],
         timeouts: EngineTimeouts,
-        attn_backend: str | None = None,
-        sleep: bool = False,
         number: int = 0,
         subject: str = "its process",
     ) -> None:
@@ -72,7 +63,7 @@ class VllmOmniHandle:
                 "alone, so name cpu by itself"
             )
         environment = engine_environment(*devices)
-        if sleep:
+        if config.vllm_omni.sleep:
             _check_can_sleep(devices)
             environment = {name: value for name, value in environment.items() if name not in _ALLOCATOR}
         self.name = f"vllm_omni {number} ({JOINED.join(devices)})"
@@ -80,21 +71,17 @@ class VllmOmniHandle:
         self._lora = lora
         self.expected = expected_shapes(model, lora)
         """Names and shapes of the adapter's tensors."""
-        self._settings = Settings(
+        settings = Settings(
             model=resolve_asset(lora.path),
             pipeline=pipeline,
-            dtype=dtype_name(dtype),
             vae_dtype=lora.dtype,
             batch_guidance=model.batch_guidance,
-            max_batch=micro_batch_size,
-            attention=attn_backend,
-            init_timeout=timeouts.start_timeout_s,
+            init_timeout_s=timeouts.start_timeout_s,
             tensor_parallel=len(devices),
-            sleep=sleep,
         )
         self.process = EngineProcess(
             "flowgrpo_rc.rollout.vllm_omni.server:Server",
-            self._settings,
+            *(config, settings),
             environment=environment,
             timeouts=timeouts,
             subject=subject,
@@ -106,17 +93,8 @@ class VllmOmniHandle:
     def from_config(
         cls, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, devices: Sequence[str], number: int
     ) -> "VllmOmniHandle":
-        """The handle that the section ``actor_rollout_ref.rollout`` describes, with ``placement=process``."""
-        return cls(
-            model,
-            lora,
-            dtype=torch_dtype(config.dtype),
-            micro_batch_size=config.micro_batch_size,
-            devices=devices,
-            timeouts=config.process,
-            attn_backend=config.rollout_attn_backend,
-            number=number,
-        )
+        """As ``EngineEntry.handle``."""
+        return cls(config, model, lora, devices, config.process, number)
 
     def start(self) -> None:
         """As ``RolloutHandle.start``; returns when the model is loaded."""
@@ -124,7 +102,7 @@ class VllmOmniHandle:
         self.process.start()
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
-        """As ``RolloutHandle.sync``; the digest is of what vllm-omni's layers then hold."""
+        """As ``RolloutHandle.sync``; the digest is of vllm-omni's layers."""
         check_adapter_state(state, self.expected)
         push = AdapterPush(dict(state), version, self._lora.lora_rank, self._lora.lora_alpha)
         digest = self.process.call("sync", push)
@@ -137,7 +115,7 @@ class VllmOmniHandle:
         return self.process.call("generate", request, self.adapter_version)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the GPU in use, by all processes, before the engine slept last and after."""
+        """Bytes of the GPU in use, by all processes, before the engine's last sleep and after."""
         return self.process.call("memory")
 
     def close(self) -> None:
@@ -146,7 +124,7 @@ class VllmOmniHandle:
 
 
 def _check_can_sleep(devices: Sequence[str]) -> None:
-    """Refuse to have an engine sleep that has no GPU."""
+    """Refuse sleep without a GPU."""
     if any(not device.startswith("cuda") for device in devices):
         raise ValueError(
             f"actor_rollout_ref.rollout.vllm_omni.sleep: got true on {JOINED.join(devices)}; vllm-omni takes the "
@@ -155,7 +133,7 @@ def _check_can_sleep(devices: Sequence[str]) -> None:
 
 
 def _check_pipeline(pipeline: str, model: DiffusionModel) -> None:
-    """Refuse a pipeline that vllm-omni does not draw here, or not without the parts that it lacks."""
+    """Refuse a pipeline that vllm-omni cannot draw, or not without its missing parts."""
     if pipeline not in PIPELINES:
         raise ValueError(
             f"actor_rollout_ref.rollout.name=vllm_omni draws {', '.join(PIPELINES)} only so far, got {pipeline}; "

@@ -8,23 +8,46 @@ import asyncio
 import itertools
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
-from flowgrpo_rc.rollout.vllm_omni.settings import Settings
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the engine that the section ``rollout`` does not hold."""
+
+    model: str
+    """Folder or hub name of the diffusers pipeline."""
+    pipeline: str
+    """Class of the pipeline, a key of ``PIPELINES``."""
+    vae_dtype: str
+    """Precision in which images are decoded, the trainer's."""
+    batch_guidance: bool
+    """Compute both halves of a guided velocity in one call of the transformer, as the trainer does."""
+    init_timeout_s: float
+    """Seconds until vllm-omni stops waiting for the model to load."""
+    tensor_parallel: int
+    """Number of GPUs over which each layer is divided."""
 
 
 class Server:
-    """The calls that the trainer may make."""
+    """The methods that the trainer may call.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        config: the section ``actor_rollout_ref.rollout``.
+        settings: the rest.
+    """
+
+    def __init__(self, config: RolloutConfig, settings: Settings) -> None:
         from vllm_omni.diffusion.registry import register_diffusion_model
         from vllm_omni.entrypoints import AsyncOmni
 
         here = "flowgrpo_rc.rollout.vllm_omni"
-        # For the way in and out alone: vllm-omni's own pre-processors load images, and only some of its post-processors
-        # let metadata through. What all pipelines have in common stands for what it asks of a class before it is built.
+        # Registered for its pre- and post-processor only: vllm-omni's own load images and drop metadata. ``Rollout``
+        # has the class attributes that vllm-omni reads before it builds a pipeline.
         register_diffusion_model(
             settings.pipeline,
             f"{here}.pipeline",
@@ -32,21 +55,21 @@ class Server:
             pre_process_func_name="leave_as_they_are",
             post_process_func_name="leave_as_they_are",
         )
-        attention = {"diffusion_attention_config": {"default": {"backend": settings.attention}}}
+        attention = {"diffusion_attention_config": {"default": {"backend": config.rollout_attn_backend}}}
         self.omni = AsyncOmni(
-            **(attention if settings.attention else {}),
+            **(attention if config.rollout_attn_backend else {}),
             model=settings.model,
-            dtype=settings.dtype,
+            dtype=config.dtype,
             enforce_eager=True,
-            max_num_seqs=settings.max_batch,
-            request_batch_max_wait_ms=100.0,  # for more images, before it draws a batch that is not full
+            max_num_seqs=config.micro_batch_size,
+            request_batch_max_wait_ms=100.0,  # it draws a batch that is not full after this
             max_cpu_loras=2,
             custom_pipeline_args={"pipeline_class": PIPELINES[settings.pipeline].rollout.replace(":", ".")},
             worker_extension_cls=f"{here}.lora.RolloutWorker",
             tensor_parallel_size=settings.tensor_parallel,
-            enable_sleep_mode=settings.sleep,
-            init_timeout=settings.init_timeout,
-            stage_init_timeout=settings.init_timeout,
+            enable_sleep_mode=config.vllm_omni.sleep,
+            init_timeout=settings.init_timeout_s,
+            stage_init_timeout=settings.init_timeout_s,
         )
         self._pushed: Any = None
         """The adapter that is in use."""
@@ -55,7 +78,7 @@ class Server:
         self._digest = ""
         """What the layers held of it when it was bound."""
         self._ids = itertools.count(1)
-        self._sleeps = settings.sleep
+        self._sleeps = config.vllm_omni.sleep
         self._asleep = False
         self._used = (0, 0)
         """Bytes of the GPU in use before the last sleep and after."""

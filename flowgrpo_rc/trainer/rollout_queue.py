@@ -1,4 +1,4 @@
-"""The batches that rollouts have been asked for: each keeps what it was asked with until it is learned from."""
+"""The queue of rollouts: batches are submitted up to ``rollout.ahead`` batches before the actor learns from them."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,31 +17,31 @@ from flowgrpo_rc.trainer.scoring import RolloutScoring
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """The images of this process that a batch learns from, as they are asked for."""
+    """The images of this process in one batch, before they are drawn."""
 
     step: int
-    """How many batches are learned from before it."""
+    """Number of batches that are learned from before it."""
     prompts: list[PromptRecord]
-    """The distinct prompts, a row of the request's conditioning each."""
+    """The distinct prompts; each is a row of the request's conditioning."""
     group: Int[Tensor, " B"]
     """For each image the position of its prompt in the batch of all processes."""
     request: RolloutRequest
     scoring: RolloutScoring
-    """What takes its images, and gives their rewards."""
+    """Takes the images and returns their rewards."""
 
 
-class AskedRollouts:
-    """Asks for batches up to ``ahead`` batches early, and has them drawn in turn.
+class RolloutQueue:
+    """Submits batches up to ``ahead`` batches early, and returns their images in order.
 
-    A ``RolloutPool`` draws them while the actor learns from those before. Any other engine draws a batch when it is
-    wanted; all numbers are the same.
+    A ``RolloutPool`` draws them while the actor learns from earlier batches. Any other engine draws a batch when it is
+    wanted, with the same numbers.
 
     Args:
-        engine: draws.
+        engine: draws the images.
         adapter: gives the engine the adapter of each batch.
-        ahead: how early.
-        last: how many batches the run has; none is asked for beyond them.
-        request: makes the request of a step's batch; called once a step, in order.
+        ahead: number of batches that are submitted early.
+        last: number of batches of the run; none is submitted beyond it.
+        request: makes the request of a step's batch. It is called once a step, in order.
     """
 
     def __init__(
@@ -57,43 +57,44 @@ class AskedRollouts:
         self._ahead = ahead
         self._last = last
         self._request = request
-        self._asked: deque[tuple[BatchRequest, HeldAdapter, PendingRollout | None]] = deque()
+        self._queue: deque[tuple[BatchRequest, HeldAdapter, PendingRollout | None]] = deque()
 
     def next(self, step: int) -> BatchRequest:
-        """The batch of this step, after those that are due by then have been asked for."""
-        asked_until = self._asked[-1][0].step + 1 if self._asked else step
-        for due in range(asked_until, max(step + 1, min(step + self._ahead + 1, self._last))):
+        """The batch of this step, after the batches that are due by then have been submitted."""
+        first = self._queue[-1][0].step + 1 if self._queue else step
+        # The batch of this step is drawn also beyond the run's last one.
+        end = max(step + 1, min(step + self._ahead + 1, self._last))
+        for due in range(first, end):
             batch = self._request(due)
             try:
                 pending = self._submit(batch)
             except BaseException:
-                batch.scoring.abandon()  # ``abandon`` does not know of it
+                batch.scoring.abandon()  # it is not in the queue, where ``abandon`` would find it
                 raise
-            self._asked.append((batch, self._adapter.held, pending))
-        return self._asked[0][0]
+            self._queue.append((batch, self._adapter.held, pending))
+        return self._queue[0][0]
 
     def _submit(self, batch: BatchRequest) -> PendingRollout | None:
-        """Have it drawn from now on, where engines do that beside the trainer."""
         if not isinstance(self._engine, RolloutPool):
             return None
         self._adapter.give_for(batch.step)
         return self._engine.submit(batch.request, batch.scoring.take_ahead)
 
     def draw(self) -> tuple[Trajectories, HeldAdapter]:
-        """Wait for the images of the batch that ``next`` gave last, and drop it; its scoring takes them on the way.
+        """Wait for the images of the batch that ``next`` returned last, and remove it.
 
-        Returns them and the adapter that they must have been drawn with.
+        Its scoring takes images as they arrive. Returns them and the adapter that they must have been drawn with.
 
         Raises:
             RolloutError: see the engine.
         """
-        batch, held, pending = self._asked.popleft()
+        batch, held, pending = self._queue.popleft()
         if pending is not None:
             return pending.result(batch.scoring.take), held
         self._adapter.give_for(batch.step)
         return self._engine.generate(replace(batch.request, on_images=batch.scoring.take)), self._adapter.held
 
     def abandon(self) -> None:
-        """Nothing that was asked for is wanted any more."""
-        for batch, _, _ in self._asked:
+        """Stop the scoring of all batches in the queue."""
+        for batch, _, _ in self._queue:
             batch.scoring.abandon()

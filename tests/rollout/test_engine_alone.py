@@ -10,8 +10,8 @@ import torch
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, RolloutRequest, build_engine
+from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
 from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
-from flowgrpo_rc.rollout.host import EngineHost, digest_rule
 from flowgrpo_rc.rollout.seeds import seed_for
 
 MODEL = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=8)
@@ -64,19 +64,19 @@ def assert_same_bits(one, other):
         assert getattr(one.echo, name) == getattr(other.echo, name), name
 
 
-def test_a_host_draws_the_bits_of_the_engine_beside_the_actor(tiny_model, rollout):
+def test_an_engine_alone_draws_the_bits_of_the_engine_beside_the_actor(tiny_model, rollout):
     """Through a pickled configuration, as it arrives in another process."""
     sections = pickle.loads(pickle.dumps((rollout, MODEL)))
-    host = EngineHost(sections[0], sections[1], "cpu")
+    engine = build_engine_alone(sections[0], sections[1], "cpu")
     beside = build_engine(rollout, tiny_model, MODEL, "cpu")
     state = adapter_of(tiny_model)
     digest = beside.sync(state, 3)
-    assert host.sync(state, 3) == digest == digest_rule(rollout, MODEL)(state)
+    assert engine.sync(state, 3) == digest == digest_rule(rollout, MODEL)(state)
     request = request_for(tiny_model)
-    assert_same_bits(host.generate(request), beside.generate(request))
+    assert_same_bits(engine.generate(request), beside.generate(request))
     plain = request_for(tiny_model, window=0)
-    assert_same_bits(host.generate(plain), beside.generate(plain))
-    host.close()
+    assert_same_bits(engine.generate(plain), beside.generate(plain))
+    engine.close()
 
 
 def test_the_digest_of_a_state_in_the_engines_dtype_is_that_of_the_state(tiny_model, rollout):
@@ -95,11 +95,10 @@ def live_bytes():
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def test_a_host_holds_its_weights_once(rollout):
+def test_an_engine_alone_holds_its_weights_once(rollout):
     """Transformer and adapter in the engine's dtype, VAE in the model's, and no other copy."""
     before = live_bytes()
-    host = EngineHost(rollout, MODEL, "cpu")
-    engine = host.engine
+    engine = build_engine_alone(rollout, MODEL, "cpu")
     assert isinstance(engine, DiffusersEngine)
     held = {n: sum(p.nbytes for p in n.parameters()) for n in (engine.transformer, engine._model.pipe.vae)}
     assert {p.dtype for p in engine.transformer.parameters()} == {getattr(torch, rollout.dtype)}
@@ -110,9 +109,9 @@ def test_a_host_holds_its_weights_once(rollout):
 
 def test_guidance_in_two_calls_arrives(rollout):
     model = ModelConfig(path=MODEL.path, batch_guidance=False)
-    host = EngineHost(rollout, model, "cpu")
-    assert isinstance(host.engine, DiffusersEngine)
-    assert not host.engine._model.batch_guidance
+    engine = build_engine_alone(rollout, model, "cpu")
+    assert isinstance(engine, DiffusersEngine)
+    assert not engine._model.batch_guidance
 
 
 def test_an_engine_without_a_digest_rule_stays_in_the_trainers_process(monkeypatch):
