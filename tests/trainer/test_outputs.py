@@ -129,6 +129,26 @@ def test_grids_are_in_the_order_of_their_steps(tmp_path):
     assert (folder.samples / "step_last.png").exists()
 
 
+def test_a_folder_that_cannot_be_filled_leaves_the_earlier_one(tmp_path):
+    folder = RunFolder(tmp_path)
+
+    def write(text, failure=None):
+        def fill(target):
+            (target / "adapter").write_text(text)
+            if failure is not None:
+                raise failure
+
+        return fill
+
+    assert folder.replace_folder(folder.lora, write("first"), same=lambda *_: False) == []
+    with pytest.raises(OSError, match="No space left"):
+        folder.replace_folder(folder.lora, write("second", OSError(28, "No space left")), same=lambda *_: False)
+    assert (folder.lora / "adapter").read_text() == "first"
+    assert folder.replace_folder(folder.lora, write("third"), same=lambda *_: True) == []
+    assert folder.replace_folder(folder.lora, write("third"), same=lambda *_: False) == ["lora to lora.1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"lora", "lora.1"}
+
+
 def test_fresh_folders_number_on(tmp_path):
     for expected in ("run", "run-2", "run-3"):
         folder = RunFolder.open(str(tmp_path / "run"), fresh=True)
