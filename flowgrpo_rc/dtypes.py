@@ -1,4 +1,4 @@
-"""The precisions that a configuration may name: one table for the whole project. Importing this loads no torch."""
+"""Precisions that a configuration may name: one table for the whole project. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ class Dtype:
     where: str
     """``module:name`` of the torch dtype."""
 
-    spellings: tuple[str, ...]
-    """What verl and verl-omni call it; their configurations are translated to the name here."""
-
     fit_for_training: bool = True
-    """Whether AdamW's small steps survive its rounding, so that trained weights may have it."""
+    """AdamW's small steps survive the rounding, so that trained weights may have this precision."""
 
 
 DTYPES: dict[str, Dtype] = {
-    "float32": Dtype("torch:float32", ("fp32", "float", "torch.float32")),
-    "bfloat16": Dtype("torch:bfloat16", ("bf16", "torch.bfloat16")),
-    "float16": Dtype("torch:float16", ("fp16", "half", "torch.float16"), fit_for_training=False),
+    "float32": Dtype("torch:float32"),
+    "bfloat16": Dtype("torch:bfloat16"),
+    "float16": Dtype("torch:float16", fit_for_training=False),
 }
 
 
@@ -37,5 +34,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a torch dtype is called in configurations and messages, e.g. ``bfloat16``; any dtype has such a name."""
+    """Name of any torch dtype in configurations and messages, e.g. ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

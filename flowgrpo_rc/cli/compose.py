@@ -1,7 +1,7 @@
 """From YAML and overrides to a validated ``FlowGRPOConfig``.
 
 Hydra reads the files and the grammar of overrides. Settings stay apart from the defaults until the end, so that those
-of other trainers can be translated (``translate.py``). All refusals are reported together.
+of other trainers can be translated (``foreign.py``). All refusals are reported together.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.checks import show
-from flowgrpo_rc.cli.foreign_keys import find
-from flowgrpo_rc.cli.refusals import ConfigError, Refusals
-from flowgrpo_rc.cli.schema import flatten, nearest, nest, schema, sections
-from flowgrpo_rc.cli.translate import CORRECTIONS, Translation, override
+from flowgrpo_rc.cli.foreign import CORRECTIONS, ConfigError, Refusals, Translation, find, is_one_value, override
+from flowgrpo_rc.cli.schema import flatten, nest, schema, sections
 from flowgrpo_rc.correction.options.quoting import quote_bands, refuse_unquoted_bands
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.paths import shipped
@@ -60,12 +58,12 @@ def compose(
     parsed = _parse(overrides, refusals)
     _make_room_for_preset(raw, parsed)
     repeated = _apply(raw, parsed, refusals)
-    leaves = _resolved(flatten(raw, refusals), refusals)
+    leaves = _resolved(flatten(raw, is_one_value, refusals.wrong), refusals)
     typed: dict[str, Any] = {}
     _apply(typed, parsed, Refusals())
-    overridden = flatten(typed, Refusals())
+    overridden = flatten(typed, is_one_value, Refusals().wrong)
     inside = (f"{key}.{part}" for key, value in overridden.items() if isinstance(value, Mapping) for part in value)
-    translation = Translation(leaves, refusals, schema(), {*overridden, *inside})
+    translation = Translation(leaves, refusals, {*overridden, *inside})
     translation.run()
     config = _build(leaves, refusals)
     refusals.raise_if_any()
@@ -233,7 +231,7 @@ def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusa
             # The default holds again.
             known = one.key in schema() or one.key in sections() or find(one.key) is not None
             if not _take_out(raw, one.key) and not known:
-                refusals.unknown(one.key, nearest(one.key))
+                refusals.unknown(one.key)
             continue
         if one.key in earlier and earlier[one.key] != one.value:
             again[one.key] = f"{one.key}={show(one.value)} (before: {show(earlier[one.key])})"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
 
 from flowgrpo_rc.checks import show
-from flowgrpo_rc.cli.foreign_keys import has_pattern_of_its_own
-from flowgrpo_rc.cli.refusals import Refusals
 from flowgrpo_rc.section import field_types, is_section
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
@@ -29,21 +27,25 @@ def sections() -> frozenset[str]:
     return frozenset(".".join(parts[: i + 1]) for parts in parents for i in range(len(parts)))
 
 
-def flatten(raw: Mapping[Any, Any], refusals: Refusals) -> dict[str, Any]:
-    """Dotted key -> value of every setting in the nested mappings ``raw``.
+def flatten(
+    raw: Mapping[Any, Any], is_one_value: Callable[[str], bool], refuse: Callable[[str], None]
+) -> dict[str, Any]:
+    """Dotted key -> value of every setting in nested mappings.
 
-    A mapping is one value where the schema, or the table of foreign keys, has its key. Refuses a section that holds
-    something else than keys.
+    Args:
+        raw: the mappings.
+        is_one_value: true for the dotted name of a mapping that is no section, besides those of the schema.
+        refuse: takes a message for each section that holds something else than keys.
     """
     leaves: dict[str, Any] = {}
-    for path, value in _leaves(raw, ""):
+    for path, value in _leaves(raw, "", is_one_value):
         owner = _owner(path)
         if path in sections():
             if value != {}:
                 example = next(key for key in schema() if key.startswith(f"{path}."))
-                refusals.wrong(f"{path}: got {show(value)}, but it is a section; give its keys, e.g. {example}")
+                refuse(f"{path}: got {show(value)}, but it is a section; give its keys, e.g. {example}")
         elif owner is not None and not path.rpartition(".")[2].startswith("_"):
-            refusals.wrong(f"{path}: {owner} is a value of its own and has no keys below it")
+            refuse(f"{path}: {owner} is a value of its own and has no keys below it")
         else:
             leaves[path] = value
     return leaves
@@ -83,13 +85,13 @@ def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _leaves(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Mapping[Any, Any], prefix: str, is_one_value: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         path = f"{prefix}{key}"
         if path in schema():
             yield from _own_value(path, value)
-        elif isinstance(value, Mapping) and value and (path in sections() or not has_pattern_of_its_own(path)):
-            yield from _leaves(value, f"{path}.")
+        elif isinstance(value, Mapping) and value and (path in sections() or not is_one_value(path)):
+            yield from _leaves(value, f"{path}.", is_one_value)
         else:
             yield path, value
 

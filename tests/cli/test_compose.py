@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from flowgrpo_rc.cli.compose import ConfigError, compose
+from flowgrpo_rc.cli.foreign import override
 from flowgrpo_rc.cli.main import main
-from flowgrpo_rc.cli.translate import override
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.paths import shipped
 

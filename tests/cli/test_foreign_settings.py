@@ -6,14 +6,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-import yaml
 
-from flowgrpo_rc.cli import foreign_keys
 from flowgrpo_rc.cli.compose import ConfigError, compose
-from flowgrpo_rc.cli.foreign_keys import LAUNCHER_KEYS, TABLE, Ignored, Moved, Refused, Renamed, find
+from flowgrpo_rc.cli.foreign import CORRECTIONS, LAUNCHER_KEYS, algorithms, find, other_defaults, override, rows
 from flowgrpo_rc.cli.schema import schema, sections
-from flowgrpo_rc.cli.spellings import ALGORITHMS, OTHER_DEFAULTS, SPELLINGS
-from flowgrpo_rc.cli.translate import CORRECTIONS, override
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 TINY = "tiny_qwen_image_ocr"
@@ -147,51 +143,43 @@ def test_no_key_of_another_trainer_is_unknown():
     assert unknown == []
 
 
-def test_no_reason_stands_twice_in_a_section_of_the_file():
-    """YAML would keep the second alone."""
-    text = (Path(foreign_keys.__file__).parent / "foreign_keys.yaml").read_text()
-    for _, section in yaml.compose(text).value:
-        reasons = [reason.value for reason, _ in section.value]
-        assert sorted(set(reasons)) == sorted(reasons)
-
-
 def test_every_move_leads_to_a_key_that_exists():
-    moves = [verdict for verdict in TABLE if isinstance(verdict, Moved)]
+    moves = [row for row in rows().values() if row.to]
+    assert {row.action for row in moves} == {"move", "rename"}
     assert len(moves) > 60
-    for move in moves:
-        assert "*" in move.target or move.target in schema(), move.pattern
+    for row in moves:
+        assert "*" in row.to or row.to in schema(), row.key
 
 
 def test_the_table_takes_no_key_of_our_own():
     """A pattern without wildcards that is a key here would never be asked; it is a key that has been added since."""
-    patterns = [verdict.pattern for verdict in TABLE]
-    assert [pattern for pattern in patterns if pattern in schema()] == []
-    assert [pattern for pattern in set(patterns) if patterns.count(pattern) > 1] == []
-    assert SPELLINGS.keys() <= schema().keys()
-    assert OTHER_DEFAULTS.keys() <= schema().keys()
+    respelled = {key for key, row in rows().items() if row.action == "respell"}
+    assert {key for key in rows() if key in schema()} == respelled
+    assert respelled <= schema().keys()
+    assert other_defaults().keys() <= schema().keys()
 
 
 @pytest.mark.parametrize(
-    ("key", "kind", "reason"),
+    ("key", "action", "reason"),
     [
-        (f"{A}.fsdp_config.optimizer_offload", Ignored, "of sharding there are"),
-        (f"{A}.fsdp_config.seed", Moved, "seed of the adapter's start"),
-        (f"{A}.fsdp_config.qat.enable", Refused, "not trained quantized"),
-        (f"{R}.engine_kwargs.vllm_omni.enforce_eager", Ignored, "lays out memory"),
-        (f"{R}.engine_kwargs.vllm_omni.quantization", Refused, "takes its settings from"),
-        (f"{M}.algo.sde_contiguous", Refused, "contiguous"),
-        (f"{M}.algo.noise_level", Moved, "what was drawn"),
+        (f"{A}.fsdp_config.optimizer_offload", "ignore", "of sharding there are"),
+        (f"{A}.fsdp_config.seed", "move", "seed of the adapter's start"),
+        (f"{A}.fsdp_config.qat.enable", "refuse", "not trained quantized"),
+        (f"{R}.engine_kwargs.vllm_omni.enforce_eager", "ignore", "lays out memory"),
+        (f"{R}.engine_kwargs.vllm_omni.quantization", "refuse", "takes its settings from"),
+        (f"{M}.algo.sde_contiguous", "refuse", "contiguous"),
+        (f"{M}.algo.noise_level", "move", "what was drawn"),
     ],
 )
-def test_the_narrowest_pattern_decides(key, kind, reason):
-    verdict = find(key)
-    assert type(verdict) is kind
-    assert reason in verdict.reason
+def test_the_narrowest_pattern_decides(key, action, reason):
+    row = find(key)
+    assert row.action == action
+    assert reason in row.reason
 
 
 def test_every_objective_is_an_algorithm_of_verl_omni():
-    assert set(OBJECTIVES) <= set(ALGORITHMS)
-    assert ALGORITHMS["dance_grpo"] == {
+    assert set(OBJECTIVES) <= set(algorithms())
+    assert algorithms()["dance_grpo"] == {
         f"{A}.diffusion_loss.loss_mode": "dance_grpo",
         f"{R}.algo.sde_type": "dance_sde",
     }
@@ -578,13 +566,13 @@ def test_keys_that_the_page_calls_ignored_are():
 
 def test_defaults_of_the_page_are_those_of_the_code():
     rows = {quoted(key)[0]: (here, there) for key, here, there in table("Defaults that differ")}
-    assert list(rows) == list(OTHER_DEFAULTS)
+    assert list(rows) == list(other_defaults())
     config = quietly().to_dict()
     for key, (here, there) in rows.items():
         value = config
         for part in key.split("."):
             value = value[part]
-        assert (here, there) == ("null" if value is None else str(value), str(OTHER_DEFAULTS[key]))
+        assert (here, there) == ("null" if value is None else str(value), str(other_defaults()[key]))
 
 
 @pytest.mark.parametrize("heading", ["Rewards", "What cannot run here"])
@@ -596,7 +584,7 @@ def test_what_the_page_says_cannot_run_is_refused(heading):
 @pytest.mark.parametrize("heading", ["Coming from flow_grpo", "Coming from Flow-Factory"])
 def test_names_of_other_programs_are_refused_with_what_the_page_says(heading):
     for there, here in table(heading):
-        assert isinstance(find(quoted(there)[0].partition("=")[0]), Renamed)
+        assert find(quoted(there)[0].partition("=")[0]).action == "rename"
         assert f"write {quoted(here)[0]} instead" in refused(*quoted(there))
         quietly(*quoted(here))
 
