@@ -1,7 +1,6 @@
-"""What a model family offers to rollout engines and to the actor, and what all families have in common."""
+"""Interface of a model family, for rollout engines and the actor, and the parts that all families share."""
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,9 +24,7 @@ JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj
 """The linear layers of diffusers' attention over image and prompt together."""
 
 PIXELS_DECODED_AT_ONCE = 4 * 512 * 512
-"""Pixels of the images that a VAE decodes at a time: a feature map at 512 pixels to a side takes 50 MB an image, and a
-decoder holds several."""
-
+"""Pixels that a VAE decodes at a time: a feature map of 512 x 512 pixels takes 50 MB, and a decoder holds several."""
 
 FLOW_SOLVERS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
 """Solvers of higher order that checkpoints of flow models name. A policy takes Euler steps over their noise levels."""
@@ -40,22 +37,22 @@ LEVEL_SETTINGS = (
 
 
 class UnsupportedSchedulerError(ValueError):
-    """A pipeline's scheduler makes other steps than those that a policy is made of."""
+    """A pipeline's scheduler is not that of a flow."""
 
 
 class NonFiniteImageError(RuntimeError):
-    """A VAE decoded finite latents to pixels that are NaN or infinite; most often its precision is too low."""
+    """A VAE decoded finite latents to NaN or infinite pixels; most often its precision is too low."""
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """One prompt out of a model family's text encoders, before prompts of several lengths are padded to one."""
+    """Embeddings of one prompt, not yet padded to the length of others."""
 
     embeds: Float[Tensor, "T D"]
     pooled: Float[Tensor, " E"] | None = None
-    """One vector of the whole prompt, for families that take it besides."""
+    """A vector of the whole prompt, in families that take one."""
     references: Float[Tensor, "R C"] | None = None
-    """The latent tokens of all reference images, one image after the other, as the transformer takes them."""
+    """Latent tokens of all reference images, one image after the other."""
     reference_grids: tuple[tuple[int, int], ...] = ()
     """Rows and columns of each image's tokens; ``R`` is the sum of their products."""
 
@@ -66,22 +63,22 @@ class Prompts:
 
     embeds: Float[Tensor, "P T D"]
     mask: Bool[Tensor, "P T"] | None
-    """Which embeddings are real; ``None`` when all are."""
+    """True for real embeddings, false for padding; ``None`` without padding."""
     pooled: Float[Tensor, "P E"] | None = None
-    """A vector for each whole prompt; ``None`` where the family takes none."""
+    """A vector of each whole prompt; ``None`` in families that take none."""
     references: Float[Tensor, "P R C"] | None = None
-    """The latent tokens of each prompt's reference images; ``None`` where no prompt has any."""
+    """Latent tokens of each prompt's reference images; ``None`` without any."""
     reference_grids: tuple[tuple[int, int], ...] = ()
     """Rows and columns of each reference image's tokens, the same for all prompts."""
     lengths: tuple[int, ...] | None = None
-    """How many embeddings of each prompt are real, the first ones: what ``mask`` says, for those who need it on the
-    host and must not wait for a device. Left out, it is read off the mask, once."""
+    """Number of real embeddings of each prompt, which come first: ``mask`` on the host, so that nobody waits for the
+    device. Computed from the mask by default."""
 
     def __post_init__(self) -> None:
         if self.mask is not None and self.lengths is None:
             object.__setattr__(self, "lengths", tuple(self.mask.sum(1).tolist()))
         elif self.mask is None and self.lengths is not None:
-            raise ValueError("Prompts.lengths: are given without Prompts.mask, which says the same; give both")
+            raise ValueError("Prompts.lengths: given without Prompts.mask; give both")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         """The same prompts with every tensor changed."""
@@ -125,7 +122,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Everything besides latents and noise level that a velocity depends on."""
+    """Inputs of a velocity besides latents and noise level."""
 
     prompts: Prompts
     negative: Prompts | None
@@ -157,9 +154,9 @@ class Schedule:
 
 
 class DiffusionModel(ABC):
-    """A loaded pipeline of one family. ``transformer`` arguments are any copy of its transformer.
+    """A loaded pipeline of one family; a family is a subclass.
 
-    A family, which is a subclass, says how its transformer is called, and what is special about its latents.
+    Methods with a ``transformer`` argument take any copy of the pipeline's transformer.
     """
 
     default_lora_targets: tuple[str, ...]
@@ -167,16 +164,16 @@ class DiffusionModel(ABC):
     """The largest ``max_sequence_length`` that ``encode`` takes."""
 
     text_width = "joint_attention_dim"
-    """The entry of the transformer's configuration that is the width of a prompt's embeddings."""
+    """Entry of the transformer's configuration that holds the width of a prompt's embeddings."""
 
     masks_prompts: bool
-    """Whether the transformer is told which embeddings of a prompt are padding, and leaves them out."""
+    """The transformer takes a mask of each prompt's padding and ignores the padding."""
 
     instructs_prompts: bool = False
-    """Whether the pipeline puts an instruction before prompts and none before negative ones. ``encode`` is then given
-    negative prompts as such; a blank text always is one."""
+    """The pipeline puts an instruction before prompts, but not before negative ones. ``encode`` then takes negative
+    prompts as ``Prompt(text, negative=True)``; a blank text always is one."""
     masks_attention = False
-    """Whether its attention takes a mask though it leaves none of them out."""
+    """The attention takes a mask, but not one that removes the padding."""
 
     solver_spaces_levels = False
     """The pipeline leaves the spacing of the noise levels to a scheduler with ``use_flow_sigmas``."""
@@ -184,12 +181,12 @@ class DiffusionModel(ABC):
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
         self.batch_guidance = True
-        """Whether both halves of a guided velocity are one call of the transformer, ``ModelConfig.batch_guidance``."""
+        """Compute both halves of a guided velocity in one call of the transformer: ``ModelConfig.batch_guidance``."""
         self.text_encoders: Callable[[], AbstractContextManager[None]] = nullcontext
-        """``with model.text_encoders():`` has the text encoders loaded, which ``encode`` needs. Where they are kept in
-        their files, each ``with`` reads them and gives up their memory after."""
+        """``with model.text_encoders():`` holds the text encoders in memory, which ``encode`` needs. A
+        ``PipelineLoader`` reads them at the beginning of the ``with`` and frees them at its end."""
         self.digests: Mapping[str, str] = {}
-        """What tells text encoders and tokenizers from others, by their names in the pipeline."""
+        """Digests of text encoders and tokenizers, by their names in the pipeline."""
 
     @property
     def transformer(self) -> Any:
@@ -198,41 +195,33 @@ class DiffusionModel(ABC):
 
     @property
     def negative_prompt(self) -> str:
-        """What stands for the negative prompt of a prompt that has none, as in the pipeline's own call."""
+        """Default negative prompt of the pipeline's own call."""
         return FAMILIES[type(self.pipe).__name__].negative_prompt
 
     @property
     def takes_images(self) -> bool:
-        """Whether prompts may have reference images."""
+        """Prompts may have reference images."""
         return FAMILIES[type(self.pipe).__name__].images[1] > 0
 
     @property
     def smallest_image(self) -> int:
-        """Pixels to a side of a small image that every network of the family takes."""
+        """Side in pixels of a small image that every network of the family takes."""
         return self._multiple * 8
 
-    def check_parts(self) -> None:
-        """The parts were made for each other, and the noise schedule is one.
-
-        Raises:
-            ValueError: names the two that differ, or what is wrong with the schedule.
-        """
-        for name, first, second in self._sizes():
-            if first != second:
-                raise ValueError(f"{name} must agree and are {first} and {second}")
-        for name, values in self._factors().items():
-            if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-                raise ValueError(f"{name} holds what is not a finite number")
+    def check_schedule(self) -> None:
+        """Raise ``UnsupportedSchedulerError`` unless the pipeline's noise levels fall from at most 1 to 0."""
         sigmas = self.schedule(4, self.smallest_image, self.smallest_image).sigmas.tolist()
         # Written so that a NaN fails too. The first may be above 1 by a rounding.
         falling = all(after < before for before, after in itertools.pairwise(sigmas))
-        if not (falling and len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and sigmas[-1] == 0):
-            config = self.pipe.scheduler.config
-            settings = ", ".join(f"{name}={config[name]}" for name in LEVEL_SETTINGS if config.get(name))
-            raise ValueError(
-                f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {sigmas}; its settings "
-                f"are {settings or 'none'}"
-            )
+        if falling and len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and sigmas[-1] == 0:
+            return
+        config = self.pipe.scheduler.config
+        levels = ", ".join(f"{sigma:.4g}" for sigma in sigmas)
+        settings = ", ".join(f"{name}={config[name]}" for name in LEVEL_SETTINGS if config.get(name))
+        raise UnsupportedSchedulerError(
+            f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {levels}; its settings are "
+            f"{settings or 'none'}"
+        )
 
     def check_request(
         self,
@@ -242,8 +231,11 @@ class DiffusionModel(ABC):
         true_cfg_scale: float = 1.0,
         section: str = "pipeline",
     ) -> None:
-        """Raise ``ValueError`` when the model cannot draw this size, or takes no such guidance; names the ``section``
-        of ``actor_rollout_ref.rollout`` that asks for it."""
+        """Raise ``ValueError`` for a size or a guidance that the model does not support.
+
+        Args:
+            section: section of ``actor_rollout_ref.rollout`` that holds the settings, for messages.
+        """
         if height % self._multiple or width % self._multiple:
             raise ValueError(
                 f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
@@ -255,8 +247,7 @@ class DiffusionModel(ABC):
         refuse_true_cfg_scale(pipeline, bool(self.pipe.config.get("is_distilled")), true_cfg_scale, section)
 
     def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
-        """Rows and columns of the tokens that the VAE makes of a reference image scaled to ``area`` pixels, from its
-        size alone; ``area=None`` is the pipeline's own. Families that take no images have none."""
+        """Rows and columns of a reference image's tokens, scaled to ``area`` pixels; ``None``: the pipeline's area."""
         raise NotImplementedError(f"{type(self.pipe).__name__} takes no reference images")
 
     @abstractmethod
@@ -265,10 +256,10 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Float[Tensor, "*L"]:
-        """One image's starting latents, the same as the diffusers pipeline draws from this generator."""
+        """Initial latents of one image, equal to those of the diffusers pipeline with this generator."""
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
-        """The diffusers pipeline's schedule for this many steps and this size."""
+        """The diffusers pipeline's schedule."""
         scheduler = self._scheduler()
         tokens = (height // self._multiple) * (width // self._multiple)
         scheduler.set_timesteps(**self._schedule_arguments(scheduler.config, num_inference_steps, tokens))
@@ -276,18 +267,18 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        """The tokenizers, each with how many tokens of a prompt it keeps; the special ones are not counted."""
+        """The tokenizers, each with the number of a prompt's tokens that it keeps, not counting special tokens."""
 
     def prompt_tokens(self, max_sequence_length: int) -> int:
-        """How many embeddings the longest prompt gives the transformer."""
+        """Number of embeddings of the longest prompt."""
         return max_sequence_length
 
     @abstractmethod
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
-        """Unpadded prompt embeddings, one a prompt, on the host; ``text_encoders`` must be loaded."""
+        """Unpadded embeddings of each prompt, on the host; call it inside ``text_encoders``."""
 
     def blank_prompt(self) -> EncodedPrompt:
-        """A token of zeros as wide as the transformer takes it; no text encoder is needed for it."""
+        """A token of zeros in the width that the transformer takes; needs no text encoder."""
         config = self.transformer.config
         pooled = config.get("pooled_projection_dim")
         return EncodedPrompt(torch.zeros(1, config[self.text_width]), None if pooled is None else torch.zeros(pooled))
@@ -303,11 +294,11 @@ class DiffusionModel(ABC):
     ) -> Float[Tensor, " B *L"]:
         """The flow's velocity with guidance, float32, computed in the transformer's own precision.
 
-        With guidance the conditional and the unconditional half are one call of the transformer for twice as many rows,
-        and two calls where ``batch_guidance`` says so or the family cannot join prompts of these lengths.
+        With guidance, one call of the transformer computes the conditional and the unconditional half, for twice as
+        many rows. It takes two calls without ``batch_guidance``, or if the family cannot join prompts of these lengths.
 
         Args:
-            detach_unconditional: no gradient flows through the unconditional half, which is then a call without graph.
+            detach_unconditional: stop the gradient of the unconditional half, which is then a call without graph.
         """
         negative = conditioning.negative
         if negative is None:
@@ -326,11 +317,11 @@ class DiffusionModel(ABC):
     def as_embedded(
         self, timesteps: Float[Tensor, " B"], conditioning: Conditioning, dtype: torch.dtype
     ) -> tuple[Float[Tensor, " B"], Conditioning]:
-        """Timesteps and conditioning with which ``velocity`` embeds, in float32, the very timestep and guidance scale
-        that it embeds in ``dtype``.
+        """Timesteps and conditioning rounded as a transformer in ``dtype`` rounds them before it embeds them.
 
         Pipelines and transformers of some families round both on their way to the embedding, by up to one part in 256
-        in bfloat16. With ``dtype`` float32 both come back unchanged.
+        in bfloat16. A float32 transformer that gets these values embeds the same numbers. With ``dtype`` float32 both
+        are returned unchanged.
         """
         if dtype == torch.float32:
             return timesteps, conditioning
@@ -366,11 +357,11 @@ class DiffusionModel(ABC):
 
     @property
     def _multiple(self) -> int:
-        """Pixels to a side of what becomes one token."""
+        """Side in pixels of one token."""
         return self.pipe.vae_scale_factor * 2
 
     def _can_join(self, prompts: Prompts, negative: Prompts) -> bool:
-        """Whether one call takes both: of one length, or padded to one where the padding is left out."""
+        """One call can take both: their lengths are equal, or the transformer ignores the padding."""
         return self.masks_prompts or prompts.embeds.shape[1] == negative.embeds.shape[1]
 
     def _forward(
@@ -380,48 +371,42 @@ class DiffusionModel(ABC):
         return self._velocity_of(self._call(transformer, inputs), latents).float()
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
-        """What the transformer answers; engines whose transformers answer otherwise have their own."""
+        """Output of the transformer; engines with other transformers override it."""
         return transformer(**inputs, return_dict=False)[0]
 
     def _velocity_of(self, output: Any, latents: Tensor) -> Tensor:
-        """The velocity out of the transformer's answer, without what stands behind it: the predictions for reference
-        tokens, or the second half of the channels where a transformer also predicts a variance."""
+        """The velocity in the transformer's output, without the predictions for reference tokens behind it, or the
+        second half of the channels if the transformer also predicts a variance."""
         return output[:, : latents.shape[1]]
 
     @abstractmethod
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
-        """What a transformer of this family is called with, whoever built it."""
+        """Keyword arguments of the transformer; the same for diffusers and vLLM-Omni."""
 
     def _rounded_timesteps(self, timesteps: Float[Tensor, " B"], dtype: torch.dtype) -> Float[Tensor, " B"]:
-        """What pipeline and transformer make of ``timesteps`` before they embed them, if they compute in ``dtype``;
-        float32. Most families leave them as they are."""
+        """``timesteps`` as pipeline and transformer round them in ``dtype`` before the embedding, in float32.
+
+        Most families do not round them.
+        """
         return timesteps
 
     @staticmethod
     def _embedded_guidance(timesteps: Float[Tensor, " B"], conditioning: Conditioning) -> Float[Tensor, " B"] | None:
-        """What a guidance-distilled transformer is told; ``None`` for one that is not."""
+        """Guidance argument of a guidance-distilled transformer; ``None`` for others."""
         if conditioning.guidance_scale is None:
             return None
         return torch.full_like(timesteps, conditioning.guidance_scale)
 
     @staticmethod
     def _with_references(latents: Tensor, prompts: Prompts) -> Tensor:
-        """Packed latents, and behind them the tokens of the reference images."""
+        """Packed latents followed by the tokens of the reference images."""
         return latents if prompts.references is None else torch.cat([latents, prompts.references.to(latents)], 1)
 
     def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """The guided velocity, from the conditional and the unconditional one."""
         return uncond + scale * (cond - uncond)
-
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        """What two parts must agree on: its name with those of the parts, and the number that each has."""
-        return []
-
-    def _factors(self) -> dict[str, list[Any]]:
-        """The numbers that latents are multiplied by or shifted by before they are decoded, by name."""
-        return {}
 
     def _scheduler(self) -> Any:
         """A copy of the pipeline's scheduler, which gives timesteps and noise levels; the steps are always Euler's.
@@ -477,15 +462,8 @@ class DiffusionModel(ABC):
             config.get("max_shift", default_max_shift),
         )
 
-    def _scale_and_shift(self, *, shifted: bool = True) -> dict[str, list[Any]]:
-        """``_factors`` of a VAE whose latents have one scale, and are ``shifted`` by one number or not."""
-        vae = self.pipe.vae.config
-        scale = vae.scaling_factor
-        found = {"1 / the vae's scaling_factor": [1 / scale if scale else None]}
-        return found | ({"the vae's shift_factor": [vae.shift_factor]} if shifted else {})
-
     def _decode_scaled_and_shifted(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:
-        """``_decode`` of such a VAE."""
+        """``_decode`` with a VAE whose latents have one scale, and one shift or none."""
         vae = self.pipe.vae
         latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor
         return vae.decode(latents + (vae.config.get("shift_factor") or 0), return_dict=False)[0]
@@ -496,17 +474,15 @@ class DiffusionModel(ABC):
 
 
 def compute_dtype(transformer: nn.Module) -> torch.dtype:
-    """What a transformer computes in: the precision of its weights, besides those that its class keeps in float32.
+    """Dtype that a transformer computes in: that of its weights, except for those that its class keeps in float32.
 
-    diffusers' ``dtype`` says the same and looks through all modules for it, at every call: on a tiny model a twentieth
-    of a forward.
+    diffusers' ``dtype`` gives the same, but searches all modules at every call: a twentieth of a tiny model's forward.
     """
     return next(p.dtype for name, p in transformer.named_parameters() if not keeps_float32(transformer, name))
 
 
 def keeps_float32(transformer: nn.Module, name: str) -> bool:
-    """Whether a parameter, with this full ``name``, stays in float32 by its transformer's class, whatever precision the
-    transformer is loaded in."""
+    """The transformer's class keeps the parameter with this full ``name`` in float32 whatever its own precision."""
     kept = getattr(transformer, "_keep_in_fp32_modules", None) or ()
     return not {*kept}.isdisjoint(name.split("."))
 

@@ -38,16 +38,6 @@ class Chroma(Flux):
         """The T5 adds a token behind the prompt."""
         return [(self.pipe.tokenizer, max_sequence_length - 1)]
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        parts = self.pipe
-        latents = 4 * parts.vae.config.latent_channels
-        sizes = [("the transformer's in_channels and four times the vae's latent_channels", self._channels, latents)]
-        if parts.text_encoder is not None:
-            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
-            name = "the transformer's joint_attention_dim and the text_encoder's width"
-            sizes.append((name, self.transformer.config.joint_attention_dim, width))
-        return sizes
-
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

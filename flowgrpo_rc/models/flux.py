@@ -49,30 +49,6 @@ class Flux(DiffusionModel):
         clip = int(self.pipe.tokenizer_max_length) - 2
         return [(self.pipe.tokenizer, clip), (self.pipe.tokenizer_2, max_sequence_length - 1)]
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        parts = self.pipe
-        transformer = self.transformer.config
-        latents = 4 * parts.vae.config.latent_channels
-        sizes = [("the transformer's in_channels and four times the vae's latent_channels", self._channels, latents)]
-        if parts.text_encoder is not None:
-            clip = parts.text_encoder.config
-            pooled = transformer.pooled_projection_dim
-            limit = parts.tokenizer.model_max_length
-            positions = clip.max_position_embeddings
-            sizes += [
-                ("the transformer's pooled_projection_dim and the CLIP's width", pooled, clip.hidden_size),
-                # A tokenizer that cuts earlier does no harm.
-                ("the tokenizer's model_max_length and text_encoder's positions", limit, min(limit, positions)),
-            ]
-        if parts.text_encoder_2 is not None:
-            width = parts.text_encoder_2.get_input_embeddings().weight.shape[1]
-            name = "the transformer's joint_attention_dim and text_encoder_2's width"
-            sizes.append((name, transformer.joint_attention_dim, width))
-        return sizes
-
-    def _factors(self) -> dict[str, list[Any]]:
-        return self._scale_and_shift()
-
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

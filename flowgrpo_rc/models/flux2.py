@@ -97,32 +97,6 @@ class Flux2Klein(DiffusionModel):
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        vae = self.pipe.vae
-        encoder = self.pipe.text_encoder
-        latents = 4 * vae.config.latent_channels
-        prompts = self._chat(MARK).count(MARK)
-        sizes = [
-            ("the transformer's in_channels and four times the vae's latent_channels", self._channels, latents),
-            ("the vae's batch-norm statistics and four times its latent_channels", vae.bn.num_features, latents),
-            ("the prompts in the tokenizer's chat template and those that it is given", prompts, 1),
-        ]
-        if encoder is not None:
-            width = len(self.text_layers) * encoder.get_input_embeddings().weight.shape[1]
-            name = "the transformer's joint_attention_dim and the widths of the text_encoder's layers"
-            last = max(self.text_layers)
-            there = encoder.config.get_text_config().num_hidden_layers
-            sizes += [
-                (name, self.transformer.config.joint_attention_dim, width),
-                ("the last layer that is read and the text_encoder's layers", last, min(last, there)),
-            ]
-        return sizes
-
-    def _factors(self) -> dict[str, list[Any]]:
-        mean, std = self._statistics()
-        scales = {"1 / the vae's batch-norm deviations": (1 / std).flatten().tolist()}
-        return scales | {"the vae's batch-norm means": mean.flatten().tolist()}
-
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation ``(channels, 1, 1)`` of packed latents."""
         bn = self.pipe.vae.bn

@@ -57,11 +57,6 @@ class Lumina2(SpatialLatents):
         before = len(tokenizer(self.pipe.system_prompt + BEFORE_PROMPT).input_ids)
         return [(tokenizer, max_sequence_length - before)]
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        name = "pixels to a side of a latent, for the pipeline and for the vae,"
-        blocks = len(self.pipe.vae.config.block_out_channels)
-        return [*super()._sizes(), (name, self.pipe.vae_scale_factor, 2 ** (blocks - 1))]
-
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

@@ -1,15 +1,13 @@
-"""The files of a pipeline's folder, checked before any weight of it is read.
+"""Files of a pipeline's folder, checked before any weight is read.
 
-Only JSON files, the headers of safetensors files and file sizes are looked at, so a full-size model takes as long as a
-tiny one. What needs a part's class, such as which weights it has, is checked where the part is loaded: ``load.py``.
+The checks read JSON files and the headers of safetensors files alone, so that a full-size model takes as long as a tiny
+one. ``load.py`` checks the weights themselves.
 """
 
 import json
-import math
 import os
 import re
-import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,32 +21,22 @@ from flowgrpo_rc.paths import LFS_POINTER
 FIELD = "actor_rollout_ref.model.path"
 INDEX = "model_index.json"
 LEFT_OUT = ([None, None], [])
-"""How an index names a part that the pipeline was saved without."""
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-"""The JSON files that tokenizers read; others may lie beside them."""
-LARGEST_HEADER = 100_000_000
-"""Bytes; the safetensors format allows no larger header."""
+"""Entries of a part that the pipeline was saved without."""
 
-_WEIGHTS = {
-    "diffusers": (("diffusion_pytorch_model", "safetensors"), ("diffusion_pytorch_model", "bin")),
-    "transformers": (("model", "safetensors"), ("pytorch_model", "bin")),
-}
-"""How each library names its weights, as safetensors and as pickled files."""
+# The variant (``fp16``) stands before the ending, or after ``index`` where the weights are in shards. The names of
+# shards have a hyphen and do not match.
+_WEIGHTS = re.compile(
+    r"(?:diffusion_pytorch_model|model|pytorch_model)(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?"
+)
 
 
 class UnsupportedModelError(ValueError):
-    """The path is not a diffusers pipeline, not one of a supported family, or its files are missing or damaged."""
+    """The path is no diffusers pipeline of a supported family, or its files are missing or damaged."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a pipeline as its index names it."""
+    """One part of a pipeline, as its index names it."""
 
     name: str
     library: str
@@ -56,25 +44,17 @@ class Part:
 
     @property
     def has_weights(self) -> bool:
-        """Whether it is a neural network of the pipeline that is used here."""
+        """The part is one of the networks that are used here."""
         return self.name in ("transformer", "vae") or self.name.startswith("text_encoder")
 
     @property
     def is_processor(self) -> bool:
-        """Whether it is a processor, of texts and images, in a tokenizer's place."""
+        """The part is a processor of texts and images in the place of a tokenizer."""
         return self.name.startswith("tokenizer") and self.class_name.endswith("Processor")
 
 
-def describe(faults: Mapping[str, Collection[str]]) -> str:
-    """What is wrong with which tensors: ``3 missing (a, b, c); 5 unexpected (d, e, f, ...)``; empty without a fault."""
-    found = {what: sorted(names) for what, names in faults.items() if names}
-    told = [f"{len(n)} {what} ({', '.join(n[:3])}{', ...' if len(n) > 3 else ''})" for what, n in found.items()]
-    return "; ".join(told)
-
-
 def refuse_two_transformers(path: str, index: Mapping[str, Any]) -> None:
-    """Raise ``UnsupportedModelError`` where the pipeline at ``path`` has, by its index, a transformer for high noise
-    levels and another for low ones."""
+    """Raise ``UnsupportedModelError`` where the index names one transformer for high noise and one for low."""
     if index.get("transformer_2") not in (None, *LEFT_OUT) or index.get("boundary_ratio") is not None:
         raise UnsupportedModelError(
             f"{FIELD}: {path} has two transformers, one for high noise and one for low (transformer_2, "
@@ -84,14 +64,14 @@ def refuse_two_transformers(path: str, index: Mapping[str, Any]) -> None:
 
 
 class PipelineFiles:
-    """A pipeline's folder and what its index says of it. Files are named by their paths in it: ``vae/config.json``.
+    """A pipeline's folder and its index. File names are relative to the folder: ``vae/config.json``.
 
     Args:
-        path: of the pipeline as the configuration gives it, for messages.
-        folder: where it lies.
+        path: the pipeline as the configuration names it, for messages.
+        folder: its place on the disk.
 
     Raises:
-        UnsupportedModelError: its index cannot be read or is not a JSON object.
+        UnsupportedModelError: the index cannot be read or is no JSON object.
     """
 
     def __init__(self, path: str, folder: Path) -> None:
@@ -116,19 +96,17 @@ class PipelineFiles:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The parts that the index names; those that it leaves out on purpose are not among them.
+        """The parts that the index names, without those that it leaves out on purpose.
 
         Raises:
-            UnsupportedModelError: an entry is not a pair of a library's and a class's name.
+            UnsupportedModelError: an entry is no pair of a library's and a class's name.
         """
         found = []
         for name, entry in self.index.items():
             if name.startswith("_") or not isinstance(entry, list) or entry in LEFT_OUT or name in self.left_out:
                 continue
-            if len(entry) != 2 or not all(isinstance(value, str) and value for value in entry):
+            if len(entry) != 2 or not all(isinstance(value, str) for value in entry) or os.sep in name:
                 raise self.damaged(f"{INDEX}: {name} is {show(entry)}; it must be [library, class]")
-            if os.sep in name or name in (".", ".."):
-                raise self.damaged(f"{INDEX}: {name!r} is no name of a part")
             found.append(Part(name, *entry))
         return found
 
@@ -142,72 +120,60 @@ class PipelineFiles:
         return [name for name in absent if name.replace("tokenizer", "text_encoder") in absent]
 
     def damaged(self, fault: str) -> UnsupportedModelError:
-        """The refusal of an incomplete or damaged pipeline; ``fault`` names the file and what is wrong with it."""
+        """The refusal of an incomplete or damaged pipeline; ``fault`` names the file and its fault."""
         return UnsupportedModelError(
             f"{FIELD}: {self.path} cannot be loaded; is the download complete? ({fault}). Repair it or download it "
             "again"
         )
 
     def check(self) -> None:
-        """Every part has its files, and none is cut off or of another format.
+        """Check that every part has its files, and that none is cut off.
 
         Raises:
-            UnsupportedModelError: names the part, the file and what is wrong.
+            UnsupportedModelError: names the part, the file and the fault.
         """
         missing = [part.name for part in self.parts if not os.path.isdir(self.folder / part.name)]
         if missing:
             raise self.damaged(f"it holds no {', '.join(missing)}")
         for part in self.parts:
             if part.has_weights:
-                self._check_configuration(part, "config.json")
-                self._check_weights(part)
+                self.read_json(f"{part.name}/config.json")
+                for file in self.weight_files(part):
+                    self._check_weights(file)
             elif part.name == "scheduler":
-                self._check_configuration(part, "scheduler_config.json")
+                self.read_json(f"{part.name}/scheduler_config.json")
             elif part.name.startswith("tokenizer"):
-                # Whether the vocabulary is whole is asked of the loaded tokenizer.
-                self._require(f"{part.name}/tokenizer_config.json")
-                for file in TOKENIZER_FILES:
-                    if os.path.lexists(self.folder / part.name / file):
-                        self.read_json(f"{part.name}/{file}")
+                self.read_json(f"{part.name}/tokenizer_config.json")
 
     def size(self, part: Part) -> int:
         """Bytes of the part's files."""
         return sum(file.stat().st_size for file in (self.folder / part.name).glob("*") if file.is_file())
 
     def weights(self, part: Part) -> tuple[str, str | None]:
-        """The file that a part's weights are read from, and the variant that its name carries (``fp16``), if any.
+        """The file that a part's weights are read from, and its variant (``fp16``) if its name carries one.
 
         An index of shards stands for its shards. Files without a variant go before those with one, and safetensors
-        before pickled files, as the loaders prefer them.
+        before pickled files, as in the libraries.
 
         Raises:
             UnsupportedModelError: there are no weights.
         """
-        variant = r"(?:\.([\w-]+)(?<!-of-\d{5}))?"  # shards are named by their index
-        forms: list[str] = []
-        for stem, ending in _WEIGHTS.get(part.library, _WEIGHTS["diffusers"]):
-            single = rf"{stem}{variant}\.{ending}"
-            index = rf"{stem}\.{ending}\.index{variant}\.json"
-            # diffusers reads the shards where both are there, transformers the single file.
-            forms += [index, single] if part.library == "diffusers" else [single, index]
         names = [file.name for file in (self.folder / part.name).glob("*")]
-        found = [(place, m) for place, form in enumerate(forms) for name in names if (m := re.fullmatch(form, name))]
+        found = [(match[1] or match[2], name) for name in names if (match := _WEIGHTS.fullmatch(name))]
         if not found:
             raise self.damaged(f"{part.name} holds no weights: no .safetensors or .bin file of a {part.class_name}")
-        _, file = min(found, key=lambda entry: (entry[1][1] is not None, entry[0], entry[1][1]))
-        return f"{part.name}/{file[0]}", file[1]
+        variant, name = min(found, key=lambda entry: (entry[0] is not None, ".bin" in entry[1], entry[1]))
+        return f"{part.name}/{name}", variant
 
     def weight_files(self, part: Part) -> list[str]:
         """The files that hold a part's weights: one, or its shards."""
         file, _ = self.weights(part)
         if not file.endswith(".json"):
             return [file]
-        return sorted({f"{part.name}/{shard}" for shard in self.read_json(file)["weight_map"].values()})
-
-    def stored_values(self, part: Part) -> int | None:
-        """How many numbers the part's weights are, from the headers of its files; None for pickled files."""
-        held = [self._tensor_shapes(name) for name in self.weight_files(part)]
-        return sum(math.prod(shape) for shapes in held if shapes for shape in shapes.values()) or None
+        where = self.read_json(file).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            raise self.damaged(f"{file} has no weight_map from tensors to files")
+        return sorted({f"{part.name}/{shard}" for shard in where.values()})
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The object in a JSON file.
@@ -217,85 +183,38 @@ class PipelineFiles:
         """
         try:
             content = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        # A JSON file can also nest deeper than Python recurses, or hold an integer with more digits than it converts.
         except (ValueError, RecursionError) as error:
             raise self.damaged(f"{name} is not JSON: {one_line(error, 120)}") from error
+        except FileNotFoundError as error:
+            raise self.damaged(f"{name} is missing") from error
         except OSError as error:
             raise self.damaged(f"{name} cannot be read: {reason(error)}") from error
         if not isinstance(content, dict):
             raise self.damaged(f"{name} holds a JSON {type(content).__name__}; it must be an object")
         return content
 
-    def _require(self, name: str) -> None:
-        if not os.path.isfile(self.folder / name):
-            linked = os.path.islink(self.folder / name)
-            raise self.damaged(f"{name} is {'a link to a file that is not there' if linked else 'missing'}")
+    def _check_weights(self, name: str) -> None:
+        """Refuse a weights file that is missing, a Git LFS pointer, or shorter than its header says."""
+        from safetensors import SafetensorError, safe_open
 
-    def _check_configuration(self, part: Part, file: str) -> None:
-        name = f"{part.name}/{file}"
-        self._require(name)
-        other = self.read_json(name).get("_class_name", part.class_name)
-        if part.library == "diffusers" and other != part.class_name:
-            raise self.damaged(f"{name} is that of a {other}, but {INDEX} names {part.class_name}")
-
-    def _check_weights(self, part: Part) -> None:
-        file, _ = self.weights(part)
-        if file.endswith(".json"):
-            self._check_shards(part, file)
-        else:
-            self._tensor_shapes(file)
-
-    def _check_shards(self, part: Part, index: str) -> None:
-        """Every shard that the index names is there and whole, and holds the tensors that the index says, no others."""
-        self._require(index)
-        where = self.read_json(index).get("weight_map")
-        if not isinstance(where, dict) or not where or not all(isinstance(shard, str) for shard in where.values()):
-            raise self.damaged(f"{index} has no weight_map from tensors to files")
-        for shard in sorted(set(where.values())):
-            if Path(shard).name != shard:
-                raise self.damaged(f"{index} names {shard!r}, which is not a file beside it")
-            shapes = self._tensor_shapes(f"{part.name}/{shard}")
-            expected = {tensor for tensor, file in where.items() if file == shard}
-            if shapes is not None and set(shapes) != expected:
-                faults = describe(
-                    {"missing in the file": expected - {*shapes}, "not in the index": {*shapes} - expected}
-                )
-                raise self.damaged(f"{part.name}/{shard} and {Path(index).name} disagree: {faults}")
-
-    def _tensor_shapes(self, name: str) -> dict[str, tuple[int, ...]] | None:
-        """The tensors of a weights file from its header alone; None for pickled files, which have no header."""
-        self._require(name)
         file = self.folder / name
         try:
-            size = file.stat().st_size
             with file.open("rb") as handle:
-                start = handle.read(max(8, len(LFS_POINTER)))
-                handle.seek(8)
-                length = int.from_bytes(start[:8], "little")
-                header = handle.read(length) if length <= LARGEST_HEADER else b""
+                start = handle.read(len(LFS_POINTER))
+        except FileNotFoundError as error:
+            raise self.damaged(f"{name} is missing") from error
         except OSError as error:
             raise self.damaged(f"{name} cannot be read: {reason(error)}") from error
         if start.startswith(LFS_POINTER):
             raise self.damaged(f"{name} is a Git LFS pointer, not the file itself; run `git lfs pull`")
-        if file.suffix == ".bin":
-            # torch writes a zip archive, whose table of contents is at the end: one that is cut off has none.
-            if size == 0 or (start.startswith(b"PK") and not zipfile.is_zipfile(file)):
-                raise self.damaged(f"{name} is cut off: it has {size:,} bytes")
-            return None
-        if size < 8:
-            raise self.damaged(f"{name} is cut off: it has {size} bytes")
-        if length > LARGEST_HEADER or start[8:9] not in (b"{", b""):
-            raise self.damaged(f"{name} is not a safetensors file")
-        if 8 + length > size:
-            raise self.damaged(f"{name} is cut off: it has {size:,} bytes and its header alone {8 + length:,}")
+        # The loader refuses a pickled file that is cut off; it has no header to look at first.
+        if file.suffix != ".safetensors":
+            return
         try:
-            tensors = json.loads(header)
-            tensors.pop("__metadata__", None)
-            shapes = {key: tuple(int(side) for side in entry["shape"]) for key, entry in tensors.items()}
-            end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            raise self.damaged(f"{name} has a header that cannot be read ({type(error).__name__})") from error
-        if end != size:
-            state = "is cut off" if size < end else "is longer than its header says"
-            raise self.damaged(f"{name} {state}: it has {size:,} bytes instead of {end:,}")
-        return shapes
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError, ValueError) as error:
+            size = file.stat().st_size
+            raise self.damaged(
+                f"{name} is cut off: it has {size:,} bytes, or is no safetensors file ({one_line(error, 120)})"
+            ) from error

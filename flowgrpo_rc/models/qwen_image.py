@@ -43,33 +43,6 @@ class QwenImage(DiffusionModel):
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         return [(self.pipe.tokenizer, max_sequence_length)]
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        parts = self.pipe
-        vae = parts.vae.config
-        # The pipeline drops the template before the prompt by a number of tokens that it has as a constant.
-        begins = parts.tokenizer(self._beginning()).input_ids
-        left_out = parts.prompt_template_encode_start_idx
-        sizes = [
-            ("the tokenizer's tokens of the prompt template and those that the pipeline drops", len(begins), left_out),
-            ("the transformer's in_channels and four times the vae's z_dim", self._channels, 4 * vae.z_dim),
-            ("the vae's z_dim and its latents_mean", vae.z_dim, len(vae.latents_mean)),
-            ("the vae's z_dim and its latents_std", vae.z_dim, len(vae.latents_std)),
-        ]
-        if parts.text_encoder is not None:
-            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
-            name = "the transformer's joint_attention_dim and the text_encoder's width"
-            sizes.append((name, self.transformer.config.joint_attention_dim, width))
-        return sizes
-
-    def _beginning(self) -> str:
-        """What the prompt template has before all that a prompt says."""
-        return self.pipe.prompt_template_encode.split("{}")[0]
-
-    def _factors(self) -> dict[str, list[Any]]:
-        vae = self.pipe.vae.config
-        scales = [1 / std if std else None for std in vae.latents_std]
-        return {"the vae's latents_mean": list(vae.latents_mean), "1 / the vae's latents_std": scales}
-
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

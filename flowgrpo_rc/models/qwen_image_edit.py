@@ -77,13 +77,6 @@ class QwenImageEdit(QwenImage):
         rows, columns = latents.shape[3:]
         return self.pipe._pack_latents(latents, 1, latents.shape[1], rows, columns)[0]
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        tokenizers = (len(self.pipe.processor.tokenizer), len(self.pipe.tokenizer))
-        return [*super()._sizes(), ("the vocabularies of processor and tokenizer", *tokenizers)]
-
-    def _beginning(self) -> str:
-        return super()._beginning().split("<|vision_start|>")[0]
-
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

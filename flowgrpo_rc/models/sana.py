@@ -61,19 +61,6 @@ class Sana(DiffusionModel):
         """A first token, and the last one of the instruction, are kept with those of the prompt."""
         return [(self.pipe.tokenizer, max_sequence_length - 2)]
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        parts = self.pipe
-        latents = parts.vae.config.latent_channels
-        sizes = [("the transformer's in_channels and the vae's latent_channels", self._channels, latents)]
-        if parts.text_encoder is not None:
-            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
-            name = "the transformer's caption_channels and the text_encoder's width"
-            sizes.append((name, self.transformer.config.caption_channels, width))
-        return sizes
-
-    def _factors(self) -> dict[str, list[Any]]:
-        return self._scale_and_shift(shifted=False)
-
     @property
     def _multiple(self) -> int:
         return self.pipe.vae_scale_factor * self.transformer.config.patch_size

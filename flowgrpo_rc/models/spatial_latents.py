@@ -35,19 +35,6 @@ class SpatialLatents(DiffusionModel):
     def _multiple(self) -> int:
         return self.pipe.vae_scale_factor * self.transformer.config.get("patch_size", 2)
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        parts = self.pipe
-        latents = parts.vae.config.latent_channels
-        sizes = [("the transformer's in_channels and the vae's latent_channels", self._channels, latents)]
-        if parts.text_encoder is not None:
-            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
-            name = f"the transformer's {self.text_width} and the text_encoder's width"
-            sizes.append((name, self.transformer.config[self.text_width], width))
-        return sizes
-
-    def _factors(self) -> dict[str, list[Any]]:
-        return self._scale_and_shift(shifted=self.shifts_latents)
-
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         if self.shifts_latents:
             return self._decode_scaled_and_shifted(latents)

@@ -57,26 +57,6 @@ class StableDiffusion3(SpatialLatents):
         """Those of both CLIPs stand side by side, those of the T5 behind them."""
         return int(self.pipe.tokenizer_max_length) + max_sequence_length
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        parts = self.pipe
-        transformer = self.transformer.config
-        latents = parts.vae.config.latent_channels
-        sizes = [("the transformer's in_channels and the vae's latent_channels", self._channels, latents)]
-        if parts.text_encoder is not None and parts.text_encoder_2 is not None:
-            pooled = parts.text_encoder.config.projection_dim + parts.text_encoder_2.config.projection_dim
-            limit = parts.tokenizer.model_max_length
-            positions = parts.text_encoder.config.max_position_embeddings
-            sizes += [
-                ("the transformer's pooled_projection_dim and both CLIPs'", transformer.pooled_projection_dim, pooled),
-                # A tokenizer that cuts earlier does no harm.
-                ("the tokenizer's model_max_length and text_encoder's positions", limit, min(limit, positions)),
-            ]
-        if parts.text_encoder_3 is not None:
-            width = parts.text_encoder_3.get_input_embeddings().weight.shape[1]
-            name = "the transformer's joint_attention_dim and text_encoder_3's width"
-            sizes.append((name, transformer.joint_attention_dim, width))
-        return sizes
-
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:

@@ -47,25 +47,6 @@ class Wan(DiffusionModel):
         """The UMT5 adds a token behind the prompt."""
         return [(self.pipe.tokenizer, max_sequence_length - 1)]
 
-    def _sizes(self) -> list[tuple[str, int, int]]:
-        parts = self.pipe
-        vae = parts.vae.config
-        sizes = [
-            ("the transformer's in_channels and the vae's z_dim", self._channels, vae.z_dim),
-            ("the vae's z_dim and its latents_mean", vae.z_dim, len(vae.latents_mean)),
-            ("the vae's z_dim and its latents_std", vae.z_dim, len(vae.latents_std)),
-        ]
-        if parts.text_encoder is not None:
-            width = parts.text_encoder.get_input_embeddings().weight.shape[1]
-            name = "the transformer's text_dim and the text_encoder's width"
-            sizes.append((name, self.transformer.config.text_dim, width))
-        return sizes
-
-    def _factors(self) -> dict[str, list[Any]]:
-        vae = self.pipe.vae.config
-        scales = [1 / std if std else None for std in vae.latents_std]
-        return {"the vae's latents_mean": list(vae.latents_mean), "1 / the vae's latents_std": scales}
-
     @property
     def _multiple(self) -> int:
         return self.pipe.vae_scale_factor_spatial * self.transformer.config.patch_size[1]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_families import TINY, cogview4, lumina2, parts, z_image
+from tiny_families import TINY, cogview4, lumina2, z_image
 from tolerances import EMBEDDING, LATENT
 from torch.testing import assert_close
 
@@ -78,17 +78,6 @@ def test_one_block_is_compiled_for_all(model):
     assert all(id(layer) in inside for layer in targets)
 
 
-def test_parts_that_do_not_fit_each_other_are_named(name, model):
-    model.check_parts()
-    model.pipe.vae.register_to_config(latent_channels=8)
-    with pytest.raises(ValueError, match="the transformer's in_channels and the vae's latent_channels must agree"):
-        model.check_parts()
-    other = ADAPTERS[name](TINY[name].build())
-    other.transformer.register_to_config(**{model.text_width: 7})
-    with pytest.raises(ValueError, match=f"the transformer's {model.text_width} and the text_encoder's width must"):
-        other.check_parts()
-
-
 def test_z_image_with_a_dynamic_shift():
     pipe = z_image.build(dynamic=True)
     model = ZImage(pipe)
@@ -119,13 +108,6 @@ def test_lumina2_gives_prompts_alone_its_system_prompt():
     assert_close(prompt, said[0][said_mask[0].bool()], atol=EMBEDDING, rtol=0)
     assert_close(negative, unsaid[0][unsaid_mask[0].bool()], atol=EMBEDDING, rtol=0)
     assert len(negative) == 1
-
-
-def test_lumina2_refuses_a_vae_of_another_scale_than_its_pipeline_has():
-    pipe = lumina2.build()
-    pipe.register_modules(vae=parts.vae())
-    with pytest.raises(ValueError, match="pixels to a side of a latent, for the pipeline and for the vae"):
-        Lumina2(pipe).check_parts()
 
 
 @pytest.mark.parametrize("cfg_scale", [1.0, 4.0])

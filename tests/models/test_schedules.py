@@ -105,9 +105,9 @@ def test_levels_equal_the_pipelines(name):
         if kind == "unipc_karras" and sigmas[0] < sigmas[1]:
             # diffusers reverses the levels that the pipeline passes.
             with pytest.raises(ValueError, match="do not fall from at most 1 to 0: .*use_karras_sigmas=True"):
-                model.check_parts()
+                model.check_schedule()
             continue
-        model.check_parts()
+        model.check_schedule()
         drawn.add(kind)
     assert drawn >= {"released", "shift", "karras"}
     assert ("unipc" in drawn) == (name not in ("cogview4", "z_image"))  # their pipelines pass levels that it refuses
@@ -127,7 +127,7 @@ def test_levels_that_no_flow_has_are_refused_by_name(setting):
     pipe = wan.build()
     pipe.scheduler = NOT_A_FLOW[setting]()
     with pytest.raises(ValueError, match=f"do not fall from at most 1 to 0: .*{setting}="):
-        Wan(pipe).check_parts()
+        Wan(pipe).check_schedule()
 
 
 @pytest.mark.parametrize("kind", OTHER_STEPS)
