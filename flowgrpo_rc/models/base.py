@@ -78,7 +78,7 @@ class Prompts:
         if self.mask is not None and self.lengths is None:
             object.__setattr__(self, "lengths", tuple(self.mask.sum(1).tolist()))
         elif self.mask is None and self.lengths is not None:
-            raise ValueError("Prompts.lengths: given without Prompts.mask; give both")
+            raise ValueError("Prompts.lengths: are given without Prompts.mask; give both")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         """The same prompts with every tensor changed."""

@@ -106,7 +106,7 @@ def test_the_math_backend_computes_the_same_function(tiny_model):
     "config", [lambda: ModelConfig(attn_backend="x"), lambda: RolloutConfig(rollout_attn_backend="x")]
 )
 def test_unknown_names(config):
-    with pytest.raises(ValueError, match=r"attn_backend: got 'x'; choose one of native, .*, null"):
+    with pytest.raises(ValueError, match=r"attn_backend: got 'x'; choose one of native, .* null"):
         config()
 
 
