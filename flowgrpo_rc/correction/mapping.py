@@ -17,7 +17,7 @@ class TensorMapping(Protocol):
 
 @runtime_checkable
 class BatchHolder(Protocol):
-    """What keeps its tensors in ``.batch``: verl's ``DataProto``."""
+    """An object with its tensors in ``.batch``, such as verl's ``DataProto``."""
 
     @property
     def batch(self) -> Any: ...
@@ -42,6 +42,7 @@ def optional(mapping: TensorMapping, name: str) -> Tensor | None:
 
 def response_mask(data: TensorMapping, log_prob: Tensor) -> Bool[Tensor, "B T"] | None:
     """Valid tokens, from a mask of any dtype; ``None`` on the diffusion path, which has no such key."""
+    # SDE windows are dense, so that only tokens have a mask.
     mask = optional(data, "response_mask")
     if mask is None:
         return None

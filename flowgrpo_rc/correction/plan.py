@@ -1,7 +1,7 @@
-"""Thresholds and options, parsed once: from what a user writes to a ``CorrectionPlan`` of plain numbers.
+"""Options of a correction, parsed once into plain numbers: a ``CorrectionPlan``. Imports no torch.
 
-Everything downstream (weights, rejection, metrics, ``explain``) reads the plan; nothing else looks into a
-threshold string. Ratios are train over rollout, ``r = exp(log_prob - rollout_log_prob)``, everywhere here.
+Weights, rejection, metrics and ``explain`` read the plan; nothing else parses a threshold. Ratios are train over
+rollout, ``r = exp(log_prob - rollout_log_prob)``.
 """
 
 import math
@@ -17,69 +17,77 @@ from flowgrpo_rc.checks import choice, show
 
 SAFETY_BOUND = 20.0
 """Every exponent is clamped to [-SAFETY_BOUND, SAFETY_BOUND] before ``exp``."""
-
 IS_LEVELS = ("token", "sequence", "geometric")
-
-
-@dataclass(frozen=True, slots=True)
-class WeightMode:
-    """A value of ``rollout_is_mode``."""
-
-    bound: Callable[[Any, Any, "ImportanceSampling"], Any]
-    """The weights, as a function of the ratios, of flags of those beyond the bounds, and of the bounds."""
-    one_bound: bool = False
-    """Whether there is an upper bound alone."""
-    lower_may_be_zero: bool = False
-    """Whether the lower bound may be 0, for none."""
-    rejects: bool = False
-    """Whether elements beyond the bounds leave the mask."""
-    outside_metric: str | None = None
-    """The metric that counts them."""
-    slime_fractions: Mapping[str, str] = field(default_factory=dict)
-    """slime's names of the share above ("high") and below ("low") the bounds."""
-
-
-def _clamped(ratio: Any, outside: Any, spec: "ImportanceSampling") -> Any:
-    return ratio.clamp(spec.lower, spec.upper)
-
-
-_MASKED = {"mis_mask_fraction_low": "low", "mis_mask_fraction_high": "high"}
-WEIGHT_MODES = {
-    "truncate": WeightMode(_clamped, one_bound=True, slime_fractions={"mis_truncate_fraction": "high"}),
-    "zero": WeightMode(
-        lambda ratio, outside, spec: ratio.masked_fill(outside, 0.0),
-        outside_metric="rollout_is_oob_ratio",
-        slime_fractions=_MASKED,
-    ),
-    "clip": WeightMode(
-        _clamped,
-        lower_may_be_zero=True,
-        slime_fractions={"mis_clip_fraction_low": "low", "mis_clip_fraction_high": "high"},
-    ),
-    "mask": WeightMode(
-        lambda ratio, outside, spec: ratio,
-        lower_may_be_zero=True,
-        rejects=True,
-        outside_metric="rollout_is_masked_fraction",
-        slime_fractions=_MASKED,
-    ),
-}
 RS_OPTIONS = (
     *("token_k1", "token_k2", "token_k3"),
     *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
     *("seq_max_k2", "seq_max_k3"),
 )
-
+"""Rejection criteria, as an aggregate and a statistic of ``numerics/rejection.py``."""
 AUTO = "auto"
-"""A rejection threshold that follows the measured gap: ``calibrated``."""
-
+"""A rejection threshold that follows the measured gap (``Criterion.calibrated``)."""
 ThresholdSpec = int | float | str | None
 
-_BAND_FORM = "give a number, or 'lower_upper' as in '0.5_2.0'"
-_NUMBER_FORM = "give one number"
-_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
-_TWO_NUMBERS = re.compile(rf"\W*({_NUMBER})(?:\s*[-,;:/~|]\s*|\s+|\s*\.\.+\s*|\s*to\s*)({_NUMBER})\W*", re.ASCII)
+
+@dataclass(frozen=True, slots=True)
+class WeightMode:
+    """A value of ``rollout_is_mode``."""
+
+    title: str
+    """Name of the method, for ``explain``."""
+    effect: str
+    """Effect at the bounds ``{lower:g}`` and ``{upper:g}``, for ``explain``."""
+    bound: Callable[[Any, Any, "ImportanceSampling"], Any]
+    """Weights, from ratios, flags of the ratios beyond the bounds, and the bounds. The first two are tensors."""
+    one_bound: bool = False
+    """There is only an upper bound."""
+    lower_may_be_zero: bool = False
+    """The lower bound may be 0, for none."""
+    rejects: bool = False
+    """Elements beyond the bounds leave the mask."""
+    outside_metric: str | None = None
+    """Metric of the share beyond the bounds."""
+    slime_fractions: Mapping[str, str] = field(default_factory=dict)
+    """slime's names of the share above ("high") and below ("low") the bounds."""
+
+
+def _clamped(ratio: Any, _outside: Any, spec: "ImportanceSampling") -> Any:
+    return ratio.clamp(spec.lower, spec.upper)
+
+
+WEIGHT_MODES = {
+    "truncate": WeightMode(
+        title="truncated importance sampling",
+        effect="at most {upper:g}",
+        bound=_clamped,
+        one_bound=True,
+        slime_fractions={"mis_truncate_fraction": "high"},
+    ),
+    "zero": WeightMode(
+        title="IcePop",
+        effect="0 outside [{lower:g}, {upper:g}]",
+        bound=lambda ratio, outside, _: ratio.masked_fill(outside, 0.0),
+        outside_metric="rollout_is_oob_ratio",
+        slime_fractions={"mis_mask_fraction_low": "low", "mis_mask_fraction_high": "high"},
+    ),
+    "clip": WeightMode(
+        title="clipped importance sampling",
+        effect="clipped into [{lower:g}, {upper:g}]",
+        bound=_clamped,
+        lower_may_be_zero=True,
+        slime_fractions={"mis_clip_fraction_low": "low", "mis_clip_fraction_high": "high"},
+    ),
+    "mask": WeightMode(
+        title="masked importance sampling",
+        effect="unbounded, with everything outside [{lower:g}, {upper:g}] rejected",
+        bound=lambda ratio, *_: ratio,
+        lower_may_be_zero=True,
+        rejects=True,
+        outside_metric="rollout_is_masked_fraction",
+        slime_fractions={"mis_mask_fraction_low": "low", "mis_mask_fraction_high": "high"},
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +99,22 @@ class ImportanceSampling:
     mode: str
     """One of ``WEIGHT_MODES``."""
     lower: float
-    """0 means that nothing is done to small weights."""
+    """0 leaves small weights alone."""
     upper: float
     batch_normalize: bool = False
 
     def bound(self, ratio: Any, outside: Any) -> Any:
-        """Weights from ratios and flags of what lies beyond the bounds, as tensors."""
+        """Weights from ratios and flags of the ratios beyond the bounds, as tensors."""
         return WEIGHT_MODES[self.mode].bound(ratio, outside, self)
 
     @property
     def rejects(self) -> bool:
-        """Whether elements beyond the bounds leave the mask."""
+        """Elements beyond the bounds leave the mask."""
         return WEIGHT_MODES[self.mode].rejects
 
     @property
     def reported_lower(self) -> float:
-        """The bound that ``..._fraction_low`` counts against: ``lower``, but ``1 / upper`` for truncated weights, as in
-        verl. Against 0 nothing counts."""
+        """The bound of ``..._fraction_low``: ``lower``, but as in verl ``1 / upper`` for truncated weights."""
         return 1.0 / self.upper if WEIGHT_MODES[self.mode].one_bound else self.lower
 
     @property
@@ -118,12 +125,12 @@ class ImportanceSampling:
     @property
     def log_lower(self) -> float:
         """The log ratio below which ``..._fraction_low`` counts."""
-        return math.log(self.reported_lower) if self.reported_lower > 0.0 else -math.inf
+        return _log(self.reported_lower)
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One rejection criterion. k1 keeps ``lower <= aggregate of l <= upper``; k2 and k3 keep what is ``<= upper``."""
+    """One rejection criterion. k1 keeps ``lower <= aggregate of l <= upper``; k2 and k3 keep ``statistic <= upper``."""
 
     name: str
     aggregate: str
@@ -142,7 +149,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionPlan:
-    """What one call computes. Hashable, without tensors, and valid by construction (see ``make_plan``)."""
+    """Everything that one call computes. Hashable, without tensors, and valid by construction (see ``make_plan``)."""
 
     importance: ImportanceSampling | None = None
     criteria: tuple[Criterion, ...] = ()
@@ -152,15 +159,15 @@ class CorrectionPlan:
 
     @property
     def can_reject(self) -> bool:
-        """Whether any element can leave the mask."""
+        """Some option may remove elements from the mask."""
         weights_reject = self.importance is not None and self.importance.rejects
         return bool(self.criteria) or self.log_veto is not None or weights_reject
 
     def couples_elements(self, *, uses_weights: bool = True) -> bool:
-        """Whether what becomes of an element depends on others, of its row or with batch normalisation of the batch.
+        """An element's fate depends on others: of its row, or with batch normalisation of the batch.
 
         Args:
-            uses_weights: whether anybody reads the weights; without that they count only where they reject.
+            uses_weights: the loss reads the weights; otherwise they count only where they reject.
         """
         importance = self.importance
         if importance is not None and not (uses_weights or importance.rejects):
@@ -170,7 +177,7 @@ class CorrectionPlan:
 
     @property
     def calibrated(self) -> bool:
-        """Whether the plan needs bounds of every row to be carried out."""
+        """A criterion needs a bound of every row."""
         return any(c.calibrated for c in self.criteria)
 
 
@@ -183,7 +190,7 @@ def make_plan(
     rollout_rs_threshold: ThresholdSpec = None,
     rollout_token_veto_threshold: ThresholdSpec = None,
 ) -> CorrectionPlan:
-    """Parses and validates the options of one call. Cached: a training step parses nothing.
+    """Parses and validates the options of one call. Cached, since every training step makes the same plan.
 
     Raises:
         TypeError: a bool or another type where a number or string belongs.
@@ -196,6 +203,7 @@ def make_plan(
     is_threshold = plain_threshold(rollout_is_threshold, "rollout_is_threshold")
     rs_threshold = plain_threshold(rollout_rs_threshold, "rollout_rs_threshold")
     veto = plain_threshold(rollout_token_veto_threshold, "rollout_token_veto_threshold", band=False)
+    # Checked above, since the cache would fail on a list with a message about hashes.
     weights = (rollout_is, is_threshold, rollout_is_mode, bool(rollout_is_batch_normalize))
     return _plan(weights, (rollout_rs, rs_threshold), veto)
 
@@ -221,11 +229,10 @@ def _plan(
 
 
 def parse_is_threshold(spec: ThresholdSpec, mode: str | None = None) -> tuple[str, float, float]:
-    """``(mode, lower, upper)`` of an importance-sampling threshold; ``lower`` is 0 where there is none.
+    """``(mode, lower, upper)`` of an importance-sampling threshold; ``lower`` is 0 for none.
 
-    A number ``u`` alone means ``truncate``, and ``"lower_upper"`` means ``zero`` (IcePop). An explicit ``mode`` of
-    ``zero``, ``clip`` or ``mask`` reads a lone ``u`` as ``1/u_u``. A lower bound of 0, for none, needs ``clip`` or
-    ``mask``.
+    A number ``u`` alone means ``truncate``, and ``"lower_upper"`` means ``zero`` (IcePop). An explicit ``mode`` with
+    two bounds reads a lone ``u`` as ``1/u_u``. A lower bound of 0 needs ``clip`` or ``mask``.
     """
     name = "rollout_is_threshold"
     choice("rollout_is_mode", mode, (None, *WEIGHT_MODES))
@@ -251,15 +258,16 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
         raise ValueError("rollout_rs is an empty list; use null for no rejection.")
     for option in options:
         choice("rollout_rs", option, RS_OPTIONS)
+    named = ",".join(options)
     if spec is None:
-        raise ValueError(f"rollout_rs={','.join(options)!r} needs rollout_rs_threshold.")
+        raise ValueError(f"rollout_rs={named!r} needs rollout_rs_threshold.")
     entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
     if AUTO in entries and spec != AUTO:
         raise ValueError(f"rollout_rs_threshold={spec!r}: auto stands alone, for one criterion; give it, or numbers.")
     if spec == AUTO and (len(options) > 1 or options[0].startswith("token")):
         raise ValueError(
-            f"rollout_rs_threshold='auto' calibrates one criterion of whole rows, got {','.join(options)!r}; give one "
-            "of the seq_ criteria in rollout_rs, e.g. seq_mean_k1, or thresholds."
+            f"rollout_rs_threshold='auto' calibrates one criterion of whole rows, got {named!r}; give one of the seq_ "
+            "criteria in rollout_rs, e.g. seq_mean_k1, or thresholds."
         )
     if len(entries) not in (1, len(options)):
         near = _near_band(spec) if len(options) == 1 else ""
@@ -267,6 +275,7 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
             f"rollout_rs_threshold={show(spec)} has {len(entries)} entries; give one for all or one for each of "
             f"{', '.join(options)}; for k1 {_BAND_FORM}{near}."
         )
+    # One threshold serves all criteria, as in verl.
     if len(entries) == 1:
         entries *= len(options)
     return tuple(_criterion(option, entry) for option, entry in zip(options, entries, strict=True))
@@ -279,25 +288,24 @@ def _criterion(option: str, entry: object) -> Criterion:
         return Criterion(option, aggregate, statistic, math.inf, calibrated=True)
     if statistic == "k1":
         lower, upper = _bounds(entry, name, zero_allowed=True)
-        log_lower = math.log(lower) if lower > 0.0 else -math.inf
-        return Criterion(option, aggregate, statistic, math.log(upper), log_lower)
+        return Criterion(option, aggregate, statistic, math.log(upper), _log(lower))
     if is_band(entry):
         raise ValueError(f"{name} is one upper bound, got {show(entry)}; only k1 criteria take 'lower_upper'.")
     return Criterion(option, aggregate, statistic, parse_number(entry, name))
 
 
 def mirror_k1(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
-    """The same thresholds read as verl's code reads them: the k1 band applied to ``-l`` instead of ``l``."""
+    """The same thresholds with verl's reading: the k1 band applied to ``-l`` instead of ``l``."""
     return tuple(
         replace(c, lower=-c.upper, upper=-c.lower, mirrored=True) if c.statistic == "k1" else c for c in criteria
     )
 
 
 def check_unused_rs_threshold(spec: ThresholdSpec) -> None:
-    """A threshold beside no criterion acts on nothing, but must be one: a number or a band, or several with commas.
+    """Checks a threshold without a criterion: a number or a band, or several with commas.
 
     Raises:
-        TypeError, ValueError: as for a criterion, whichever it may be.
+        TypeError, ValueError: as for a criterion.
     """
     if spec is None or spec == AUTO:
         return
@@ -308,23 +316,35 @@ def check_unused_rs_threshold(spec: ThresholdSpec) -> None:
             parse_number(entry, "rollout_rs_threshold", band=spec)
 
 
+# Numbers and bands as users write them.
+
+_BAND_FORM = "give a number, or 'lower_upper' as in '0.5_2.0'"
+_NUMBER_FORM = "give one number"
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+# Bands that users write by habit from other tools: 0.5-2.0, 0.5:2.0, 0.5..2.0, 0.5 to 2.0.
+_TWO_NUMBERS = re.compile(rf"\W*({_NUMBER})(?:\s*[-,;:/~|]\s*|\s+|\s*\.\.+\s*|\s*to\s*)({_NUMBER})\W*", re.ASCII)
+
+
 def plain_threshold(value: object, name: str, *, band: bool = True) -> ThresholdSpec:
-    """``value`` as a plain int, float or string: numbers of other types (numpy's, ``Decimal``) become floats.
+    """``value`` as an int, float or string; numbers of other types (numpy's, ``Decimal``) become floats.
 
     Args:
-        band: whether it may be a band.
+        band: the threshold may be a band.
 
     Raises:
-        TypeError: a bool, a list, or whatever else is neither a number nor a string; the message has the form to write.
+        TypeError: a bool, a list, or anything else that is neither a number nor a string.
     """
     if value is None or type(value) in (int, float, str):
         return value  # pyright: ignore[reportReturnType]
-    _check_type(value, name, band=band)
-    return value if isinstance(value, str) else float(value)  # pyright: ignore[reportArgumentType]
+    if isinstance(value, bool) or not isinstance(value, (Real, Decimal, str)):
+        form = f"{_BAND_FORM}{_near_band(value)}" if band else _NUMBER_FORM
+        kind = ", not a boolean" if isinstance(value, bool) else ""  # verl's words
+        raise TypeError(f"{name} must be a number or a numeric string{kind}, got {show(value)}; {form}.")
+    return value if isinstance(value, str) else float(value)
 
 
 def is_band(value: object) -> bool:
-    """Whether a threshold is written as two bounds."""
+    """A threshold is written as two bounds."""
     return isinstance(value, str) and "_" in value
 
 
@@ -346,10 +366,38 @@ def split_band(spec: object, name: str) -> tuple[object | None, object]:
     return parts[0], parts[1]
 
 
+def parse_number(value: object, name: str, *, band: object = None, zero_allowed: bool = False) -> float:
+    """A positive, finite-or-infinite float from a number or numeric string.
+
+    Args:
+        band: the whole threshold that ``value`` is a part of, for messages; None: there is no band.
+
+    Raises:
+        TypeError: a bool, or neither a number nor a string.
+        ValueError: not a number, NaN, negative, or zero where that is not allowed.
+    """
+    value = plain_threshold(value, name, band=band is not None)
+    # float() would read the _ as a separator of digits.
+    if is_band(value):
+        raise ValueError(f"{name}: {show(value)} is a band; {_NUMBER_FORM}.")
+    try:
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except (ValueError, TypeError, OverflowError) as error:
+        written = value if band is None else band
+        form = _NUMBER_FORM if band is None else f"{_BAND_FORM}{_near_band(band)}"
+        raise ValueError(f"{name}: {show(written)} is not a number; {form}.") from error
+    if math.isnan(number):
+        raise ValueError(f"{name} must not be NaN.")
+    if number < 0 or (number == 0 and not zero_allowed):
+        raise ValueError(f"{name} must be positive, got {show(value)}.")
+    return number
+
+
 def _bounds(spec: object, name: str, *, zero_allowed: bool) -> tuple[float, float]:
     """The bounds of a ratio; the lower one of a lone number is its reciprocal, and may be 0 if ``zero_allowed``."""
     below, above = split_band(spec, name)
     upper = parse_number(above, name, band=spec)
+    # A lone number is symmetric in the log ratio.
     lower = 1.0 / upper
     if below is not None:
         lower = parse_number(below, f"{name} (lower bound)", band=spec, zero_allowed=zero_allowed)
@@ -358,46 +406,11 @@ def _bounds(spec: object, name: str, *, zero_allowed: bool) -> tuple[float, floa
     return lower, upper
 
 
-def parse_number(value: object, name: str, *, band: object = None, zero_allowed: bool = False) -> float:
-    """A positive, finite-or-infinite float from a number or numeric string.
-
-    Args:
-        band: what ``value`` is a part of, where a band may stand; messages show it.
-
-    Raises:
-        TypeError: a bool, or neither a number nor a string.
-        ValueError: not a number, too large for a float, NaN, negative, or zero where that is not allowed.
-    """
-    _check_type(value, name, band=band is not None)
-    if is_band(value):  # float() would take the _ for a separator of digits
-        raise ValueError(f"{name}: {show(value)} is a band; {_NUMBER_FORM}.")
-    written = value if band is None else band
-    form = _NUMBER_FORM if band is None else f"{_BAND_FORM}{_near_band(band)}"
-    try:
-        if isinstance(value, str) and not value.isascii():  # float() reads the digits of every script
-            raise ValueError
-        number = float(value)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        raise ValueError(f"{name}: {show(written)} is not a number; {form}.") from error
-    except OverflowError:
-        number = math.inf
-    if math.isnan(number):
-        raise ValueError(f"{name} must not be NaN.")
-    if math.isinf(number) and not (isinstance(value, float) or "inf" in show(value).lower()):
-        raise ValueError(f"{name}: {show(written)} is larger than any float; {form}.")
-    if number < 0 or (number == 0 and not zero_allowed):
-        raise ValueError(f"{name} must be positive, got {show(value)}.")
-    return number
-
-
-def _check_type(value: object, name: str, *, band: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, (Real, Decimal, str)):
-        form = f"{_BAND_FORM}{_near_band(value)}" if band else _NUMBER_FORM
-        kind = ", not a boolean" if isinstance(value, bool) else ""  # as verl says it
-        raise TypeError(f"{name} must be a number or a numeric string{kind}, got {show(value)}; {form}.")
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0.0 else -math.inf
 
 
 def _near_band(value: object) -> str:
-    """What the form would be here, where ``value`` is two numbers: '0.5-2.0', '0.5,2.0', [0.5, 2.0]."""
+    """The band that two numbers may mean: '0.5-2.0', '0.5,2.0', [0.5, 2.0]."""
     found = _TWO_NUMBERS.fullmatch(str(value)) if isinstance(value, (str, list, tuple)) else None
     return f" (here '{found[1]}_{found[2]}')" if found else ""

@@ -14,7 +14,7 @@ class Replacement:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where something was replaced, as ``module.name``."""
+        """Every replaced function, as ``module.name``."""
         return tuple(f"{module.__name__}.{name}" for module, name, _ in self._places)
 
     def apply(self, home: ModuleType, functions: Mapping[str, Callable[..., Any]], package: str) -> None:
@@ -26,6 +26,7 @@ class Replacement:
         missing = [name for name in functions if not hasattr(home, name)]
         if missing:
             raise AttributeError(f"{home.__name__} has no {', '.join(missing)}: an unexpected version.")
+        # Modules that imported a function by name hold the original, and would go on calling it.
         originals = {name: getattr(home, name) for name in functions}
         loaded = [m for name, m in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
         for module in [home, *(m for m in loaded if isinstance(m, ModuleType))]:

@@ -1,12 +1,12 @@
 """Drop-in for verl 0.9.1's ``verl.trainer.ppo.rollout_corr_helper``.
 
-The same names, signatures and return types, and the same weights, masks and metrics, from one pass and one
-transfer instead of some seventy. What is verl's and not this library's is reproduced here only: the k1 band
-acts on ``-l`` (so "lower_upper" keeps ``1/upper <= r <= 1/lower``) and a ``*_k1_fraction_high`` counts small ratios;
-rows without a valid element enter the averages over rows as zeros.
+The same names, signatures and return types, and the same weights, masks and metrics, from one transfer instead of some
+seventy. Three conventions of verl's are reproduced only here: the k1 band acts on ``-l`` (so "lower_upper" keeps
+``1/upper <= r <= 1/lower``), ``*_k1_fraction_high`` counts small ratios, and rows without a valid element enter the
+averages over rows as zeros.
 
-Where verl overflows to inf or passes a NaN on, these functions stay finite or raise. verl itself is imported only
-when a ``DataProto`` has to be built and by ``install``.
+These functions stay finite or raise where verl overflows to inf or passes a NaN on. verl itself is imported only to
+build a ``DataProto`` and by ``install``.
 """
 
 import inspect
@@ -61,7 +61,7 @@ def compute_rollout_correction_and_rejection_mask(
 
     Raises:
         ValueError: shapes differ, no element is valid, a valid log-prob is NaN or infinite, a bad option.
-        ImportError: weights were asked for and verl is not installed.
+        ImportError: with ``rollout_is``, when verl is not installed.
     """
     plan = _plan(rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold)
     result = _run(old_log_prob, rollout_log_prob, response_mask, plan)
@@ -93,6 +93,7 @@ def compute_rollout_rejection_mask(
     if not isinstance(rollout_rs, str):
         raise ValueError("rollout_rs must be a string of comma-separated options.")
     plan = _plan(rollout_rs=rollout_rs, rollout_rs_threshold=rollout_rs_threshold)
+    # verl returns an empty batch as it is.
     if log_ratio.shape[0] == 0:
         return response_mask, {}
     result = _run(log_ratio, torch.zeros_like(log_ratio), response_mask, plan)
@@ -205,6 +206,7 @@ def _run(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, plan: Correct
     """Runs a plan in verl's conventions; its effective sample size has 1e-8 added to the mean weight."""
     result = run_plan(log_prob, rollout_log_prob, mask, plan=replace(plan, counts_empty_rows=True))
     mean = result.metrics.get(f"{PREFIX}rollout_is_mean", 0.0)
+    # verl adds 1e-8 to the mean weight.
     if mean > 0.0:
         result.metrics[f"{PREFIX}rollout_is_eff_sample_size"] *= (1.0 + 1e-8 / mean) ** 2
     return result

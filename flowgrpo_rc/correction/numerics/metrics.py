@@ -58,6 +58,7 @@ class MetricTable:
     def elements(self, name: str, reduction: Reduction, *values: Shaped[Tensor, "B ..."]) -> None:
         """A metric over the valid elements; a row's value counts as often as the row has elements."""
         if reduction in (LEAST, MOST):
+            # Infinity keeps invalid elements out of a minimum.
             ends = [-v if reduction is MOST else v for v in values]
             self._ends.append(_Columns(name, reduction, [v.masked_fill(self._invalid, math.inf).amin(1) for v in ends]))
         else:
@@ -140,10 +141,12 @@ def weight_metrics(table: MetricTable, spec: ImportanceSampling, w: ImportanceWe
     else:
         row_weight = w.weight
         row_excess = w.excess
-        low = w.low | empty  # as a weight of 0, where rows without a valid element count
+        # As in verl, a row without a valid element has a weight of 0, where such rows count at all.
+        low = w.low | empty
         high = w.high & ~empty
     sums = (w.weight, w.weight * w.weight, w.excess, w.excess * w.excess)
     row_sums = (row_weight, row_weight * row_weight, row_excess, row_excess * row_excess)
+    # The exact one of both forms of a weight, for its extremes.
     exact = torch.where(row_weight < 0.5, row_weight, 1.0 + row_excess)
     table.elements("rollout_is_mean", WEIGHT_MEAN, *sums)
     table.elements("rollout_is_std", WEIGHT_DEVIATION, *sums)
@@ -174,6 +177,7 @@ def normalization_columns(w: ImportanceWeights, x: LogRatios) -> list[Float[Tens
     """Numbers of each row that add up to the mean weight: 1, ``w`` and ``w - 1`` of its elements or of itself."""
     if w.weight.dim() == 2:
         return [row_sum(x.valid), row_sum(w.weight), row_sum(w.excess)]
+    # Rows without a valid element never count in the mean weight, not even in verl.
     nonempty = x.valid.any(1).double()
     return [nonempty, w.weight, w.excess * nonempty]
 
@@ -203,11 +207,13 @@ def criterion_metrics(table: MetricTable, v: Verdict, x: LogRatios) -> None:
     sides = (v.low, v.high)
     row_sides = sides
     if token:
+        # A band that excludes a ratio of 1 moves the 0 of an invalid element.
         inside = inside.masked_fill(~x.valid, 0.0)
         row = row_mean(v.values, x.valid)
         row_sides = (row.to(dtype) < v.lower, row.to(dtype) > v.upper)
     else:
         inside = inside.double()
+    # verl applies the band to -l, so that its "high" is a small ratio.
     low, high = sides[::-1] if c.mirrored else sides
     row_low, row_high = row_sides[::-1] if c.mirrored else row_sides
     sign = -1.0 if c.statistic == "k1" else 1.0
@@ -235,6 +241,7 @@ def criterion_metrics(table: MetricTable, v: Verdict, x: LogRatios) -> None:
 
 def timestep_table(x: LogRatios, timesteps: Shaped[Tensor, "B T"]) -> Float[Tensor, " numbers"]:
     """``|l|``, validity and timestep of every element, which ``gaps_by_timestep`` groups on the host."""
+    # Grouped on the host: the number of distinct timesteps is not known on the device without waiting for it.
     gap = (x.log_prob.double() - x.rollout_log_prob.double()).abs()
     return torch.stack([gap, x.valid.double(), timesteps.double()]).flatten()
 

@@ -46,13 +46,13 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What the metrics of a batch, of micro-batches or of ranks follow from, as Python floats."""
+    """The numbers behind the metrics of a batch, of several micro-batches or of all ranks, as Python floats."""
 
     plan: CorrectionPlan
     figures: Mapping[str, Figure]
     """Every metric by its name, those of single timesteps excepted."""
     divisor: float | None = None
-    """What batch normalisation divided by; None when unknown (after a merge) or without normalisation."""
+    """The divisor of batch normalisation; None when unknown (after a merge) or without normalisation."""
     timesteps: Mapping[float, tuple[float, float]] = field(default_factory=dict)
     """Sum of ``|l|`` and number of valid elements per timestep value."""
 
@@ -73,6 +73,7 @@ class Moments:
             ValueError: they were computed with different options.
         """
         if self.plan != other.plan:
+            # Bounds enter the numbers, so those of other options would mix two meanings.
             raise ValueError("Only results computed with the same options can be merged.")
         figures = {name: figure.merge(other.figures[name]) for name, figure in self.figures.items()}
         timesteps = dict(self.timesteps)
@@ -86,10 +87,12 @@ def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
     """Every metric that the moments' options give, as Python floats."""
     out = {name: figure.value for name, figure in moments.figures.items() if not name.startswith(_SLIME_ONLY)}
     if moments.divisor is not None:
-        out[BATCH_NORM_FACTOR] = moments.divisor  # over all ranks, also before moments are merged over them
+        # The divisor covers all ranks, also while the other numbers are still those of one.
+        out[BATCH_NORM_FACTOR] = moments.divisor
     sums: dict[str, tuple[float, float]] = {}
     for t, (gap, count) in moments.timesteps.items():
-        name = f"logprob_abs_diff/ts_{t:.6g}"  # values that six digits do not tell apart share one mean
+        # Values with the same six digits share one mean.
+        name = f"logprob_abs_diff/ts_{t:.6g}"
         before = sums.get(name, (0.0, 0.0))
         sums[name] = (before[0] + gap, before[1] + count)
     out |= {name: gap / count for name, (gap, count) in sums.items()}
@@ -107,7 +110,7 @@ class RolloutCorrection:
     metrics: dict[str, float]
     """Named figures, prefixed ``rollout_corr/``."""
     moments: Moments
-    """What ``metrics`` derive from; ``MetricAccumulator`` merges it exactly over micro-batches and ranks."""
+    """The numbers behind ``metrics``; ``MetricAccumulator`` merges them exactly over micro-batches and ranks."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.weights, self.mask, self.metrics))
@@ -163,6 +166,7 @@ def merge_over_ranks(moments: Moments | None, dp_group: Any = None) -> Moments |
     """Merges each rank's moments (None where a rank has none); the same result on every rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return moments
+    # Ranks may hold nothing, so sizes differ: gather objects, not tensors.
     gathered: list[Moments | None] = [None] * torch.distributed.get_world_size(dp_group)
     torch.distributed.all_gather_object(gathered, moments, group=dp_group)
     merged = None

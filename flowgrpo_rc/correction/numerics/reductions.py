@@ -34,9 +34,10 @@ def _mean_from_one(n: float, excess: float) -> float:
 
 
 def _deviation(n: float, total: float, squares: float) -> float:
-    """``sqrt(E[x^2] - E[x]^2)``; 0 of one value, and where it drowns in rounding."""
+    """``sqrt(E[x^2] - E[x]^2)``; 0 for a single value."""
     mean = total / n
     variance = squares / n - mean * mean
+    # A difference of two equal squares is rounding noise, which the root would make visible.
     return math.sqrt(variance) if n > 1 and variance > ROUNDING * squares / n else 0.0
 
 
@@ -48,6 +49,9 @@ def _sample_deviation(n: float, total: float, squares: float) -> float:
 def _chi_squared(n: float, excess: float, squares: float) -> float:
     """``E[r^2] - 1`` of ``e = r - 1``."""
     return (squares + 2.0 * excess) / n
+
+
+# Weights near 1 are exact as w - 1, small ones as w; one half separates them.
 
 
 def _weight_mean(n: float, weight: float, _: float, excess: float, __: float) -> float:
@@ -78,6 +82,7 @@ def batch_divisor(count: float, weight: float, excess: float) -> float:
     Below one half ``sum w / n`` is exact, from there on ``1 + sum(w - 1) / n``.
     """
     mean = weight / max(count, 1.0)
+    # Weights of 1e-6 would be lost in 1 + (w - 1).
     if mean >= 0.5:
         mean = 1.0 + excess / count
     return mean if mean > 1e-8 else 1.0
@@ -85,6 +90,9 @@ def batch_divisor(count: float, weight: float, excess: float) -> float:
 
 def _least(least: float) -> float:
     return least
+
+
+# Maxima are kept as minima of the negative, so that a table needs one kind of end.
 
 
 def _most(minus_most: float) -> float:

@@ -20,7 +20,8 @@ AGGREGATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, valid: values,
     "seq_sum": lambda values, valid: row_sum(values),
     "seq_mean": row_mean,
-    "seq_max": lambda values, valid: values.amax(1).double(),  # of k2 and k3, which are 0 at invalid elements
+    # k2 and k3 are never negative, so that the 0 of an invalid element is no maximum.
+    "seq_max": lambda values, valid: values.amax(1).double(),
 }
 """From the quantity and the validity of elements to the number that is held against the bounds."""
 
@@ -67,6 +68,7 @@ def rejection_mask(
         keep = keep & ~by_element(verdict.low | verdict.high)
     vetoed = None
     if log_veto is not None:
+        # Not clamped, since a threshold may lie beyond the safety bound.
         vetoed = (log_ratio < log_veto) & valid
         keep = keep & ~vetoed.any(1, keepdim=True)
     return Rejection(keep, verdicts, vetoed)
@@ -87,6 +89,7 @@ def judge(
     if row_bounds is not None:
         upper = row_bounds.to(log_ratio.dtype)
         lower = -upper
+    # Elements and rows without a valid log ratio hold 0, which a band may exclude.
     judged = valid if values.dim() == 2 else valid.any(1)
     return Verdict(criterion, values, lower, upper, (compared < lower) & judged, (compared > upper) & judged)
 

@@ -102,11 +102,12 @@ def correct_and_measure(
         table.add(BATCH_NORM_FACTOR, BATCH_DIVISOR, *columns)
         sums = _over_ranks(torch.stack(columns).sum(1), dp_group)
     times = None if timesteps is None else metrics.timestep_table(x, timesteps.reshape(rows))
+    # Everything that the host needs crosses together: this is the one wait for the device.
     host = _to_host(table.totals(), of_criteria.totals(), sums, row_bounds, times)
     _check_bound_values(host[3])
     figures = table.figures(host[0]) | of_criteria.figures(host[1])
     moments = Moments(plan, figures, batch_divisor(*host[2]) if host[2] else None, metrics.gaps_by_timestep(host[4]))
-    # A NaN or infinite log-prob is in the sum of l.
+    # Every NaN or infinite log-prob is in the sum of l, so that no element has to be looked at.
     if not math.isfinite(figures["kl"].numbers[1]):
         raise NonFiniteLogProbError(p, q, m)
     if moments.count == 0:
@@ -114,6 +115,7 @@ def correct_and_measure(
     weights = None if importance is None else importance.applied(x).view(log_prob.shape)
     if weights is not None and moments.divisor is not None:
         weights = weights / moments.divisor
+    # In the mask's own dtype and with its values, which need not be 0 and 1.
     kept = rejection.keep if m is None else m.masked_fill(~rejection.keep, 0)
     return weights, kept.view(log_prob.shape), moments
 
@@ -160,6 +162,7 @@ def _measure(
     plan: CorrectionPlan, x: LogRatios, importance: ImportanceWeights | None, rejection: Rejection
 ) -> tuple[metrics.MetricTable, metrics.MetricTable]:
     """Every metric of a plan; those of single criteria in a table of their own."""
+    # verl leaves rows without a valid element out of a criterion's metrics and counts them in all others.
     nonempty = x.valid.any(1)
     of_criteria = metrics.MetricTable(x.valid, nonempty)
     table = metrics.MetricTable(x.valid, torch.ones_like(nonempty) if plan.counts_empty_rows else nonempty)
@@ -215,6 +218,7 @@ def _check_row_bounds(bounds: Tensor | None, log_prob: Tensor) -> Tensor:
         )
     if bounds.shape != log_prob.shape[:1]:
         raise ValueError(f"rollout_rs_bounds has shape {tuple(bounds.shape)}, expected {tuple(log_prob.shape[:1])}.")
+    # Their values are checked on the host, with the one transfer.
     return bounds.to(log_prob.device, non_blocking=True)
 
 

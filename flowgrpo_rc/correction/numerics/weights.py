@@ -1,6 +1,6 @@
 """Importance weights (SPEC section 2): ``w = bound(r)`` of each element, or of a whole row.
 
-What bounding does is one function of each ``rollout_is_mode``, in ``plan.WEIGHT_MODES``.
+``bound`` belongs to the ``rollout_is_mode``; ``plan.WEIGHT_MODES`` has it.
 """
 
 from typing import NamedTuple
@@ -66,14 +66,17 @@ def importance_weights(
     high = log_weight > spec.log_upper
     empty_excess = -1.0
     if spec.level == "token":
+        # Invalid elements have a ratio of 1, which a band may exclude.
         low = low & valid
         high = high & valid
         empty_excess = 0.0
     else:
+        # A product of many ratios needs the range and the digits of float64.
         log_weight = log_weight.double()
     ratio = log_weight.exp()
     ratio_excess = excess(log_weight)
     weight = spec.bound(ratio, low | high)
+    # expm1 has more digits than w - 1, and holds for every ratio that bounding left alone.
     weight_excess = torch.where(weight == ratio, ratio_excess, weight - 1.0)
     return ImportanceWeights(
         weight=weight.masked_fill(~has_weight, 0.0),

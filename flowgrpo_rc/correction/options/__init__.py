@@ -1,1 +1,1 @@
-"""What the user writes: the configuration, its presets and dialects, quoting, and an explanation of it. No torch."""
+"""Options as users write them: configuration, presets, dialects, quoting, and an explanation. Imports no torch."""

@@ -64,7 +64,7 @@ class RolloutCorrectionConfig(Presets):
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch, across data-parallel ranks."""
     rollout_rs: str | None = None
-    """Comma-separated rejection criteria (``plan.RS_OPTIONS``), all of which must pass; null for none."""
+    """Comma-separated rejection criteria (``plan.RS_OPTIONS``); every one must pass. Null for none."""
     rollout_rs_threshold: str | float | int | None = None
     """Bounds of the rejection criteria, one entry for all of them or one for each: ``lower_upper`` of the ratio for k1,
     an upper bound for k2 and k3. ``auto``, for one seq_ criterion, is the bound that ``rollout_rs_auto_share`` of the
@@ -72,11 +72,9 @@ class RolloutCorrectionConfig(Presets):
     rollout_rs_auto_share: str | float | int = 0.01
     """With ``rollout_rs_threshold=auto``: the share of images that the gap alone rejects, once enough are measured."""
     rollout_rs_auto_min: str | float | int = 1e-3
-    """With ``rollout_rs_threshold=auto``: the smallest bound allowed is that of a row with this |log ratio| at every
-    step."""
+    """With ``rollout_rs_threshold=auto``: the smallest bound allowed, as |log ratio| of every step of a row."""
     rollout_rs_auto_max: str | float | int = 0.1
-    """With ``rollout_rs_threshold=auto``: the largest bound allowed is that of a row with this |log ratio| at every
-    step."""
+    """With ``rollout_rs_threshold=auto``: the largest bound allowed, as |log ratio| of every step of a row."""
     bypass_mode: bool = False
     """Take pi_rollout as pi_old and skip the pass that recomputes pi_old."""
     loss_type: str = "ppo_clip"
@@ -84,12 +82,12 @@ class RolloutCorrectionConfig(Presets):
     rollout_token_veto_threshold: str | float | int | None = None
     """Reject a row if one of its ratios is below this; null for no veto."""
     rollout_is_mode: str | None = None
-    """What happens to weights outside the bounds: ``truncate``, ``zero``, ``clip`` or ``mask``; null leaves it to the
+    """Treatment of weights outside the bounds: ``truncate``, ``zero``, ``clip`` or ``mask``; null leaves it to the
     form of ``rollout_is_threshold``."""
     rejection_normalization: str = "all"
     """Denominator of the diffusion loss under rejection: ``all`` elements, or the ``kept`` ones."""
     guard: str | bool = "warn"
-    """What a training run does when a limit of the guard is passed for ``guard_patience`` updates in a row: ``warn``;
+    """Reaction of a training run when a limit of the guard is passed for ``guard_patience`` updates in a row: ``warn``;
     ``fallback``, which leaves bypass mode for decoupled mode and returns when that has long been safe; or ``off``."""
     guard_clip_fraction: str | float | int = 0.1
     """The guard's limit of the share of samples outside the clip band before anything of a batch is learned."""
@@ -104,8 +102,9 @@ class RolloutCorrectionConfig(Presets):
     is tried again; doubled with every return."""
 
     def __post_init__(self) -> None:
+        # YAML reads a bare off as false.
         if self.guard is False:
-            self.guard = "off"  # as YAML reads a bare off
+            self.guard = "off"
         for name, options in _CHOICES.items():
             choice(name, getattr(self, name), options)
         if self.loss_type == "reinforce" and not self.bypass_mode:
@@ -116,6 +115,7 @@ class RolloutCorrectionConfig(Presets):
                 "guard='warn', or loss_type='ppo_clip'."
             )
         self._check_ranges()
+        # Settings without weights or a criterion act on nothing, but a typo in them must not wait until they act.
         if self.rollout_is is None:
             threshold = 2.0 if self.rollout_is_threshold is None else self.rollout_is_threshold
             parse_is_threshold(threshold, self.rollout_is_mode)
@@ -145,7 +145,7 @@ class RolloutCorrectionConfig(Presets):
 
     @property
     def weights_act(self) -> bool:
-        """Whether importance weights enter the loss; in bypass mode with PPO its ratio is one itself."""
+        """Importance weights enter the loss. In bypass mode with PPO they do not: its ratio is the weight already."""
         return not (self.bypass_mode and self.loss_type == "ppo_clip")
 
     @classmethod
@@ -169,6 +169,7 @@ class RolloutCorrectionConfig(Presets):
                 f"rollout_correction must be a mapping of keys, or null, got {show(mapping)}; a preset is chosen by "
                 "the key preset."
             )
+        # OmegaConf's keys may be of other types.
         canonical, warning = cls._canonical({str(key): value for key, value in mapping.items()})
         config = cls(**canonical)
         if warning:
@@ -192,7 +193,7 @@ class RolloutCorrectionConfig(Presets):
 
     @classmethod
     def _canonical(cls, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Every field's value, from keys of any dialect, and what to say of their translation."""
+        """Every field's value, from keys of any dialect, and a warning about their translation."""
         defaults = {field.name: field.default for field in fields(cls)}
         preset = values.get("preset")
         named = dialects.named_keys({key: value for key, value in values.items() if key != "preset"}, defaults)
@@ -224,7 +225,7 @@ class RolloutCorrectionConfig(Presets):
 
 
 def _of_plain_types(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Keywords with numbers as Python's own, and thresholds so or as text; refuses other types, and in switches too."""
+    """Keywords with Python's own numbers, since a resolved configuration is written as YAML; refuses other types."""
     plain = dict(keywords)
     for name, value in keywords.items():
         if name in _SWITCHES and not isinstance(value, bool):
@@ -237,7 +238,7 @@ def _of_plain_types(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _translating(init: Callable[..., None]) -> Callable[..., None]:
-    """``__init__`` for keywords of any dialect, which those who know another project's class pass."""
+    """``__init__`` for keywords of any dialect: users know another project's class of the same name."""
 
     @functools.wraps(init)
     def translated(self: RolloutCorrectionConfig, /, *args: Any, **keywords: Any) -> None:

@@ -134,12 +134,12 @@ def slime_name(key: str) -> str | None:
 
 
 def is_known(key: str, canonical: Iterable[str]) -> bool:
-    """Whether ``from_dict`` understands a key, in some spelling."""
+    """``from_dict`` understands this key, in some spelling."""
     return key in known_keys(canonical) or slime_name(key) is not None
 
 
 def is_legacy_level(value: object) -> bool:
-    """Whether ``rollout_rs`` has this value in legacy verl only."""
+    """``rollout_rs`` has this value in legacy verl only."""
     return isinstance(value, str) and value in LEVELS
 
 
@@ -261,7 +261,8 @@ def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
     idle: list[str] = []
     if veto is not None:
         parse_number(veto, "rs_veto_threshold")
-        if rejects is False:  # the veto is a part of rejection there
+        # slime's code applies the veto under use_rs alone, against its document.
+        if rejects is False:
             idle.append("rs_veto_threshold")
         else:
             changes["rollout_token_veto_threshold"] = veto
@@ -274,7 +275,8 @@ def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
     if weighs:
         mode = values.get("tis_mode") or "truncate"
         threshold = _bound(bounds, "tis_upper_bound")
-        _bound(bounds, "tis_lower_bound")  # checked also where truncation leaves it out
+        # Checked also where truncation leaves it out.
+        _bound(bounds, "tis_lower_bound")
         if mode != "truncate":
             threshold = band(bounds, "tis_lower_bound", "tis_upper_bound")
         changes.update(
@@ -287,10 +289,8 @@ def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
 
 
 def _slime_rejection_band(bounds: Values) -> str:
-    """The band of rejection. A bound that is not set is that of the weights.
-
-    Where those have no lower bound either, it is the reciprocal of *their* upper bound, whatever ``rs_upper_bound`` is.
-    """
+    """The band of rejection; a bound that is not set falls back to the bound of the weights."""
+    # Checked even where the bounds of rejection replace it.
     _bound(bounds, "tis_lower_bound")
     tis_upper = _bound(bounds, "tis_upper_bound")
     lower_key = "tis_lower_bound" if bounds.get("rs_lower_bound") is None else "rs_lower_bound"
@@ -299,6 +299,7 @@ def _slime_rejection_band(bounds: Values) -> str:
     if is_band(chosen[upper_key]):
         chosen[lower_key] = bounds.get("rs_lower_bound")
     elif chosen[lower_key] is None:
+        # slime takes the reciprocal of the weights' upper bound, whatever rs_upper_bound is.
         below, above = split_band(tis_upper, "tis_upper_bound")
         chosen[lower_key] = 1.0 / parse_number(above, "tis_upper_bound") if below is None else below
     return band(chosen, lower_key, upper_key)
@@ -311,6 +312,7 @@ def _switch(values: Values, key: str) -> bool | None:
         TypeError: anything else, which must not count as true.
     """
     value = values.get(key)
+    # Overrides on verl's and slime's command lines arrive as text.
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
     if value is None or isinstance(value, bool):
@@ -331,6 +333,7 @@ def _as_yaml(value: Any) -> str:
     """A value as YAML reads it back: bands in quotes, without which ``0.5_5`` would be a number."""
     if isinstance(value, str) and "_" in value and value[0] in "0123456789.+-":
         return f'"{value}"'
+    # YAML 1.1 reads 1e-05 as text.
     if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
-        return repr(value).replace("e", ".0e")  # to YAML 1e-05 is text
+        return repr(value).replace("e", ".0e")
     return "null" if value is None else str(value)

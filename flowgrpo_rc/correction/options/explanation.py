@@ -1,39 +1,41 @@
-"""``explain``: in words, which algorithm a configuration is, and which classic mistakes it makes."""
+"""``explain``: the algorithm of a configuration in words, and the classic mistakes in it."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.plan import SAFETY_BOUND, CorrectionPlan, Criterion, ImportanceSampling
+from flowgrpo_rc.correction.plan import SAFETY_BOUND, WEIGHT_MODES, CorrectionPlan, Criterion, ImportanceSampling
 
-_WEIGHTS = {
-    "truncate": ("truncated importance sampling", "at most {upper:g}"),
-    "zero": ("IcePop", "0 outside [{lower:g}, {upper:g}]"),
-    "clip": ("clipped importance sampling", "clipped into [{lower:g}, {upper:g}]"),
-    "mask": ("masked importance sampling", "unbounded, with what lies outside [{lower:g}, {upper:g}] rejected"),
-}
-"""What each mode of the weights is called, and what it does at the bounds."""
 _LEVELS = {
     "token": "each element's ratio",
     "sequence": "the product of a row's ratios",
     "geometric": "the geometric mean of a row's ratios",
 }
-_STATISTICS = {"k1": "the ratio", "k2": "k2 = l^2/2", "k3": "k3 = r - 1 - l"}
+
+
+class Statistic(NamedTuple):
+    """A statistic of rejection, for the words and the warnings about its threshold."""
+
+    words: str
+    largest: float
+    """Its largest value for one element, whose log ratio is clamped to the safety bound."""
+    wide: float
+    """Its value at a log ratio of 0.1, far beyond the log ratios of SDE steps."""
+
+
+STATISTICS = {
+    "k1": Statistic("the ratio", SAFETY_BOUND, 0.1),
+    "k2": Statistic("k2 = l^2/2", 0.5 * SAFETY_BOUND**2, 0.005),
+    "k3": Statistic("k3 = r - 1 - l", math.exp(SAFETY_BOUND) - 1.0 - SAFETY_BOUND, 0.005),
+}
 _AGGREGATES = {
     "token": "each element alone",
     "seq_sum": "a row's total",
     "seq_mean": "a row's mean",
     "seq_max": "a row's largest value",
 }
-_LARGEST = {
-    "k1": SAFETY_BOUND,
-    "k2": 0.5 * SAFETY_BOUND**2,
-    "k3": math.exp(SAFETY_BOUND) - 1.0 - SAFETY_BOUND,
-}
-"""The largest value of each statistic of one element, whose log ratio is clamped to the safety bound."""
-_WIDE = {"k1": 0.1, "k2": 0.5 * 0.1**2, "k3": 0.5 * 0.1**2}
-"""Each statistic of a log ratio of 0.1, far beyond those of SDE steps."""
 _ROW_RATIOS = {"token": "ratio", "seq_sum": "product of ratios", "seq_mean": "geometric-mean ratio"}
 
 
@@ -46,7 +48,7 @@ class Explanation:
 
 
 def explain(config: RolloutCorrectionConfig) -> Explanation:
-    """Says which policies a configuration uses, what it clips, weights and rejects, and what that costs."""
+    """Describe the policies of a configuration, its clip, weights and rejection, and their cost."""
     if config.bypass_mode:
         policies = "two: pi_rollout (behaviour, and in place of pi_old) and pi_theta (trained)"
         cost = "no scoring pass; weights and rejection are recomputed at every mini-step"
@@ -73,7 +75,7 @@ def explain(config: RolloutCorrectionConfig) -> Explanation:
 
 
 def in_force(config: RolloutCorrectionConfig) -> str:
-    """What acts on the loss, in one line: mode, weights, rejection; what only measures is said to do so."""
+    """One line about the mode, weights and rejection that act on the loss, and about weights that are only measured."""
     weights = config.plan().importance
     mode = "decoupled mode (pi_old recomputed)"
     if config.bypass_mode:
@@ -100,7 +102,7 @@ def _algorithm(config: RolloutCorrectionConfig) -> str:
     plan = config.plan()
     parts = []
     if plan.importance is not None and config.weights_act:
-        parts.append(_WEIGHTS[plan.importance.mode][0])
+        parts.append(WEIGHT_MODES[plan.importance.mode].title)
     if plan.can_reject:
         parts.append("rejection sampling")
     extras = " with " + " and ".join(parts) if parts else ""
@@ -122,12 +124,12 @@ def _weighted(config: RolloutCorrectionConfig) -> str:
 
 
 def _weights(config: RolloutCorrectionConfig, weights: ImportanceSampling) -> str:
-    bounds = _WEIGHTS[weights.mode][1].format(lower=weights.lower, upper=weights.upper)
+    bounds = WEIGHT_MODES[weights.mode].effect.format(lower=weights.lower, upper=weights.upper)
     return f"{_LEVELS[weights.level]} {_ratio(config)}, {bounds}"
 
 
 def _rejections(config: RolloutCorrectionConfig) -> list[str]:
-    """What each criterion rejects, the veto and ``rollout_is_mode=mask`` included."""
+    """One phrase for each criterion, for the veto and for ``rollout_is_mode=mask``."""
     plan = config.plan()
     ratio = _ratio(config)
     parts = [_criterion(criterion, ratio) for criterion in plan.criteria]
@@ -146,7 +148,7 @@ def _criterion(c: Criterion, ratio: str) -> str:
     if c.statistic == "k1":
         bounds = f"[{math.exp(c.lower):g}, {math.exp(c.upper):g}]"
         return f"{unit} whose {_ROW_RATIOS[c.aggregate]} {ratio} is outside {bounds} ({c.name})"
-    return f"{unit} where {_STATISTICS[c.statistic]}, {_AGGREGATES[c.aggregate]}, exceeds {c.upper:g} ({c.name})"
+    return f"{unit} where {STATISTICS[c.statistic].words}, {_AGGREGATES[c.aggregate]}, exceeds {c.upper:g} ({c.name})"
 
 
 def _guard(config: RolloutCorrectionConfig) -> str:
@@ -207,11 +209,13 @@ def _never_binding(plan: CorrectionPlan) -> Iterator[str]:
     if plan.log_veto is not None and plan.log_veto >= 0:
         yield "rollout_token_veto_threshold of 1 or more rejects rows with any ratio below it: usually all."
     for c in plan.criteria if not plan.calibrated else ():
-        if c.aggregate != "seq_sum" and c.upper >= _LARGEST[c.statistic] and c.lower <= -SAFETY_BOUND:
+        # A sum over a row grows with its length, and has no largest or usual value.
+        statistic = STATISTICS[c.statistic]
+        if c.aggregate != "seq_sum" and c.upper >= statistic.largest and c.lower <= -SAFETY_BOUND:
             yield f"the threshold of {c.name} can never bind: log ratios are clamped to +-20."
         elif c.statistic == "k1" and not c.lower <= 0.0 <= c.upper:
             yield f"the band of {c.name} excludes a ratio of 1: it rejects samples without any mismatch."
-        elif c.aggregate in ("token", "seq_mean") and c.upper > _WIDE[c.statistic] and c.lower < -_WIDE["k1"]:
+        elif c.aggregate in ("token", "seq_mean") and c.upper > statistic.wide and c.lower < -STATISTICS["k1"].wide:
             yield (
                 f"the threshold of {c.name} is wide for SDE steps, whose log-probs are means over latent dimensions "
                 "(|l| of 1e-5 to 1e-2): it will hardly ever bind there. For tokens it is usual."

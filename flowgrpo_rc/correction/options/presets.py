@@ -1,8 +1,8 @@
 """Named configurations: verl 0.9.1's factory methods, and the names of its first release and of the papers.
 
-Each preset puts together importance weights, a rejection criterion, and a mode: decoupled (pi_old is recomputed) or
-bypass (pi_old is pi_rollout) with its loss. ``Presets`` is the table of them: what a preset is, the function that makes
-its settings from the thresholds, and what is fixed. ``from_dict({"preset": NAME, ...})`` selects one from YAML.
+A preset combines importance weights, a rejection criterion, and a mode: decoupled (pi_old is recomputed) or bypass
+(pi_old is pi_rollout) with its loss. Each line of ``Presets`` has a description, the function from thresholds to
+settings, and the fixed settings. ``from_dict({"preset": NAME, ...})`` selects one from YAML.
 """
 
 import inspect
@@ -30,19 +30,20 @@ class Preset(Generic[P]):
     """A class's attribute that is called as a classmethod: ``Config.geo_rs(1.01)`` makes one configuration."""
 
     def __init__(self, text: str, settings: Callable[P, Settings], fixed: Settings | None = None) -> None:
-        """What it is, its settings by thresholds, and settings that stay as they are."""
+        """``text`` describes it, ``settings`` maps thresholds to settings, ``fixed`` are the other settings."""
         self.__doc__ = text
         self._settings = settings
         self._fixed = fixed or {}
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = getattr(self, "name", name)  # the first one: an alias does not rename it
+        # The first name stays: an alias does not rename a preset.
+        self.name = getattr(self, "name", name)
 
     def __get__(self, instance: object, owner: type[T]) -> Callable[P, T]:
         def make(*args: P.args, **kwargs: P.kwargs) -> T:
             return owner(**self._settings(*args, **kwargs), **self._fixed)
 
-        # What ``help()`` shows.
+        # Shown by ``help()``.
         make.__name__ = self.name
         make.__doc__ = self.__doc__
         signature = inspect.signature(self._settings).replace(return_annotation=owner)
@@ -82,8 +83,8 @@ def _k3_weights(is_threshold: Number = 2.0, rs_threshold: float = 0.01) -> Setti
     return _weights(is_threshold) | _k3(rs_threshold)
 
 
-# The first release's functions take the two bounds of a ratio apart, the upper one first. In its place a whole band may
-# stand; a lone upper bound has its reciprocal for the lower one.
+# verl's first release passes the two bounds separately, the upper one first. A whole band may stand in its place; the
+# lower bound of a lone upper one is its reciprocal.
 
 
 def _joined(upper: Band, lower: Number | None) -> Band:
@@ -115,6 +116,7 @@ def _geo_masked(
     rs_threshold_lower: Number | None = _GEO_LOWER,
     veto_threshold: float | None = _LEGACY_VETO,
 ) -> Settings:
+    # The default lower bound must not stand beside a whole band.
     has_both = is_band(rs_threshold) and rs_threshold_lower == _GEO_LOWER
     return _geo_legacy(rs_threshold, None if has_both else rs_threshold_lower, veto_threshold)
 

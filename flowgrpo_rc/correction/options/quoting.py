@@ -1,7 +1,7 @@
 """Bounds in text. ``0.5_5`` is a lower and an upper bound here; to YAML and Hydra ``_`` separates digits: 0.55.
 
-On the command line what follows a threshold's key can only be bounds, and is read as such. A YAML file is refused: what
-it holds without quotes is a number by YAML's own rules.
+The command line reads a threshold's value as bounds. A YAML file with unquoted bounds is refused, since YAML's own
+rules have made one number of them.
 """
 
 import re
@@ -46,7 +46,7 @@ def read_value(key: str, text: str) -> Any:
         return text.strip()
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{key}: got {show(text)}, which cannot be read; give a number, a word, or null") from error
 
 
