@@ -89,7 +89,7 @@ def refuse_beside_preset(values: Values, preset: str) -> None:
     """
     level = values.get("rollout_rs")
     if is_legacy_level(level):
-        form = f"rollout_rs: {LEVELS[level]}"
+        form = f"rollout_rs: {LEVELS[str(level)]}"
         raise ValueError(f"rollout_rs={level!r} beside preset {preset!r} is legacy verl's word; write {form}.")
     for key in values:
         form = {**LEGACY, **SLIME}.get(key)
