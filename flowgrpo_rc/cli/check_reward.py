@@ -15,7 +15,7 @@ NOT_AS_EXPECTED = 3
 
 
 def add_check_reward(commands: Any, default_config: str) -> None:
-    """Adds the command to the parser's ``commands``."""
+    """Add the command to the parser's ``commands``."""
     text = "say whether a reward scores as it should, with the weights or the server that it has here"
     command = commands.add_parser(
         "check-reward",
@@ -33,7 +33,7 @@ def add_check_reward(commands: Any, default_config: str) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Checks and prints; returns the exit code."""
+    """Check and print; returns the exit code."""
     from flowgrpo_rc.cli.compose import compose
     from flowgrpo_rc.rewards.check.expectations import expectation
     from flowgrpo_rc.rewards.check.findings import Check, memory

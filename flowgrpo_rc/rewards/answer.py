@@ -83,9 +83,10 @@ def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
 
 def _numbers(returned: str, scores: Any) -> np.ndarray:
     """``scores`` as real numbers, of any shape."""
-    kind = type(scores).__name__
+    kind = "None" if scores is None else type(scores).__name__
+    # numpy would make an array of one object of these.
     if scores is None or isinstance(scores, (str, bytes, Mapping, Set, Iterator)):
-        raise AnswerError(f"{returned} {'None' if scores is None else kind}; {WANTED}")
+        raise AnswerError(f"{returned} {kind}; {WANTED}")
     try:
         values = _array(scores)
         if values.dtype.kind not in "biuf":
@@ -96,8 +97,7 @@ def _numbers(returned: str, scores: Any) -> np.ndarray:
 
 
 def _array(scores: Any) -> np.ndarray:
-    if _is_tensor(scores):
-        return _from_tensor(scores)
+    scores = _without_torch(scores)
     if not isinstance(scores, Sequence):
         scores = np.asarray(scores)
         if scores.dtype != object or scores.ndim != 1:
@@ -108,8 +108,7 @@ def _array(scores: Any) -> np.ndarray:
 
 def _entry(index: int, value: Any) -> Any:
     """One entry of a list: a number, or an array that the check of the shape refuses."""
-    if _is_tensor(value):
-        return _from_tensor(value)
+    value = _without_torch(value)
     if isinstance(value, (Real, np.bool_)):
         return float(value)
     if isinstance(value, (list, tuple)):
@@ -120,16 +119,16 @@ def _entry(index: int, value: Any) -> Any:
     raise TypeError(f"its entry {index} is {kind}")
 
 
-def _is_tensor(value: Any) -> bool:
+def _without_torch(value: Any) -> Any:
+    """A tensor as an array; anything else unchanged."""
     # Not an import: nobody can have returned a tensor before torch is loaded.
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _from_tensor(tensor: Any) -> np.ndarray:
-    if tensor.is_complex():
-        raise TypeError(f"its type is {tensor.dtype}")
-    return tensor.detach().to("cpu").double().numpy()
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    if value.is_complex():
+        raise TypeError(f"its type is {value.dtype}")
+    # numpy has no bfloat16.
+    return value.detach().to("cpu").double().numpy()
 
 
 def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The section ``reward`` of a configuration: which rewards count, and their options. Importing this loads none."""
+"""The section ``reward`` of a configuration: weights and options of rewards. Importing this loads no reward."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.clip.config import AestheticConfig, HPSv2Config, ScorerConfig
+from flowgrpo_rc.rewards.custom import DEFAULT_NAME, OwnFunction, of_entry
 from flowgrpo_rc.rewards.judge.config import JudgeConfig
 from flowgrpo_rc.rewards.names import check_name, refuse_taken
-from flowgrpo_rc.rewards.own_function import DEFAULT_NAME, OwnFunction, of_entry
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
 from flowgrpo_rc.rewards.remote.config import remote_scorers
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
@@ -76,8 +76,7 @@ class OCRConfig(Section):
     each of ``reward.num_workers`` processes for one."""
 
     contained_is_match: bool = False
-    """Whether a reading that contains the whole target scores 1, whatever is around it, as in flow_grpo's image
-    scorer."""
+    """Score 1 for a reading that contains the whole target, whatever is around it, as in flow_grpo's image scorer."""
 
 
 @documented_fields
@@ -137,8 +136,8 @@ class RewardConfig(Section):
 
     functions: Weights = field(default_factory=dict)
     """Weights of the built-in rewards and of the servers in ``remote``, by name. Weight 0 turns a reward off: it is
-    neither loaded nor computed. Where no reward is named here and there is no function of the user's own, ``ocr``
-    counts alone, with weight 1."""
+    neither loaded nor computed. Without a reward here or a function of the user's own, ``ocr`` counts alone, with
+    weight 1."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     """The user's own function. It counts alone, unless ``functions`` or ``reward_functions`` name others beside it."""
@@ -197,20 +196,19 @@ class RewardConfig(Section):
     which share a batch. 0 stands for none: then they are called in the training process itself."""
 
     overlap: bool = True
-    """Whether functions with ``streams = True`` (``judge``, ``ocr``, ...) score the images of a rollout's
-    micro-batch in another thread while the next ones are drawn; those of them that other processes compute, with
-    ``rollout.ahead`` while the actor learns. The scores are the same either way: such functions are called for one
-    micro-batch of ``rollout.micro_batch_size`` at a time in both. All others are called in the main thread when all
-    images are drawn."""
+    """Score a rollout's micro-batch in a background thread while the next ones are drawn, with functions that have
+    ``streams = True`` (``judge``, ``ocr``, ...); with ``rollout.ahead``, those that other processes compute score while
+    the actor learns. The scores are the same either way, since such functions are always called for one micro-batch of
+    ``rollout.micro_batch_size``. All others are called in the main thread when all images are drawn."""
 
     remote: Annotated[Any, Read(remote_scorers)] = field(default_factory=dict)
-    """Reward servers, by names of your choice that ``functions`` gives weights: name -> the keys of ``RemoteConfig``,
-    of which ``url`` must be given. Example: ``reward.remote.deqa.url=http://127.0.0.1:18080 reward.functions.deqa=1``.
-    A server without a weight is not asked."""
+    """Reward servers, by names of your choice that ``functions`` gives weights: name -> the keys of ``RemoteConfig``;
+    ``url`` must be given. Example: ``reward.remote.deqa.url=http://127.0.0.1:18080 reward.functions.deqa=1``.
+    A server without a weight is not called."""
 
     timeout_s: PositiveFloat | None = 3600.0
     """Longest time in seconds that one call of a reward function, or its import, may take; null for no limit.
-    A function that takes longer ends the run with a message that says what it was doing."""
+    A function that takes longer ends the run with file and line of what it was doing."""
 
     def problems(self) -> Iterator[str]:
         """Rewards that are not known, have one name, or do not count."""

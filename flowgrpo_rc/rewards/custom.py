@@ -1,23 +1,73 @@
-"""Loads a user's own reward function from a Python file, by path and name."""
+"""A user's own reward function: its place as a configuration names it, and the loading of its Python file.
+
+``reward.custom_reward_function`` names one, ``reward.reward_functions`` and ``reward.val_functions`` name several.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flowgrpo_rc.rewards.forms import FORMS, adapt
-from flowgrpo_rc.rewards.own_function import OwnFunction
 from flowgrpo_rc.rewards.user_code import UserCode
 
-FIELD = "reward.custom_reward_function"
-"""The section that messages name by default."""
+DEFAULT_NAME = "compute_score"
+"""The function's name where the configuration gives none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFunction:
+    """The place of a function and its further arguments."""
+
+    section: str
+    """The section of the configuration, which begins every message."""
+    path: str
+    """The Python file."""
+    name: str = DEFAULT_NAME
+    """The function in that file."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of every call."""
+    kwargs_field: str
+    """The section that holds them."""
+
+    def check(self) -> None:
+        """Raise ``ValueError``, with field and remedy, for faults that show without loading the file."""
+        if not isinstance(self.path, str) or not os.path.isfile(os.path.expanduser(self.path)):
+            raise ValueError(
+                f"{self.section}.path: {self.path!r} is not a file; give the path of the Python file that defines "
+                f"{self.name!r}, or null for none"
+            )
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"{self.section}.name: got {self.name!r}; give the name of a function in {self.path}")
+        if not isinstance(self.kwargs, Mapping) or not all(isinstance(key, str) for key in self.kwargs):
+            raise ValueError(f"{self.kwargs_field}: got {self.kwargs!r}; give a mapping from parameter names to values")
+
+
+def of_entry(section: str, entry: Mapping[str, Any]) -> OwnFunction:
+    """The function of ``{path, name, ...}``, verl-omni's form: all further keys are arguments of every call.
+
+    Raises:
+        ValueError: there is no such function; names the field and the remedy.
+    """
+    function = OwnFunction(
+        section=section,
+        path=entry.get("path", ""),
+        # null is the default too.
+        name=DEFAULT_NAME if entry.get("name") is None else entry["name"],
+        kwargs={key: value for key, value in entry.items() if key not in ("path", "name")},
+        kwargs_field=section,
+    )
+    function.check()
+    return function
 
 
 def load_reward(own: OwnFunction, timeout_s: float | None = None, offered: Mapping[str, Any] | None = None) -> Any:
@@ -40,12 +90,12 @@ def load_reward(own: OwnFunction, timeout_s: float | None = None, offered: Mappi
 
 
 def load_function(
-    path: str | Path, name: str, timeout_s: float | None = None, field: str = FIELD
+    path: str | Path, name: str, timeout_s: float | None = None, field: str = "reward.custom_reward_function"
 ) -> Callable[..., Any]:
     """The function ``name`` of the Python file ``path``.
 
-    The file is executed once; loading it again returns the same module. ``field`` is the section of the configuration
-    that messages name.
+    The file is executed once; loading it again returns the same module. ``field`` is the section of the
+    configuration that messages name.
 
     Raises:
         ValueError: the file is missing, raises or exits when imported, or has no callable of that name.

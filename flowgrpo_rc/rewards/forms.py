@@ -41,39 +41,41 @@ def ground_truth(row: Mapping[str, Any]) -> Any:
     return row.get("ground_truth") if truth is None else truth
 
 
-class Signature:
-    """The parameters of a reward function; as text ``'name'(its, parameters)``, for messages.
+def signature_of(function: Callable[..., Any], name: str) -> inspect.Signature:
+    """The signature of a reward function.
 
     Raises:
-        ValueError: Python cannot read the signature.
+        ValueError: Python cannot read it.
     """
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward function {name!r} has no signature that Python can read ({error}); wrap it in a function of "
+            f"your own, {FORMS}"
+        ) from error
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        try:
-            self._signature = inspect.signature(function)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"reward function {name!r} has no signature that Python can read ({error}); wrap it in a function of "
-                f"your own, {FORMS}"
-            ) from error
-        parameters = self._signature.parameters.values()
-        self.parameters = [p.name for p in parameters]
-        self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self.required = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
-        """Parameters that can be given by name and have no default."""
-        self._text = f"{name!r}({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
 
-    def __str__(self) -> str:
-        return self._text
+def accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments among ``known`` that the function declares, or all where it takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in known.items() if takes_any or name in parameters}
 
-    def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the function can be called with these arguments."""
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError:
-            return False
-        return True
+
+def _required(signature: inspect.Signature) -> list[str]:
+    """Parameters that can be given by name and have no default."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in signature.parameters.values() if p.kind in by_name and p.default is p.empty]
+
+
+def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function of this signature can be called with these arguments."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass
@@ -109,6 +111,7 @@ class PerImageReward:
     ``"score"``, whose other entries become ``info``. Coroutines of a batch are awaited concurrently.
 
     Args:
+        text: the function's name and parameters, for messages.
         kwargs: further keyword arguments of every call.
         kwargs_field: the section of the configuration that holds them, for messages.
 
@@ -116,29 +119,19 @@ class PerImageReward:
         ValueError: the function needs a parameter that nothing supplies.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        signature: Signature,
-        kwargs: Mapping[str, Any],
-        kwargs_field: str = KWARGS_FIELD,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], text: str, kwargs: Mapping[str, Any], kwargs_field: str) -> None:
         self.function = function
-        self._signature = signature
+        self._text = text
         self._kwargs = dict(kwargs)
-        self._takes = [name for name in COLUMNS if signature.takes_any_keyword or name in signature.parameters]
+        required = _required(inspect.signature(function))
+        self._takes = list(accepted(function, COLUMNS))
         # extra_info is made where the prompt file has none.
-        self._needs = [name for name in signature.required if name in ("data_source", "ground_truth")]
-        lacking = [name for name in signature.required if name not in (IMAGE, *COLUMNS, *kwargs)]
+        self._needs = [name for name in required if name in ("data_source", "ground_truth")]
+        lacking = [name for name in required if name not in (IMAGE, *COLUMNS, *kwargs)]
         if lacking:
             raise ValueError(
-                f"reward function {signature} needs {', '.join(lacking)}, which nothing here supplies; give it with "
+                f"reward function {text} needs {', '.join(lacking)}, which nothing here supplies; give it with "
                 f"{kwargs_field}.{lacking[0]}=..."
-            )
-        if not signature.takes((), {**dict.fromkeys([IMAGE, *self._takes]), **self._kwargs}):
-            raise ValueError(
-                f"reward function {signature} does not take its arguments by name; declare {IMAGE} and those of "
-                f"{', '.join(COLUMNS)} that it needs as ordinary parameters"
             )
 
     def __call__(
@@ -173,7 +166,7 @@ class PerImageReward:
         for name in self._needs:
             if found[name] is None:
                 raise error(
-                    f"{where} has no {COLUMNS[name]}, which the reward function {self._signature} needs; add it as a "
+                    f"{where} has no {COLUMNS[name]}, which the reward function {self._text} needs; add it as a "
                     "column of a .parquet or .jsonl file (a .txt file has none but the prompt), as "
                     "flowgrpo-rc prepare-data writes them"
                 )
@@ -190,7 +183,7 @@ class PerImageReward:
         if "score" not in info:
             keys = ", ".join(map(brief_repr, info)) or "none"
             raise AnswerError(
-                f"reward function {self._signature} returned for sample {index} a dict without the key 'score' (it "
+                f"reward function {self._text} returned for sample {index} a dict without the key 'score' (it "
                 f"has {keys}); return a float, or a dict with 'score'"
             )
         return info.pop("score"), info
@@ -217,34 +210,38 @@ def adapt(
     """
     if isinstance(function, (BatchReward, PerImageReward)):
         return function
-    signature = Signature(function, name)
-    declared = signature.parameters
+    signature = signature_of(function, name)
+    declared = list(signature.parameters)
+    text = f"{name!r}{signature}"
     for key in kwargs or {}:
         if key in (*BATCH, *COLUMNS, IMAGE):
             raise ValueError(f"{kwargs_field}.{key}: this argument is given by the trainer; remove it")
-        if key not in declared and not signature.takes_any_keyword:
-            raise ValueError(f"{kwargs_field}.{key}: reward function {signature} has no parameter of this name")
+        if not accepted(function, {key: None}):
+            raise ValueError(f"{kwargs_field}.{key}: reward function {text} has no parameter of this name")
     given = {key: value for key, value in (offered or {}).items() if key in declared} | dict(kwargs or {})
     if IMAGE in declared:
-        return PerImageReward(function, signature, given, kwargs_field)
+        return PerImageReward(function, text, given, kwargs_field)
+    # verl's functions for texts have the same columns; called as a batch function they would fail at the first step.
     foreign = [parameter for parameter in declared if parameter in (*COLUMNS, "solution_str")]
     if foreign:
         raise ValueError(
-            f"reward function {signature} takes {', '.join(foreign)} but no {IMAGE}, so it is not one for images; "
+            f"reward function {text} takes {', '.join(foreign)} but no {IMAGE}, so it is not one for images; "
             f"write {FORMS}"
         )
-    if "only_strict" in signature.required:
+    required = _required(signature)
+    if "only_strict" in required:
         given.setdefault("only_strict", True)
     # By name only where the images are spelled out: a function of **kwargs alone need not be a reward.
-    if BATCH[0] in declared and signature.takes((), {**dict.fromkeys(BATCH), **given}):
+    if BATCH[0] in declared and _takes(signature, (), {**dict.fromkeys(BATCH), **given}):
         return BatchReward(function, given, by_name=True)
+    # Positions are no guide where a known name stands at another one.
     misplaced = [name for position, name in enumerate(declared) if name in BATCH and BATCH.index(name) != position]
-    if not misplaced and signature.takes(BATCH, given):
+    if not misplaced and _takes(signature, BATCH, given):
         return BatchReward(function, given, by_name=False)
-    lacking = [name for name in signature.required if name not in (*BATCH, *given)]
+    lacking = [name for name in required if name not in (*BATCH, *given)]
     if lacking and all(name in declared for name in BATCH):
         raise ValueError(
-            f"reward function {signature} needs {', '.join(lacking)} too; give it with "
+            f"reward function {text} needs {', '.join(lacking)} too; give it with "
             f"{kwargs_field}.{lacking[0]}=..., or give the parameter a default"
         )
-    raise ValueError(f"reward function {signature} cannot be called as a reward; write {FORMS}")
+    raise ValueError(f"reward function {text} cannot be called as a reward; write {FORMS}")

@@ -15,11 +15,10 @@ import numpy as np
 from flowgrpo_rc.rewards.answer import PARTS, Scores, read_answer
 from flowgrpo_rc.rewards.call_queue import CallQueue
 from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rewards.custom import load_reward
+from flowgrpo_rc.rewards.custom import OwnFunction, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
-from flowgrpo_rc.rewards.forms import PerImageReward, adapt
+from flowgrpo_rc.rewards.forms import PerImageReward, accepted, adapt
 from flowgrpo_rc.rewards.names import check_name
-from flowgrpo_rc.rewards.own_function import OwnFunction
 from flowgrpo_rc.rewards.registry import load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
 from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, asking, serving
@@ -226,7 +225,7 @@ class RewardMix:
                 continue
             # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
             code = replace(self._code[name], error=ValueError)
-            code.run(partial(check, **_accepted(check, known)), list(prompts), passing=ValueError)
+            code.run(partial(check, **accepted(check, known)), list(prompts), passing=ValueError)
 
 
 def build_reward(config: RewardConfig | None = None) -> RewardMix:
@@ -278,14 +277,6 @@ def _builtin(name: str, config: RewardConfig) -> Any:
     if name in config.remote:
         return RemoteReward(name, config.remote[name])
     return load_builtin(name, getattr(config, name, None), config.num_workers)
-
-
-def _accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments among ``known`` that the function declares, or all where it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(known)
-    return {name: value for name, value in known.items() if name in parameters}
 
 
 def _file_of(function: RewardFunction) -> str | None:

@@ -1,4 +1,4 @@
-"""What rewards may be called: their names, and those of the parts of a score, become names of metrics."""
+"""Names of rewards and of parts of a score, which become names of metrics."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections.abc import Collection
 
 STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
-"""What a run logs as ``reward/...`` about the total, beside ``reward/<name>`` and ``reward/std/<name>`` of every
-function: no function may have one of these names."""
+"""Metrics ``reward/...`` of the total, beside ``reward/<name>`` and ``reward/std/<name>`` of every function, which may
+have none of these names."""
 
 METRIC_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-"""What every tracker can store as one level of a metric's name: a function's, or that of a part of its score."""
+"""Names that every tracker can store as one level of a metric's name."""
 
 
 def check_name(field_name: str, name: str) -> None:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -84,12 +85,8 @@ class UserCode:
             raise self.error(f"{self.what} raised {place}{_remedy(error)}") from error
 
     def _overrun_message(self, overrun: Overrun) -> str:
-        stack = [(frame, frame.f_lineno) for frame in overrun.frames]
-        traceback = overrun.__traceback__
-        while traceback is not None:
-            stack.insert(0, (traceback.tb_frame, traceback.tb_lineno))
-            traceback = traceback.tb_next
-        place = describe_place(stack, self.file, quote=True)
+        waiting = [(frame, frame.f_lineno) for frame in overrun.frames]
+        place = describe_place([*reversed([*walk_tb(overrun.__traceback__)]), *waiting], self.file, quote=True)
         return (
             f"{self.what} did not return within {TIMEOUT_FIELD}={self.timeout_s:g} s; it was"
             f"{place or ' at an unknown place'}. Mend it, or for a slow one raise {TIMEOUT_FIELD} (null for no limit)"
@@ -137,22 +134,29 @@ def _deadline(timeout_s: float | None) -> Iterator[None]:
         finally:
             _set_fault_handler(call, None)
         return
-    previous = signal.signal(signal.SIGALRM, _interrupt)
+    calling = True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if calling:
+            raise Overrun
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
     begin = time.monotonic()
-    remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    _set_fault_handler(call, seconds + GRACE_S)
+    remaining = 0.0
     try:
-        yield
+        _set_fault_handler(call, seconds + GRACE_S)
+        remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            # The timer may run out between any two lines, also of what follows; it must not interrupt that.
+            calling = False
     finally:
         # The timer of a call around this one goes on; 0 would turn it off.
         left = max(remaining - (time.monotonic() - begin), 1e-3) if remaining else 0.0
         signal.setitimer(signal.ITIMER_REAL, left)
         signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
         _set_fault_handler(call, None)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Overrun
 
 
 def _set_fault_handler(call: object, seconds: float | None) -> None:

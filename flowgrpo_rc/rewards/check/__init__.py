@@ -1,5 +1,5 @@
-"""Check: whether a reward, with the weights or the server that it has on this machine, scores as it should.
+"""A check of a reward with the weights or the server that it has on this machine; ``flowgrpo-rc check-reward``.
 
-``pictures`` draws images whose right prompts are known, ``expectations`` says what each built-in reward should make of
-them, and ``findings`` scores them and compares. ``flowgrpo-rc check-reward`` prints the outcome.
+``pictures`` draws images whose right prompts are known, ``expectations`` has the right behaviour of each built-in
+reward, and ``findings`` scores the pictures and compares.
 """

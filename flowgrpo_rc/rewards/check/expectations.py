@@ -1,4 +1,4 @@
-"""What each built-in reward should make of the pictures, in one table. A reward that is not in it is not judged."""
+"""The right behaviour of each built-in reward on the pictures. Rewards that are not in the table are not judged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 
 from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rewards.judge.config import JudgeConfig
 from flowgrpo_rc.rewards.judge.wording import placeholders, wants_target
 
 PROMPT = "prompt"
@@ -19,15 +18,15 @@ QUALITY = "quality"
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What a right reward does with the pictures."""
+    """The right behaviour of a reward."""
 
     order: str
     """``PROMPT``, ``REFERENCE`` or ``QUALITY``."""
     low: float = -math.inf
     high: float = math.inf
-    """No score lies outside, by the reward's formula."""
+    """Bounds of the scores, by the reward's formula."""
     pictures: str = "scenes"
-    """Which set of ``pictures.SETS`` it is made for."""
+    """The set of ``pictures.SETS`` that the reward is made for."""
     columns: frozenset[str] = frozenset()
     """Columns of the prompt file that it reads; a picture's row that lacks one gets its name as its value."""
 
@@ -46,22 +45,24 @@ EXPECTATIONS = {
     "siglip_similarity": Expectation(order=REFERENCE, low=-1.0, high=1.0),
     "judge": Expectation(order=PROMPT, low=0.0, high=1.0),
 }
-"""Name of a built-in reward -> what it should do."""
+"""Name of a built-in reward -> its right behaviour."""
 
 
 def expectation(name: str, config: RewardConfig) -> Expectation | None:
-    """What the reward of this name should do in a run of this configuration; None where that is not known, as of every
-    function of the user's own, whatever it is called."""
+    """The right behaviour of the reward ``name`` in a run of this configuration.
+
+    None where it is not known, as of every function of the user's own, whatever its name.
+    """
     if name in config.own_functions():
         return None
     known = EXPECTATIONS.get(name)
-    return _of_judge(known, config.judge) if known is not None and name == "judge" else known
-
-
-def _of_judge(judge: Expectation, config: JudgeConfig) -> Expectation:
-    """With pictures that show a text where a question asks for one, with the columns of all questions, and with
-    references where a question shows them."""
-    pictures = "numbers" if any(map(wants_target, config.questions)) else judge.pictures
-    columns = frozenset[str]().union(*map(placeholders, config.questions))
-    order = REFERENCE if any(question.references for question in config.questions) else judge.order
-    return replace(judge, order=order, pictures=pictures, columns=columns)
+    if known is None or name != "judge":
+        return known
+    # A judge does what its questions ask for: read a text, compare with a reference, use columns of the run.
+    questions = config.judge.questions
+    return replace(
+        known,
+        pictures="numbers" if any(map(wants_target, questions)) else known.pictures,
+        columns=frozenset[str]().union(*map(placeholders, questions)),
+        order=REFERENCE if any(question.references for question in questions) else known.order,
+    )

@@ -1,4 +1,4 @@
-"""Scores the pictures with a reward and says what was found, beside what was expected."""
+"""Scores the pictures with a reward and compares the scores with the reward's right behaviour."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from flowgrpo_rc.rewards.check.pictures import SETS, Picture, colours, damaged, 
 from flowgrpo_rc.rewards.mix import RewardMix
 
 RIGHT_SHARE = 0.75
-"""Share of the comparisons of which more must come out right: 19 of the 24 that four pictures and prompts give, which
-tossing coins reaches once in 300 times."""
+"""Share of right comparisons that must be exceeded: four pictures and prompts give 24, and tossing coins reaches 19 of
+them once in 300 times."""
 
 SPREAD_SHARE = 0.02
-"""Change of a score, as a share of the largest difference between scores, that other neighbours in a batch may make:
-rounding on a GPU does."""
+"""Largest change of a score with its neighbours in the batch, as a share of the scores' spread; a GPU's rounding is
+smaller."""
 
 ROUNDING = 1e-4
-"""The same where all scores are equal, or nearly."""
+"""The same in absolute terms, for scores that are nearly equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The outcome of one comparison."""
 
     name: str
     found: str
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a check found."""
+    """The outcome of a check."""
 
     findings: list[Finding]
     seconds_per_image: float
@@ -48,7 +48,7 @@ class Report:
 
     @property
     def as_expected(self) -> bool:
-        """Whether nothing contradicts what was expected."""
+        """False where a finding contradicts the expectation."""
         return all(finding.as_expected is not False for finding in self.findings)
 
 
@@ -57,16 +57,16 @@ class Check:
 
     Args:
         reward: a mix that holds it alone.
-        expectation: what it should do; None for a reward that is not known, of which the order is told unjudged.
+        expectation: its right behaviour; None for an unknown reward, whose findings are not judged.
         pictures: the set to use; None for the one that the reward is made for.
     """
 
     def __init__(self, reward: RewardMix, expectation: Expectation | None, pictures: str | None = None) -> None:
         (self.name,) = reward.functions
         self._reward = reward
-        self._expected = expectation
-        self._set = pictures or (expectation.pictures if expectation else "scenes")
-        self._order = expectation.order if expectation else PROMPT
+        self._judges = expectation is not None
+        self._expected = expectation or Expectation(order=PROMPT)
+        self._set = pictures or self._expected.pictures
         self._scored: list[np.ndarray] = []
 
     def run(self) -> Report:
@@ -77,59 +77,54 @@ class Check:
             RewardError: it failed, or gave scores that training would refuse.
         """
         pictures = SETS[self._set]()
-        self._refuse_early(pictures)
-        start = time.perf_counter()
         images, prompts, rows = self._pairs(pictures)
+        self._reward.check_prompts(prompts, image_size=images.shape[1:3], metadata=rows)
+        start = time.perf_counter()
         scores = self._score(images, prompts, rows)
-        first_call_s = time.perf_counter() - start
         again = time.perf_counter()
         reordered = self._score(images[::-1], prompts[::-1], rows[::-1])[::-1]
-        seconds = time.perf_counter() - again
+        end = time.perf_counter()
         alone = np.concatenate([self._score(images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(4)])
-        count = len(pictures)
         large = twice_as_large(images)
         findings = [
-            self._order_finding("order", scores, images, count),
+            self._order_finding("order", scores, images),
             self._neighbours_finding(scores, reordered, alone),
-            self._order_finding("twice as large", self._score(large, prompts, rows), large, count),
+            self._order_finding("twice as large", self._score(large, prompts, rows), large),
         ]
-        if self._order == PROMPT and self._set == "scenes":
+        if self._expected.order == PROMPT and self._set == "scenes":
+            # Red and blue swap where a reward takes RGB for BGR, which no other picture shows.
             images, prompts, rows = self._pairs(colours())
-            findings.append(self._order_finding("red and blue", self._score(images, prompts, rows), images, 2))
+            findings.append(self._order_finding("red and blue", self._score(images, prompts, rows), images))
         findings.append(self._range_finding())
+        batch = len(scores)
         return Report(
-            findings=findings,
-            seconds_per_image=seconds / count**2,
-            first_call_s=first_call_s,
-            batch=count**2,
+            findings=findings, seconds_per_image=(end - again) / batch, first_call_s=again - start, batch=batch
         )
 
-    def _refuse_early(self, pictures: Sequence[Picture]) -> None:
-        size = (pictures[0].image.shape[0], pictures[0].image.shape[1])
-        rows = [self._row(picture) for picture in pictures]
-        self._reward.check_prompts([p.prompt for p in pictures], image_size=size, metadata=rows)
-
-    def _pairs(self, pictures: Sequence[Picture]) -> tuple[np.ndarray, list[str], list[Mapping[str, Any]]]:
+    def _pairs(self, pictures: Sequence[Picture]) -> tuple[np.ndarray, list[str], list[dict[str, Any]]]:
         """Every picture with every prompt and its row, (N * N, H, W, 3), one picture after the other."""
         images = np.stack([picture.image for picture in pictures for _ in pictures])
         prompts = [picture.prompt for _ in pictures for picture in pictures]
         return images, prompts, [self._row(picture) for _ in pictures for picture in pictures]
 
     def _row(self, picture: Picture) -> dict[str, Any]:
-        row: dict[str, Any] = {name: name for name in self._expected.columns} if self._expected else {}
-        row |= picture.metadata
-        return row | {"images": [picture.image]} if self._order == REFERENCE else row
+        row: dict[str, Any] = {name: name for name in self._expected.columns} | picture.metadata
+        return row | {"images": [picture.image]} if self._expected.order == REFERENCE else row
 
     def _score(self, images: np.ndarray, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         scores = self._reward(images, prompts, [dict(row) for row in rows]).parts[self.name]
         self._scored.append(scores)
         return scores
 
-    def _order_finding(self, name: str, scores: np.ndarray, images: np.ndarray, count: int) -> Finding:
-        """What the scores of all pairs of ``count`` pictures and prompts say; ``images`` are the pairs' images."""
+    def _finding(self, name: str, found: str, as_expected: Any) -> Finding:
+        return Finding(name=name, found=found, as_expected=bool(as_expected) if self._judges else None)
+
+    def _order_finding(self, name: str, scores: np.ndarray, images: np.ndarray) -> Finding:
+        """Compare right with wrong among the scores of all pairs; ``images`` are those of the pairs."""
+        count = round(len(scores) ** 0.5)
         table = scores.reshape(count, count)
         right = np.diag(table)
-        if self._order == QUALITY:
+        if self._expected.order == QUALITY:
             wrong = self._score(damaged(images[:: count + 1]), [""] * count, [{}] * count)
             won = int((right > wrong).sum())
             compared = count
@@ -139,38 +134,35 @@ class Check:
             # Against the same picture with other prompts, and against other pictures with the same prompt.
             won = int((right[:, None] > table).sum() + (right[None, :] > table).sum())
             compared = 2 * wrong.size
-            partner = "prompt" if self._order == PROMPT else "reference"
-            words = f"own {partner} above another's in {won} of {compared} comparisons"
+            words = f"own {self._expected.order} above another's in {won} of {compared} comparisons"
         words += f", {right.mean():.4g} against {wrong.mean():.4g} on average"
-        return Finding(name=name, found=words, as_expected=self._judged(won > RIGHT_SHARE * compared))
-
-    def _judged(self, as_expected: Any) -> bool | None:
-        return None if self._expected is None else bool(as_expected)
+        return self._finding(name, words, won > RIGHT_SHARE * compared)
 
     def _neighbours_finding(self, scores: np.ndarray, reordered: np.ndarray, alone: np.ndarray) -> Finding:
+        # Rewards that pad a batch, or hand scores out in another order, depend on an image's neighbours.
         change = max(np.abs(scores - reordered).max(), np.abs(scores[: len(alone)] - alone).max())
-        allowed = max(SPREAD_SHARE * np.ptp(scores), ROUNDING)
         words = f"scores change by at most {change:.2g} in a batch of another order and one by one"
-        return Finding(name="neighbours", found=words, as_expected=self._judged(change <= allowed))
+        return self._finding("neighbours", words, change <= max(SPREAD_SHARE * np.ptp(scores), ROUNDING))
 
     def _range_finding(self) -> Finding:
         scores = np.concatenate(self._scored)
         words = f"{scores.min():.4g} to {scores.max():.4g}"
-        if self._expected is None:
-            return Finding(name="range", found=words, as_expected=None)
         low, high = self._expected.low, self._expected.high
         # float32 rounds a cosine of 1 to a little more.
-        slack = 1e-5 * max(1.0, *(abs(bound) for bound in (low, high) if np.isfinite(bound)))
-        inside = bool(low - slack <= scores.min() and scores.max() <= high + slack)
-        return Finding(name="range", found=f"{words}, by the formula {low:.4g} to {high:.4g}", as_expected=inside)
+        slack = 1e-5 * max([1.0, *(abs(bound) for bound in (low, high) if np.isfinite(bound))])
+        inside = low - slack <= scores.min() and scores.max() <= high + slack
+        if self._judges:
+            words += f", by the formula {low:.4g} to {high:.4g}"
+        return self._finding("range", words, inside)
 
 
 def memory() -> dict[str, float]:
-    """Peak memory so far in bytes: of this process, where the system says, and of each GPU that torch has used."""
+    """Peak memory so far in bytes: of this process, except on Windows, and of each GPU that torch has used."""
     found: dict[str, float] = {}
     try:
         import resource
 
+        # The system counts kilobytes, macOS bytes.
         unit = 1 if sys.platform == "darwin" else 1024
         found["the process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     except ImportError:  # Windows
