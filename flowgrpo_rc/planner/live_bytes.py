@@ -1,7 +1,7 @@
-"""Bytes of living tensors and floating-point operations of whatever runs, by stretches of its time.
+"""Count bytes of live tensors and floating-point operations, by stretches of time.
 
-Under torch's fake tensors, which have shapes and no values, it tells what a step of a model of any size would need,
-without its memory and its time. Around a real step it counts the same tensors.
+Under torch's fake tensors, which have shapes and no values, this measures a step of a model of any size without its
+memory and its time. Around a real step it counts the same tensors.
 """
 
 import weakref
@@ -21,45 +21,45 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass
 class Stretch:
-    """A part of a run: what stood under one label, without a break."""
+    """A contiguous part of a run under one label."""
 
     label: Any
-    """What ``LiveBytes.enter`` was called with."""
+    """Argument of ``LiveBytes.enter``."""
     peak: int
-    """Most bytes that were alive at a time."""
+    """Most bytes alive at a time."""
     flops: int = 0
     """Floating-point operations of matrix products, attention and convolutions; a multiply-add counts as two."""
     recorded_flops: int = 0
-    """Those of them that ran with gradients switched on. Within a backward pass these are the recomputed ones."""
+    """Operations with gradients enabled. Within a backward pass these are the recomputed ones."""
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts while it is entered (``with LiveBytes(...) as live:``).
 
-    A storage counts from the operation that makes it until nothing refers to it any more, as it does in an allocator
-    without fragmentation. What a kernel needs inside itself is not seen.
+    A storage counts from the operation that makes it until its last reference is gone, as in an allocator without
+    fragmentation. Memory inside kernels is not seen.
 
     Args:
-        resident: tensors that are there already and not to be counted, such as the weights.
+        resident: tensors not to count, such as the weights.
     """
 
     def __init__(self, resident: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live = 0
-        """Bytes that are alive now."""
+        """Bytes alive now."""
         self.stretches = [Stretch(label=None, peak=0)]
-        """What has run so far, in order."""
+        """Stretches so far, in order."""
         # By the address of the storage's own object; the storages are held, so that no new one gets the same address.
         self._resident = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in resident)}
         self._counted: dict[int, int] = {}
 
     @property
     def peak(self) -> int:
-        """Most bytes that were alive at a time, over all stretches."""
+        """Most bytes alive at a time, over all stretches."""
         return max(stretch.peak for stretch in self.stretches)
 
     def enter(self, label: Any) -> None:
-        """What follows is part of another stretch, unless the label is that of the present one."""
+        """Begin another stretch, unless the label is the present one."""
         if self.stretches[-1].label != label:
             self.stretches.append(Stretch(label, self.live))
 

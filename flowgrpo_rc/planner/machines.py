@@ -1,4 +1,4 @@
-"""GPUs: how many of what size a plan is for, and what they compute in a second. Needs no torch."""
+"""GPUs: their number, memory and compute. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Device:
 
     bfloat16: float
     float32: float
-    """Without TF32, which torch leaves off unless it is told."""
+    """Without TF32, which torch leaves off by default."""
 
     def peak(self, dtype: str) -> float:
-        """In a precision by its name in ``dtypes.DTYPES``; float16 is as fast as bfloat16."""
+        """Peak in a precision by its name in ``dtypes.DTYPES``; float16 is as fast as bfloat16."""
         return self.float32 if dtype == "float32" else self.bfloat16
 
 
@@ -42,26 +42,26 @@ DEVICES = {
 }
 """Part of a device's name, as ``torch.cuda.get_device_name`` gives it -> its peak. The first that matches counts."""
 DEVICE_OF_SIZE = {24: "RTX 4090", 48: "L40S", 80: "H100", 141: "H200"}
-"""Gigabytes -> the device that times are told for where only the memory is known; between two, the smaller one."""
+"""Gigabytes -> the device assumed for times if only the memory is known; between two, the smaller one."""
 TRIED = [(count, size) for size in DEVICE_OF_SIZE for count in (1, 2, 4, 8)]
-"""What a plan tries that is told no GPUs."""
+"""The GPUs that a plan without a list tries."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """So many GPUs of one size on one machine."""
+    """GPUs of one size on one machine."""
 
     count: int
     gigabytes: float
 
     @property
     def bytes(self) -> int:
-        """Memory of each. What is sold as 80 GB has about 80 GiB, and so on."""
+        """Memory of each; a GPU sold with 80 GB has about 80 GiB."""
         return round(self.gigabytes * GIB)
 
     @property
     def device(self) -> str:
-        """The device that times are told for."""
+        """The device assumed for times."""
         return DEVICE_OF_SIZE[max([size for size in DEVICE_OF_SIZE if size <= self.gigabytes], default=24)]
 
     def __str__(self) -> str:
@@ -72,13 +72,13 @@ def read_gpus(text: str) -> list[Gpus]:
     """``4x80`` is four GPUs of 80 GB; several are separated by commas.
 
     Raises:
-        ValueError: it is something else; says what to write.
+        ValueError: anything else.
     """
     return [_read_one(part.strip(), text) for part in text.split(",")]
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a device by the name that ``torch.cuda.get_device_name`` gives it; None where it is not listed."""
+    """Peak FLOP/s of a device by its name in ``torch.cuda.get_device_name``; None if it is not listed."""
     return next((device.peak(dtype) for name, device in DEVICES.items() if name in device_name), None)
 
 

@@ -1,4 +1,4 @@
-"""What the passes of a run need, measured under fake tensors once and interpolated for every number of rows."""
+"""Memory and operations of a run's passes, measured under fake tensors once and interpolated in the number of rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,20 +11,21 @@ from flowgrpo_rc.planner.pipeline import FakePipeline, bytes_of, parameters_of
 from flowgrpo_rc.planner.settings import PlannedRun
 
 MOST_ROWS = 32
-"""A transformer that takes its rows one by one, as Z-Image's does, needs a second for so many."""
+"""Most rows of a measured pass: a transformer that takes its rows one by one, as Z-Image's does, needs a second for
+so many."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a pipeline's weights, and what is counted of them."""
+    """Bytes of a pipeline's weights, and numbers of parameters."""
 
     transformer: int
     """Frozen weights of the transformer, without buffers."""
     buffers: int
     """Buffers of the transformer, which sharding leaves whole."""
     gathered: int
-    """What sharding gathers on every GPU: a block at work and the next one, the two largest neighbours, and the weights
-    that are in no block."""
+    """Weights that sharding gathers on every GPU: a block at work and the next one, the two largest neighbours, and the
+    weights outside of blocks."""
     vae: int
     text_encoders: int
     parameters: int
@@ -37,7 +38,7 @@ class Measured:
 
     Args:
         run: its settings.
-        of_engine: the transformer as the engine has it, in the engine's precision, LoRA included.
+        of_engine: measure the engine's transformer, in the engine's precision, LoRA included.
     """
 
     def __init__(self, run: PlannedRun, *, of_engine: bool = False) -> None:
@@ -70,7 +71,7 @@ class Measured:
         )
 
     def update(self, rows: int, *, recompute: bool, accumulates: bool) -> Usage:
-        """Forward and backward of so many rows, images times steps of the window."""
+        """Forward and backward of ``rows``, images times steps of the window."""
         actor = self.run.actor
         measure = partial(
             self._passes.update,
@@ -82,18 +83,17 @@ class Measured:
         return self._at_rows(rows, ("update", recompute, accumulates), measure)
 
     def forward(self, rows: int) -> Usage:
-        """A forward without gradients of so many rows."""
+        """A forward of ``rows`` without gradients."""
         return self._at_rows(rows, ("forward",), self._passes.forward)
 
     def decode(self, images: int) -> Usage:
-        """Decoding of what the engine draws at once."""
+        """Decoding of a micro-batch of the engine."""
         if ("decode", images) not in self._known:
             self._known["decode", images] = self._passes.decode(images)
         return self._known["decode", images]
 
     def _at_rows(self, rows: int, name: tuple[Any, ...], measure: Callable[[int], Usage]) -> Usage:
-        """Measured at the configured micro-batch, or at ``MOST_ROWS``, and at twice its rows; any other number lies on
-        the line of both."""
+        """Interpolate between the configured micro-batch, or ``MOST_ROWS``, and twice its rows."""
         usual = min(self.run.micro_rows(1), MOST_ROWS)
         for at in {usual} if rows == usual else {usual, 2 * usual}:
             if (*name, at) not in self._known:

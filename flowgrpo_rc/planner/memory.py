@@ -1,4 +1,4 @@
-"""Memory of one GPU by component: what stays there, and what each stage of a step adds to it."""
+"""Memory of one GPU by component: resident tensors, and those that each stage of a step adds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from flowgrpo_rc.planner.measured import Measured
 from flowgrpo_rc.planner.settings import PlannedRun
 
 RUNTIME = 3 * GIB
-"""Assumed for what is no tensor: the device's context, libraries' workspaces, fragmentation of the allocator."""
+"""Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator."""
 ENGINE_RUNTIME = 1 * GIB
-"""The same in the process of an engine, beside its tensors."""
+"""The same in the process of an engine."""
 MARGIN = 0.1
 """Share of a GPU that a plan leaves free."""
 
@@ -21,15 +21,15 @@ class Memory:
     """Bytes on one GPU."""
 
     resident: dict[str, int]
-    """What stays, by component."""
+    """Resident bytes, by component."""
     stages: dict[str, int]
-    """What each stage adds while it runs; the largest counts, for memory is used again."""
+    """Bytes that each stage adds while it runs; the largest counts, since memory is reused."""
     engine: int
-    """What an engine in a process of its own holds on the same GPU."""
+    """Bytes of an engine's own process on the same GPU."""
 
     @property
     def tensors(self) -> int:
-        """The peak, without what is no tensor."""
+        """The peak of tensors alone."""
         return sum(self.resident.values()) + max(self.stages.values()) + self.engine
 
     @property
@@ -39,16 +39,16 @@ class Memory:
 
     @property
     def largest_stage(self) -> str:
-        """The stage in which the peak lies."""
+        """The stage of the peak."""
         return max(self.stages, key=lambda name: self.stages[name])
 
     def fits(self, available: int) -> bool:
-        """Whether a GPU of so many bytes holds it and keeps ``MARGIN`` of itself free."""
+        """Return true if it leaves ``MARGIN`` of a GPU of so many bytes free."""
         return fits(self.total, available)
 
 
 def fits(size: int, available: int) -> bool:
-    """Whether a GPU of ``available`` bytes holds so many and keeps ``MARGIN`` of itself free."""
+    """Return true if ``size`` bytes leave ``MARGIN`` of a GPU of ``available`` bytes free."""
     return size <= (1 - MARGIN) * available
 
 
@@ -70,7 +70,7 @@ class MemoryPlan:
         self.sizes = self.actor.sizes
 
     def memory(self, run: PlannedRun, gpus: int) -> Memory:
-        """Of ``run``, which has this plan's model, precisions and images, on one of so many GPUs."""
+        """Memory of ``run``, which has this plan's model, precisions and images, on one of so many GPUs."""
         return Memory(
             {name: size for name, size in self._resident(run, gpus).items() if size},
             self._stages(run, gpus),
@@ -78,7 +78,7 @@ class MemoryPlan:
         )
 
     def largest_micro_batch(self, run: PlannedRun, gpus: Gpus) -> int:
-        """Most rows of an update's micro-batch that fit; 0 where not even one does."""
+        """Most rows of an update's micro-batch that fit; 0 if not even one does."""
         most = run.images_of_mini_batch(gpus.count) * run.steps_of_window
 
         def fits(rows: int) -> bool:
@@ -88,12 +88,11 @@ class MemoryPlan:
         return _largest(fits, most)
 
     def engine_alone(self, run: PlannedRun, trainers: int) -> int:
-        """Bytes of tensors on a GPU that an engine's process has to itself, which draws for one of so many trainer
-        processes."""
+        """Bytes of tensors of an engine's process on a GPU of its own; it draws for one of ``trainers`` processes."""
         return self._engine_weights() + self._engine_lora(run) + self._engine_work(run, trainers)
 
     def recomputes(self, run: PlannedRun) -> bool:
-        """Whether the run's update recomputes activations."""
+        """Return true if the run's update recomputes activations."""
         return run.model.checkpoints_gradients(self.sizes.parameters)
 
     def _resident(self, run: PlannedRun, gpus: int) -> dict[str, int]:
@@ -120,7 +119,7 @@ class MemoryPlan:
         }
 
     def _gathered(self, run: PlannedRun, gpus: int, *, keeps: bool) -> int:
-        """Whole weights beside a GPU's own shard: of the blocks at work, or all where those that were stay."""
+        """Whole weights beside a GPU's own shard: of the blocks at work, or all if gathered blocks stay."""
         if run.sharing(gpus) == 1:
             return 0
         return self.sizes.transformer if keeps else self.sizes.gathered
@@ -132,8 +131,7 @@ class MemoryPlan:
         update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
         stages = {
             "update: activations and gradients": update.peak,
-            # Gradients, and once more their size: they are flattened for the other ranks, and AdamW works on all at
-            # once.
+            # Gradients twice: they are flattened for the other ranks, and AdamW works on all at once.
             "optimizer step": 2 * lora,
         }
         scored = run.scored_rows(gpus)
@@ -144,15 +142,15 @@ class MemoryPlan:
         if run.samples_in_trainer:
             stages["sampling"] = self.engine.forward(run.sampled_at_once(gpus)).peak
             stages["decoding"] = self.actor.decode(run.sampled_at_once(gpus)).peak
-            if run.rollout.gather_weights:  # beyond the blocks at work, which are there at any time
+            if run.rollout.gather_weights:
+                # The blocks at work are resident at any time and counted there.
                 further = self._gathered(run, gpus, keeps=True) - self._gathered(run, gpus, keeps=False)
                 stages["sampling"] += further
                 stages["decoding"] += further
         return stages
 
     def _engine_process(self, run: PlannedRun, gpus: int) -> int:
-        """It has transformer, VAE and LoRA of its own, and keeps what sampling has taken; all the time, or of one that
-        sleeps what stays when it does."""
+        """Its transformer, VAE, LoRA and sampling memory; of an engine that sleeps, the part that stays."""
         if not run.has_engine_process(gpus):
             return 0
         stays = self._engine_lora(run) + ENGINE_RUNTIME
@@ -165,7 +163,7 @@ class MemoryPlan:
         return sizes.transformer + sizes.buffers + self.sizes.vae
 
     def _engine_work(self, run: PlannedRun, gpus: int) -> int:
-        """What an engine's process takes to sample and to decode."""
+        """Memory of an engine's process to sample and to decode."""
         at_once = run.sampled_at_once(gpus)
         return max(self.engine.forward(at_once).peak, self.engine.decode(at_once).peak)
 
@@ -174,9 +172,9 @@ class MemoryPlan:
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Largest number from 1 to ``most`` that fits, where whatever is below one that fits does too; 0 for none."""
+    """Largest number from 1 to ``most`` that fits, by bisection; 0 for none."""
     low = 0
-    # From below: where a transformer goes through its rows one by one, a pass of many takes long to plan.
+    # From below, since a pass of many rows takes long to plan in a transformer that takes them one by one.
     reach = 1
     while reach <= most and fits(reach):
         low = reach

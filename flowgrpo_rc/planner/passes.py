@@ -1,9 +1,9 @@
-"""What a forward, an update or a decoding needs: bytes and operations, run under fake tensors and scaled to full depth.
+"""Bytes and operations of a forward, an update or a decoding, run under fake tensors and scaled to full depth.
 
-The blocks of a transformer repeat, and bytes and operations are linear in their number. So a transformer is run with
-``SHORT`` blocks of every kind, then with twice as many of one kind after the other, and the difference is what each
-further block adds. A peak alone would not be linear, as it may lie elsewhere in a deeper model. Those of the single
-stretches are, where a stretch is the time spent in the first or the last block of a kind.
+The blocks of a transformer repeat, and bytes and operations are linear in their number. So a transformer runs with
+``SHORT`` blocks of every kind, then with twice as many of one kind after the other; the difference is the cost of a
+further block. The overall peak is not linear, as it may lie elsewhere in a deeper model. The peaks of single stretches
+are: a stretch is the time in the first or the last block of a kind.
 """
 
 import re
@@ -30,14 +30,14 @@ from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.sde import log_prob, transition
 
 LARGE = 4096
-"""Pixels to a side of a reference image that every family makes smaller."""
+"""Pixels of a side of a reference image; every family scales it down."""
 SHORT = 2
 """Blocks of a kind in the shorter of the two runs that are compared: a first one and a last one."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one pass needs beyond the weights."""
+    """Bytes and operations of one pass, without the weights."""
 
     peaks: tuple[int, ...]
     """Most bytes alive in each stretch of the pass; gradients of the LoRA among them."""
@@ -54,10 +54,10 @@ class Usage:
         return max(self.peaks)
 
     def moved(self, start: "Usage", end: "Usage", steps: float) -> "Usage":
-        """``self`` and so many times the way from ``start`` to ``end``, number by number.
+        """``self + steps * (end - start)``, number by number.
 
         Raises:
-            ValueError: the three differ in their stretches, so that they are not of one model.
+            ValueError: the three differ in their stretches, so they are not of one model.
         """
         peaks = zip(self.peaks, start.peaks, end.peaks, strict=True)
         flops = ("forward_flops", "backward_flops", "recomputed_flops")
@@ -75,17 +75,17 @@ class Kind:
     name: str
     """The blocks' class."""
     place: str
-    """The list they stand in, by its name in the transformer."""
+    """Name of their list in the transformer."""
     blocks: tuple[nn.Module, ...]
 
     @cached_property
     def bytes_of_one(self) -> int:
-        """Bytes of the frozen weights of a block, as they were before any LoRA."""
+        """Bytes of a block's frozen weights, without LoRA."""
         return bytes_of(self.blocks[0])
 
 
 def kinds_of(transformer: nn.Module) -> list[Kind]:
-    """The transformer's blocks in order, by kind; ``_no_split_modules`` says which modules are blocks."""
+    """The transformer's blocks in order, by kind; ``_no_split_modules`` names the modules that are blocks."""
     names = set(getattr(transformer, "_no_split_modules", None) or ())
     found: list[Kind] = []
     for place, module in transformer.named_modules():
@@ -105,8 +105,8 @@ def kinds_of(transformer: nn.Module) -> list[Kind]:
 
 
 class WholePrompts(TorchFunctionMode):
-    """Inside, every prompt has all its ``tokens``, for a transformer that reads their numbers off the mask, which is
-    fake and holds none."""
+    """Inside, every prompt has all its ``tokens``, as a transformer may read their number from the mask, which is
+    fake and has no values."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -119,14 +119,14 @@ class WholePrompts(TorchFunctionMode):
 
 
 class Passes:
-    """Passes through a fake transformer with a LoRA, as actor and engine make them.
+    """Passes of actor and engine through a fake transformer with a LoRA.
 
     Args:
-        pipeline: whose transformer it is; it gets the LoRA.
-        lora: rank and targets; and whether guidance is one call.
+        pipeline: its transformer gets the LoRA.
+        lora: rank, targets, and the number of calls for guidance.
         lora_dtype: precision of the LoRA's weights.
         rollout: image size, prompt length, guidance, and the kind of the stochastic steps.
-        autocast: whether forwards run under bfloat16 autocast.
+        autocast: run forwards under bfloat16 autocast.
 
     Raises:
         ValueError: the model cannot draw this size, or a target module is none of its layers.
@@ -148,15 +148,15 @@ class Passes:
         """Bytes of the frozen weights and of the buffers."""
         self.block_bytes = {id(kind): kind.bytes_of_one for kind in self.kinds}
         self._attach(lora, lora_dtype)
-        # Rotary embeddings and the like are computed in a first pass and kept: none that counts must be the first.
+        # Rotary embeddings and the like are cached by the first pass, so no measured pass may be the first.
         self._at([min(SHORT, len(kind.blocks)) for kind in self.kinds], partial(self._forward, 1))
 
     def _attach(self, lora: ModelConfig, dtype: str) -> None:
-        """Give the blocks that are run their LoRA, and count what all blocks would have."""
+        """Attach the LoRA to the blocks that run, and count the parameters of all blocks."""
         _refuse_single_blocks(lora, {kind.place for kind in self.kinds})
         deepest = [min(2 * SHORT, len(kind.blocks)) for kind in self.kinds]
         with self._with_blocks(deepest):
-            # Modules with fake tensors cannot be moved, which peft does; those on the meta device can.
+            # peft moves modules, which fake tensors refuse and tensors on the meta device allow.
             replace_tensors(self.transformer, lambda tensor: torch.empty_like(tensor, device="meta"))
             with torch.device("meta"):
                 attach_lora(self.transformer, self._pipeline.model, lora, dtype=torch_dtype(dtype))
@@ -168,13 +168,13 @@ class Passes:
         self.lora_parameters = attached + sum(own * blocks for own, blocks in zip(of_kinds, further, strict=True))
 
     def update(self, rows: int, *, recompute: bool, reference: bool, detached: bool, accumulates: bool) -> Usage:
-        """Forward and backward of one micro-batch.
+        """Measure forward and backward of one micro-batch.
 
         Args:
             rows: images times steps of the window.
             recompute: with gradient checkpointing.
-            reference: with a forward of the model without its LoRA, for the KL.
-            detached: with an unconditional half that no gradient flows through.
+            reference: with a forward without the LoRA, for the KL.
+            detached: without a gradient through the unconditional half.
             accumulates: onto the gradients of earlier micro-batches.
         """
         self.transformer.train(False)
@@ -183,17 +183,17 @@ class Passes:
         return self._at_full_depth(partial(self._update, rows, reference, detached, accumulates))
 
     def forward(self, rows: int) -> Usage:
-        """One forward without gradients: a step of sampling, or of scoring."""
+        """Measure a forward without gradients: a step of sampling, or of scoring."""
         return self._at_full_depth(partial(self._forward, rows))
 
     def decode(self, images: int) -> Usage:
-        """Latents to pixels."""
+        """Measure the decoding of latents to pixels."""
         model = self._pipeline.model
         size = self._rollout.pipeline.height, self._rollout.pipeline.width
         vae = self._pipeline.vae
         with self._pipeline.fake, torch.no_grad():
             latents = torch.empty(images, *model.latent_shape(*size))
-            # The decoder has run when its pixels are looked at, which fake ones do not allow.
+            # Fake pixels cannot be read; by then the decoder has run.
             looked_at = suppress(DynamicOutputShapeException, DataDependentOutputException)
             with LiveBytes([*vae.parameters(), *vae.buffers()]) as live, looked_at:
                 model.decode(latents, *size)
@@ -248,7 +248,7 @@ class Passes:
         return latents, torch.empty(rows), conditioning
 
     def _reference_grids(self) -> tuple[tuple[int, int], ...]:
-        """Of large square images, as few as the family takes; one where the settings say how large it shall be."""
+        """Grids of large square images, as few as the family takes; one if the settings have its area."""
         area = self._rollout.pipeline.reference_area
         fewest, most = FAMILIES[self._pipeline.class_name].images
         images = fewest if area is None else min(max(fewest, 1), most)
@@ -256,7 +256,7 @@ class Passes:
         return tuple(self._pipeline.model.reference_grid(large, area) for _ in range(images))
 
     def _policy(self, state: tuple[Tensor, Tensor, Conditioning], *, detached: bool = False) -> tuple[Tensor, Tensor]:
-        """Means and log-probs of a step, as the actor finds them."""
+        """Means and log-probs of a step, as the actor computes them."""
         latents, level, conditioning = state
         algo = self._rollout.algo
         with torch.autocast("cpu", torch.bfloat16) if self._autocast else nullcontext():
@@ -267,7 +267,7 @@ class Passes:
         return step.mean, log_prob(step, latents, sde_type=algo.sde_type)
 
     def _at_full_depth(self, run: Callable[[LiveBytes], None]) -> Usage:
-        """What ``run`` would use with all blocks."""
+        """Extrapolate the usage of ``run`` to all blocks."""
         depths = [min(SHORT, len(kind.blocks)) for kind in self.kinds]
         short = self._at(depths, run)
         usage = short
@@ -280,7 +280,7 @@ class Passes:
         return usage
 
     def _at(self, depths: Sequence[int], run: Callable[[LiveBytes], None]) -> Usage:
-        """One run with so many blocks of every kind."""
+        """Measure a run with this many blocks of every kind."""
         resident = [*self.transformer.parameters(), *self.transformer.buffers()]
         whole = WholePrompts(self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length))
         with ExitStack() as inside:
@@ -294,7 +294,7 @@ class Passes:
 
     @contextmanager
     def _with_blocks(self, depths: Sequence[int]) -> Iterator[list[tuple[nn.Module, ...]]]:
-        """Inside, the transformer has the first ``depths`` blocks of every kind, which are handed out."""
+        """Inside, the transformer has the first ``depths`` blocks of every kind; yields them."""
         kept = [kind.blocks[:depth] for kind, depth in zip(self.kinds, depths, strict=True)]
         places: dict[str, list[nn.Module]] = {}
         for kind, blocks in zip(self.kinds, kept, strict=True):
@@ -314,7 +314,7 @@ def _count(parameters: Mapping[str, Tensor]) -> int:
 
 
 def _refuse_single_blocks(lora: ModelConfig, places: Collection[str]) -> None:
-    """A plan takes blocks of one shape for equal, so their LoRAs must be too."""
+    """Blocks of one shape count as equal, so their LoRAs must be equal too."""
     targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or ()
     single = [target for target in targets if any(re.search(rf"{place}\.\d", target) for place in places)]
     if single:
@@ -330,7 +330,7 @@ _INNER = "inner"
 
 @contextmanager
 def _labels(kept: Sequence[Sequence[nn.Module]], live: LiveBytes) -> Iterator[None]:
-    """Inside, ``live`` is told which kind of block runs, whether it is the first or last of it, and the direction."""
+    """Inside, ``live`` enters a stretch for the kind of block, its place (first, inner, last) and the direction."""
     with ExitStack() as hooks:
         for kind, blocks in enumerate(kept):
             for number, block in enumerate(blocks):
@@ -357,7 +357,7 @@ def _direction(live: LiveBytes) -> str:
 
 
 def _usage(live: LiveBytes) -> Usage:
-    """Without the stretches of inner blocks: their peaks lie between those of the first and the last one."""
+    """Usage without stretches of inner blocks, whose peaks lie between those of the first and the last one."""
     peaks = tuple(stretch.peak for stretch in live.stretches if _INNER not in (stretch.label or ()))
     forward = [s for s in live.stretches if _BACKWARD not in (s.label or ())]
     backward = [s for s in live.stretches if _BACKWARD in (s.label or ())]

@@ -1,6 +1,6 @@
 """A pipeline from its configuration files alone: its networks as fake tensors, which have shapes and no memory.
 
-Those of ``SHIPPED`` come with the package, under their names on the hub; any folder of a pipeline serves as well, with
+The files of ``SHIPPED`` come with the package, under their names on the hub; any folder of a pipeline serves too, with
 or without weights.
 """
 
@@ -28,7 +28,7 @@ SHIPPED = Path(__file__).with_name("pipelines")
 
 
 class PlanError(ValueError):
-    """What was asked for cannot be planned; says why and what to do."""
+    """The run cannot be planned; the message has the reason and the remedy."""
 
 
 class FakePipeline:
@@ -39,7 +39,7 @@ class FakePipeline:
         dtype: of all weights.
 
     Raises:
-        PlanError: there is no such pipeline, it is none that can be planned, or a file of it cannot be used.
+        PlanError: there is no such pipeline, its class is not supported, or a file cannot be used.
     """
 
     def __init__(self, path: str, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ class FakePipeline:
         self.vae: Any = networks["vae"]
         self.text_encoders = [network for name, network in networks.items() if name.startswith("text_encoder")]
         self.model: Any = self._adapter(index)
-        """What says how the networks are called: a ``models.base.DiffusionModel``, or what has its part of it."""
+        """The family's adapter, which calls the networks: a ``models.base.DiffusionModel`` or a part of one."""
 
     def _network(self, name: str, entry: list[str], dtype: torch.dtype) -> nn.Module:
         """One network as its configuration describes it."""
@@ -75,7 +75,8 @@ class FakePipeline:
                 else:
                     network = kind(kind.config_class.from_dict(content))
                 replace_tensors(network, lambda tensor: torch.empty_like(tensor, dtype=dtype))
-        except Exception as error:  # whatever a library raises over a file that is not its own
+        # Libraries raise errors of many classes for a file that is not theirs.
+        except Exception as error:
             raise PlanError(
                 f"{FIELD}: {self.path}: {name}/config.json gives no {class_name} ({type(error).__name__}: "
                 f"{one_line(error, 200)}); is it another's?"
@@ -86,12 +87,12 @@ class FakePipeline:
         import diffusers
 
         pipeline_class = getattr(diffusers, self.class_name)
-        # What a pipeline takes besides has no weights, or is not called here; its own settings are no lists.
+        # Other parts have no weights or are not called here; entries that are no list are a pipeline's own settings.
         parts = dict.fromkeys(pipeline_class._get_signature_types())
         parts |= {name: index[name] for name in parts if not isinstance(index.get(name, []), list)}
         parts |= {"transformer": self.transformer, "vae": self.vae}
         parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
-        # Modules with fake tensors cannot be cast, as some pipelines do to a VAE; those on the meta device can.
+        # Some pipelines cast the VAE, which fake tensors refuse and tensors on the meta device allow.
         replace_tensors(self.vae, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         with only_errors("diffusers.models.modeling_utils"):
             pipe = pipeline_class(**parts)
@@ -125,9 +126,9 @@ def shipped_names() -> list[str]:
 
 
 def replace_tensors(network: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Give a network without values other tensors: its parameters and floating-point buffers, each changed once.
+    """Replace a network's parameters and floating-point buffers, each once.
 
-    Not by ``Module.to``, which swaps tensors in place: fake ones are known by weak references and refuse that.
+    ``Module.to`` swaps tensors in place, which fake ones refuse, as they are held by weak references.
     """
     made = {p: nn.Parameter(change(p), requires_grad=p.requires_grad) for p in network.parameters()}
     for module in network.modules():
@@ -140,7 +141,7 @@ def replace_tensors(network: nn.Module, change: Callable[[Tensor], Tensor]) -> N
 
 
 def parameters_of(network: nn.Module) -> int:
-    """How many parameters a network has."""
+    """Number of a network's parameters."""
     return sum(parameter.numel() for parameter in network.parameters())
 
 
@@ -157,6 +158,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise PlanError(f"{FIELD}: {file} cannot be read ({one_line(error, 200)})") from error
     if not isinstance(content, dict):
         raise PlanError(f"{FIELD}: {file} holds a JSON {type(content).__name__}; it must be an object")
-    # Shipped pipelines name the part of another that theirs is, and what is different in it.
+    # A shipped pipeline may name another one for a part, with the keys that differ.
     same = content.pop("_same_as", None)
     return content if same is None else _read_json(SHIPPED / str(same) / file.name) | content

@@ -1,5 +1,6 @@
-"""What of a run's configuration decides about its memory and its time."""
+"""The part of a configuration that determines memory and time."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Sections of a configuration, and what follows from the rest of it."""
+    """Sections of a configuration, with figures derived from the rest of it."""
 
     model: ModelConfig
     actor: DiffusionActorConfig
@@ -23,9 +24,9 @@ class PlannedRun:
     prompts: int
     """Prompts of a step: ``data.train_batch_size``."""
     scored_share: float = 0.0
-    """Share of a batch that gets a scoring pass before the update; none in bypass mode."""
+    """Share of a batch that is scored before the update; 0 in bypass mode."""
     autocast: bool = False
-    """Whether the actor's forwards run under bfloat16 autocast."""
+    """Run the actor's forwards under bfloat16 autocast."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.scored_share <= 1:
@@ -38,23 +39,23 @@ class PlannedRun:
 
     @property
     def guided(self) -> bool:
-        """Whether every step takes a conditional and an unconditional prediction."""
+        """Every step takes a conditional and an unconditional prediction."""
         return self.rollout.pipeline.true_cfg_scale > 1
 
     @property
     def samples_in_trainer(self) -> bool:
-        """Whether the engine is in the trainer's process."""
+        """The engine runs in the trainer's process."""
         return ENGINES[self.rollout.name].takes_actors_transformer and not self.rollout.is_elsewhere
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the engine samples with the actor's own weights."""
+        """The engine samples with the actor's own weights."""
         rollout = self.rollout
         same = rollout.dtype == self.model.dtype and rollout.quantization is None
         return self.samples_in_trainer and same
 
     def has_engine_process(self, gpus: int) -> bool:
-        """Whether one of so many GPUs, each with a process of the trainer's, also has an engine's process.
+        """Return true if an engine's process shares one of the trainer's ``gpus`` GPUs.
 
         Engines on a Ray cluster, and those whose devices come after the trainer's own, are elsewhere.
         """
@@ -67,11 +68,11 @@ class PlannedRun:
 
     @property
     def engine_sleeps(self) -> bool:
-        """Whether the weights of an engine's process leave the GPU between rollouts."""
+        """The weights of an engine's process leave the GPU between rollouts."""
         return self.rollout.vllm_omni.sleep
 
     def sharing(self, gpus: int) -> int:
-        """How many of these GPUs, which are of one machine, share one copy of the frozen transformer."""
+        """Number of GPUs of one machine that share a copy of the frozen transformer."""
         fsdp = self.actor.fsdp_config
         if not fsdp.shard:
             return 1
@@ -95,7 +96,7 @@ class PlannedRun:
         return max(1, self.prompts * self.rollout.n // gpus)
 
     def scored_rows(self, gpus: int) -> int:
-        """Rows of one forward that scores, be it for the update or for the probe of every step; 0: none does."""
+        """Rows of one scoring forward, for the update or for rescoring; 0: there is none."""
         window = self.steps_of_window
         images = self.images_of_batch(gpus)
         if not self.scored_share:
@@ -106,8 +107,16 @@ class PlannedRun:
 
     @property
     def actor_precision(self) -> str:
-        """What the actor multiplies in, by its name in ``DTYPES``."""
+        """Precision of the actor's products, by its name in ``DTYPES``."""
         return "bfloat16" if self.autocast else self.model.dtype
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "PlannedRun":
+        """The same run with other settings, by their dotted names from ``actor_rollout_ref`` on."""
+        run = self
+        # Every copy is validated, and a nested section may have to change before the setting that excludes it.
+        for key, value in sorted(settings.items(), key=lambda setting: -setting[0].count(".")):
+            run = _replaced(run, key.removeprefix("actor_rollout_ref.").split("."), value)
+        return run
 
     def with_actor(self, **changes: Any) -> "PlannedRun":
         """The same run with other fields of ``actor_rollout_ref.actor``."""
@@ -124,3 +133,9 @@ class PlannedRun:
     def with_rollout(self, **changes: Any) -> "PlannedRun":
         """The same run with other fields of ``actor_rollout_ref.rollout``."""
         return replace(self, rollout=replace(self.rollout, **changes))
+
+
+def _replaced(node: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of nested dataclasses with another value at ``path``."""
+    name, *rest = path
+    return replace(node, **{name: _replaced(getattr(node, name), rest, value) if rest else value})

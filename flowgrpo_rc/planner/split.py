@@ -1,4 +1,4 @@
-"""Whether GPUs of one machine should take turns or be split, engines drawing one batch ahead of the trainer."""
+"""Compare two uses of a machine's GPUs: all take turns, or engines on some of them draw one batch ahead."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from flowgrpo_rc.planner.work import StepFlops, step_time
 
 @dataclass(frozen=True)
 class Split:
-    """Some GPUs for the trainer, a process on each, and the others for engines, one on each."""
+    """GPUs for the trainer, a process on each, and GPUs for engines, one on each."""
 
     trainers: int
     engines: int
     rollout: float
     """Seconds in which the engines draw a batch."""
     learning: float
-    """Seconds in which the trainer has a batch scored, and learns from it."""
+    """Seconds of rewards and update of a batch."""
     trainer_bytes: int = 0
     """Peak of a trainer's GPU."""
     engine_bytes: int = 0
@@ -26,17 +26,17 @@ class Split:
 
     @property
     def total(self) -> float:
-        """Seconds of a step: of the slower side."""
+        """Seconds of a step, those of the slower side."""
         return max(self.rollout, self.learning)
 
     @property
     def overrides(self) -> str:
-        """The settings that make it, besides as many trainer processes."""
+        """Its settings, besides the number of trainer processes."""
         devices = ",".join(f"cuda:{self.trainers + i}" for i in range(self.engines))
         return f"{ROLLOUT}.placement=process '{ROLLOUT}.devices=[{devices}]' {ROLLOUT}.ahead=1"
 
     def fits(self, gpus: Gpus) -> bool:
-        """Whether both sides fit GPUs of this size."""
+        """Return true if both sides fit GPUs of this size."""
         return fits(self.trainer_bytes, gpus.bytes) and fits(self.engine_bytes, gpus.bytes)
 
 
@@ -54,7 +54,7 @@ def one_ahead(run: PlannedRun, trainers: int, engines: int) -> PlannedRun:
 
 
 def turns_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, reward: float = 0.0) -> float:
-    """Of a step in which all GPUs draw, then wait for the rewards, and then learn.
+    """Seconds of a step in which all GPUs draw, wait for the rewards, and learn.
 
     Args:
         reward: seconds that the rewards of a batch take when its images are drawn.
@@ -65,8 +65,8 @@ def turns_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, reward: float =
 def split_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, trainers: int, reward: float = 0.0) -> Split:
     """Both sides of a step that is split, without their memory.
 
-    Each trainer process has its share of the images drawn by its share of the engines, a micro-batch at a time; so the
-    engine that draws most decides.
+    Each trainer process gets its share of the images from its share of the engines, a micro-batch at a time; the engine
+    with most images determines the time.
     """
     engines = gpus.count - trainers
     images = run.images_of_batch(trainers)
@@ -83,7 +83,7 @@ def split_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, trainers: int, 
 def best_split(
     plan: MemoryPlan, flops: StepFlops, gpus: Gpus, trainers: Iterable[int], reward: float = 0.0
 ) -> Split | None:
-    """The fastest split that fits; ``None`` where none does.
+    """The fastest split that fits; ``None`` if none does.
 
     Args:
         flops: of a step of the plan's run.
@@ -106,6 +106,6 @@ def best_split(
 
 
 def _shares_evenly(run: PlannedRun, trainers: int) -> bool:
-    """Whether so many processes can share the weights as the run has them shared."""
+    """Return true if so many processes can share the weights as configured."""
     fsdp = run.actor.fsdp_config
     return not fsdp.shard or (trainers > 1 and (fsdp.fsdp_size == -1 or trainers % fsdp.fsdp_size == 0))

@@ -11,12 +11,11 @@ from flowgrpo_rc.planner.work import StepFlops, step_flops, step_time
 
 _WIDTH = 46
 NOTABLE = 0.01
-"""Share of a step's time below which a split is not told as faster: plans are no more exact than that."""
+"""Share of a step's time by which a split must be faster to count as faster: plans are no more exact."""
 
 
 def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward: float = 0.0) -> str:
-    """Everything about a run on these GPUs: memory by component, verdict, what to change, time, and whether to split
-    them.
+    """Describe a run on these GPUs: memory by component, verdict, changes, time, and a split of the GPUs.
 
     Args:
         trainers: numbers of trainer processes that the run can have on some of the GPUs.
@@ -34,7 +33,7 @@ def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward:
 
 
 def table(plan: MemoryPlan, tried: Sequence[Gpus]) -> str:
-    """Which of these GPUs the run fits, with the memory that it takes and the largest micro-batch in rows."""
+    """A table of GPUs: needed memory, fit, and the largest micro-batch in rows."""
     counts = sorted({gpus.count for gpus in tried})
     sizes = sorted({gpus.gigabytes for gpus in tried})
     rows = [*_heading(plan), "", "GiB a GPU, whether it fits, and the largest micro-batch in rows that does:", ""]
@@ -137,8 +136,7 @@ def _time(plan: MemoryPlan, gpus: Gpus) -> list[str]:
 
 
 def _split(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int], reward: float) -> list[str]:
-    """Whether taking turns on all GPUs or engines one batch ahead on some of them is faster, with what was changed to
-    make the run fit; of one GPU nothing."""
+    """Compare taking turns on all GPUs with engines one batch ahead on some of them; nothing for one GPU."""
     if gpus.count < 2:
         return []
     flops = step_flops(plan)

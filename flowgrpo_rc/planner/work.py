@@ -14,12 +14,12 @@ class StepFlops:
     rollout: float
     """Sampling and decoding all images of a batch."""
     score: float
-    """The scoring pass before the update, and rescoring for the probe."""
+    """The scoring pass before the update, and rescoring."""
     update: float
     """Forward and backward of every recorded step, in every epoch. The weights are frozen, so that a backward costs
     about what a forward does."""
     recomputed: float
-    """What gradient checkpointing repeats in the update; hardware does it, model FLOPs utilisation leaves it out."""
+    """Operations that gradient checkpointing repeats in the update; model FLOPs utilisation leaves them out."""
 
     @property
     def total(self) -> float:
@@ -33,7 +33,7 @@ class StepTime:
 
     engine: float
     update: float
-    """The update and what is scored for it."""
+    """The update and its scoring pass."""
 
     @property
     def total(self) -> float:
@@ -61,15 +61,15 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
 
 
 def seconds_at_peak(flops: StepFlops, run: PlannedRun, device_name: str) -> float | None:
-    """How long one device would take for the step at its peak, recomputation left out: what MFU compares with.
+    """Seconds of the step on one device at its peak, without recomputation: the reference of MFU.
 
-    Where engines are elsewhere, only for what the trainer's devices do of it.
+    With engines elsewhere, only the part of the trainer's devices counts.
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it.
 
     Returns:
-        ``None`` where the device's peak is not known.
+        ``None`` if the device's peak is not known.
     """
     engine = peak_flops(device_name, run.rollout.dtype)
     actor = peak_flops(device_name, run.actor_precision)
@@ -80,7 +80,7 @@ def seconds_at_peak(flops: StepFlops, run: PlannedRun, device_name: str) -> floa
 
 
 def step_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:
-    """Of a step whose work all GPUs share evenly, each at ``UTILISATION`` of its peak; rewards are not counted."""
+    """Time of a step whose work all GPUs share evenly, at ``UTILISATION`` of their peak; without rewards."""
     device = DEVICES[gpus.device]
     engine = device.peak(run.rollout.dtype) * UTILISATION * gpus.count
     update = device.peak(run.actor_precision) * UTILISATION * gpus.count

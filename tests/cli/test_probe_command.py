@@ -123,18 +123,10 @@ def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--images", "0"), "--images: got 0; give 2 to 4096 images a window place"),
         (("--images", "1"), "--images: got 1; give 2 to 4096"),
-        (("--images", "-16"), "--images: got -16; give 2 to 4096"),
         (("--images", "1000000000000"), "--images: got 1000000000000; give 2 to 4096"),
         (("--max-images", "8"), "--max-images: got 8; give a number from --images, 16, to 4096"),
-        (("--max-images", "5000"), "--max-images: got 5000; give a number from --images, 16, to 4096"),
-        (("--max-images", "0"), "--max-images: got 0; give a number"),
         (("--images", "many"), "--images: got 'many'; give a whole number"),
-        (("--images", "1.5"), "--images: got '1.5'; give a whole number"),
-        (("--images", "nan"), "--images: got 'nan'; give a whole number"),
-        (("--images", ""), "--images: got ''; give a whole number"),
-        (("--images", "9" * 5000), "--images: got "),
         (("--max-images", "1e3"), "--max-images: got '1e3'; give a whole number"),
     ],
 )
@@ -149,47 +141,6 @@ def test_numbers_that_cannot_be_are_refused_in_one_line(probe, tmp_path, monkeyp
 
 def _never(*_):
     raise AssertionError("the model is loaded")
-
-
-def _file(path):
-    path.write_text("mine")
-    return path
-
-
-def _below_a_file(path):
-    return _file(path) / "below"
-
-
-def _with_a_folder_in_the_way(path):
-    (path / "probe.json").mkdir(parents=True)
-    return path
-
-
-def _nul(path):
-    return f"{path}\0"
-
-
-def _too_long(path):
-    return path / ("x" * 300)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (_file, "is not a folder"),
-        (_below_a_file, "Not a directory"),
-        (_with_a_folder_in_the_way, "probe.json is a folder"),
-        (_nul, "null"),
-        (_too_long, "name too long"),
-    ],
-)
-def test_an_out_that_cannot_hold_the_result_is_refused_in_one_line(probe, tmp_path, monkeypatch, make, says):
-    monkeypatch.setattr("flowgrpo_rc.trainer.FlowGRPOTrainer.__init__", _never)
-    code, out, errors = probe(out=make(tmp_path / "there"))
-    assert (code, out, len(errors)) == (2, "", 1)
-    assert "error: --out: " in errors[0]
-    assert says in errors[0]
-    assert "give " in errors[0]
 
 
 def test_an_out_that_cannot_be_written_is_refused_before_anything_is_measured(probe, tmp_path, monkeypatch):
@@ -258,14 +209,6 @@ def test_a_result_that_says_something_else_is_kept(tmp_path, plain):
     assert folder.write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.3.png'}")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "null", "[" * 100_000, '{"a": NaN}', "\ufeff{}"])
-def test_whatever_lies_there_is_kept(tmp_path, plain, content):
-    folder = probe_folder.ProbeFolder(tmp_path)
-    (tmp_path / "probe.json").write_text(content)
-    folder.write(Result(1e-3))
-    assert (tmp_path / "probe.1.json").read_text() == content
-
-
 def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
     def full(_, path):
         path.write_text("half")
@@ -295,26 +238,6 @@ def test_a_disk_that_fills_meanwhile_costs_the_files_alone(probe, tmp_path, monk
     assert errors[-1].startswith(f"error: --out: cannot write the result to {tmp_path / 'out'}: ")
     assert "No space left" in errors[-1]
     assert not list((tmp_path / "out").iterdir())
-
-
-class Gone:
-    """A console whose reader has left."""
-
-    def write(self, _):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    def flush(self):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    def fileno(self):
-        raise OSError("no file")
-
-
-def test_a_console_that_goes_away_keeps_files_and_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdout", Gone())
-    common = ("probe", "--config-name", "tiny_qwen_image_ocr", "--out", str(tmp_path), "--images", "2")
-    assert main([*common, BYPASS, f"{CLIP}=1e-7", *WITHOUT_OCR]) == 3
-    assert json.loads((tmp_path / "probe.json").read_text())["advice"]["verdict"] == "not safe"
 
 
 def test_files_are_readable_by_others(tmp_path, plain):

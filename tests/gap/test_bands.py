@@ -151,19 +151,6 @@ def test_values_of_another_criterion_are_forgotten():
         other.bound(500.0)
 
 
-def test_values_of_another_window_are_forgotten():
-    """A sum over three steps says nothing of one over a single step; from the first observation on they are gone."""
-    wide = rejection("seq_sum_k1")
-    narrow = rejection("seq_sum_k1")
-    wide.observe(torch.full((50, 3), 500.0), 1e-2 * torch.ones(50, 3).double())
-    for bands in (narrow, fresh := rejection("seq_sum_k1")):
-        if bands is not fresh:
-            bands.load_state_dict(wide.state_dict())
-            assert bands.bound(500.0) == wide.bound(500.0)
-        bands.observe(torch.full((9, 1), 500.0), torch.linspace(1e-4, 2e-4, 9).double()[:, None])
-    assert narrow.bound(500.0) == fresh.bound(500.0) < wide.bound(500.0) / 50
-
-
 @pytest.mark.parametrize("bypass", ["true", "false"])
 def test_a_run_with_calibrated_rejection(small_config, bypass):
     """About the target share of an fp8 run is rejected, and a resumed run goes on exactly."""
@@ -185,13 +172,6 @@ def test_a_run_with_calibrated_rejection(small_config, bypass):
     again = FlowGRPOTrainer(small_config(*auto, "trainer.resume_mode=auto", folder="parts")).fit().rows()
     last = {k: v for k, v in again[-1].items() if not k.startswith(TIMING_PREFIXES)}
     assert last == {k: v for k, v in whole[-1].items() if not k.startswith(TIMING_PREFIXES)}
-
-
-def test_calibrated_rejection_needs_the_probe():
-    rc = "algorithm.rollout_correction"
-    settings = (f"{rc}.rollout_rs=seq_mean_k1", f"{rc}.rollout_rs_threshold=auto")
-    with pytest.raises(ValueError, match="rollout_rs_threshold: got auto, which follows what the probe measures"):
-        compose("tiny_qwen_image_ocr", [*settings, "actor_rollout_ref.rollout.probe.images=0"])
 
 
 def test_an_fp8_run_is_not_clipped_by_its_gap_and_resumes_exactly(small_config):

@@ -56,15 +56,6 @@ def test_the_interval_holds_the_share_as_often_as_it_says(images, share):
     assert np.mean(missed_above) < 0.04  # a share called smaller than it is: the error that costs a run
 
 
-def test_taking_the_steps_of_an_image_for_independent_would_not_hold_it():
-    """What the design effect is for: without it the interval of 64 agreeing samples misses one share in four."""
-    generator = np.random.default_rng(1)
-    hits = draws(0.25, 0.9, 16, 4, 1000, generator)
-    naive = [agresti_coull(h.sum() / 64, 64) for h in hits]
-    assert np.mean([low <= 0.25 <= high for low, high in naive]) < 0.8
-    assert np.mean([i.low <= 0.25 <= i.high for i in (interval_of(h, 4) for h in hits)]) > 0.92
-
-
 def test_agresti_and_coull_by_hand():
     """At two standard deviations it adds two successes and two failures: 5 of 10 is 7 of 14 plus or minus 2 se."""
     two = math.erf(2 / math.sqrt(2))
@@ -87,16 +78,6 @@ def test_a_share_of_0_or_1_is_not_a_point(images, steps):
     assert every.low == pytest.approx(1 - none.high)
 
 
-def test_steps_count_as_far_as_they_differ():
-    generator = np.random.default_rng(2)
-    alike = interval_of([4, 0, 0, 0] * 8, 4)
-    independent = interval_of(generator.binomial(4, 0.25, 32), 4)
-    spread = interval_of([1] * 32, 4)  # one step of each image: less scatter than independent ones would have
-    assert alike.effective == 32
-    assert 60 < independent.effective <= 128
-    assert spread.effective == 128
-
-
 def test_what_is_not_used_does_not_count():
     """Rejected samples leave the share's denominator; images of which nothing is left are no images."""
     hits = torch.tensor([True, False, True, True])
@@ -107,15 +88,6 @@ def test_what_is_not_used_does_not_count():
     assert found.effective <= 2
     nothing = share_interval(hits, torch.zeros(4, dtype=torch.bool), images)
     assert (nothing.low, nothing.high, nothing.effective) == (0.0, 1.0, 0.0)
-
-
-def test_the_order_of_samples_does_not_matter():
-    generator = torch.Generator().manual_seed(0)
-    hits = torch.rand(64, generator=generator) < 0.3
-    images = torch.arange(64) // 4
-    shuffled = torch.randperm(64, generator=generator)
-    used = torch.ones(64, dtype=torch.bool)
-    assert share_interval(hits, used, images) == share_interval(hits[shuffled], used, images[shuffled] * 7 + 3)
 
 
 def test_the_interval_of_a_mean_holds_it():
@@ -177,9 +149,3 @@ def test_as_many_images_as_it_says_settle_it(share, limit):
 
     assert one_side(images)
     assert images == 1 or not one_side(images - 1)
-
-
-def test_a_share_at_its_limit_is_settled_by_no_number_of_images():
-    assert images_to_settle(0.25, 20.0, 16, 0.25, most=4096) is None
-    assert images_to_settle(0.249, 20.0, 16, 0.25, most=4096) is None
-    assert images_to_settle(0.0, 0.0, 16, 0.25, most=4096) is None

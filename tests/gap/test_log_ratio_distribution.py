@@ -63,14 +63,6 @@ def test_the_gradient_is_that_of_the_log_ratio_at_the_engine_s_samples():
     assert by_law @ difference > 0
 
 
-def test_noise_comes_in_pairs_and_is_the_same_for_the_same_seed():
-    noise, same, other = (antithetic_noise((3, 2), torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
-    assert noise.shape == (2 * PAIRS, 3, 2)
-    assert torch.equal(noise[:PAIRS], -noise[PAIRS:])
-    assert torch.equal(noise, same)
-    assert not torch.equal(noise, other)
-
-
 def test_redrawn_images_keep_what_is_theirs():
     kl = torch.tensor([[0.1, 0.0], [0.4, 0.2]], dtype=torch.float64)
     full = torch.full_like(kl, 8.0)

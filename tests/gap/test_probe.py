@@ -139,14 +139,6 @@ def test_the_recommended_rejection_band_holds_the_gap_within_its_bounds(small_co
         assert bool(inside == 1) is (scale < 1)
 
 
-def test_a_narrow_rejection_band_keeps_its_digits(small_config):
-    gap = 1e-6 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    config = small_config(BYPASS, f"{CLIP}=0.01", "algorithm.rollout_correction.rollout_rs_auto_min=1e-7")
-    low, high = map(float, advised(config, overall(gap, 0.01), gap, 1).rejection_band.split("_"))
-    inside = ((gap.mean(1) > math.log(low)) & (gap.mean(1) < math.log(high))).double().mean()
-    assert inside == pytest.approx(0.99, abs=2e-3)
-
-
 def test_a_band_with_two_sides_is_named_with_both(small_config):
     sides = (f"{CLIP}_low=0.00001", f"{CLIP}_high=0.01")
     gap = 1e-3 * torch.randn(2000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -156,15 +148,6 @@ def test_a_band_with_two_sides_is_named_with_both(small_config):
     assert "outside clip_ratio_low=1e-05 and clip_ratio_high=0.01 before" in advice.reasons[0]
     assert advice.limit == pytest.approx(5e-3)
     assert "clip_ratio=0.005 holds the gap" in advice.reasons[1]
-
-
-@pytest.mark.parametrize("sides", [(), (f"{CLIP}_low=0.01", f"{CLIP}_high=0.01"), (f"{CLIP}_high=0.02",)])
-def test_the_recommendation_says_what_would_keep_it_from_working(small_config, sides):
-    """A side of its own overrides ``clip_ratio``, also where both are equal."""
-    result = probed(FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01", *sides, folder=str(len(sides)))), 2)
-    said = report(result)
-    assert f"clip_ratio={result.advice.limit:g}" in said
-    assert ("with clip_ratio_low=null clip_ratio_high=null" in said) is bool(sides)
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0])
@@ -194,33 +177,6 @@ def test_other_weights_in_the_engine_are_broken_for_every_sde_type(small_config,
         result = probed(trainer, 6)
         assert result.advice.safe is safe
         assert ("computes something else" in " ".join(result.advice.reasons)) is not safe
-
-
-def test_what_the_actor_cannot_score_is_an_error(small_config):
-    trainer = FlowGRPOTrainer(small_config(BYPASS))
-    rescore = trainer.run.actor.rescore
-    trainer.run.actor.rescore = lambda *a: {k: v * float("nan") for k, v in rescore(*a).items()}
-    with pytest.raises(RolloutError, match=r"gives 8 of 8 steps that the engine sampled a NaN .*model.dtype"):
-        probed(trainer, 2)
-
-
-@pytest.mark.parametrize(("loss", "mode"), [("reinforce", "bypass"), ("ppo_clip", "decoupled")])
-def test_no_mode_is_recommended_that_the_objective_refuses(small_config, loss, mode):
-    gap = 5e-2 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    config = small_config(BYPASS, f"algorithm.rollout_correction.loss_type={loss}")
-    assert advised(config, overall(gap, 1e-3), gap, 1).mode == mode
-
-
-@pytest.mark.parametrize(("kept", "safe"), [(0.6, True), (0.4, False), (0.0, False)])
-def test_a_rejection_of_most_samples_is_not_safe(small_config, kept, safe):
-    gap = 4e-3 * torch.ones(100).double()
-    keep = torch.arange(100) < 100 * kept
-    found = measured(gap, keep, (1e-2, 1e-2))
-    advice = advised(small_config(BYPASS, f"{CLIP}=0.01"), found, gap[:, None], 1)
-    assert advice.safe is safe
-    assert any(f"rejection removes {1 - kept:.0%}" in reason for reason in advice.reasons)
-    assert any("widen rollout_rs_threshold" in reason for reason in advice.reasons) is not safe
-    assert not any("holds the gap" in reason for reason in advice.reasons)  # it is not the clip
 
 
 @pytest.mark.parametrize(("std", "share"), [(0.5, 0.6171), (0.05, 3e-7)])
@@ -296,19 +252,6 @@ def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
     assert "clip_ratio=auto;" in report(result)
 
 
-def test_one_emptied_timestep_is_named(small_config):
-    generator = torch.Generator().manual_seed(0)
-    gap = torch.cat([torch.full((400, 2), 2e-4), 0.1 * torch.randn(100, 2, generator=generator)]).double()
-    steps = [measured(gap[:400].flatten(), timestep=900.0), measured(gap[400:].flatten(), timestep=100.0)]
-    config = small_config(BYPASS, f"{CLIP}=1e-3")
-    reasons = advised(config, measured(gap.flatten()), gap, 512, steps).reasons
-    assert "20% of the samples" in reasons[0]
-    share = f"{steps[1].clipped:.0%}"
-    assert steps[1].clipped == pytest.approx(0.992, abs=0.02)  # a normal gap of .1 outside a band of 1e-3
-    assert sum(f"at timestep 100 it is {share}" in reason for reason in reasons) == 1
-    assert not any("timestep 900" in reason for reason in reasons)
-
-
 def test_the_bands_of_a_checkpoint_do_not_enter(small_config):
     """They hold staleness, and gaps of another engine."""
     auto = (BYPASS, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-6", f"{RC}.rollout_rs_threshold=auto")
@@ -320,37 +263,6 @@ def test_the_bands_of_a_checkpoint_do_not_enter(small_config):
     second = probed(resumed, 8)
     assert first.setting["clip_band"] == second.setting["clip_band"]
     assert first.overall == second.overall
-
-
-@pytest.mark.parametrize(
-    ("settings", "hint"),
-    [
-        ((f"{CLIP}=1e-3",), "set clip_ratio=auto, whose clip band follows each timestep"),
-        ((f"{CLIP}=auto",), "raise diffusion_loss.auto_clip_max, or move"),
-        ((f"{CLIP}_low=1e-3",), None),
-        ((f"{LOSS}.loss_mode=grpo_guard",), None),
-    ],
-)
-def test_hints_are_ones_that_the_configuration_takes(small_config, settings, hint):
-    gap = 1e-4 * torch.ones(100, 1, dtype=torch.float64)
-    step = replace(measured(gap.flatten(), timestep=100.0), clipped=0.9)
-    config = small_config(BYPASS, "actor_rollout_ref.rollout.adapter_lag=1", *settings)
-    said = " ".join(advised(config, measured(gap.flatten()), gap, 512, [step]).reasons)
-    assert "at timestep 100 it is 90%" in said
-    assert (hint or "move rollout.algo.sde_window_range") in said
-    assert ("clip_ratio=auto follows it" in said) is (hint is not None)
-    assert hint is not None or "set clip_ratio=auto" not in said
-
-
-@pytest.mark.parametrize(("zeroed", "safe"), [(0.2, True), (0.8, False)])
-def test_a_weight_of_0_removes_a_sample_too(small_config, zeroed, safe):
-    gap = 1e-4 * torch.ones(100, 1, dtype=torch.float64)
-    found = measured(gap.flatten(), zeroed=torch.arange(100) < 100 * zeroed)
-    assert (found.rejected, found.zeroed) == (0, zeroed)
-    advice = advised(small_config(f"{RC}.bypass_mode=false"), found, gap, 512)
-    assert advice.safe is safe
-    assert any(f"importance weights are 0 for {zeroed:.0%}" in reason for reason in advice.reasons)
-    assert any("widen rollout_is_threshold" in reason for reason in advice.reasons) is not safe
 
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
@@ -424,20 +336,6 @@ def test_equal_engines_have_no_gap(small_config):
     assert sum(step.count for step in result.steps) == result.overall.count == 8 * 2 * 2
     assert result.overall.images == 8 * 2
     assert 0 < result.saved < 1
-
-
-@pytest.mark.parametrize("threshold", ["auto", "0.9995_1.0005"])
-def test_rejection_is_taken_into_account(small_config, threshold):
-    rc = "algorithm.rollout_correction"
-    settings = (BYPASS, "actor_rollout_ref.rollout.quantization=fp8", f"{CLIP}=1e-3", f"{rc}.rollout_rs=seq_mean_k1")
-    auto = (f"{rc}.rollout_rs_auto_share=0.25", f"{rc}.rollout_rs_auto_min=1e-6")
-    without = probed(FlowGRPOTrainer(small_config(*settings, f"{rc}.rollout_rs_threshold=0.5_2.0")), 8)
-    result = probed(FlowGRPOTrainer(small_config(*settings, f"{rc}.rollout_rs_threshold={threshold}", *auto)), 8)
-    assert without.overall.rejected == 0
-    assert result.overall.abs_mean == without.overall.abs_mean
-    assert 0.1 < result.overall.rejected < 0.9
-    assert result.overall.clipped < without.overall.clipped
-    assert any("for the gap alone" in reason for reason in result.advice.reasons)
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
@@ -523,16 +421,6 @@ def test_what_is_removed_is_judged_by_its_interval_too(small_config, what, count
     assert next(one.verdict for one in advice.judged if what[:6] in one.what or "of 0" in one.what) == verdict
 
 
-def test_flow_dppo_s_share_is_judged_by_its_interval(small_config):
-    for count, verdict in ((100, "not shown safe"), (1600, "safe")):
-        gap = torch.zeros(count, dtype=torch.float64)
-        kl = torch.where(torch.arange(count) < count * 0.19, 1e-4, 1e-6).double()
-        found = measured(gap, kl=kl, loss_mode="flow_dppo")
-        advice = advised(small_config(BYPASS, f"{LOSS}.loss_mode=flow_dppo"), found, gap[:, None], 512, images=count)
-        assert advice.verdict == verdict
-        assert advice.because.startswith("beyond kl_mask_threshold=1e-05: 19%")
-
-
 def test_an_engine_that_may_be_broken_is_not_shown_safe(small_config):
     """A mean |log ratio| near its limit: the same figure from more images is one or the other."""
     for count, verdict in ((8, "not shown safe"), (4000, "safe")):
@@ -541,26 +429,6 @@ def test_an_engine_that_may_be_broken_is_not_shown_safe(small_config):
         advice = advised(small_config(f"{RC}.bypass_mode=false"), found, gap[:, None], 512)
         assert advice.verdict == verdict
         assert ("more images would show it" in " ".join(advice.reasons)) is (verdict == "not shown safe")
-
-
-def test_what_cannot_happen_needs_no_images_to_show_it(small_config):
-    """Decoupled mode without a rejection: two images are enough to find the engine sound."""
-    settings = (f"{RC}.bypass_mode=false", f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
-    result = probed(FlowGRPOTrainer(small_config(*settings)), 2)
-    assert result.advice.verdict == "safe"
-    assert [one.what for one in result.advice.judged] == ["mean |log ratio| per latent dimension"]
-
-
-def test_a_timestep_s_share_has_its_interval(small_config):
-    found, gap = out_of(16, 1, 5)
-    config = small_config(BYPASS, f"{CLIP}=1e-3")
-    step = replace(found, timestep=500.0)
-    said = " ".join(advised(config, found, gap, 512, [step]).reasons)
-    assert "at timestep 500 it is 31% (13.9% to 55.9%), which may be too much there" in said
-    certain = replace(out_of(400, 1, 125)[0], timestep=500.0)
-    assert "and what is learned there chosen by that error" in " ".join(
-        advised(config, found, gap, 512, [certain]).reasons
-    )
 
 
 def test_it_samples_on_until_it_is_settled(small_config):
@@ -580,28 +448,6 @@ def test_it_samples_on_until_it_is_settled(small_config):
     assert narrow.confidence > 0.95
 
 
-def test_without_a_gap_few_images_are_enough(small_config):
-    """A window of one place, so that the default number of images is all there are to start with."""
-    settings = (BYPASS, "actor_rollout_ref.rollout.dtype=float32", *WINDOW_4)
-    trainer = FlowGRPOTrainer(small_config(*settings, "actor_rollout_ref.rollout.pipeline.num_inference_steps=6"))
-    result = probed(trainer, 16, 128)
-    assert result.advice.verdict == "safe"
-    assert result.images <= 32
-
-
-def test_images_that_come_later_are_new_ones(small_config):
-    trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=1e-3"))
-    first = sample_and_rescore(trainer.probed_run(), 3)
-    second = sample_and_rescore(trainer.probed_run(), 3, 3)
-    together = GapSample.concatenate([first.sample, second.sample])
-    assert len(together.engine) == len(first.trajectories) + len(second.trajectories)
-    assert len(together.engine.unique()) == together.engine.numel()
-    asked = []
-    trainer.conditioning = lambda prompts, _: asked.append(prompts) or second.conditioning
-    sample_and_rescore(trainer.probed_run(), 3, 3)
-    assert asked == [trainer.run.train_prompts[3:6]]
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [("transition_means", "KL from the engine's transition"), ("transition_stds", "KL from the engine's")],
@@ -618,26 +464,6 @@ def test_a_transition_that_is_not_finite_is_an_error(small_config, name, says):
     trainer.run.actor.rescore = broken
     with pytest.raises(RolloutError, match=f"1 of 8 steps that the engine sampled a NaN or infinite {says}"):
         probed(trainer, 2)
-
-
-def test_where_everything_is_rejected_nothing_is_said_of_the_clip(small_config):
-    gap = 1e-4 * torch.ones(32, dtype=torch.float64)
-    found = measured(gap, torch.zeros(32, dtype=torch.bool))
-    advice = advised(small_config(BYPASS, f"{CLIP}=1e-3"), found, gap[:, None], 512, images=32)
-    said = " ".join(advice.reasons)
-    assert advice.verdict == "not safe"
-    assert "leave no sample of which the clip could be measured" in said
-    assert "0% of the samples lie" not in said
-    assert "--images" not in said
-
-
-def test_no_fixed_clip_is_offered_where_a_calibrated_one_is_recommended(small_config):
-    gap = 1e-3 * torch.randn(4, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = measured(gap.flatten(), band=(3e-3, 3e-3))
-    advice = advised(small_config(BYPASS, f"{CLIP}=auto"), found, gap, 512, images=4)
-    assert (advice.verdict, advice.limit) == ("not shown safe", "auto")
-    assert "holds the gap" not in " ".join(advice.reasons)
-    assert "decoupled mode does without" in advice.reasons
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ import warnings
 
 import pytest
 import torch
-from accelerate import PartialState
 from tolerances import LOG_PROB, LOG_RATIO, divergence, nats
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.rollout import RolloutConfig
-from flowgrpo_rc.rollout.config import ProbeConfig
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.sde import log_prob, transition
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -204,32 +201,10 @@ def test_its_images_do_not_depend_on_the_processes_and_move_on(small_config):
     assert seen == set(range(16))
 
 
-def test_more_images_than_there_are_probe_all(small_config):
-    trainer, _, calls = watched(small_config(f"{PROBE}.images=1000"))
-    metrics = trainer.train_step()
-    assert metrics["rollout_sync/probe_forwards"] == calls[0][0]["sigmas"].numel()
-
-
 def test_a_wide_gap_warns_once_a_run(small_config):
     trainer = FlowGRPOTrainer(small_config(f"{PROBE}.warn_gap=1e-5"))
     with pytest.warns(UserWarning, match=r"step 1: \S+/engine_gap_per_dimension is \S+, above .*warn_gap=1e-05"):
         trainer.train_step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        trainer.train_step()
-
-
-def test_one_process_of_a_run_warns_of_a_wide_gap(small_config, monkeypatch):
-    trainer = FlowGRPOTrainer(small_config(f"{PROBE}.warn_gap=1e-5"))
-    monkeypatch.setattr(PartialState, "is_main_process", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        trainer.train_step()
-
-
-@pytest.mark.parametrize("settings", [(f"{PROBE}.warn_gap=0.1",), (FLOAT32, f"{PROBE}.warn_gap=1e-5")])
-def test_a_gap_below_the_level_does_not_warn(small_config, settings):
-    trainer = FlowGRPOTrainer(small_config(*settings))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         trainer.train_step()
@@ -257,16 +232,6 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_before_anything_learns_from
     assert same(before, adapter_state(trainer.run.actor.transformer))
     for bands in filter(None, (trainer.run.clip_bands, trainer.run.rejection_bands)):
         assert bands.metrics() == {}
-
-
-def test_its_settings_are_checked():
-    assert RolloutConfig().probe == ProbeConfig(images=4, warn_gap=None)
-    with pytest.raises(ValueError, match="actor_rollout_ref.rollout.probe.images: got -1; give 0 or more"):
-        ProbeConfig(images=-1)
-    with pytest.raises(
-        ValueError, match="actor_rollout_ref.rollout.probe.warn_gap: got 0.0; give a number above 0 or n"
-    ):
-        ProbeConfig(warn_gap=0.0)
 
 
 def same(a, b):

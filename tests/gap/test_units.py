@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from flowgrpo_rc.gap.units import GapSample, estimated_kl, gap_metrics, to_nats
-from flowgrpo_rc.report.history import History
-from flowgrpo_rc.sde import SDE_TYPES, Transition, draw, log_prob, transition_kl
+from flowgrpo_rc.sde import Transition, draw, log_prob, transition_kl
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 
@@ -49,15 +48,6 @@ def sample(kl=None):
         dimensions=25,
         kl=kl,
     )
-
-
-def test_a_log_prob_that_is_no_density_has_its_own_unit_whatever_its_name(monkeypatch):
-    monkeypatch.setitem(SDE_TYPES, "like_cps", SDE_TYPES["cps"])
-    stds = torch.tensor([0.5, 0.25])
-    assert to_nats(stds, 8, "like_cps").tolist() == [16.0, 64.0]
-    assert to_nats(stds, 8, "dance_sde").tolist() == [8.0, 8.0]
-    for sde_type, has_own_unit in (("like_cps", True), ("dance_sde", False), ("unknown", False)):
-        assert History([], {"actor_rollout_ref": {"rollout": {"algo": {"sde_type": sde_type}}}}).cps is has_own_unit
 
 
 def test_metrics_by_hand():

@@ -14,7 +14,7 @@ from flowgrpo_rc.planner import memory as room
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.measured import Measured
-from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
+from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.settings import PlannedRun
 from flowgrpo_rc.planner.work import StepFlops, seconds_at_peak, step_flops, step_time
@@ -165,21 +165,6 @@ def test_an_engine_that_sleeps_leaves_its_weights_room_to_the_update(run, plan):
     assert "actor_rollout_ref.rollout.vllm_omni.sleep=true" not in overrides
 
 
-def test_an_engine_in_another_precision_has_weights_of_its_own(run, plan):
-    mixed = MemoryPlan(run.with_rollout(dtype="float32"))
-    assert mixed.sizes == plan.sizes
-    assert mixed.engine.sizes.transformer == 2 * plan.sizes.transformer
-    assert not mixed.run.shares_weights
-
-
-def test_a_verdict_keeps_the_margin():
-    memory = Memory({"a": 10 * GIB}, {"b": 2 * GIB, "c": 5 * GIB}, 0)
-    assert (memory.tensors, memory.total, memory.largest_stage) == (15 * GIB, 18 * GIB, "c")
-    assert memory.fits(20 * GIB)  # 18 of 18: 20 less 10 %
-    assert MARGIN == 0.1
-    assert not memory.fits(20 * GIB - 1000)
-
-
 def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
     whole = plan.memory(run.with_actor(ppo_micro_batch_rows=9), 1)
     gpus = Gpus(1, whole.total / (1 - MARGIN) / GIB + 1e-9)
@@ -187,12 +172,6 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
     assert not plan.memory(run.with_actor(ppo_micro_batch_rows=10), 1).fits(gpus.bytes)
     assert plan.largest_micro_batch(run, Gpus(1, 1)) == 0
     assert plan.largest_micro_batch(run, Gpus(1, 1000)) == 64  # all of a mini-batch: 4 prompts of 8 images of 2 steps
-
-
-def test_rows_between_measured_ones_lie_on_their_line(plan):
-    how = {"recompute": True, "accumulates": True}
-    own = plan.actor._passes.update(14, reference=False, detached=False, **how)  # and not at 8 and 16
-    assert plan.actor.update(14, **how).peak == pytest.approx(own.peak, rel=0.01)
 
 
 def test_a_large_micro_batch_lies_on_the_line_of_smaller_ones(run, monkeypatch):

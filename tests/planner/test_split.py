@@ -1,7 +1,6 @@
 """Taking turns or a split, one batch ahead: seconds by hand, memory of both sides, and what is said."""
 
 import types
-from dataclasses import replace
 
 import pytest
 from small_pipelines import write
@@ -122,23 +121,6 @@ def test_the_fastest_split_that_fits(run, plan):
 def split_bytes(plan, gpus):
     found = best_split(plan, work(1, 1), gpus, [2])
     return max(found.trainer_bytes, found.engine_bytes)
-
-
-def test_weights_that_are_shared_need_processes_to_share_them(run, plan):
-    shared = types.SimpleNamespace(run=run.with_fsdp(shard=True), memory=plan.memory, engine_alone=plan.engine_alone)
-    assert best_split(shared, work(40, 40), Gpus(4, 80), [1, 2]).trainers == 2
-    assert best_split(shared, work(40, 40), Gpus(2, 80), [1]) is None
-    shared.run = run.with_fsdp(shard=True, fsdp_size=2)
-    assert best_split(shared, work(40, 40), Gpus(8, 80), [1, 2, 3]).trainers == 2
-
-
-def test_a_run_that_is_split_already_is_compared_the_same(run):
-    """Also with an engine that would sleep beside the actor."""
-    placed = run.with_rollout(placement="process", devices=["cuda:3"], ahead=2)
-    assert taking_turns(placed) == run
-    asleep = run.with_rollout(name="vllm_omni")
-    asleep = asleep.with_rollout(vllm_omni=replace(asleep.rollout.vllm_omni, sleep=True))
-    assert one_ahead(asleep, 1, 2).rollout.devices == ["cuda:1", "cuda:2"]
 
 
 @pytest.mark.parametrize(

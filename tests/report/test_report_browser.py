@@ -73,18 +73,3 @@ def test_the_tables_open_without_pushing_the_page_wide(browser, pages):
         state = browser.run(CHECK)
         assert state["wide"] <= 0
         assert browser.run("document.querySelectorAll('details td').length") > 100
-
-
-def test_the_driver_notices_what_the_tests_forbid(browser, tmp_path):
-    """An address that must not be asked for, an error, a missing picture and a page too wide are all seen."""
-    bad = tmp_path / "bad.html"
-    bad.write_text(
-        "<body><div class=verdict></div><img src='https://example.org/x.png'><p style='width:3000px'>wide</p>"
-        "<script>console.error('no'); undefinedName()</script>"
-    )
-    browser.open(bad, 400)
-    state = browser.run(CHECK)
-    assert state["wide"] > 2000
-    assert state["images"] == [0]
-    assert "https://example.org/x.png" in browser.requests()
-    assert len(browser.complaints()) >= 3

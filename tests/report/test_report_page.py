@@ -110,12 +110,6 @@ def test_headings_and_findings_are_all_there(collapsing, text):
     assert "PPO in bypass mode" in page.text
 
 
-def test_a_healthy_run_says_so(tmp_path):
-    _, page = page_of(read_run(folder(tmp_path / "run", rows())))
-    assert "Healthy: nothing to do" in page.text
-    assert "What to do" not in page.text
-
-
 def test_a_run_that_goes_on_or_was_killed(tmp_path):
     run = read_run(folder(tmp_path / "run", rows(1), tail='{"step": 2, "reward/me'))
     assert (len(run.rows), run.broken_lines) == (1, 1)
@@ -179,19 +173,6 @@ def test_the_probe_s_table(tmp_path):
     _, page = page_of(read_run(root))
     assert "0.0253 (0.0222 to 0.0279)" in page.text
     assert "0.0105 (0.0097 to )" in page.text
-
-
-def test_a_setting_that_a_probe_could_not_show_safe_is_one_to_watch(tmp_path):
-    root = folder(tmp_path / "run", rows())
-    advice = {"verdict": "not shown safe", "safe": False, "reasons": []}
-    (root / "probe.json").write_text(json.dumps({"steps": [], "overall": {}, "advice": advice}))
-    text, _ = page_of(read_run(root))
-    assert '<span class="level watch">Not shown safe</span>' in text
-    assert ">Not safe</span>" not in text
-
-
-def test_the_same_run_gives_the_same_page(collapsing, text):
-    assert page_of(read_run(collapsing))[0] == text
 
 
 def test_exit_codes(tmp_path, capsys):

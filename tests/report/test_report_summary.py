@@ -87,10 +87,6 @@ def test_what_the_objective_does_not_limit_is_not_drawn(tmp_path):
     assert "Clipped samples" not in [panel.title for panel in logged_panels(history)]
 
 
-def test_a_run_that_logged_nothing_of_them_has_no_plots(tmp_path):
-    assert write_plots(History([{"step": 1, "other": 1.0}]), tmp_path / "plots") == []
-
-
 def test_pictures_are_stacked_in_the_middle(tmp_path):
     for name, width, colour in (("wide", 40, "red"), ("narrow", 20, "blue")):
         Image.new("RGB", (width, 10), colour).save(tmp_path / f"{name}.png")

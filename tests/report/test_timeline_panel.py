@@ -12,7 +12,7 @@ from flowgrpo_rc.report.checks_learning import LEARNING_CHECKS
 from flowgrpo_rc.report.finding import OK, WATCH
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.panels import logged_panels
-from flowgrpo_rc.report.summary import key_numbers, write_plots
+from flowgrpo_rc.report.summary import write_plots
 from flowgrpo_rc.report.timeline import Bar, last_lanes
 
 WAITING_CHECK = next(check for check in LEARNING_CHECKS if check.name == "waiting")
@@ -139,10 +139,3 @@ def test_waits_are_judged_with_engines_elsewhere_and_after_some_steps_alone():
     assert WAITING_CHECK.run(History(rows(12), settings(**AHEAD))) is None
     early = rows(3, perf__engines_busy=0.1, perf__trainer_waits=0.9)
     assert WAITING_CHECK.run(History(early, settings(**AHEAD))) is None
-
-
-def test_waits_are_key_numbers():
-    made = History(rows(12, perf__engines_busy=0.8, perf__trainer_waits=0.2), settings(**AHEAD))
-    shown = {entry.name: entry.text(entry.last) for entry in key_numbers(made)}
-    assert shown["engines busy"] == "80.0%"
-    assert shown["trainer waits for images"] == "20.0%"
