@@ -2,14 +2,13 @@
 
 Variables of the environment say what it does: VLLM_STUB_NOTES, a file to which it writes its arguments, process and the
 process of a worker that it starts, as real ones do; VLLM_STUB_FAILS, to end with an error before it answers;
-VLLM_STUB_STUBBORN, to ignore SIGTERM; VLLM_STUB_SAYS, the judge's words.
+VLLM_STUB_SAYS, the judge's words.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -40,11 +39,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    if os.environ.get("VLLM_STUB_STUBBORN"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     note = {"arguments": ARGUMENTS, "pid": os.getpid(), "worker": worker.pid}
-    note["environment"] = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK")}
     notes = Path(os.environ["VLLM_STUB_NOTES"])
     with notes.open("a") as stream:
         stream.write(json.dumps(note) + "\n")

@@ -151,17 +151,6 @@ def test_what_the_cache_saves(cache, calls):
     np.testing.assert_array_equal(first, np.float32([0, 0.1, 0.2, 0.3, 0, 0.1]))
 
 
-def test_columns_of_the_prompt_file_in_a_question():
-    """The blank image before training has none of them."""
-    with FakeJudge(by_number) as server:
-        reward = server.reward([{"question": "Are there {count} {thing}s?", "parser": "score", "scale": 10}])
-        assert server.asked[-1].words == "Are there count things?"
-        reward(numbered(1), ["a"], [{"count": 3, "thing": "cat"}])
-        assert server.asked[-1].words == "Are there 3 cats?"
-        with pytest.raises(ValueError, match=r"^p:1 has no count, which the judge's question 'score' asks about"):
-            reward.check_prompts(["a"], sources=["p:1"], metadata=[{"thing": "cat"}])
-
-
 EDIT = {"parser": "score", "scale": 10, "question": "The last is an edit: {prompt}. Give a score.", "references": True}
 
 
@@ -208,11 +197,6 @@ def test_references_that_are_not_there():
         reward.check_prompts(["a"], sources=["p:1"], metadata=[{"images": [picture(1)]}])
     with pytest.raises(ValueError, match="references: got true without a question; give one that says what"):
         RewardConfig(functions={"judge": 1.0}, judge={"questions": [{"references": True}]})
-
-
-def test_no_images():
-    with FakeJudge(by_number) as server:
-        assert server.reward()(numbered(0), []).total.shape == (0,)
 
 
 # ---------------------------------------------------------------- answers that cannot be read
@@ -359,17 +343,6 @@ FOR_GOOD = {
     "echo": Reply(said(f"your key is {SECRET}")),
 }
 """Answers that none does."""
-
-
-@pytest.mark.parametrize("kind", ONCE)
-def test_what_a_hostile_server_sends_once_is_asked_again(kind):
-    def judge(asked):
-        return ONCE[kind] if asked.call.number == 5 else by_number(asked)
-
-    with FakeJudge(judge) as server:
-        total = server.reward(TEN, timeout_s=0.5)(numbered(8), prompts(8)).total
-    np.testing.assert_array_equal(total, WANTED[:8])
-    assert len(server.calls) == 2 + 8 + 1
 
 
 @pytest.mark.parametrize("kind", [*ONCE, *FOR_GOOD])

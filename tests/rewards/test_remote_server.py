@@ -397,16 +397,6 @@ def test_packages_that_are_missing_are_named_with_their_extra(tmp_path, monkeypa
     assert "serve-reward needs uvicorn and starlette" in capsys.readouterr().err
 
 
-def test_a_taken_port_is_named(tmp_path, capsys):
-    path = write(tmp_path, BRIGHTNESS)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert main(["serve-reward", "--path", str(path), "--name", "f", "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
-
-
 @pytest.mark.process
 def test_a_function_of_torch_tensors_is_refused_where_torch_is_not(tmp_path):
     (tmp_path / "my_redness.py").write_text(REDNESS)

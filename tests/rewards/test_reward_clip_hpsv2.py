@@ -216,7 +216,3 @@ def test_resized_by_an_antialiased_bicubic_filter() -> None:
     expected = np.asarray(Image.fromarray(image).resize((32, 21), Image.Resampling.BICUBIC)).astype(float)
     np.testing.assert_allclose(prepared(image)[5:26], expected, atol=1.5)
 
-
-def test_an_image_of_the_networks_size_is_not_resized() -> None:
-    image = np.random.default_rng(5).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-    np.testing.assert_allclose(prepared(image), image, atol=0.01)

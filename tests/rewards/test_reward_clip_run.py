@@ -92,13 +92,3 @@ def test_a_missing_folder_is_told_before_the_pipeline_is_loaded(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert errors[0].startswith("error: reward.pickscore.model_path: /nowhere/pickscore cannot be used: ")
-
-
-def test_a_row_without_a_reference_is_told_before_the_pipeline_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
-    run = ["demo", *SMALL_RUN, NO_CUSTOM, f"trainer.default_local_dir={tmp_path / 'run'}"]
-    edits = ("reward.functions.clip_similarity=1", "reward.clip_similarity.model_path=asset:tiny_clip")
-    assert main([*run, *edits]) == 2
-    assert "train.txt:1 has no 'images', with whose first image the reward 'clip_similarity'" in capsys.readouterr().err

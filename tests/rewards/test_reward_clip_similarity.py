@@ -85,12 +85,6 @@ def test_golden_values(folders: dict[str, Path], pictures: np.ndarray, name: str
     np.testing.assert_allclose(make(folders, name)(pictures[:3], PROMPTS, metadata), golden, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_an_image_is_like_itself(folders: dict[str, Path], pictures: np.ndarray, name: str) -> None:
-    scores = make(folders, name)(pictures[:3], PROMPTS, [{"images": picture} for picture in pictures[:3]])
-    np.testing.assert_allclose(scores, 1, rtol=0, atol=ROUNDING)
-
-
 def test_a_reference_in_every_form(folders: dict[str, Path], pictures: np.ndarray, tmp_path: Path) -> None:
     image = Image.fromarray(pictures[3])
     file = io.BytesIO()
