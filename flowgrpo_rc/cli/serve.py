@@ -56,6 +56,7 @@ def add_serve(commands: Any) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
+    # Before the reward is loaded, which may take minutes.
     key = read_key("--api-key-env", arguments.api_key_env)
     reward = _reward(arguments)
     try:
@@ -63,6 +64,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     except (OSError, OverflowError) as error:
         place = f"{arguments.host}:{arguments.port}"
         raise ValueError(f"--host, --port: {place} cannot be listened at ({error}); give another") from error
+    # Everybody who reaches the address can use the GPU behind it.
     if key is None and not is_loopback(arguments.host):
         print("warning: anyone who reaches this address can ask; --api-key-env asks for a key", file=sys.stderr)
     source = "" if arguments.path is None else f" ({arguments.path})"
@@ -126,6 +128,7 @@ def _value(text: str) -> Any:
 
 
 def _check_form(name: str, reward: RewardMix) -> None:
+    # Only functions of verl-omni's form take tensors.
     if not isinstance(reward.functions[name], PerImageReward):
         return
     try:

@@ -116,6 +116,7 @@ def send_all(
     try:
         return outcome.result()
     finally:
+        # Ctrl-C interrupts the wait alone; the requests go on until they are cancelled.
         outcome.cancel()
 
 
@@ -160,10 +161,12 @@ class _Batch:
             tasks = [asyncio.ensure_future(self._answer(client, free, index)) for index in range(len(self.requests))]
             try:
                 left = max(self.ends_at - time.monotonic(), 0.0)
+                # One request that fails for good makes the answers of the others useless.
                 done, late = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             finally:
                 for task in tasks:
                     task.cancel()
+                # The client may only be closed when no task uses it.
                 await asyncio.gather(*tasks, return_exceptions=True)
         answers = [task.result() for task in tasks if task in done]
         if late:
@@ -179,7 +182,9 @@ class _Batch:
         addresses = [urlsplit(request.url) for request in self.requests]
         authorization = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
         return httpx.AsyncClient(
+            # Answers are small, and an unpacked size could not be limited.
             headers={"accept-encoding": "identity", "user-agent": "flowgrpo_rc", **authorization},
+            # The semaphore limits requests; a limit here would count the wait for a connection as time of the server.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.options.max_concurrent),
             timeout=httpx.Timeout(self.options.timeout_s, connect=min(CONNECT_S, self.options.timeout_s)),
             # A proxy for the outer world cannot reach a server on this machine.
@@ -196,6 +201,7 @@ class _Batch:
         name = request.name or f"request {index} of {len(self.requests)}"
 
         async def once() -> Any:
+            # For one try alone: other requests may use the place during a pause.
             async with free:
                 return await self._try(client, request)
 
@@ -223,6 +229,7 @@ class _Batch:
         again = True
         wait_s = 0.0
         try:
+            # httpx limits each read; an answer that trickles in needs a limit on the whole.
             body = await asyncio.wait_for(self._exchange(client, request), self.options.timeout_s)
             return self.read(_without_key(body, self.key))
         except _Failed as failure:
@@ -237,6 +244,7 @@ class _Batch:
             reason = f"{type(error).__name__}: {error}"
         except ValueError as error:
             reason = one_line(error, 2 * WORDS)
+        # Readers and httpx quote a server's words, and those may repeat the key.
         reason = printable(_without_key(reason.encode(), self.key).decode())
         if wait_s and time.monotonic() + wait_s > self.ends_at:
             again = False
@@ -263,6 +271,7 @@ class _Batch:
         status = response.status_code
         # Hidden before it is cut, since half a key is no key that could be found.
         words = printable(_without_key(bytes(content[: 2**16]), self.key).decode(errors="replace"))
+        # A redirect could send images and key to another server.
         if response.has_redirect_location:
             words = "a redirect, which is not followed; give the address of the server itself"
         told = f": {words[:WORDS]}{'...' if len(words) > WORDS else ''}" if words else ""
@@ -289,6 +298,7 @@ def parse_json(body: bytes) -> Any:
         ValueError: it is not JSON, holds NaN or infinity, or is nested too deeply.
     """
     try:
+        # Python would read NaN and Infinity, which are not JSON and no scores.
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("what was sent is not JSON (nested too deeply)") from None
@@ -310,6 +320,7 @@ def _without_key(text: bytes, key: str | None) -> bytes:
 @cache
 def _spelled(key: str) -> re.Pattern[bytes]:
     """Pattern of the key, also with JSON's escapes in place of characters."""
+    # A limited number of backslashes: without a limit a long run of them takes quadratic time.
     letters = [rf"\\{{0,4}}(?:{re.escape(letter)}|u00(?i:{ord(letter):02x}))" for letter in key]
     return re.compile("".join(letters).encode())
 

@@ -47,10 +47,12 @@ def read_key(field_name: str, variable: str | None) -> str | None:
         ValueError: the variable has no valid name, is not set, or holds characters that no header can. The message
             shows neither its name, which might be a key in the wrong place, nor its value.
     """
+    # The command line's option has not been checked as the configuration has.
     check_key_name(field_name, variable)
     if variable is None:
         return None
     where = f"{field_name}: the environment variable that it names"
+    # Files of keys end with a line break.
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(f"{where} is not set or empty; export it, or name none where no key is wanted")

@@ -215,4 +215,3 @@ def test_resized_by_an_antialiased_bicubic_filter() -> None:
     image = np.asarray(Image.fromarray(small).resize((96, 64), Image.Resampling.BICUBIC))
     expected = np.asarray(Image.fromarray(image).resize((32, 21), Image.Resampling.BICUBIC)).astype(float)
     np.testing.assert_allclose(prepared(image)[5:26], expected, atol=1.5)
-

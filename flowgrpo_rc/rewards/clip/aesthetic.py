@@ -49,6 +49,7 @@ class Aesthetic(Scorer):
         with explained(field, path, f"Give the file {HEAD} of {REPOSITORY}", on_hub=False):
             state = torch.load(os.path.expanduser(path), map_location="cpu", weights_only=True)
             self._weight, self._bias = affine(state)
+        # The small file first: a mistake in it shows at once.
         network = super()._load_network()
         width = network.config.projection_dim
         if len(self._weight) != width:
@@ -79,6 +80,7 @@ def affine(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             f"its tensors are {', '.join(sorted(state))[:200]}; expected layers.N.weight and layers.N.bias"
         )
     first = state[f"layers.{numbers[0]}.weight"].shape[-1]
+    # Without activations between them the layers are one linear map.
     weight = torch.eye(first, dtype=torch.float64)
     bias = torch.zeros(first, dtype=torch.float64)
     for number in numbers:

@@ -34,6 +34,7 @@ class ImageEncoder:
         )
 
     def _embed(self, images: Sequence[np.ndarray]) -> Tensor:
+        # In micro-batches: the pixels of a whole batch may not fit beside the actor.
         pixels = self._pixels(images).to(self._network.device, self._network.dtype)
         encode = getattr(self._network, "get_image_features", self._network)
         return _unit(encode(pixel_values=pixels))
@@ -55,6 +56,7 @@ class TextEncoder:
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """(N, D) float32 of N prompts."""
+        # A group of images has one prompt.
         distinct = list(dict.fromkeys(prompts))
         embeddings = [
             self._embed(distinct[start : start + self._size]) for start in range(0, len(distinct), self._size)
@@ -74,5 +76,6 @@ class TextEncoder:
 def _unit(features: Any) -> Tensor:
     """Features divided by their norm, in float32. transformers 4 gives a tensor, 5 an object that holds it."""
     pooled = features if isinstance(features, Tensor) else features.pooler_output
+    # The norm of a bfloat16 vector would have two digits.
     pooled = pooled.float()
     return pooled / pooled.norm(dim=-1, keepdim=True)

@@ -31,6 +31,7 @@ def find_checkpoint(section: str, path: str, version: str) -> Path | None:
     file = FILES[version]
     with explained(f"{section}.model_path", path, f"Give the file {file}, or a folder that holds it"):
         where = Path(located(path))
+        # A file is meant as it is, whatever its name and the version.
         if where.is_file():
             return where
         if (where / "config.json").is_file():
@@ -57,6 +58,7 @@ def load_checkpoint(section: str, file: Path, dtype: str) -> Any:
         explained(f"{section}.model_path", str(file), "Give a checkpoint of OpenCLIP's ViT"),
         quiet_loading("transformers"),
     ):
+        # ``weights_only``: the file can run no code.
         content = torch.load(file, map_location="cpu", weights_only=True)
         state = content.get("state_dict", content)
         try:
@@ -66,6 +68,7 @@ def load_checkpoint(section: str, file: Path, dtype: str) -> Any:
         with init_empty_weights(include_buffers=False):  # a billion random numbers would be drawn in vain
             network = CLIPModel(config)
         weights = {name: tensor.to(torch_dtype(dtype)) for name, tensor in renamed(state).items()}
+        # Assigned and not copied, since the network's own tensors are empty ones.
         network.load_state_dict(weights, strict=True, assign=True)
     return network.requires_grad_(False).eval()
 
@@ -90,6 +93,7 @@ class PaddedPixels:
     def _square(self, image: np.ndarray) -> Tensor:
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
         scale = self._side / max(pixels.shape[1:])
+        # Thin images keep at least one row.
         height, width = (max(1, round(length * scale)) for length in pixels.shape[1:])
         if scale != 1:
             pixels = F.interpolate(pixels[None], size=(height, width), mode="bicubic", antialias=True)[0]

@@ -35,6 +35,7 @@ def find_device(section: str, name: str) -> torch.device:
     Raises:
         ValueError: there is no such GPU.
     """
+    # No call that would open a CUDA context on another process's GPU.
     count = torch.cuda.device_count()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +58,7 @@ def load_network(section: str, path: str, config: ScorerConfig, model_types: Seq
 
     field = f"{section}.model_path"
     with explained(field, path, _FOLDER.format("config.json and the weights")), quiet_loading("transformers"):
+        # ``AutoModel`` would load any network, and fail much later.
         kind = AutoConfig.from_pretrained(located(path)).model_type
         if kind not in model_types:
             raise ValueError(f"it holds a network of the kind {kind!r}, but this reward takes {', '.join(model_types)}")
@@ -108,8 +110,10 @@ def load_tokenizer(section: str, path: str, vocabulary: int) -> Any:
         quiet_loading("transformers"),
     ):
         tokenizer = AutoTokenizer.from_pretrained(located(path))
+        # transformers loads a tokenizer without its files, and every prompt is then the same.
         if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
             raise ValueError("its vocabulary is missing")
+        # A GPU would stop with a failed assertion at the first such token.
         if len(tokenizer) > vocabulary:
             raise ValueError(f"it has {len(tokenizer)} tokens, but the network knows {vocabulary}")
     return tokenizer
@@ -136,6 +140,7 @@ def explained(field: str, path: str, remedy: str, *, on_hub: bool = True) -> Ite
         yield
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        # The hub's own message is about the network; a wrong folder name is the likelier reason.
         advice = _hub_advice(field, path) if on_hub and _is_absent(path) else remedy
         raise ValueError(f"{field}: {path} cannot be used: {kind}{one_line(error, 300)}. {advice}") from error
 

@@ -61,12 +61,14 @@ def _renamed(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield _TRANSPOSED[name], tensor.T.contiguous()
         return
     match = _LAYER.fullmatch(name)
+    # A tensor that is not taken would change the scores in silence.
     if match is None:
         raise ValueError(f"{name!r} is not the name of a tensor of OpenCLIP's ViT")
     tower, number, part, kind = match.groups()
     layer = f"{'vision' if tower else 'text'}_model.encoder.layers.{number}"
     if part == "attn.in_proj":
         for letter, third in zip("qkv", tensor.chunk(3), strict=True):
+            # Cloned: parameters that share one storage cannot be saved.
             yield f"{layer}.self_attn.{letter}_proj.{kind}", third.clone()
     elif part in _IN_LAYERS:
         yield f"{layer}.{_IN_LAYERS[part]}.{kind}", tensor

@@ -43,10 +43,12 @@ class Scorer:
         self.section = f"reward.{self.name}"
         self.config = self.config_class() if config is None else config
         self.config.check(self.section)
+        # Before the network is loaded, which takes minutes.
         device = find_device(self.section, self.config.device)
         self.network = self._load_network().to(device)
         self._encode_images = ImageEncoder(self.network, self._load_pixels(), self.config.micro_batch_size)
         self._prepare()
+        # Sizes of images and vocabularies fit or not only in a forward.
         try:
             self._try()
         except Exception as error:

@@ -48,6 +48,7 @@ class SimilarityReward(Scorer):
         for index, row in enumerate(metadata):
             value = self._reference(row, f"sample {index}")
             key = _key(value)
+            # The images of a prompt share one reference.
             if key not in distinct:
                 distinct[key] = len(references)
                 references.append(self._read(value, f"sample {index}"))
@@ -85,6 +86,7 @@ class SimilarityReward(Scorer):
     def _reference(self, row: Mapping[str, Any], where: str) -> Any:
         """A row's reference, in one of the forms."""
         value = row.get(COLUMN, row.get(OTHER_COLUMN))
+        # An edit may begin with several images; the first one counts.
         if isinstance(value, list | tuple):
             value = next(iter(value), None)
         # The form of images in Hugging Face's datasets.

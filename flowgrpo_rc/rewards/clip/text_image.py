@@ -37,6 +37,7 @@ class TextImageReward(Scorer):
         """
         cosines = (self._encode_images(list(images)) * self._encode_texts(prompts)).sum(-1)
         if self.divisor is not None:
+            # The scale is trained, so that it comes from the weights and is no constant.
             cosines = cosines * self.network.logit_scale.float().exp() / self.divisor
         return cosines.cpu().numpy()
 
@@ -91,6 +92,7 @@ class HPSv2(TextImageReward):
         return load_checkpoint(self.section, self._checkpoint, self.config.dtype)
 
     def _load_pixels(self) -> Pixels:
+        # The published processor of this CLIP crops.
         return PaddedPixels(self.network.config.vision_config.image_size)
 
     @property

@@ -40,11 +40,13 @@ def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
 def parameters(question: JudgeQuestion, config: JudgeConfig) -> dict[str, Any]:
     """Everything in a request except the messages."""
     one_token = question.parser == "yes_no"
+    # A probability needs no second token, and one token is the fastest answer.
     request: dict[str, Any] = {
         "model": config.model,
         "temperature": config.temperature,
         "max_tokens": question.max_tokens or (1 if one_token else config.max_tokens),
     }
+    # Not sent as null, which servers refuse.
     if config.seed is not None:
         request["seed"] = config.seed
     if one_token:
@@ -57,9 +59,11 @@ def body(
 ) -> bytes:
     """A request about the last of ``files``; ``unreadable`` is the judge's first answer, where that cannot be read."""
     urls = [f"data:image/{config.image_format};base64,{base64.b64encode(file).decode()}" for file in files]
+    # The images before the words, as in the examples of Qwen-VL.
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content.append({"type": "text", "text": words})
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    # The judge sees its own answer: a bare repetition would give the same one at temperature 0.
     if unreadable is not None:
         messages.append({"role": "assistant", "content": unreadable[:REPEATED]})
         messages.append({"role": "user", "content": FORMS[question.parser].again})
@@ -108,6 +112,7 @@ def read_models(text: bytes) -> list[str]:
     """
     answer = parse_json(text)
     try:
+        # Messages, logs and config.yaml repeat the names.
         return [printable(str(model["id"])) for model in answer["data"]]
     except (KeyError, TypeError):
         raise ValueError(f"answers with no list of models: {text[:200].decode(errors='replace')!r}") from None

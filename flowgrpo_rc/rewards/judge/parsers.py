@@ -48,6 +48,7 @@ def score(answer: Answer, wanted: Wanted) -> float:
     found = re.findall(rf"<score>\s*{_NUMBER}\s*(?:/\s*{_NUMBER}\s*)?</score>", answer.text, re.IGNORECASE)
     if not found:
         raise UnreadableAnswer("it holds no <Score>x</Score>")
+    # The last one: models repeat the form before they answer, or correct themselves.
     number, out_of = found[-1]
     if out_of and float(out_of) != wanted.scale:
         raise UnreadableAnswer(f"its score is out of {out_of}, not of {wanted.scale:g}")
@@ -66,6 +67,7 @@ def unified_reward_2(answer: Answer, wanted: Wanted) -> float:
     """``(x - 1) / 4``, x the mean of the aspects' scores from 1 to 5: UnifiedReward 2.0, as verl-omni scores it."""
     scores = []
     for aspect in _ASPECTS:
+        # Models set the names in bold, and leave the range out.
         pattern = rf"{aspect} Score[\s*]*(?:\(1-5\)[\s*]*)?:[\s*]*{_NUMBER}"
         found = re.findall(pattern, answer.text, re.IGNORECASE)
         if not found:
@@ -81,6 +83,7 @@ def yes_no(answer: Answer, wanted: Wanted) -> float:
     """
     yes = _probability(answer, "yes")
     no = _probability(answer, "no")
+    # An answer such as "Maybe": one half would be a score that nobody gave.
     if yes + no == 0:
         raise UnreadableAnswer("neither Yes nor No is among its likeliest first words")
     return yes / (yes + no)
@@ -103,6 +106,7 @@ PARSERS: Mapping[str, Callable[[Answer, Wanted], float]] = {
 
 
 def _probability(answer: Answer, word: str) -> float:
+    # Tokenizers mark a space before a word as ▁ or Ġ.
     tokens = answer.first_tokens or ()
     return math.fsum(math.exp(logprob) for token, logprob in tokens if token.strip(" \t\n▁Ġ").lower() == word)
 

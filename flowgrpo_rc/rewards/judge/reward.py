@@ -84,6 +84,7 @@ class JudgeReward:
         tries = min(_CHECK_TRIES, self.config.tries)
         try:
             self.config.model = self._served_model(tries)
+            # The score is not used; a plain image is small to send.
             blank = np.full((1, 256, 256, 3), 255, np.uint8)
             row: dict[str, Any] = {name: name for question in self.config.questions for name in placeholders(question)}
             row[REFERENCES] = [blank[0]]
@@ -164,6 +165,7 @@ class JudgeReward:
         rows = [{} for _ in prompts] if metadata is None else metadata
         encoded: dict[Any, bytes] = {}
         queries = []
+        # Resizing and packing run in C, mostly without the interpreter's lock.
         with ThreadPoolExecutor(_ENCODERS) as pool:
             files = list(pool.map(partial(chat.encode, config=self.config), images))
         for index, (prompt, row, file) in enumerate(zip(prompts, rows, files, strict=True)):
@@ -176,6 +178,7 @@ class JudgeReward:
 
     def _reference_file(self, reference: Any, encoded: dict[Any, bytes]) -> bytes:
         """The file of a reference image. ``encoded`` keeps those of a batch: images of a prompt share references."""
+        # Arrays have no hash; the rows keep them alive, so that no id is used twice.
         key = reference if isinstance(reference, ReferenceImage) else id(reference)
         if key not in encoded:
             encoded[key] = chat.encode(np.asarray(reference), self.config)
@@ -184,9 +187,11 @@ class JudgeReward:
     def _judge(self, queries: Sequence[_Query], tries: int) -> list[_Verdict]:
         """The verdicts, in order. An answer that cannot be read is followed by a second request."""
         began_at = time.monotonic()
+        # By place without the cache: equal images are judged each for itself, since answers vary.
         keys: list[Hashable] = list(range(len(queries)))
         if self.config.cache:
             keys = [self._key(query) for query in queries]
+        # A copy: the cache keeps nothing of a batch that fails.
         known = dict(self._cache)
         pending = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
         answers = self._send(pending, {}, tries, began_at)
@@ -229,6 +234,7 @@ class JudgeReward:
         """Digest of everything that a score depends on."""
         digest = hashlib.blake2b(digest_size=32)
         digest.update(chat.body(query.words, query.files, query.question, self.config, None))
+        # The request does not hold what the parser reads.
         digest.update(repr((query.question, query.target)).encode())
         return digest.digest()
 

@@ -37,6 +37,7 @@ def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: st
             f"{where}: {prompt!r} has no text in double quotes and no column ground_truth, which the judge's question "
             f'{question.name!r} needs; write the wanted text in quotes, as in: a sign that says "42"'
         )
+    # The two names come last, so that no column of the same name hides them.
     values: dict[str, Any] = {**row, "prompt": prompt, "target": target}
     lacking = sorted(name for name in names if not isinstance(values.get(name), str | int | float))
     if lacking:
@@ -51,5 +52,6 @@ def fill(question: JudgeQuestion, prompt: str, row: Mapping[str, Any], where: st
 def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
     """The text that an image should show: the row's ground truth if that is text, or the prompt's text in double
     quotes. None without either."""
+    # Other data sets hold numbers or lists in the column, which no transcript is compared with.
     truth = ground_truth(row)
     return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)

@@ -58,6 +58,7 @@ class RemoteReward:
         Raises:
             AnswerError: the server did not answer, or not as it must; the message names its address.
         """
+        # A prompt file of lines has no other columns.
         rows = [{} for _ in prompts] if metadata is None else [self._sent(row) for row in metadata]
         starts = range(0, len(prompts), self.config.batch_size)
         parts = [slice(start, min(start + self.config.batch_size, len(prompts))) for start in starts]
@@ -82,6 +83,7 @@ class RemoteReward:
         if metadata is not None:
             named = [f"prompt {index}" for index in range(len(metadata))] if sources is None else sources
             self._check_rows(metadata, named)
+        # Any size shows a missing server; the run's own also shows one that the server cannot take.
         height, width = image_size or (64, 64)
         image = np.full((1, height, width, 3), 128, np.uint8)
         try:
@@ -108,6 +110,7 @@ class RemoteReward:
                 if protocols.are_references(value):  # files, which every protocol can send
                     continue
                 try:
+                    # Column by column, so that the message names the one.
                     self._protocol.write_request(protocols.Request(files=[], prompts=[], metadata=[{column: value}]))
                 except protocols.ProtocolError as error:
                     raise ValueError(

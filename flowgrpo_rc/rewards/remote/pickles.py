@@ -50,8 +50,10 @@ def loads(data: bytes) -> Any:
         for count, (instruction, _, _) in enumerate(pickletools.genops(data)):
             if instruction.name not in INSTRUCTIONS:
                 raise PickleError(f"the pickle has the instruction {instruction.name}, which plain data does not need")
+            # Each one costs time in Python, and the server's limit on a request's size allows many millions.
             if count >= MOST_INSTRUCTIONS:
                 raise PickleError(f"the pickle has more than {MOST_INSTRUCTIONS} instructions")
+        # Depth and size can only be counted now, since a list may be put into itself after it was built.
         return _Plain().of(_Unpickler(io.BytesIO(data)).load(), 0)
     except PickleError:
         raise
@@ -80,6 +82,7 @@ class _Unpickler(pickle._Unpickler):
     append: Callable[[Any], None]
 
     def load_empty_dict(self) -> None:
+        # SETITEM and SETITEMS assign to this one item by item.
         self.append(_TextKeys())
 
     def load_build(self) -> None:
@@ -91,6 +94,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
+        # A fixed table and no import, so that a module's other functions stay out of reach.
         parts = module.split(".")
         key = f"{parts[-1]}.{name}"
         if parts[0] != "numpy" or len(parts) > 3 or key not in _REPLACED:
@@ -109,6 +113,7 @@ class _Dtype:
         self.state = state[1:5]
 
     def numpy(self) -> np.dtype:
+        # Byte order, then the subtype, names and fields of records, which are None for numbers and texts.
         order, *fields = self.state
         if type(self.code) is not str or not re.fullmatch(r"b1|[iuf][1248]|U[0-9]{1,6}", self.code):
             # The text of nested tuples could be as large as their hash is slow.
@@ -134,8 +139,10 @@ class _Array:
         dtype = dtype.numpy() if type(dtype) is _Dtype else None
         if dtype is None or type(raw) not in (bytes, bytearray) or type(shape) is not tuple or len(shape) > DEEPEST:
             raise PickleError("the pickle has a numpy array in an unknown form")
+        # Rare, and another order of the same bytes.
         if fortran:
             raise PickleError("the pickle has a numpy array in Fortran's order; send it in C's")
+        # Before the product, which Python computes in full for integers of any size.
         sized = all(type(length) is int and 0 <= length <= MOST_VALUES for length in shape)
         if not sized or math.prod(shape) * dtype.itemsize != len(raw):
             raise PickleError(f"the pickle has a numpy array whose shape does not fit its {len(raw)} bytes")

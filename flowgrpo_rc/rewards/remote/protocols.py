@@ -21,7 +21,6 @@ at ac4c86e and the servers in yifan123/reward-server. Pickles are read by ``pick
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import pickle
@@ -38,11 +37,11 @@ from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.remote import pickles
 
 PICKLE = 4
-"""The pickle protocol that is written; Python 3.4 and later read it."""
+"""The pickle protocol of requests; Python 3.4 and later read it."""
 
 
 class ProtocolError(ValueError):
-    """A request or an answer that is not of the protocol."""
+    """A request or an answer has another form than its protocol's."""
 
 
 class ServerRefusal(ProtocolError):
@@ -69,19 +68,18 @@ class Answer:
 
 
 class JsonProtocol:
-    """This package's own."""
+    """This package's own. All methods raise ``ValueError`` with the reason."""
 
     content_type = "application/json"
+    # The server scores the pixels that the run has drawn.
     image_format = "png"
 
     def write_request(self, request: Request) -> bytes:
-        """Raises ``ProtocolError`` for metadata that JSON cannot hold."""
-        images = [base64.b64encode(data).decode() for data in request.files]
-        rows = [_with_files(row, lambda data: {"base64": base64.b64encode(data).decode()}) for row in request.metadata]
+        images = [_to_base64(data) for data in request.files]
+        rows = [_with_files(row, lambda data: {"base64": _to_base64(data)}) for row in request.metadata]
         return _to_json({"images": images, "prompts": request.prompts, "metadata": rows})
 
     def read_request(self, body: bytes) -> Request:
-        """Raises ``ValueError`` with the reason."""
         content = _mapping("the request", parse_json(body))
         files = [_from_base64(f"images[{index}]", text) for index, text in enumerate(_list(content, "images"))]
         request = _request(files, content)
@@ -95,21 +93,21 @@ class JsonProtocol:
         return _to_json({"error": words})
 
     def read_answer(self, body: bytes) -> Answer:
-        """Raises ``ValueError``, or ``ServerRefusal`` with the server's words."""
+        """Raises ``ServerRefusal`` with the server's words."""
         return _scores_and_info(parse_json(body))
 
 
 class VerlOmniProtocol:
-    """That of verl-omni's ``http_scorer_client``."""
+    """That of verl-omni's ``http_scorer_client``. All methods raise ``ValueError`` with the reason."""
 
     content_type = "application/octet-stream"
+    # As verl-omni's client sends them, so that scores are comparable.
     image_format = "jpeg"
 
     def write_request(self, request: Request) -> bytes:
         return _to_pickle({"images": request.files, "prompts": request.prompts, "metadata": {}})
 
     def read_request(self, body: bytes) -> Request:
-        """Raises ``ValueError`` with the reason."""
         content = _mapping("the request", pickles.loads(body))
         files = _list(content, "images")
         if not all(isinstance(data, bytes) for data in files):
@@ -117,13 +115,14 @@ class VerlOmniProtocol:
         return _request(files, content)
 
     def write_answer(self, answer: Answer) -> bytes:
+        # verl-omni's client reads nothing else.
         return _to_pickle({"scores": np.asarray(answer.scores).tolist()})
 
     def write_error(self, words: str) -> bytes:
         return _to_pickle({"error": words})
 
     def read_answer(self, body: bytes) -> Answer:
-        """Raises ``ValueError``, or ``ServerRefusal`` with the server's words."""
+        """Raises ``ServerRefusal`` with the server's words."""
         return _scores_and_info(pickles.loads(body))
 
 
@@ -137,16 +136,13 @@ class FlowGrpoProtocol:
     image_format = "jpeg"
 
     def write_request(self, request: Request) -> bytes:
-        content = {
-            "images": request.files,
-            "prompts": request.prompts,
-            "meta_datas": [
-                {"prompt": prompt, **_with_files(row, bytes)}
-                for prompt, row in zip(request.prompts, request.metadata, strict=True)
-            ],
-            "only_strict": True,
-        }
-        return _to_pickle(content)
+        rows = [
+            {"prompt": prompt, **_with_files(row, bytes)}
+            for prompt, row in zip(request.prompts, request.metadata, strict=True)
+        ]
+        return _to_pickle(
+            {"images": request.files, "prompts": request.prompts, "meta_datas": rows, "only_strict": True}
+        )
 
     def read_answer(self, body: bytes) -> Answer:
         """Raises ``ValueError``."""
@@ -173,15 +169,17 @@ def _scores_and_info(content: Any) -> Answer:
     content = _mapping("the answer", content)
     if "error" in content:
         raise ServerRefusal(str(content["error"]))
-    info = content.get("info") or {}
-    return Answer(scores=_list(content, "scores"), info=dict(_mapping("the answer's info", info)))
+    # A server without reports may send null.
+    info = _mapping("the answer's info", content.get("info") or {})
+    return Answer(scores=_list(content, "scores"), info=dict(info))
 
 
 def _request(files: list[bytes], content: Mapping[str, Any]) -> Request:
-    """Raises ``ProtocolError`` unless prompts and metadata are as many as the images."""
+    """A request of equally many images, prompts and rows."""
     prompts = _list(content, "prompts")
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise ProtocolError("prompts must be a list of texts")
+    # verl-omni's client sends an empty dict in place of the list.
     metadata = content.get("metadata") or [{} for _ in files]
     if not isinstance(metadata, list) or not all(isinstance(row, dict) for row in metadata):
         raise ProtocolError("metadata must be a list of objects, one for each image, or be left out")
@@ -193,9 +191,9 @@ def _request(files: list[bytes], content: Mapping[str, Any]) -> Request:
     return Request(files=files, prompts=prompts, metadata=metadata)
 
 
-def _mapping(what: str, value: Any) -> Mapping[str, Any]:
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ProtocolError(f"{what} is a {type(value).__name__}, where a mapping is expected")
+        raise ProtocolError(f"{name} is a {type(value).__name__}, where a mapping is expected")
     return value
 
 
@@ -206,10 +204,15 @@ def _list(content: Mapping[str, Any], key: str) -> list[Any]:
     return content[key]
 
 
+def _to_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
 def _from_base64(name: str, text: Any) -> bytes:
     try:
+        # Without ``validate`` characters of other alphabets are dropped, and the file is another one.
         return base64.b64decode(text, validate=True)
-    except (TypeError, ValueError, binascii.Error) as error:
+    except (TypeError, ValueError) as error:
         raise ProtocolError(f"{name} is not base64 text ({error})") from error
 
 
@@ -219,25 +222,24 @@ def are_references(value: Any) -> TypeGuard[list[ReferenceImage]]:
 
 
 def _with_files(row: Mapping[str, Any], write: Callable[[bytes], Any]) -> dict[str, Any]:
-    """The row with its reference images' files in the form that a protocol sends."""
+    """The row with its reference images' files in the form of a protocol."""
     images = row.get(IMAGES_KEY)
     return {**row, IMAGES_KEY: [write(image.read()) for image in images]} if are_references(images) else dict(row)
 
 
 def _with_references(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """The row as ``_with_files`` was given it."""
+    """The row before ``_with_files``."""
     images = row.get(IMAGES_KEY)
+    # A column of this name may hold anything else, such as file names that only the server's function reads.
     if not isinstance(images, list) or not all(isinstance(image, dict) and "base64" in image for image in images):
         return row
     files = [_from_base64(f"{name}.{IMAGES_KEY}", image["base64"]) for image in images]
-    try:
-        return {**row, IMAGES_KEY: list(ReferenceReader()(files, name))}
-    except ValueError as error:
-        raise ProtocolError(str(error)) from error
+    return {**row, IMAGES_KEY: list(ReferenceReader()(files, name))}
 
 
 def _to_json(content: Mapping[str, Any]) -> bytes:
     try:
+        # NaN is not JSON, though Python would write it; other languages refuse the whole text.
         return json.dumps(content, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"this cannot be written as JSON ({str(error)[:200]})") from error
@@ -249,6 +251,7 @@ def _to_pickle(content: Mapping[str, Any]) -> bytes:
 
 def _plain(value: Any) -> Any:
     """A value of ``info`` as JSON: NaN becomes null, and a value without a form in JSON its text."""
+    # First, since numpy's float64 is a float too.
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):
@@ -257,6 +260,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy's and torch's
+    # Arrays and scalars of numpy and torch.
+    if hasattr(value, "tolist"):
         return _plain(value.tolist())
     return brief_repr(value)

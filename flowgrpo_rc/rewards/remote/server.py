@@ -98,6 +98,7 @@ class RewardServer:
         self._waiting = 0
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._decoded = asyncio.Semaphore(MOST_DECODED)
+        # First, so that a missing package shows before the port is taken.
         self._http = self._server()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -111,6 +112,7 @@ class RewardServer:
         try:
             while not self.stopping:
                 try:
+                    # With a timeout: a wait without one would not notice ``stop``.
                     job = self._jobs.get(timeout=POLL_S)
                 except queue.Empty:
                     continue
@@ -132,6 +134,7 @@ class RewardServer:
         return {"status": "ok", "function": self.name, "version": __version__, **counts}
 
     def _work(self, job: _Job) -> None:
+        # Cancelled with its connection.
         if not job.answer.set_running_or_notify_cancel():
             return
         try:
@@ -139,6 +142,7 @@ class RewardServer:
         except Exception as error:
             job.answer.set_exception(_Refused(500, one_line(error)))
         except BaseException:
+            # Ctrl-C, or a deadline that cannot be handled: the client learns of the end before the process goes.
             job.answer.set_exception(_Refused(503, _ENDING))
             raise
         else:
@@ -185,6 +189,7 @@ class RewardServer:
                 http="h11",
                 ws="none",
                 lifespan="off",
+                # uvicorn's own lines would have the paths.
                 log_config=None,
                 access_log=False,
                 backlog=BACKLOG,
@@ -199,6 +204,7 @@ class RewardServer:
         Raises:
             _Refused: there is an error to answer instead.
         """
+        # Before the body is received: it may be large, and the key wrong.
         refused = self._refusal(request)
         if refused is not None:
             await _discard(request)
@@ -207,6 +213,7 @@ class RewardServer:
         try:
             async with self._decoded:
                 body = await _read(request)
+                # In a thread: decoding takes seconds, and health checks must be answered meanwhile.
                 job = await asyncio.to_thread(self._job, body)
                 # A client that gave up has often sent the request again.
                 if await request.is_disconnected():
@@ -222,9 +229,11 @@ class RewardServer:
     def _refusal(self, request: HTTPRequest) -> _Refused | None:
         """The error that the headers of a request deserve."""
         given = request.headers.get("authorization", "")
+        # In constant time, so that the time of an answer gives no hint of the key.
         if self.key is not None and not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
             return _Refused(401, "the key in the header Authorization (Bearer KEY) is missing or wrong")
         length = request.headers.get("content-length")
+        # A body without a length could grow without end.
         if length is None:
             return _Refused(411, "the header Content-Length is missing")
         if int(length) > LARGEST_REQUEST:

@@ -73,6 +73,7 @@ class RewardModelServer:
         ends_at = time.monotonic() + self.config.start_timeout_s
         options = HTTPOptions(tries=1, timeout_s=5.0, deadline_s=10.0)
         while True:
+            # First, so that a server that answered at once costs no pause.
             with suppress(ServerError):
                 send_all([Request(f"http://{self.address}/health")], options, SECTION)
                 return
@@ -90,6 +91,7 @@ class RewardModelServer:
             self._finalizer()
 
     def _start(self) -> str:
+        # Another program may take the port before vllm does; vllm then ends, and its log shows why.
         port = _free_port()
         command = [_program(), *self.config.arguments(port)]
         print(f"Reward model: starting vllm serve {self.model} on port {port}", file=sys.stderr)
@@ -107,6 +109,7 @@ class RewardModelServer:
         if self._process is None:
             return ValueError(f"{text}; the first process of the run on this machine has its output")
         self._process.end()
+        # The message has the log already.
         self._finalizer.detach()
         lines = [printable(line) for line in self._process.output().splitlines() if line.strip()]
         end = " | ".join(lines[-LOG_LINES:])[-LOG_CHARACTERS:]
@@ -125,6 +128,7 @@ def serving(config: RewardConfig) -> Iterator[RewardModelServer | None]:
     if not config.reward_model.enable:
         yield None
         return
+    # A function of the user's own may ask the model, under any name; of the built-in rewards the judge alone does.
     own = [*config.own_functions(), *(name for name, function in config.observers().items() if function)]
     names = [*config.weights(), *config.observers()]
     if all(name in REWARDS and name != "judge" and name not in own for name in names):
@@ -164,6 +168,7 @@ def asking(judge: JudgeConfig, server: RewardModelServer | None) -> Iterator[Non
 
 def _program() -> str:
     """The program ``vllm``: the first on the ``PATH``, or else the one beside this Python."""
+    # A virtual environment that is not activated is not on the PATH.
     places = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
     found = shutil.which("vllm", path=os.pathsep.join(places))
     if found is None:
@@ -192,6 +197,7 @@ def _environment(devices: list[int] | None) -> dict[str, str]:
             f"{SECTION}.devices: got {devices}, but the run sees {len(names)} GPUs (CUDA_VISIBLE_DEVICES={seen}); give "
             f"numbers below {len(names)}"
         )
+    # The variable may hold names of GPUs (UUIDs), so that indices are looked up in it.
     own["CUDA_VISIBLE_DEVICES"] = ",".join(str(n) if names is None else names[n] for n in devices)
     return own
 

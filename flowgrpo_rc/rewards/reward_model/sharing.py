@@ -27,6 +27,7 @@ def write_address(address: str) -> None:
     descriptor, name = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(descriptor, "w") as stream:
         stream.write(f"{address} {os.getpid()}")
+    # Renamed, so that nobody reads half of it.
     os.replace(name, file)
 
 
@@ -49,6 +50,7 @@ def wait_for_address(timeout_s: float) -> str:
             # Every user may write into the folder, and images go to this address.
             if file.stat().st_uid == os.getuid():
                 address, pid = file.read_text().split()
+                # Signal 0 only finds out that the process exists.
                 os.kill(int(pid), 0)
                 return address
         time.sleep(0.1)
