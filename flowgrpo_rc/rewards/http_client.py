@@ -97,13 +97,7 @@ def send_all(
     Raises:
         ServerError: a request failed for good, or not all were answered within ``deadline_s``. The others are dropped.
         ValueError: the environment variable of the key is not set.
-        ImportError: httpx or tenacity is not installed.
     """
-    try:
-        import httpx  # noqa: F401
-        import tenacity  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"{section} needs httpx and tenacity ({error}); pip install httpx tenacity") from error
     if not requests:
         return []
     key = read_key(f"{section}.api_key_env", options.api_key_env)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +96,3 @@ def numbered(count: int, side: int = 8) -> np.ndarray:
 def number_of(image: np.ndarray) -> int:
     """The number of an image of ``numbered``."""
     return int(image[0, 0, 0]) * 256 + int(image[0, 0, 1])
-
-
-def dumps(value: Any) -> bytes:
-    return json.dumps(value).encode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,8 +44,6 @@ class Reply:
     """Written to the connection in place of an answer of HTTP."""
     repeat: int = 1
     """How often the body is sent; nothing of that size is held."""
-    chunk_s: float = 0.0
-    """Pause before every byte of the body."""
 
 
 class StubServer:
@@ -152,16 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         for _ in range(reply.repeat):
-            self._write(body, reply.chunk_s)
-            self.server.stub.sent_bytes += len(body)
-
-    def _write(self, body: bytes, pause_s: float) -> None:
-        if not pause_s:
             self.wfile.write(body)
-            return
-        for start in range(len(body)):
-            time.sleep(pause_s)
-            self.wfile.write(body[start : start + 1])
+            self.server.stub.sent_bytes += len(body)
 
     def log_message(self, *args: Any) -> None:
         """Nothing: a test looks at ``calls``."""

@@ -354,6 +354,7 @@ def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsy
     assert "\n" not in said
 
 
+@pytest.mark.slow
 def test_a_built_in_reward_is_served_with_its_options(monkeypatch):
     """The scores over HTTP are those of the same reward made from a configuration, to the digit."""
     answers = []

@@ -23,6 +23,7 @@ REWARDS = tuple(
     for name in SCORERS
     for override in (f"reward.functions.{name}=1", f"reward.{name}.model_path=asset:tiny_clip")
 )
+pytestmark = pytest.mark.run
 NO_CUSTOM = "reward.custom_reward_function.path=null"
 
 

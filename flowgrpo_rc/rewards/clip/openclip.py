@@ -38,8 +38,8 @@ _IN_LAYERS = {
     "attn.out_proj": "self_attn.out_proj",
 }
 _LAYER = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+?)[._](weight|bias)")
+# A constant that some versions of OpenCLIP write among the weights.
 _CAUSAL_MASK = "attn_mask"
-"""A constant that some versions of OpenCLIP write among the weights."""
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -54,25 +54,22 @@ def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _renamed(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    match = _LAYER.fullmatch(name)
     if name in _NAMES:
         yield _NAMES[name], tensor
-        return
-    if name in _TRANSPOSED:
+    elif name in _TRANSPOSED:
         yield _TRANSPOSED[name], tensor.T.contiguous()
-        return
-    match = _LAYER.fullmatch(name)
-    # A tensor that is not taken would change the scores in silence.
-    if match is None:
-        raise ValueError(f"{name!r} is not the name of a tensor of OpenCLIP's ViT")
-    tower, number, part, kind = match.groups()
-    layer = f"{'vision' if tower else 'text'}_model.encoder.layers.{number}"
-    if part == "attn.in_proj":
+    elif match is not None and match[3] in ("attn.in_proj", *_IN_LAYERS):
+        tower, number, part, kind = match.groups()
+        layer = f"{'vision' if tower else 'text'}_model.encoder.layers.{number}"
+        if part in _IN_LAYERS:
+            yield f"{layer}.{_IN_LAYERS[part]}.{kind}", tensor
+            return
         for letter, third in zip("qkv", tensor.chunk(3), strict=True):
             # Cloned: parameters that share one storage cannot be saved.
             yield f"{layer}.self_attn.{letter}_proj.{kind}", third.clone()
-    elif part in _IN_LAYERS:
-        yield f"{layer}.{_IN_LAYERS[part]}.{kind}", tensor
     else:
+        # A tensor that is left out would change the scores in silence.
         raise ValueError(f"{name!r} is not the name of a tensor of OpenCLIP's ViT")
 
 

@@ -1,15 +1,16 @@
-"""Base of the rewards of this package: a network that is loaded and tried before training."""
+"""Base of the rewards of this package: a network that is loaded and tried before training, and its image encoder."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rewards.clip.config import ScorerConfig
-from flowgrpo_rc.rewards.clip.encoders import ImageEncoder
 from flowgrpo_rc.rewards.clip.loading import Pixels, find_device, load_network, load_pixels
 
 
@@ -46,7 +47,7 @@ class Scorer:
         # Before the network is loaded, which takes minutes.
         device = find_device(self.section, self.config.device)
         self.network = self._load_network().to(device)
-        self._encode_images = ImageEncoder(self.network, self._load_pixels(), self.config.micro_batch_size)
+        self._pixels = self._load_pixels()
         self._prepare()
         # Sizes of images and vocabularies fit or not only in a forward.
         try:
@@ -82,3 +83,29 @@ class Scorer:
     def weights(self) -> list[Tensor]:
         """The tensors that decide the scores; checkpoints record their digest."""
         return list(self.network.state_dict().values())
+
+    @torch.inference_mode()
+    def _encode_images(self, images: Sequence[np.ndarray]) -> Tensor:
+        """(N, D) float32 embeddings of length 1 of N images, each (H, W, 3) uint8 RGB.
+
+        A network without ``get_image_features``, such as DINOv2, gives its pooled output.
+        """
+        encode = getattr(self.network, "get_image_features", self.network)
+        embeddings = []
+        # In micro-batches: the pixels of a whole batch may not fit beside the actor.
+        for batch in self._batches(images):
+            pixels = self._pixels(batch).to(self.network.device, self.network.dtype)
+            embeddings.append(unit(encode(pixel_values=pixels)))
+        return torch.cat(embeddings)
+
+    def _batches(self, items: Sequence[Any]) -> list[Sequence[Any]]:
+        size = self.config.micro_batch_size
+        return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def unit(features: Any) -> Tensor:
+    """Features divided by their norm, in float32. transformers 4 gives a tensor, 5 an object that holds it."""
+    pooled = features if isinstance(features, Tensor) else features.pooler_output
+    # The norm of a bfloat16 vector would have two digits.
+    pooled = pooled.float()
+    return pooled / pooled.norm(dim=-1, keepdim=True)

@@ -51,7 +51,7 @@ class SimilarityReward(Scorer):
             # The images of a prompt share one reference.
             if key not in distinct:
                 distinct[key] = len(references)
-                references.append(self._read(value, f"sample {index}"))
+                references.append(_read(value, f"sample {index}"))
             places.append(distinct[key])
         with torch.inference_mode():
             cosines = (self._encode_images(list(images)) * self._encode_images(references)[places]).sum(-1)
@@ -80,7 +80,7 @@ class SimilarityReward(Scorer):
             if key not in seen:
                 # The prompt reader has checked the images of its own column.
                 if not isinstance(value, ReferenceImage):
-                    self._open(value, source)
+                    _open(value, source)
                 seen.add(key)
 
     def _reference(self, row: Mapping[str, Any], where: str) -> Any:
@@ -99,34 +99,44 @@ class SimilarityReward(Scorer):
             )
         return value
 
-    def _open(self, value: Any, where: str) -> Image.Image:
-        """The image of a reference; a file's pixels are not read yet."""
+
+def _open(value: Any, where: str) -> Image.Image:
+    """The image of a reference; the pixels of a file are read later."""
+    try:
         if isinstance(value, ReferenceImage):
             return value.open()
-        try:
-            if isinstance(value, Image.Image):
-                return value
-            if isinstance(value, bytes):
-                return Image.open(io.BytesIO(value))
-            if isinstance(value, str | os.PathLike):
-                return Image.open(os.path.expanduser(value))
-            array = np.asarray(value)
-            if array.dtype != np.uint8:
-                raise TypeError(f"it is of the type {type(value).__name__}, with values of {array.dtype}")
-            return Image.fromarray(array)
-        except Exception as error:
-            raise ValueError(
-                f"{where}: {COLUMN!r} cannot be read as an image ({type(error).__name__}: {error}); it is "
-                f"{brief_repr(value)[:80]}; give {FORMS}"
-            ) from error
+        if isinstance(value, Image.Image):
+            return value
+        if isinstance(value, bytes):
+            return Image.open(io.BytesIO(value))
+        if isinstance(value, str | os.PathLike):
+            return Image.open(os.path.expanduser(value))
+        array = np.asarray(value)
+        if array.dtype != np.uint8:
+            raise TypeError(f"it is of the type {type(value).__name__}, with values of {array.dtype}")
+        return Image.fromarray(array)
+    except Exception as error:
+        raise ValueError(
+            f"{where}: {COLUMN!r} cannot be read as an image ({type(error).__name__}: {error}); it is "
+            f"{brief_repr(value)[:80]}; give {FORMS}"
+        ) from error
 
-    def _read(self, value: Any, where: str) -> np.ndarray:
-        """The reference as (H, W, 3) uint8 RGB."""
-        image = self._open(value, where)
-        try:
-            return np.asarray(image.convert("RGB"))
-        except OSError as error:
-            raise ValueError(f"{where}: {COLUMN!r} cannot be decoded: {error}") from error
+
+def _read(value: Any, where: str) -> np.ndarray:
+    """The reference as (H, W, 3) uint8 RGB."""
+    image = _open(value, where)
+    try:
+        return np.asarray(image.convert("RGB"))
+    except OSError as error:
+        raise ValueError(f"{where}: {COLUMN!r} cannot be decoded: {error}") from error
+
+
+def _key(value: Any) -> Any:
+    """Equal for equal references."""
+    if isinstance(value, str | bytes | os.PathLike | ReferenceImage):
+        return value
+    array = np.asarray(value)
+    return array.shape, array.tobytes()
 
 
 class CLIPSimilarity(SimilarityReward):
@@ -150,11 +160,3 @@ class SigLIPSimilarity(SimilarityReward):
     name = "siglip_similarity"
     published = Published("google/siglip-base-patch16-224", "google/siglip-base-patch16-224")
     model_types = ("siglip",)
-
-
-def _key(value: Any) -> Any:
-    """Equal for equal references."""
-    if isinstance(value, str | bytes | os.PathLike | ReferenceImage):
-        return value
-    array = np.asarray(value)
-    return array.shape, array.tobytes()

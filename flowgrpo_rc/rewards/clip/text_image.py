@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from flowgrpo_rc.rewards.clip.config import HPSv2Config
-from flowgrpo_rc.rewards.clip.encoders import TextEncoder
 from flowgrpo_rc.rewards.clip.hpsv2 import PaddedPixels, find_checkpoint, load_checkpoint
 from flowgrpo_rc.rewards.clip.loading import Pixels, load_tokenizer
-from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer
+from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer, unit
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 """The CLIP that PickScore and HPSv2 were fine-tuned from; they read prompts with its tokenizer."""
@@ -43,12 +44,30 @@ class TextImageReward(Scorer):
 
     def _prepare(self) -> None:
         vocabulary = self.network.config.text_config.vocab_size
-        tokenizer = load_tokenizer(self.section, self._processor_path, vocabulary)
-        self._encode_texts = TextEncoder(self.network, tokenizer, self.config.micro_batch_size)
+        self._tokenizer = load_tokenizer(self.section, self._processor_path, vocabulary)
 
     def _try(self) -> None:
         super()._try()
         self._encode_texts(["a photo"])
+
+    @torch.inference_mode()
+    def _encode_texts(self, prompts: Sequence[str]) -> Tensor:
+        """(N, D) float32 embeddings of length 1 of N prompts, each distinct one encoded once."""
+        # A group of images has one prompt.
+        distinct = list(dict.fromkeys(prompts))
+        longest = self.network.config.text_config.max_position_embeddings
+        embeddings = []
+        for batch in self._batches(distinct):
+            # Padded to the longest, so that a prompt's embedding does not depend on those beside it.
+            tokens = self._tokenizer(
+                batch, padding="max_length", truncation=True, max_length=longest, return_tensors="pt"
+            ).to(self.network.device)
+            features = self.network.get_text_features(
+                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+            )
+            embeddings.append(unit(features))
+        places = {prompt: place for place, prompt in enumerate(distinct)}
+        return torch.cat(embeddings)[[places[prompt] for prompt in prompts]]
 
 
 class PickScore(TextImageReward):

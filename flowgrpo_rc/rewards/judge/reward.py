@@ -58,7 +58,7 @@ class JudgeReward:
 
     Raises:
         ValueError: the configuration is incomplete, or the server does not answer as it must; in one line.
-        ImportError: httpx or tenacity is not installed, or rapidfuzz for the parser ``ocr``.
+        ImportError: rapidfuzz is not installed, for the parser ``ocr``.
     """
 
     streams = True
