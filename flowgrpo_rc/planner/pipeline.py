@@ -1,7 +1,7 @@
 """A pipeline from its configuration files alone: its networks as fake tensors, which have shapes and no memory.
 
-The files of ``SHIPPED`` come with the package, under their names on the hub; any folder of a pipeline serves too, with
-or without weights.
+The files come from a pipeline's folder, with or without weights; from ``SHIPPED``, for a few released pipelines; or
+from the hub.
 """
 
 import json
@@ -103,21 +103,35 @@ class FakePipeline:
 
 
 def find_folder(path: str) -> Path:
-    """The folder with a pipeline's configuration files.
+    """The folder with a pipeline's configuration files: ``path`` itself, a shipped one, or a download of these files.
 
     Raises:
-        PlanError: ``path`` is neither a folder with a ``model_index.json`` nor the name of a shipped pipeline.
+        PlanError: ``path`` is neither a folder with a ``model_index.json``, nor shipped, nor a pipeline on the hub.
     """
+    names = ", ".join(shipped_names())
     if not path:
-        raise PlanError(f"{FIELD}: is empty; give a pipeline folder, or one of {', '.join(shipped_names())}")
+        raise PlanError(f"{FIELD}: is empty; give a pipeline folder, or one of {names}")
     for folder in (Path(resolve_asset(path)), SHIPPED / path):
         if os.path.isfile(folder / "model_index.json"):
             return folder
-    raise PlanError(
-        f"{FIELD}: {path} is no folder of a pipeline here. A plan needs its configuration files alone: shipped with "
-        f"flowgrpo_rc are those of {', '.join(shipped_names())}; of another, give a folder with its model_index.json "
-        "and the config.json of every part"
+    fault = f"{FIELD}: {path} is no folder of a pipeline here"
+    remedy = (
+        f"A plan needs its configuration files alone: shipped with flowgrpo_rc are those of {names}; of another, give "
+        "its name on the hub (with access to it), or a folder with its model_index.json and the config.json of every "
+        "part"
     )
+    if os.path.exists(resolve_asset(path)) or path.count("/") != 1:
+        raise PlanError(f"{fault}. {remedy}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Without weights, so that a plan of any pipeline downloads a few kilobytes.
+        folder = Path(snapshot_download(path, allow_patterns=["model_index.json", "*/config.json"]))
+    except Exception as error:  # no network, no such name, no access: each has errors of its own
+        raise PlanError(f"{fault} and cannot be read from the hub ({one_line(error, 200)}). {remedy}") from error
+    if not os.path.isfile(folder / "model_index.json"):
+        raise PlanError(f"{fault}, and on the hub it is no diffusers pipeline. {remedy}")
+    return folder
 
 
 def shipped_names() -> list[str]:
