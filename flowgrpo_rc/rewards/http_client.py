@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import random
 import re
 import threading
@@ -106,7 +107,7 @@ def send_all(
         # They would log every request, with the server's headers.
         logging.getLogger(name).addFilter(_is_from_elsewhere)
     batch = _Batch(requests, options, section, read, tries or options.tries, key, ends_at)
-    outcome = asyncio.run_coroutine_threadsafe(batch.run(), _loop())
+    outcome = asyncio.run_coroutine_threadsafe(batch.run(), _loop(os.getpid()))
     try:
         return outcome.result()
     finally:
@@ -115,8 +116,8 @@ def send_all(
 
 
 @cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all batches."""
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of all batches of a process. A fork has no copy of its thread, and so needs its own."""
     loop = asyncio.new_event_loop()
     # A daemon: a connection that does not close cannot keep the process from ending.
     threading.Thread(target=loop.run_forever, name=_THREAD, daemon=True).start()
@@ -239,7 +240,7 @@ class _Batch:
         except ValueError as error:
             reason = one_line(error, 2 * WORDS)
         # Readers and httpx quote a server's words, and those may repeat the key.
-        reason = printable(_without_key(reason.encode(), self.key).decode())
+        reason = printable(_without_key(reason.encode(errors="replace"), self.key).decode())
         if wait_s and time.monotonic() + wait_s > self.ends_at:
             again = False
             reason += (
@@ -250,7 +251,10 @@ class _Batch:
 
     async def _exchange(self, client: httpx.AsyncClient, request: Request) -> bytes:
         """The body of an answer of status 2xx."""
-        body = request.body() if callable(request.body) else request.body
+        body = request.body
+        if callable(body):
+            # In a thread, since the images of a request take seconds to encode.
+            body = await asyncio.to_thread(body)
         method = "GET" if body is None else "POST"
         headers = {} if body is None else {"content-type": request.content_type}
         content = bytearray()

@@ -206,7 +206,7 @@ def test_an_interrupt_ends_the_batch():
 
 
 def assert_nothing_is_under_way():
-    wait_until(lambda: not asyncio.all_tasks(module._loop()))
+    wait_until(lambda: not asyncio.all_tasks(module._loop(os.getpid())))
 
 
 class TestSecrets:
@@ -249,11 +249,6 @@ class TestSecrets:
         with pytest.raises(ValueError, match=r"reward\.judge\.api_key_env: the environment variable") as caught:
             ask("http://127.0.0.1:9", api_key_env="JUDGE_KEY")
         assert not value.strip() or value not in str(caught.value)
-
-    def test_a_key_in_the_place_of_its_name(self):
-        with pytest.raises(ValueError, match="and not the key itself") as caught:
-            HTTPOptions(api_key_env=SECRET).check("reward.judge")
-        assert SECRET not in str(caught.value)
 
     def test_a_word_for_a_key_may_stand_in_answers(self, monkeypatch):
         monkeypatch.setenv("JUDGE_KEY", "EMPTY")

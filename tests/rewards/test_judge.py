@@ -258,12 +258,6 @@ def test_an_answer_that_is_cut_off_is_asked_again_and_never_scored(parser, kind)
             reward(numbered(2), prompts(2))
 
 
-def test_an_image_without_text_is_an_answer():
-    with FakeJudge(lambda asked: "") as server:
-        np.testing.assert_array_equal(server.reward(["ocr"])(numbered(1), prompts(1)).total, np.float32([0.0]))
-    assert not any(asked.again for asked in server.asked)
-
-
 def test_a_server_without_log_probabilities():
     with FakeJudge(lambda asked: "Yes") as server, pytest.raises(ValueError, match="'yes_no' reads; use a server that"):
         server.reward(["yes_no"])
@@ -307,15 +301,6 @@ def test_a_server_of_another_kind(reply, told):
     ):
         FakeJudge.reward(server)
     assert "\n" not in str(caught.value)
-
-
-def test_a_server_that_fails_at_the_first_image():
-    with (
-        FakeJudge(lambda asked: Reply("out of memory", status=500)) as server,
-        pytest.raises(ValueError, match=r"^reward\.judge: .*/chat/completions: blank image 0, .*answers 500: \"out of"),
-    ):
-        server.reward()
-    assert len(server.calls) == 3
 
 
 def test_the_configuration_records_who_judges():

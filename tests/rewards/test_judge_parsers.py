@@ -11,15 +11,10 @@ import pytest
 from flowgrpo_rc.rewards.judge.chat import read_answer, read_models
 from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, Wanted
-from flowgrpo_rc.rewards.judge.questions import FORMS
 from flowgrpo_rc.rewards.judge.reward import weighted_mean
 from flowgrpo_rc.rewards.judge.wording import fill, target_text
 
 THREE = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
-
-
-def test_every_parser_has_a_question():
-    assert PARSERS.keys() == FORMS.keys()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,7 @@ import io
 import json
 import os
 import pickle
-import re
 import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -102,28 +99,6 @@ def test_flow_grpos_geneval_server():
     np.testing.assert_array_equal(result.total, np.float32([1 / n for n in range(1, 11)]))
     assert result.info["far"]["strict_accuracy"] == [1.0] + [0.0] * 9
     assert result.info["far"]["counting_strict_accuracy"] == [-10.0, 0.0] * 5
-
-
-def test_flow_grpos_deqa_server():
-    def answer(call):
-        images = [Image.open(io.BytesIO(data), formats=["jpeg"]) for data in pickle.loads(call.body)["images"]]
-        return Reply(pickle.dumps({"outputs": [np.float32(len(images)), *[0.5] * (len(images) - 1)]}))
-
-    with StubServer(answer) as server:
-        result = remote(server.url, protocol="flow_grpo")(IMAGES, PROMPTS)
-    np.testing.assert_array_equal(result.total, np.float32([3, 0.5, 0.5]))
-
-
-def test_what_is_sent_is_the_documented_json():
-    with answers({"scores": [1, 2, 3]}) as server:
-        remote(server.url)(IMAGES, PROMPTS, METADATA)
-    (call,) = server.calls
-    sent = call.json()
-    assert (sent["prompts"], sent["metadata"], set(sent)) == (PROMPTS, METADATA, {"images", "prompts", "metadata"})
-    pixels = [np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in sent["images"]]
-    np.testing.assert_array_equal(pixels, IMAGES)
-    assert call.headers["content-type"] == "application/json"
-    assert "authorization" not in call.headers
 
 
 def test_two_servers_and_a_built_in_reward_at_once(tmp_path):
@@ -276,7 +251,7 @@ def test_wrong_settings_are_refused_by_name(section, message):
         RewardConfig(functions={"far": 1.0}, remote={"far": section})
 
 
-def test_names_of_servers_are_names_of_rewards(tmp_path):
+def test_names_of_servers_are_names_of_rewards():
     url = {"url": "http://127.0.0.1:9"}
     with pytest.raises(ValueError, match=r"^reward.remote: got 'http"):
         RewardConfig(remote="http://h")
@@ -284,12 +259,7 @@ def test_names_of_servers_are_names_of_rewards(tmp_path):
         RewardConfig(remote={"ocr": url})
     with pytest.raises(ValueError, match=r"^reward.remote.mean: got 'mean', but the run logs reward/mean"):
         RewardConfig(remote={"mean": url})
-    with pytest.raises(ValueError, match=r"^reward.remote.f: another reward is called 'f' too"):
-        RewardConfig(remote={"f": url}, custom_reward_function={"path": str(write(tmp_path, REDNESS)), "name": "f"})
-    known = ", ".join([*REWARDS, "far"])
-    with pytest.raises(
-        ValueError, match=f"'near' is not a known reward; known are {known}, and a function of your own goes"
-    ):
+    with pytest.raises(ValueError, match=rf"'near' is not a known reward; known are {', '.join([*REWARDS, 'far'])}"):
         RewardConfig(functions={"near": 1.0}, remote={"far": url})
 
 
@@ -315,18 +285,6 @@ def test_a_served_reward_asks_for_the_key_that_the_client_brings(tmp_path, monke
         monkeypatch.setenv("SCORER_KEY", "sk-very-secret")
         result = remote(server.url, api_key_env="SCORER_KEY")(IMAGES, PROMPTS)
     assert result.total.tobytes() == build(path)(IMAGES, PROMPTS).total.tobytes()
-
-
-@pytest.mark.process
-def test_the_configuration_needs_no_client():
-    code = (
-        "import sys\nfrom flowgrpo_rc.rewards import RewardConfig, build_reward\n"
-        "build_reward(RewardConfig(functions={'a': 1}, remote={'a': {'url': 'http://127.0.0.1:9'}}))\n"
-        "assert not {'httpx', 'torch', 'transformers'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not re.search("Traceback", done.stderr)
 
 
 def test_a_server_may_only_look_and_shares_no_name(tmp_path):

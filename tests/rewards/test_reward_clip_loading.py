@@ -16,7 +16,7 @@ from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.rewards import ScorerConfig
 from flowgrpo_rc.rewards.clip.loading import find_device
 from flowgrpo_rc.rewards.clip.similarity import DINOSimilarity
-from flowgrpo_rc.rewards.clip.text_image import CLIPCosine, HPSv2, PickScore
+from flowgrpo_rc.rewards.clip.text_image import HPSv2, PickScore
 
 
 @pytest.fixture
@@ -42,12 +42,6 @@ def test_weights_that_cannot_be_downloaded() -> None:
     assert told.endswith(
         "hf download yuvalkirstain/PickScore_v1 --local-dir FOLDER; then reward.pickscore.model_path=FOLDER"
     )
-
-
-def test_a_processor_that_cannot_be_downloaded(folder: Path) -> None:
-    told = refusal(model_path=str(folder), processor_path="nobody/nothing")
-    assert told.startswith("reward.pickscore.processor_path: nobody/nothing cannot be used: ")
-    assert told.endswith("then reward.pickscore.processor_path=FOLDER")
 
 
 @pytest.mark.parametrize("path", ["/nowhere/clip", "a/b/c", "./gone"])
@@ -167,13 +161,3 @@ def test_the_device_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_field_is_refused_when_the_configuration_is_read(override: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         compose("flowgrpo_trainer", [override])
-
-
-def test_images_are_prepared_by_pillow(folder: Path) -> None:
-    """Also where torchvision, which resizes otherwise, is installed."""
-    reward = CLIPCosine(ScorerConfig(model_path=str(folder), device="cpu"))
-    (processor,) = (
-        cell.cell_contents for cell in reward._load_pixels().__closure__ if hasattr(cell.cell_contents, "image_mean")
-    )
-    assert getattr(processor, "backend", "pil") == "pil"
-    assert not type(processor).__name__.endswith("Fast")

@@ -141,14 +141,6 @@ def test_a_server_that_dies_in_the_middle_leaves_its_log(notes, capsys):
     assert Path(found[1]).read_text() == "loading the model\n"
 
 
-def test_a_server_that_does_not_answer_in_time(notes):
-    with pytest.raises(
-        ValueError, match=r"did not answer within reward\.reward_model\.start_timeout_s=0.01 s; the end"
-    ):
-        build_reward(config(start_timeout_s=0.01))
-    assert_ends(*(pid for note in read(notes) for pid in (note["pid"], note["worker"])))
-
-
 def test_no_vllm(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
