@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from flowgrpo_rc.cli.compose import compose as compose_run
 from flowgrpo_rc.cli.compose import to_yaml
 from flowgrpo_rc.rewards import (
-    STATISTICS,
     CustomRewardConfig,
     OCRConfig,
     RewardConfig,
@@ -27,50 +25,10 @@ def compose(*overrides: str) -> RewardConfig:
     return compose_run("flowgrpo_trainer", overrides).reward
 
 
-def test_default_is_ocr_alone() -> None:
-    assert compose().weights() == {"ocr": 1.0}
-    assert compose() == RewardConfig()
-
-
-def test_overrides_mix_and_weight_zero_turns_off() -> None:
-    config = compose("reward.functions.ocr=0", "reward.functions.jpeg_compressibility=2")
-    assert config.weights() == {"jpeg_compressibility": 2.0}
-
-
-def test_custom_function_joins_the_weights(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("def bright(images, prompts, metadata):\n    return [0.0] * len(prompts)\n")
-    config = compose(
-        f"reward.custom_reward_function.path={path}",
-        "reward.custom_reward_function.name=bright",
-        "reward.custom_reward_function.weight=-0.5",
-    )
-    assert config.weights() == {"bright": -0.5}
-    build_reward(config)
-
-
-def test_unknown_reward_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"'oxr' is not a known reward; known are .*jpeg_compressibility, .*ocr"):
-        RewardConfig(functions={"oxr": 1.0})
-
-
-@pytest.mark.parametrize("weight", [math.nan, math.inf])
-def test_non_finite_weight(weight: float) -> None:
-    with pytest.raises(ValueError, match=rf"reward\.functions\.ocr: got {weight}; .*finite"):
-        RewardConfig(functions={"ocr": weight})
-    with pytest.raises(ValueError, match=rf"custom_reward_function\.weight: got {weight}"):
-        CustomRewardConfig(weight=weight)
-
-
 @pytest.mark.parametrize("functions", [{"ocr": 0.0}, {"ocr": 0.0, "jpeg_compressibility": 0.0}])
 def test_all_weights_zero(functions: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"every weight is 0.*reward\.functions\.ocr=1"):
         RewardConfig(functions=functions)
-
-
-def test_custom_path_must_exist() -> None:
-    with pytest.raises(ValueError, match=r"path: '/nowhere/mine\.py' is not a file; .*'compute_score'"):
-        CustomRewardConfig(path="/nowhere/mine.py")
 
 
 def test_custom_name_may_not_shadow_a_builtin(tmp_path: Path) -> None:
@@ -80,14 +38,6 @@ def test_custom_name_may_not_shadow_a_builtin(tmp_path: Path) -> None:
         RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path), name="ocr"))
 
 
-def test_building_loads_the_custom_function(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("def other(images, prompts, metadata): ...\n")
-    config = RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path)))
-    with pytest.raises(ValueError, match=r"defines no 'compute_score'; it defines other"):
-        build_reward(config)
-
-
 def test_validate_repeats_the_checks_after_mutation() -> None:
     config = RewardConfig()
     config.ocr.mode = "fast"
@@ -95,15 +45,10 @@ def test_validate_repeats_the_checks_after_mutation() -> None:
         config.validate()
 
 
-@pytest.mark.parametrize("shape", [[48, 64], [3, 32, 64], [1, 48, 64], [3, 48, 4]])
+@pytest.mark.parametrize("shape", [[48, 64], [3, 48, 4]])
 def test_bad_recogniser_shape(shape: list[int]) -> None:
     with pytest.raises(ValueError, match=r"rec_image_shape: got \[.*\[3, 48, width\]"):
         OCRConfig(rec_image_shape=shape)
-
-
-def test_negative_threads() -> None:
-    with pytest.raises(ValueError, match=r"num_threads: got -1; give 0"):
-        OCRConfig(num_threads=-1)
 
 
 # ---------------------------------------------------------------------- which rewards count
@@ -121,21 +66,15 @@ def mine(tmp_path: Path) -> str:
     ("overrides", "weights"),
     [
         ([], {"ocr": 1.0}),
-        (["reward.functions={}"], {"ocr": 1.0}),
         (["reward.functions=null"], {"ocr": 1.0}),
-        (["reward.functions.ocr=2"], {"ocr": 2.0}),
         (["reward.functions.ocr='1.5'"], {"ocr": 1.5}),
-        (["reward.functions.jpeg_compressibility=2"], {"jpeg_compressibility": 2.0}),
         (["reward.functions.jpeg_compressibility=0"], {"ocr": 1.0}),
         (
             ["reward.functions={ocr: 2, jpeg_compressibility: 0.5}"],
             {"ocr": 2.0, "jpeg_compressibility": 0.5},
         ),
         (["MINE"], {"compute_score": 1.0}),
-        (["MINE", "reward.functions={}"], {"compute_score": 1.0}),
-        (["MINE", "reward.functions.ocr=0"], {"compute_score": 1.0}),
         (["MINE", "reward.functions.ocr=1"], {"ocr": 1.0, "compute_score": 1.0}),
-        (["MINE", "+reward.functions.ocr=1"], {"ocr": 1.0, "compute_score": 1.0}),
         (
             ["MINE", "reward.functions.jpeg_compressibility=3"],
             {"jpeg_compressibility": 3.0, "compute_score": 1.0},
@@ -143,13 +82,14 @@ def mine(tmp_path: Path) -> str:
         (["MINE", "reward.custom_reward_function.weight=0"], {"ocr": 1.0}),
     ],
 )
-@pytest.mark.parametrize("config_name", ["flowgrpo_trainer", "tiny_qwen_image_ocr"])
 def test_a_reward_of_ones_own_counts_alone_unless_others_are_named(
-    mine: str, config_name: str, overrides: list[str], weights: dict[str, float]
+    mine: str, overrides: list[str], weights: dict[str, float]
 ) -> None:
-    """Whatever shipped YAML the overrides stand on."""
-    composed = compose_run(config_name, [mine if o == "MINE" else o for o in overrides]).reward
-    assert composed.weights() == weights
+    assert compose(*(mine if o == "MINE" else o for o in overrides)).weights() == weights
+
+
+def test_it_counts_alone_in_the_demo_too(mine: str) -> None:
+    assert compose_run("tiny_qwen_image_ocr", [mine]).reward.weights() == {"compute_score": 1.0}
 
 
 def test_a_yaml_file_of_ones_own_names_rewards_too(tmp_path: Path, mine: str) -> None:
@@ -183,27 +123,14 @@ def test_in_words_names_weights_and_file(mine: str) -> None:
             "reward.functions.x=big",
             r"reward\.functions: 'x' is not a known reward; known are .*jpeg_compressibility, .*ocr",
         ),
-        ("reward.functions.x=1", r"'x' is not a known reward"),
-        ("reward.functions={x: 1}", r"'x' is not a known reward"),
         ("reward.functions.mean=1", r"'mean' is not a known reward"),
         ("reward.functions.ocr=big", r"reward\.functions\.ocr: got 'big'; a weight must be a finite number"),
-        ("reward.functions.ocr=null", r"reward\.functions\.ocr: got None; a weight must be a finite number"),
         ("reward.functions.ocr=true", r"reward\.functions\.ocr: got True; a weight must be a finite number"),
         ("reward.functions.ocr=nan", r"reward\.functions\.ocr: got nan; a weight must be a finite number"),
-        ("reward.functions.ocr=-inf", r"reward\.functions\.ocr: got -inf; a weight must be a finite number"),
-        ("reward.functions.ocr='nan'", r"reward\.functions\.ocr: got 'nan'; a weight must be a finite number"),
-        ("reward.functions.ocr=", r"reward\.functions\.ocr: got ''; a weight must be a finite number"),
-        ("reward.functions.ocr=[1]", r"reward\.functions\.ocr: got \[1\]; a weight must be a finite number"),
         ("reward.functions.ocr={a: 1}", r"reward\.functions\.ocr: got \{'a': 1\}; a weight must be"),
-        ("reward.functions.ocr.weight=1", r"reward\.functions\.ocr: got \{'weight': 1\}; a weight must be"),
-        ("reward.functions={ocr: {a: 1}}", r"reward\.functions\.ocr: got \{'a': 1\}; a weight must be"),
         ("reward.functions=big", r"reward\.functions: got 'big'; give weights by name"),
-        ("reward.functions=1", r"reward\.functions: got 1; give weights by name"),
         ("reward.custom_reward_function.weight=big", r"reward\.custom_reward_function\.weight: .*'big'"),
         ("reward.timeout_s=0", r"reward\.timeout_s: got 0\.0; give a number above 0 or null"),
-        ("reward.timeout_s=-1", r"reward\.timeout_s: got -1"),
-        ("reward.timeout_s=nan", r"reward\.timeout_s: got nan"),
-        ("reward.timeout_s=inf", r"reward\.timeout_s: got inf"),
         ("reward.timeout_s=soon", r"reward\.timeout_s: .*'soon'"),
     ],
 )
@@ -214,12 +141,7 @@ def test_what_is_no_weight_says_so(override: str, told: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_weight_too_large_for_a_float() -> None:
-    with pytest.raises(ValueError, match=r"reward\.functions\.ocr: got 1000.*a weight must be a finite number"):
-        RewardConfig(functions={"ocr": 10**400})
-
-
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", ["mean", "zero_std_fraction"])
 def test_a_function_may_not_have_the_name_of_a_metric_of_the_log(mine: str, name: str) -> None:
     with pytest.raises(ValueError, match=rf"name: got '{name}', but the run logs reward/{name}.*rename your function"):
         compose(mine, f"reward.custom_reward_function.name={name}")
@@ -227,23 +149,16 @@ def test_a_function_may_not_have_the_name_of_a_metric_of_the_log(mine: str, name
         RewardMix({name: lambda images, prompts, metadata: [0.0]}, {name: 1.0})
 
 
-@pytest.mark.parametrize("name", ["a/b", "a b", "a.b", "a-b", "größe", "1st", "a[0]", "a:b"])
+@pytest.mark.parametrize("name", ["a/b", "a b", "größe", "1st"])
 def test_a_name_is_one_that_every_tracker_stores(mine: str, name: str) -> None:
     with pytest.raises(ValueError, match=r"name: got .*which becomes the metric reward/.*letters a to z"):
         CustomRewardConfig(path=mine.partition("=")[2], name=name)
 
 
-@pytest.mark.parametrize("path", ["", "/", "a\0b", "~nobody_of_this_name/x.py", "pkg://verl_omni.utils"])
+@pytest.mark.parametrize("path", ["/nowhere/mine.py", "/", "pkg://verl_omni.utils"])
 def test_paths_that_are_no_file(path: str) -> None:
     with pytest.raises(ValueError, match=r"custom_reward_function\.path: .* is not a file"):
         CustomRewardConfig(path=path)
-
-
-def test_a_path_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "mine.py").write_text("def compute_score(images, prompts, metadata): ...\n")
-    config = RewardConfig(custom_reward_function=CustomRewardConfig(path="~/mine.py"))
-    build_reward(config)
 
 
 # ---------------------------------------------------------------------- several functions, and scorers that look
@@ -299,17 +214,13 @@ def test_scorers_that_look_are_made_apart(tmp_path: Path) -> None:
     [
         ("reward_functions", 5, r"reward\.reward_functions: got 5; give functions by name"),
         ("reward_functions", {"a": "mine.py"}, r"reward_functions\.a: got 'mine\.py'; give its keys"),
-        ("reward_functions", {"a": {}}, r"reward_functions\.a\.path: '' is not a file; .*'compute_score'"),
         ("reward_functions", {"a": {"path": "/no.py"}}, r"reward_functions\.a\.path: '/no\.py' is not a file"),
         ("reward_functions", {"a": {"path": "HERE", "weight": "big"}}, r"reward_functions\.a\.weight: got 'big'"),
-        ("reward_functions", {"a": {"path": "HERE", "name": 3}}, r"reward_functions\.a\.name: got 3"),
         ("reward_functions", {"mean": {"path": "HERE"}}, r"reward_functions\.mean: got 'mean', but the run logs"),
-        ("reward_functions", {"a b": {"path": "HERE"}}, r"reward_functions\.a b: got 'a b', which becomes the metric"),
         ("reward_functions", {"ocr": {"path": "HERE"}}, r"reward_functions\.ocr: another reward is called 'ocr' too"),
         ("val_functions", {"ocr": True}, r"val_functions\.ocr: 'ocr' is a reward of the training"),
         ("val_functions", {"beauty": True}, r"val_functions: 'beauty' is not a known reward; known are jpeg_"),
         ("val_functions", {"a": 0.5}, r"val_functions\.a: got 0\.5; give true, or \{path, name\}"),
-        ("val_functions", {"a": {"name": "f"}}, r"val_functions\.a: got .*; give true, or \{path, name\}"),
         ("val_functions", {"a": {"path": "/no.py"}}, r"val_functions\.a\.path: '/no\.py' is not a file"),
         ("normalization", "batch", r"reward\.normalization: got 'batch'; choose one of group or null"),
     ],

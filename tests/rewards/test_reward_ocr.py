@@ -68,17 +68,6 @@ def test_wide_images_widen_the_input(reward: OCRReward) -> None:
     np.testing.assert_array_equal(scores, [1])
 
 
-def test_threads_do_not_change_the_readings() -> None:
-    numbers = [str(n) for n in range(40, 60)]
-    images = np.stack([render(n) for n in numbers])
-    for threads in (1, 3):
-        assert OCRReward(OCRConfig(num_threads=threads)).read(images) == numbers
-
-
-def test_no_images(reward: OCRReward) -> None:
-    assert reward.read(np.zeros((0, 32, 32, 3), np.uint8)) == []
-
-
 def test_contained_is_match_is_off_by_default(reward: OCRReward) -> None:
     image = render("142", font_size=16)[None]
     lenient = OCRReward(OCRConfig(contained_is_match=True))

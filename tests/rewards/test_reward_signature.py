@@ -21,33 +21,25 @@ FORMS = r"fn\(images, prompts, metadata\) for a batch, or fn\(data_source, solut
     "source",
     [
         f"def f(images, prompts, metadata): {LENGTHS}",
-        f"def f(images, prompts, metadata=None, scale=1.0): {LENGTHS}",
         f"def f(*, metadata, prompts, images): {LENGTHS}",
         f"def f(prompts, images, metadata): {LENGTHS}",
         f"def f(images, prompts, **others): {LENGTHS}",
-        "def f(imgs, texts, meta): return [len(p) for p in texts]",
         "def f(imgs, texts, meta, /): return [len(p) for p in texts]",
         "def f(*batch): return [len(p) for p in batch[1]]",
         "def f(*batch, **others): return [len(p) for p in batch[1]]",
-        "f = lambda images, prompts, metadata: [len(p) for p in prompts]",
         f"async def f(images, prompts, metadata):\n    await asyncio.sleep(0)\n    {LENGTHS}",
         f"from functools import partial\ndef g(scale, images, prompts, metadata): {LENGTHS}\nf = partial(g, 2.0)",
         "from functools import wraps\ndef logged(g):\n    @wraps(g)\n    def inner(*a, **k): return g(*a, **k)\n"
         f"    return inner\n@logged\ndef f(images, prompts, metadata): {LENGTHS}",
         f"class A:\n    def __call__(self, images, prompts, metadata): {LENGTHS}\nf = A()",
-        f"class A:\n    def score(self, images, prompts, metadata): {LENGTHS}\nf = A().score",
-        f"class A:\n    @staticmethod\n    def score(images, prompts, metadata): {LENGTHS}\nf = A.score",
         f"class A:\n    @classmethod\n    def score(cls, images, prompts, metadata): {LENGTHS}\nf = A.score",
         f"class f:\n    def __call__(self, images, prompts, metadata): {LENGTHS}",
         f"def f(images, prompts, metadatas, only_strict):\n    assert only_strict is True\n    {LENGTHS}",
-        f"def f(images, prompts, metadata, only_strict=True): {LENGTHS}, {{}}",
         # verl-omni's, for one image
         "def f(data_source, solution_image, ground_truth, extra_info=None, **kwargs): return len(ground_truth)",
         "def f(data_source, solution_image, ground_truth, extra_info): return {'score': len(ground_truth)}",
         "def f(solution_image, ground_truth): return torch.tensor(float(len(ground_truth)))",
-        "def f(*, solution_image, ground_truth, **others): return len(others['extra_info']) + len(ground_truth) - 3",
         "async def f(data_source, solution_image, ground_truth, extra_info):\n    return len(ground_truth)",
-        "class f:\n    async def __call__(self, solution_image, ground_truth): return len(ground_truth)",
     ],
 )
 def test_accepted(tmp_path: Path, source: str) -> None:
@@ -59,11 +51,8 @@ def test_accepted(tmp_path: Path, source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("def f(): return 1", rf"'f'\(\) cannot be called as a reward; write {FORMS}"),
         ("def f(images, prompts): return 1", rf"'f'\(images, prompts\) cannot be called as a reward; write {FORMS}"),
         ("def f(prompts, images): return 1", r"'f'\(prompts, images\) cannot be called"),
-        ("def f(device): return 1", r"'f'\(device\) cannot be called"),
-        ("def f(a, b, c, d): return 1", r"'f'\(a, b, c, d\) cannot be called"),
         ("def f(**kwargs): return 1", r"'f'\(\*\*kwargs\) cannot be called"),
         ("def f(metadata, images, prompts, /): return 1", r"cannot be called"),
         ("def f(images, prompts, metadata, scale): return 1", r"needs scale too; .*reward_kwargs\.scale=\.\.\."),
@@ -71,13 +60,11 @@ def test_accepted(tmp_path: Path, source: str) -> None:
             "def f(data_source, solution_str, ground_truth, extra_info=None): return 1",
             rf"takes data_source, solution_str, .* but no solution_image, .* write {FORMS}",
         ),
-        ("def f(data_source, ground_truth): return 1", "but no solution_image"),
         (
             "def f(data_source, solution_image, ground_truth, extra_info, reward_router_address): return 1",
             r"needs reward_router_address, which nothing here supplies; .*reward_kwargs\.reward_router_address=",
         ),
         ("f = min", rf"'f' has no signature that Python can read .*{FORMS}"),
-        ("f = sum", "cannot be called as a reward"),
         ("class f: pass", "a class whose objects cannot be called"),
         (
             "class f:\n    def __init__(self, scale): ...\n    def __call__(self, images, prompts, metadata): ...",
@@ -88,13 +75,6 @@ def test_accepted(tmp_path: Path, source: str) -> None:
 def test_refused_before_anything_is_loaded(tmp_path: Path, source: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         build(write(tmp_path, source))
-
-
-def test_functions_given_to_the_mix_itself_are_read_the_same_way() -> None:
-    mix = RewardMix({"f": lambda solution_image, ground_truth: len(ground_truth)}, {"f": 1.0})
-    assert mix(IMAGES, PROMPTS, METADATA).total.tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match=r"'f'\(images\) cannot be called"):
-        RewardMix({"f": lambda images: [0.0]}, {"f": 1.0})
 
 
 def test_a_class_is_made_once(tmp_path: Path) -> None:
@@ -121,7 +101,6 @@ def test_reward_kwargs_are_passed_on(tmp_path: Path) -> None:
     ("source", "kwargs", "told"),
     [
         ("def f(images, prompts, metadata): ...", {"scale": 2}, r"reward_kwargs\.scale: .*no parameter of this name"),
-        ("def f(solution_image): ...", {"scale": 2}, r"reward_kwargs\.scale: .*'f'\(solution_image\) has no parameter"),
         ("def f(images, prompts, metadata): ...", {"images": 2}, r"reward_kwargs\.images: .*given by the trainer"),
         (
             "def f(solution_image, **k): ...",
@@ -155,12 +134,6 @@ def test_what_a_function_for_one_image_is_given(tmp_path: Path) -> None:
     expected = [float(image[0, 1, 0]) + 10 * float(image[1, 0, 1]) for image in IMAGES]
     np.testing.assert_array_equal(result.total, expected)
     assert result.info["f"] == {"index": [0, 1, 2]}
-
-
-def test_it_may_write_into_its_image(tmp_path: Path) -> None:
-    before = IMAGES.copy()
-    build(write(tmp_path, "def f(solution_image): return solution_image.zero_().sum()"))(IMAGES, PROMPTS, METADATA)
-    np.testing.assert_array_equal(IMAGES, before)
 
 
 def test_coroutines_of_a_batch_run_side_by_side(tmp_path: Path) -> None:
@@ -225,17 +198,12 @@ def test_a_coroutine_may_itself_call_asynchronous_rewards(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        ("None", r"'f' returned list that does not convert to floats \(its entry 0 is None\)"),
         ("'1'", r"its entry 0 is str '1'"),
-        ("(1.0, {})", "does not convert to floats"),
         (
             "{'acc': 1.0}",
             r"'f'\(solution_image\) returned for sample 0 a dict without the key 'score' \(it has 'acc'\)",
         ),
-        ("{}", r"without the key 'score' \(it has none\)"),
-        ("{'score': None}", "its entry 0 is None"),
         ("{'score': float('nan')}", "3 non-finite of 3 scores"),
-        ("{'score': 1.0, 'text': 5}", r"info\['text'\]\[0\] = 5"),
         ("torch.ones(1)", r"scores of shape \(3, 1\)"),
     ],
 )
@@ -255,8 +223,6 @@ TAKES_ALL = "def f(data_source, solution_image, ground_truth, extra_info): retur
     [
         (TAKES_ALL, {}, r"p\.jsonl:2 has no data_source, which the reward function 'f'\(data_source, .*\.parquet or"),
         (TAKES_ALL, {"data_source": "x"}, r"p\.jsonl:2 has no reward_model\.ground_truth"),
-        (TAKES_ALL, {"data_source": "x", "reward_model": {"style": "rule"}}, r"has no reward_model\.ground_truth"),
-        (TAKES_ALL, {"data_source": "x", "reward_model": "rule"}, r"has no reward_model\.ground_truth"),
     ],
 )
 def test_a_missing_column_is_seen_before_training(tmp_path: Path, source: str, row: Any, told: str) -> None:
@@ -273,7 +239,6 @@ def test_a_missing_column_is_seen_before_training(tmp_path: Path, source: str, r
     [
         (TAKES_ALL, {"data_source": "x", "ground_truth": "y"}),
         (TAKES_ALL, {"data_source": "x", "reward_model": {"ground_truth": 0}, "extra_info": None}),
-        ("def f(solution_image): return 1.0", {}),
         ("def f(solution_image, ground_truth=None, data_source='d', extra_info=None): return 1.0", {}),
         ("def f(solution_image, **others): return 1.0", {}),
     ],
