@@ -40,6 +40,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.rewards.mix import build_reward
 
     config = _alone(arguments.name, compose(arguments.config_name, arguments.overrides, arguments.config_dir).reward)
+    # Before the reward is loaded: the difference is the reward's own.
     before = memory()
     start = time.perf_counter()
     reward = build_reward(config)
@@ -65,6 +66,7 @@ def _alone(name: str, config: RewardConfig) -> RewardConfig:
     Raises:
         ValueError: there is no such reward.
     """
+    # A model of ``reward_model`` is started only for a reward that calls it; it may take minutes and a GPU.
     custom = config.custom_reward_function
     own = config.reward_functions
     asks_a_model = name == "judge" or name in config.own_functions()

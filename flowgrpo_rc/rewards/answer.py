@@ -40,6 +40,7 @@ def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> Scores:
     returned = f"reward function {name!r} returned"
     scores, info = _split(answer)
     values = _numbers(returned, scores)
+    # (N, 1) too: summed with another reward's (N,) it would broadcast to (N, N).
     if values.shape != (len(prompts),):
         raise AnswerError(f"{returned} scores of shape {values.shape}, expected ({len(prompts)},): one float per image")
     _check_range(returned, values, prompts)
@@ -60,6 +61,7 @@ def joined(parts: Sequence[Scores]) -> Scores:
 def check_parts(name: str, parts: Sequence[Scores]) -> None:
     """Raise ``AnswerError`` unless all parts of a batch have the same keys of ``PARTS``; a mean needs every image."""
     count = sum(len(scores) for scores, _ in parts)
+    # Other keys may be missing in a part; ``joined`` fills them with None.
     for key in dict.fromkeys(key for _, info in parts for key in info if key.startswith(PARTS)):
         reported = sum(len(scores) for scores, info in parts if key in info)
         if reported < count:
@@ -137,6 +139,7 @@ def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> N
     problem = f"non-finite of {values.size} scores"
     remedy = ""
     if not wrong.any():
+        # float64 holds them; the conversion to float32 would make them infinite.
         wrong = np.abs(values) > np.finfo(np.float32).max
         problem = f"of {values.size} scores beyond float32's largest number, 3.4e38"
         remedy = ": scale them down"
@@ -153,12 +156,15 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
     if not isinstance(key, str):
         raise AnswerError(f"{returned} info with the key {brief_repr(key)}; its keys must be strings")
     where = f"{returned} info[{brief_repr(key)}]"
+    # Arrays, tensors and pandas series are no sequences. A text is one, but of letters.
     listed = isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
     if not listed or isinstance(value, (str, bytes)):
         raise AnswerError(
             f"{where} of type {type(value).__name__}; give a list with one entry for each of the {count} images"
         )
-    entries = value.tolist() if hasattr(value, "tolist") else list(value)
+    # ``tolist`` makes Python's own numbers, which JSON and the tracker can write.
+    tolist = getattr(value, "tolist", None)
+    entries = list(value) if tolist is None else tolist()
     if len(entries) != count:
         raise AnswerError(f"{where} with {len(entries)} entries for {count} images; give one entry for each image")
     for index, entry in enumerate(entries):
@@ -179,6 +185,7 @@ def _part_numbers(where: str, key: str, entries: list[Any]) -> list[float]:
     numbers = []
     for index, entry in enumerate(entries):
         try:
+            # As strict as for scores: a mean of texts that spell numbers is a mistake too.
             number = np.asarray(_entry(index, entry), np.float64)
         except _NO_NUMBER:
             number = np.asarray(np.nan)

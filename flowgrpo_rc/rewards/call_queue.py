@@ -40,6 +40,7 @@ class CallQueue:
         """Make ``call`` after those that are more urgent; returns at once."""
         future: Future[Any] = Future()
         with self._lock:
+            # The order decides between equal urgencies; futures cannot be compared.
             heapq.heappush(self._waiting, (urgency, next(self._order), future, call))
             if not self._works:
                 self._works = True
@@ -55,6 +56,7 @@ class CallQueue:
         while True:
             with self._lock:
                 if not self._waiting:
+                    # Under the lock, so that no call is added to a queue whose thread is about to end.
                     self._works = False
                     return
                 *_, future, call = heapq.heappop(self._waiting)
@@ -67,5 +69,5 @@ class CallQueue:
 def _complete(future: Future[Any], call: Callable[[], Any]) -> None:
     try:
         future.set_result(call())
-    except BaseException as error:
+    except BaseException as error:  # raised in the thread that waits for the result
         future.set_exception(error)

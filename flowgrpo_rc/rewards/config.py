@@ -212,6 +212,7 @@ class RewardConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Rewards that are not known, have one name, or do not count."""
+        # Names before weights: an unknown reward is reported as such, whatever its weight.
         known = [*REWARD_NAMES, *self.remote]
         for name in self.remote:
             yield from complaints(check_name, f"remote.{name}", name)
@@ -228,6 +229,7 @@ class RewardConfig(Section):
                 weights[name] = read_weight(weight)
             except ValueError as error:
                 yield f"functions.{name}: {error}"
+        # The checks below add up weights, which are not all numbers.
         if weights.keys() != self.functions.keys():
             return
         self.functions = weights
@@ -244,6 +246,7 @@ class RewardConfig(Section):
 
     def _own_function_problems(self) -> Iterator[str]:
         """Entries of ``reward_functions`` that cannot be used; the others get their weight as a number."""
+        # A built-in reward with weight 0 has no metric, so its name is free.
         taken = [*self.remote, *(name for name, weight in self.functions.items() if weight), self._custom_name]
         for name, entry in self.reward_functions.items():
             where = f"reward_functions.{name}"
@@ -270,6 +273,7 @@ class RewardConfig(Section):
                 )
             if isinstance(entry, Mapping) and "path" in entry:
                 yield from complaints(of_entry, f"reward.{where}", entry, within=self.section)
+            # An empty mapping, as true, is a built-in reward without options.
             elif entry not in (True, False, None, {}):
                 yield f"{where}: got {show(entry)}; give true, or {{path, name}} of a function of your own"
             elif name not in known:
@@ -291,6 +295,7 @@ class RewardConfig(Section):
         custom = self.custom_reward_function
         if custom.path is not None and custom.weight != 0:
             weights[custom.name] = float(custom.weight)
+        # ``functions.ocr=0`` alone is a mistake and no wish for the default.
         if not weights and DEFAULT_REWARD not in self.functions:
             return {DEFAULT_REWARD: 1.0}
         return weights

@@ -41,6 +41,7 @@ class OwnFunction:
 
     def check(self) -> None:
         """Raise ``ValueError``, with field and remedy, for faults that show without loading the file."""
+        # Before anything is loaded, so that a typing error costs no time.
         if not isinstance(self.path, str) or not os.path.isfile(os.path.expanduser(self.path)):
             raise ValueError(
                 f"{self.section}.path: {self.path!r} is not a file; give the path of the Python file that defines "
@@ -82,6 +83,7 @@ def load_reward(own: OwnFunction, timeout_s: float | None = None, offered: Mappi
         ValueError: the file or the function cannot be used; names the field, the place and what to do.
     """
     function = load_function(own.path, own.name, timeout_s, own.section)
+    # Scorers with a model are often written as classes.
     if isinstance(function, type):
         code = UserCode(f"{own.section}.name: {own.name!r}", str(_file(own.path)), timeout_s, error=ValueError)
         _check_class(function, own)
@@ -115,11 +117,13 @@ def load_function(
 
 
 def _functions_of(module: ModuleType) -> str:
+    # Without the functions that the file imports.
     own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
     return ", ".join(sorted(own)) or "no function"
 
 
 def _check_class(cls: type, own: OwnFunction) -> None:
+    # Not hasattr: every class is callable itself.
     if not any("__call__" in vars(base) for base in cls.__mro__):
         raise ValueError(f"{own.section}.name: {own.name!r} is a class whose objects cannot be called; name {FORMS}")
     try:
@@ -155,6 +159,7 @@ def _load_module(file: Path, timeout_s: float | None, field: str) -> ModuleType:
     try:
         code.run(spec.loader.exec_module, module)
     except BaseException:
+        # A file that has been mended can be loaded again.
         sys.modules.pop(module_name, None)
         raise
     return module

@@ -30,6 +30,7 @@ def describe_exception(error: BaseException, file: str | None) -> str:
     name = type(error).__name__
     text = one_line(error)
     described = name if text == name else f"{name}: {_shorten(text)}"
+    # The traceback of a syntax error ends in the import, not in the line.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{described} at {error.filename}:{error.lineno}"
     # The outermost level is this package's call itself.
@@ -47,6 +48,7 @@ def describe_place(levels: Sequence[tuple[FrameType, int]], file: str | None, *,
     """
     if not levels:
         return ""
+    # A fault inside a library is the user's to find from the line that calls it.
     frame, number = next((level for level in levels if level[0].f_code.co_filename == file), levels[0])
     path = frame.f_code.co_filename
     line = linecache.getline(path, number).strip() if quote else ""

@@ -36,6 +36,7 @@ def ground_truth(row: Mapping[str, Any]) -> Any:
 
     verl-omni's data preparation puts it into ``reward_model.ground_truth``; a column ``ground_truth`` will do.
     """
+    # A parquet file may hold the column as text.
     nested = row.get("reward_model")
     truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
     return row.get("ground_truth") if truth is None else truth
@@ -143,8 +144,10 @@ class PerImageReward:
             self._arguments(image, row, f"sample {index}, prompt {brief_repr(prompts[index])},")
             for index, (image, row) in enumerate(zip(images, metadata, strict=True))
         ]
+        # Coroutines of all images are made first and then run together: each may wait for a server.
         answers = gather([self.function(**arguments) for arguments in calls])
         parts = [self._score_and_info(answer, index) for index, answer in enumerate(answers)]
+        # Answers may have different keys, as where only wrong images get a remark.
         keys = dict.fromkeys(key for _, info in parts for key in info)
         return [score for score, _ in parts], {key: [info.get(key) for _, info in parts] for key in keys}
 
@@ -170,6 +173,7 @@ class PerImageReward:
                     "column of a .parquet or .jsonl file (a .txt file has none but the prompt), as "
                     "flowgrpo-rc prepare-data writes them"
                 )
+        # verl-omni always gives the two keys.
         found["extra_info"] = {**(row.get("extra_info") or {}), "num_turns": None, "rollout_reward_scores": {}}
         if "images" in row:
             found["extra_info"].setdefault("images", row["images"])

@@ -1,4 +1,4 @@
-"""Reward ``jpeg_compressibility``: how small an image becomes as a JPEG. Reads no prompt, needs no model."""
+"""Reward ``jpeg_compressibility``: minus the size of an image as a JPEG. Reads no prompt, needs no model."""
 
 from __future__ import annotations
 
@@ -42,4 +42,5 @@ def _jpeg_bytes(image: np.ndarray) -> int:
     return buffer.tell()
 
 
-jpeg_compressibility.streams = True  # type: ignore[attr-defined]  # an image's size has nothing to do with the others
+# An image's size does not depend on the others.
+jpeg_compressibility.streams = True  # type: ignore[attr-defined]

@@ -107,6 +107,7 @@ class RewardMix:
         self.queues = {
             name: CallQueue()
             for name in self.streaming
+            # Only this package's own: a user's claim could be wrong, and slow the training down without a word.
             if name in self.builtin and getattr(self.functions[name].function, "computes_elsewhere", False)
         }
         """Those that other processes compute, so that they may be called while the actor learns; and the queue of the
@@ -155,6 +156,7 @@ class RewardMix:
     def close(self) -> None:
         """End the worker processes of built-in rewards and the server of the reward model; once is enough. The
         functions that need them cannot be called any more."""
+        # All of them, even where one fails.
         with ExitStack() as ended:
             if self.server is not None:
                 ended.callback(self.server.close)
@@ -170,10 +172,11 @@ class RewardMix:
         Raises:
             RewardError: the function failed, took too long, or its answer is unfit.
         """
+        # A copy that is read-only: torch.from_numpy ignores the flag, and would write into the others' images.
         own = images.copy()
         own.flags.writeable = False
-        prompts = list(prompts)
-        # Row by row: images of one prompt share theirs, and one deep copy of the list would keep that so.
+        # Functions pop from the lists and dicts that they get. Row by row, since images of one prompt share theirs and
+        # one deep copy of the list would keep that so.
         rows = [copy.deepcopy(row) for row in metadata]
         code = self._code[name]
         answer = code.run(self.functions[name], own, list(prompts), rows, passing=AnswerError)
@@ -193,8 +196,13 @@ class RewardMix:
 
     def networks(self) -> dict[str, list[Any]]:
         """Name -> weights, as torch tensors, of every built-in reward that is a network on this machine."""
-        scorers = {name: f.function for name, f in self.functions.items() if name in self.builtin}
-        return {name: scorer.weights() for name, scorer in scorers.items() if hasattr(scorer, "weights")}
+        found = {}
+        # A user's own object may have a ``weights`` of another meaning.
+        for name in self.builtin:
+            weights = getattr(self.functions[name].function, "weights", None)
+            if weights is not None:
+                found[name] = weights()
+        return found
 
     def check_prompts(
         self,
@@ -220,6 +228,7 @@ class RewardMix:
         for name, reward in self.functions.items():
             if isinstance(reward, PerImageReward) and metadata is not None:
                 reward.check_prompts(named, metadata)
+            # An attribute of the user's function, which may declare fewer arguments than this package's rewards.
             check = getattr(reward.function, "check_prompts", None)
             if not callable(check):
                 continue
@@ -241,6 +250,7 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     with serving(config) as server:
         # The user's own functions first: their faults show before an engine takes its time to load.
         own = _load_own({name: f for name, f in config.own_functions().items() if name in weights}, config, server)
+        # The server loads its model while the user's functions load.
         if server is not None:
             server.wait()
         functions = {name: own[name] if name in own else _builtin(name, config) for name in weights}
@@ -282,9 +292,10 @@ def _builtin(name: str, config: RewardConfig) -> Any:
 def _file_of(function: RewardFunction) -> str | None:
     """The file of the function, if it has one."""
     function = inspect.unwrap(function)
+    # Messages point at the user's file, and not at functools.
     while isinstance(function, partial):
         function = function.func
-    # An object's file is that of its class's __call__.
+    # Of an object: the file of its class.
     code = getattr(function, "__code__", None) or getattr(vars(type(function)).get("__call__"), "__code__", None)
     return None if code is None else code.co_filename
 

@@ -1,11 +1,11 @@
-"""Reward ``ocr``: does the image show the text that the prompt puts in double quotes?
+"""Reward ``ocr``: the similarity of the text in an image with the text that its prompt puts in double quotes.
 
-As FlowGRPO defines it: the target is the first text in straight double quotes, and what is read in the image is
-compared with it without white space and in lower case, so that line breaks and capitals do not count.
+As FlowGRPO defines it: the target is the first text in straight double quotes, and the reading is compared with it
+without white space and in lower case, so that line breaks and capitals do not count.
 
-The engine is RapidOCR (PP-OCR models on onnxruntime). Its models lie inside its wheel, nothing is downloaded, and with
-opencv-python-headless it needs no system library beyond the C and C++ runtimes. It is loaded when an ``OCRReward`` is
-made; importing this module, whose functions on text others use too, loads nothing of it.
+The engine is RapidOCR (PP-OCR models on onnxruntime). Its models are inside its wheel, nothing is downloaded, and with
+opencv-python-headless it needs no system library beyond the C and C++ runtimes. Making an ``OCRReward`` loads it;
+importing this module does not.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def text_similarity(text: str, target: str, *, contained_is_match: bool = False)
     length of the target, so a long wrong reading scores 0 and not less.
 
     Args:
-        text: what was read in the image.
-        target: what should stand there; not blank.
-        contained_is_match: True: a reading that contains the whole target scores 1, whatever is around it.
+        text: the reading.
+        target: the wanted text; not blank.
+        contained_is_match: score 1 for a reading that contains the whole target, whatever is around it.
 
     Raises:
         ValueError: ``target`` is blank.
@@ -88,6 +88,7 @@ class OCRReward:
 
     def __init__(self, config: OCRConfig | None = None) -> None:
         self.config = OCRConfig() if config is None else config
+        # The cores that this process may use, which a container or a launcher may limit.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._num_threads = self.config.num_threads or min(cores, 8)
         self._engine = _load_engine(self.config)
@@ -113,7 +114,7 @@ class OCRReward:
             prompts: N prompts, each with its target in double quotes.
 
         Returns:
-            (N,) float32 in [0, 1], and ``{"text": what was read in each image}``.
+            (N,) float32 in [0, 1], and ``{"text": the reading of each image}``.
 
         Raises:
             ValueError: a prompt has no target, or one that the recogniser cannot emit at this image size.
@@ -129,7 +130,9 @@ class OCRReward:
         """The text in each of ``images``, (N, H, W, 3) uint8 RGB; an empty string where nothing is found."""
         if len(images) == 0:
             return []
+        # The models were trained on OpenCV's channel order.
         bgr = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
+        # With the finder, images have different numbers of lines and cannot share a call.
         size = CHUNK if self.config.mode == "recognition" else 1
         chunks = [bgr[start : start + size] for start in range(0, len(bgr), size)]
         with ThreadPoolExecutor(min(self._num_threads, len(chunks))) as pool:
@@ -149,17 +152,11 @@ class OCRReward:
         sources: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Refuse prompts that this reward cannot score. Needs no image, so it can run before training.
+        """Raise ``ValueError``, with place and remedy, for a prompt that this reward cannot score.
 
-        Args:
-            prompts: any number of prompts.
-            image_size: (height, width) in pixels of the images to come, if known.
-            sources: where each prompt comes from, e.g. ``train.txt:3``; by default its index is named.
-            metadata: is not used.
-
-        Raises:
-            ValueError: names the prompt, where it stands, and what to do.
+        Arguments as for ``RewardMix.check_prompts``; metadata is not used.
         """
+        # Only the recogniser alone has an input of fixed width; a target that it cannot emit would score 0 for ever.
         room = math.inf
         if image_size is not None and self.config.mode == "recognition":
             height, width = image_size
@@ -184,7 +181,7 @@ class OCRReward:
 
 
 def _load_engine(config: OCRConfig) -> Any:
-    """A RapidOCR engine that logs errors only and reads without detection unless the mode asks for it."""
+    """A RapidOCR engine that logs errors only, and reads without detection except in the mode ``full``."""
     try:
         import onnxruntime  # noqa: F401
         import rapidfuzz  # noqa: F401

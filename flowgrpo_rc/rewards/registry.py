@@ -44,6 +44,7 @@ def load_builtin(name: str, options: Any = None, workers: int = 0) -> Any:
     if not isinstance(reward, type):
         return reward
     for_worker = getattr(reward, "worker_options", None)
+    # Rewards on the GPU have no ``worker_options``: each process would hold a copy of the weights.
     if workers and for_worker is not None:
         from flowgrpo_rc.rewards.workers import WorkerReward
 

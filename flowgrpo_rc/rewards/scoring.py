@@ -51,7 +51,7 @@ class PartialScoring:
         Args:
             images: the part that follows those of earlier calls with these names.
             names: of functions that stream; by default all of them.
-            urgency: ``AHEAD`` while nobody waits for the scores.
+            urgency: ``AHEAD`` for a batch that the trainer comes to later.
         """
         # Engines may deliver more after the run has failed.
         if self._abandoned:
@@ -72,13 +72,16 @@ class PartialScoring:
         Raises:
             RewardError: see ``RewardMix``.
         """
+        # Part by part as in the background: functions that share a random generator draw in the same order.
         while lacking := [name for name in self._parts if self._count[name] < len(images)]:
             for name in lacking:
                 start = self._count[name]
+                # A function with a queue may be in the midst of a later batch.
                 self._submit(name, images[start : start + self._part], self._mix.queues.get(name), NOW)
         scored = {}
         for name in self._mix.functions:
             if name in self._parts:
+                # The first error is raised; those of later parts follow from it more often than not.
                 parts = [future.result() for future in self._parts[name]]
                 check_parts(name, parts)
                 scored[name] = joined(parts)
@@ -101,6 +104,7 @@ class PartialScoring:
         if queue is not None:
             self._parts[name].append(queue.submit(urgency, work))
             return
+        # In this thread an error is raised at once, before the next function is called.
         done: Future[Scores] = Future()
         done.set_result(work())
         self._parts[name].append(done)

@@ -80,6 +80,7 @@ class UserCode:
             raise self.error(self._overrun_message(overrun)) from None
         except KeyboardInterrupt:
             raise
+        # SystemExit, CancelledError and the like are no Exceptions.
         except BaseException as error:
             place = describe_exception(error, self.file)
             raise self.error(f"{self.what} raised {place}{_remedy(error)}") from error
@@ -100,6 +101,7 @@ def _remedy(error: BaseException) -> str:
             "; remove the call that ends the program, and put what only a script should do under "
             "if __name__ == '__main__'"
         )
+    # numpy's words for an assignment and for ``out=``.
     if "read-only" in str(error):
         return "; images are handed over read-only: work on a copy, images.copy()"
     return ""
@@ -144,6 +146,7 @@ def _deadline(timeout_s: float | None) -> Iterator[None]:
     begin = time.monotonic()
     remaining = 0.0
     try:
+        # After the interrupt, for calls that swallow it.
         _set_fault_handler(call, seconds + GRACE_S)
         remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -193,7 +196,7 @@ def _torch_settings_restored() -> Iterator[None]:
         torch.set_grad_enabled(gradients)
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
-            # Any default device, the CPU too, makes torch intercept every factory function; None does not.
+            # None for the CPU: with any default device, the CPU too, torch intercepts every factory function.
             torch.set_default_device(None if device.type == "cpu" else device)
 
 
@@ -233,6 +236,7 @@ def _run(awaitables: Sequence[Any]) -> list[Any]:
         overrun.frames = next((task.get_stack() for task in tasks if not task.done()), ())
         raise
     finally:
+        # Tasks that are left would go on in the next call.
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, together, return_exceptions=True))

@@ -45,6 +45,7 @@ class WorkerReward:
         self.streams = streams
         self._name = name
         self._workers = [RemoteObject(f"{__name__}:Worker", name, options) for _ in range(count)]
+        # Also at the end of a program that never calls it.
         self.close = weakref.finalize(self, _end, self._workers)
         self._call("load", [()] * count)
 
@@ -54,6 +55,7 @@ class WorkerReward:
         """The scores of all images and the info of them, in their order."""
         metadata = [{}] * len(prompts) if metadata is None else metadata
         share = max(1, -(-len(images) // len(self._workers)))
+        # One share even without images: the answer has the reward's own type and keys.
         shares = [slice(start, start + share) for start in range(0, max(1, len(images)), share)]
         return joined(self._call("score", [(images[s], prompts[s], metadata[s]) for s in shares]))
 
@@ -72,12 +74,14 @@ class WorkerReward:
         def call(worker: RemoteObject, own: tuple[Any, ...]) -> Any:
             return worker.call(method, *own, limit_s=LIMIT_S, doing="scoring")
 
+        # A thread waits for each answer; the work is done in the processes.
         try:
             with ThreadPoolExecutor(len(self._workers)) as threads:
                 return list(threads.map(call, self._workers, arguments))
         except ProcessLostError as error:
             raise RuntimeError(f"a worker process of the reward {self._name!r} {error}") from error
         except RemoteError as error:
+            # A missing package or a refused prompt is exit code 2, as without worker processes.
             raised_alike = _RAISED_ALIKE.get(error.kind)
             if raised_alike is not None:
                 raise raised_alike(str(error)) from error

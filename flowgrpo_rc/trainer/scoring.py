@@ -24,6 +24,7 @@ def names_of_all(named: Sequence[Collection[str]]) -> list[str]:
             raises it.
     """
     first = list(named[0])
+    # Every process compares the same lists, so all raise together and none waits for the others.
     scattered = sorted(set(first).union(*named) - set(first).intersection(*named))
     if scattered:
         function, _, part = scattered[0].partition("/")
@@ -78,11 +79,13 @@ class RolloutScoring(PartialScoring):
         if not self._late:
             return
         count = sum(map(len, self._drawn))
+        # Rewards are assigned by position.
         if rows.tolist() != list(range(count, count + len(images))):
             raise RolloutSyncError(
                 f"the rollout engine delivered rows {rows.tolist()[:8]} after {count} images; it must deliver them in "
                 "the order of the request"
             )
+        # The run ends here, without drawing the rest of the batch.
         self.raise_failure()
         self._drawn.append(images.numpy())
         self.score_ahead(self._drawn[-1], self._late)
@@ -94,6 +97,7 @@ class RolloutScoring(PartialScoring):
             RewardError: see ``RewardMix``.
             RolloutSyncError: the engine has answered with other images than it delivered.
         """
+        # An engine that reuses a buffer would have had other images scored than it returns.
         first = 0
         for drawn in self._drawn:
             if not np.array_equal(drawn, images[first : first + len(drawn)]):

@@ -1,4 +1,4 @@
-"""Pictures whose right prompts are known, drawn when they are needed; everyone gets the same ones."""
+"""Pictures whose right prompts are known, drawn when they are needed and the same everywhere."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SIZE = 256
 """Height and width in pixels."""
 
 NOISE = 60.0
-"""Standard deviation of what ``damaged`` adds, on the scale from 0 to 255."""
+"""Standard deviation of the noise of ``damaged``, on the scale from 0 to 255."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One picture, the prompt that it fits, and what a row of a prompt file could say beside the prompt."""
+    """One picture, its prompt, and further columns that a row of a prompt file could have."""
 
     image: np.ndarray
     """(256, 256, 3) uint8, RGB."""
@@ -33,6 +33,7 @@ def numbers() -> list[Picture]:
     """Four two-digit numbers that share no digit, with prompts as the shipped prompt set has them."""
     return [
         Picture(image=_number(text), prompt=f'the text "{text}"', metadata=_row(text, "", None))
+        # Without a common digit, so that a half-right reading of one is wrong for all others.
         for text in ("42", "17", "83", "65")
     ]
 
