@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from learning import COMMON, LOSS, RC, ROLLOUT, correction, mean_gap
+from learning import COMMON, LOSS, RC, ROLLOUT, correction
 from machine import describe
 from training_runs import (
     COMMAND,
@@ -259,33 +259,30 @@ VERDICT_CELLS = {"safe": "safe", "not shown safe": "*not shown safe*", "not safe
 
 
 def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> str:
-    """Markdown: a row a setting; rewards are those of the last validation."""
-    heads = ("setting", "seeds", "held-out reward", "tesseract exact", "gap", "outside the clip", "rejected", "probe")
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    """Markdown: for each age of the adapter a table of modes and precisions; rewards are those of the last validation.
+
+    Every other figure of a run is in ``RESULTS``.
+    """
     rewards = {setting: [run["final_held_out"] for run in group] for setting, group in runs.items()}
-    others = {setting: [run["second_ocr"]["tesseract_exact"] for run in group] for setting, group in runs.items()}
     noise = Noise.of(list(rewards.values()))
-    other_noise = Noise.of(list(others.values()))
-    for setting, group in runs.items():
-        cells = (
-            f"`{setting}`",
-            str(len(group)),
-            noise.interval(rewards[setting]),
-            other_noise.interval(others[setting]),
-            "-" if PROGRAM in SETTINGS[setting] else mean_gap(group),
-            f"{fmean(run['metrics'][_outside(setting)] for run in group):.2f}",
-            f"{fmean(run['rejected'] for run in group):.2f}",
-            VERDICT_CELLS[verdicts.get(setting, {}).get("verdict")],
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+    lines = []
+    for staleness in STALENESS:
+        names = {setting: setting.split(f"_stale{staleness}_") for setting in runs if f"_stale{staleness}_" in setting}
+        modes = dict.fromkeys(mode for _, mode in names.values())
+        lines += ["", f"Adapter {staleness} optimizer steps old:", ""]
+        lines += [f"| mode and clip | {' | '.join(PRECISIONS)} |", f"|{'---|' * (1 + len(PRECISIONS))}"]
+        for mode in modes:
+            cells = []
+            for precision in PRECISIONS:
+                setting = f"{precision}_stale{staleness}_{mode}"
+                seeds = f" ({len(rewards[setting])})" if len(rewards.get(setting, ())) > 1 else ""
+                verdict = VERDICT_CELLS[verdicts.get(setting, {}).get("verdict")]
+                marked = f" {verdict}" if verdict not in ("", "safe") else ""
+                cells.append(f"{noise.interval(rewards[setting])}{seeds}{marked}" if setting in rewards else "")
+            lines.append(f"| `{mode}` | {' | '.join(cells)} |")
     if noise.freedom:
         lines += ["", f"Deviation between seeds: {noise.deviation:.3f} ({noise.freedom} degrees of freedom)"]
-    return "\n".join(lines)
-
-
-def _outside(setting: str) -> str:
-    """The metric of the share that the clip leaves out; ``flow_dppo`` masks instead."""
-    return "actor/pg_clipfrac_inert" if DPPO in setting else "actor/pg_clipfrac"
+    return "\n".join(lines[1:])
 
 
 def plot(runs: dict[str, list[dict]], path: Path) -> None:
