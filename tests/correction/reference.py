@@ -11,6 +11,21 @@ from dataclasses import dataclass, field
 import torch
 
 SAFE = 20.0
+FORMS = (
+    ("truncate", 1.3, 0.0, 1.3),
+    ("truncate", "1.3", 0.0, 1.3),
+    ("zero", "0.6_1.9", 0.6, 1.9),
+    ("zero", "1.05_4.0", 1.05, 4.0),
+    ("truncate", 0.8, 0.0, 0.8),
+    ("zero", "0.3_0.9", 0.3, 0.9),
+    ("clip", "1.1_1.5", 1.1, 1.5),
+    ("mask", "1.1_1.9", 1.1, 1.9),
+    ("clip", "0.6_1.3", 0.6, 1.3),
+    ("clip", "0_1.3", 0.0, 1.3),
+    ("mask", "0.6_1.9", 0.6, 1.9),
+    ("mask", "0_1.2", 0.0, 1.2),
+)
+"""Mode, threshold as written, lower and upper bound; no band is its own reciprocal."""
 
 
 def clamp(x: float, low: float, high: float) -> float:

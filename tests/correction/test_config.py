@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -13,7 +11,6 @@ from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.correction.options.presets import PRESET_NAMES
-from flowgrpo_rc.correction.plan import make_plan
 
 Config = RolloutCorrectionConfig
 SEQ = functools.partial(Config, rollout_is="sequence")
@@ -59,23 +56,9 @@ def test_the_dict_of_a_configuration_gives_it_back(name):
         assert Config.from_dict(config.to_dict()) == config
 
 
-@pytest.mark.parametrize("key", ["rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold"])
-@pytest.mark.parametrize("value", [True, False])
-def test_a_bool_is_no_threshold(key, value):
-    with pytest.raises(TypeError, match=f"{key}.* {value}"):
-        Config.from_dict({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0, key: value})
-
-
 @pytest.mark.parametrize("value", [0, 0.0, -1.0, "0", "-2", float("nan"), "nan", "", "two", "2.0_0.5", "0.5_", "_2"])
 @pytest.mark.parametrize("rollout_is", ["token", None])
 def test_bad_weight_thresholds(rollout_is, value):
-    with pytest.raises(ValueError, match="rollout_is_threshold"):
-        Config(rollout_is=rollout_is, rollout_is_threshold=value)
-
-
-@pytest.mark.parametrize("value", ["0_2.0", "-0.5_2.0", "nan_2.0", "0.5_nan", "0.5_-1"])
-@pytest.mark.parametrize("rollout_is", ["token", None])
-def test_bad_bands_of_weights(rollout_is, value):
     with pytest.raises(ValueError, match="rollout_is_threshold"):
         Config(rollout_is=rollout_is, rollout_is_threshold=value)
 
@@ -108,13 +91,6 @@ def test_a_band_has_two_parts(band):
         Config(rollout_rs="token_k1", rollout_rs_threshold=band)
 
 
-def test_a_number_is_no_band():
-    with pytest.raises(ValueError, match="guard_engine_gap: '0.5_5' is a band; give one number"):
-        Config(guard_engine_gap="0.5_5")
-    with pytest.raises(ValueError, match="rollout_token_veto_threshold: '0.5_5' is a band; give one number"):
-        make_plan(rollout_token_veto_threshold="0.5_5")
-
-
 def test_no_weight_threshold_without_weights():
     """As verl switches weights off; with weights it is an error that says so."""
     config = Config.from_dict({"rollout_is": None, "rollout_is_threshold": None, "rollout_rs": None})
@@ -138,11 +114,6 @@ def test_a_legacy_criterion_needs_some_threshold():
     for key, wrong in (("rollout_rs_threshold", 0), ("rollout_rs_threshold", "two")):
         with pytest.raises(ValueError, match=key):
             Config.from_dict({**given, key: wrong})
-
-
-def test_a_band_for_k2_or_k3_says_what_to_write():
-    with pytest.raises(ValueError, match=r"rollout_rs_threshold for seq_mean_k3 is one upper bound, got '0.5_2.0'"):
-        Config(rollout_rs="seq_mean_k3", rollout_rs_threshold="0.5_2.0")
 
 
 @pytest.mark.parametrize("option", ["", ",", "k1", "seq_max_k1", "token_k4", "sequence_k1", "token_k1;seq_mean_k1"])
@@ -173,12 +144,6 @@ def test_bad_options(fields, message):
         Config(**fields)
 
 
-@pytest.mark.parametrize("key", ["bypass_mode", "rollout_is_batch_normalize"])
-def test_switches_are_bools(key):
-    with pytest.raises(TypeError, match=key):
-        Config.from_dict({key: "yes"})
-
-
 def test_integers_and_numeric_strings_are_numbers():
     config = Config.from_dict(
         {"rollout_is": "token", "rollout_is_threshold": 2, "rollout_rs": "token_k1", "rollout_rs_threshold": 3}
@@ -190,11 +155,6 @@ def test_integers_and_numeric_strings_are_numbers():
         rollout_is="token", rollout_is_threshold="2", rollout_rs="token_k1", rollout_rs_threshold=" 3.0 "
     ).plan()
     assert text == plan
-
-
-def test_criteria_are_read_in_order_without_repetition():
-    config = Config(rollout_rs=" token_k2 , seq_mean_k1,token_k2", rollout_rs_threshold="0.3, 0.5_2.0")
-    assert [c.name for c in config.plan().criteria] == ["token_k2", "seq_mean_k1"]
 
 
 @pytest.mark.parametrize(
@@ -378,10 +338,8 @@ def test_an_unknown_preset_names_the_nearest():
 
 DIALECTS = [
     ({"bypass_old_logprob_for_rollout": True}, {"bypass_mode": True}),
-    ({"bypass_old_logprob_for_rollout": False}, {"bypass_mode": False}),
     ({"use_pure_rollout_correction": True}, {"bypass_mode": True, "loss_type": "reinforce"}),
     ({"use_policy_gradient": True}, {"bypass_mode": True, "loss_type": "reinforce"}),
-    ({"use_policy_gradient": True, "bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}),
     ({"use_pure_rollout_correction": False}, {}),
     (
         {"rollout_rs": "token", "rollout_rs_threshold": 3.0, "rollout_rs_threshold_lower": 0.6},
@@ -389,10 +347,6 @@ DIALECTS = [
     ),
     (
         {"rollout_rs": "sequence", "rollout_rs_threshold": 4.0},
-        {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.25_4.0"},
-    ),
-    (
-        {"rollout_rs": "sequence", "rollout_rs_threshold": 4.0, "rollout_rs_threshold_lower": None},
         {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.25_4.0"},
     ),
     (
@@ -438,10 +392,6 @@ DIALECTS = [
             "rollout_is_threshold": "0.6_3.0",
             "rollout_is_batch_normalize": True,
         },
-    ),
-    (
-        {"use_tis": True, "tis_mode": "mask", "tis_level": "geometric", "tis_upper_bound": 4.0},
-        {"rollout_is": "geometric", "rollout_is_mode": "mask", "rollout_is_threshold": "0.25_4.0"},
     ),
     ({"use_tis": False, "tis_upper_bound": 3.0}, {"rollout_is": None}),
     (
@@ -490,15 +440,10 @@ DIALECTS = [
     # which they are by themselves: rs_upper_bound alone takes its lower bound from those of the weights
     ({"use_rs": True, "rs_upper_bound": 5.0}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_5.0"}),
     (
-        {"use_rs": True, "rs_upper_bound": 5.0, "tis_upper_bound": 4.0},
-        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.25_5.0"},
-    ),
-    (
         {"use_rs": True, "rs_lower_bound": 0.1, "tis_upper_bound": 4.0},
         {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.1_4.0"},
     ),
     ({"use_rs": True}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}),
-    ({"use_rs": True, "rs_level": None}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}),
     (
         {"use_tis": True, "tis_level": "sequence", "use_rs": True},
         {
@@ -508,14 +453,11 @@ DIALECTS = [
             "rollout_rs_threshold": "0.5_2.0",
         },
     ),
-    ({"use_tis": True, "tis_level": None, "tis_mode": None}, {"rollout_is": "token", "rollout_is_mode": "truncate"}),
     (
         {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 0, "tis_upper_bound": 3},
         {"rollout_is": "token", "rollout_is_mode": "clip", "rollout_is_threshold": "0_3"},
     ),
     ({"use_tis": "true", "tis_batch_normalize": "False"}, {"rollout_is": "token", "rollout_is_mode": "truncate"}),
-    ({"use_tis": "False", "use_rs": "false"}, {"rollout_is": None}),
-    ({"use_rollout_logprobs": "false"}, {"bypass_mode": False}),
     ({"use_tis": False, "rs_trust_region": None, "rs_tr_threshold": 0.1}, {"rollout_is": None}),
     ({"use_tis": False, "rs_trust_region": False}, {"rollout_is": None}),
     ({"use_tis": True, "get_mismatch_metrics": True, "rs_veto_threshold": 1e-4}, {"rollout_is": None}),
@@ -535,12 +477,6 @@ def test_other_dialects(given, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the canonical form itself gives none
         assert Config.from_dict(expected) == config
-
-
-def test_the_warning_prints_what_can_be_pasted():
-    with pytest.warns(UserWarning, match="canonical form") as caught:
-        Config.from_dict({"rollout_rs": "sequence", "rollout_rs_threshold": 4.0})
-    assert 'rollout_rs=seq_sum_k1, rollout_rs_threshold="0.25_4.0"' in str(caught[0].message)
 
 
 @pytest.mark.parametrize(
@@ -697,14 +633,6 @@ def test_text_that_names_a_boolean_is_one(key):
             assert from_text == Config.from_dict({key: value})
 
 
-def test_slime_command_line_spelling(tmp_path):
-    path = tmp_path / "mis.yaml"
-    path.write_text("use-tis: true\ntis-mode: truncate\ntis-upper-bound: 2.5\n")
-    with pytest.warns(UserWarning, match="slime keys"):
-        config = Config.from_slime_yaml(str(path))
-    assert config == _made(rollout_is="token", rollout_is_threshold=2.5, rollout_is_mode="truncate")
-
-
 def test_a_slime_file_must_quote_its_bands(tmp_path):
     path = tmp_path / "mis.yaml"
     path.write_text("use-tis: true\ntis-mode: clip\ntis-upper-bound: 0.5_5\n")
@@ -713,40 +641,6 @@ def test_a_slime_file_must_quote_its_bands(tmp_path):
     path.write_text("use-tis: true\ntis-mode: clip\ntis-upper-bound: '0.5_5'\n")
     with pytest.warns(UserWarning, match="slime keys"):
         assert Config.from_slime_yaml(path).rollout_is_threshold == "0.5_5"
-
-
-@pytest.mark.parametrize("key", ["mis_tis_upper_bound", "mis-upper-bound", "rs-lower-bound", "mis_veto_threshold"])
-def test_so_must_every_spelling(tmp_path, key):
-    path = tmp_path / "mis.yaml"
-    path.write_text(f"{key}: 0.5_5\n")
-    with pytest.raises(ValueError, match=rf"line 1: {key}: got 0.5_5 without quotes"):
-        Config.from_slime_yaml(path)
-
-
-SECTIONS = """
-from flowgrpo_rc.correction import RolloutCorrectionConfig
-
-for section in ("token_is", 3, ["token_is"], True):
-    try:
-        RolloutCorrectionConfig.from_dict(section)
-    except ValueError as error:
-        assert "must be a mapping of keys, or null" in str(error) and "preset" in str(error), error
-    else:
-        raise AssertionError(section)
-"""
-
-
-def test_a_section_is_a_mapping():
-    """In a process of its own: the tests' type checks would refuse other types first."""
-    done = subprocess.run([sys.executable, "-c", SECTIONS], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_slime_file_without_keys_is_refused(tmp_path):
-    path = tmp_path / "mis.yaml"
-    path.write_text("- use_tis\n")
-    with pytest.raises(ValueError, match="mis.yaml: expected a mapping"):
-        Config.from_slime_yaml(path)
 
 
 # In words.

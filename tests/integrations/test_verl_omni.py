@@ -180,15 +180,6 @@ def test_keys_of_other_dialects_are_translated(omni, section, keep, weights):
     torch.testing.assert_close(made.batch["rollout_is_weights"].flatten(), expected)
 
 
-def test_a_preset_is_read(omni):
-    _, home, _, _ = omni
-    section = {"preset": "decoupled_token_is", "rollout_is_threshold": 1.2}
-    assert home.rollout_correction_enabled(section)
-    made, _ = home.apply_rollout_correction_to_diffusion_batch(batch(), section)
-    expected = torch.tensor([1.0, 1.2, 0.55, 1.0, 1.0, 1.0])
-    torch.testing.assert_close(made.batch["rollout_is_weights"].flatten(), expected)
-
-
 def test_an_unknown_key_warns_and_has_no_effect(omni):
     _, home, _, _ = omni
     with pytest.warns(
@@ -222,16 +213,6 @@ def test_the_bypass_loss_gets_mask_and_metrics(omni):
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 3)
 
 
-def test_diagnostics_of_one_step(omni):
-    _, home, _, _ = omni
-    log_prob, timesteps = torch.tensor([0.1, 0.3]), torch.tensor([900.0, 700.0])
-    metrics = home.compute_rollout_corr_metrics_from_logprobs(log_prob, torch.zeros(2))
-    assert metrics["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(0.2)
-    by_step = home.compute_rollout_corr_metrics_from_logprobs(log_prob, torch.zeros(2), timesteps=timesteps)
-    assert by_step["rollout_corr/logprob_abs_diff/ts_700"] == pytest.approx(0.3)
-    assert home.compute_rollout_corr_metrics_from_logprobs(log_prob, torch.zeros(2), timesteps[:, None]) == metrics
-
-
 def test_a_batch_without_tensors_lacks_them(omni):
     """As verl-omni's: a `DataProto` made of no tensors has None for its `.batch`."""
     drop_in, home, _, _ = omni
@@ -251,15 +232,6 @@ def test_diagnostics_of_a_batch(omni):
     assert metrics["rollout_corr/logprob_abs_diff/ts_900"] == pytest.approx(-float(torch.tensor(0.55).log()) / 3)
     assert of_batch(proto, bypass_mode=True) == {}
     assert of_batch(Proto({"old_log_probs": torch.zeros(2, 2)}), bypass_mode=False) == {}
-
-
-def test_where_verl_omni_has_the_diagnostics_of_a_batch_they_are_replaced(omni):
-    drop_in, home, _, _ = omni
-    name = "compute_rollout_corr_metrics_from_batch"
-    assert not hasattr(home, name)
-    setattr(home, name, lambda *args, **kwargs: "verl-omni's")
-    drop_in.install()
-    assert getattr(home, name) is getattr(drop_in, name)
 
 
 def test_install_stands_beside_the_import(omni):

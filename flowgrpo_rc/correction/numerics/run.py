@@ -46,21 +46,9 @@ class NonFiniteLogProbError(ValueError):
         )
 
 
-@torch.no_grad()
-def run_plan(
-    log_prob: Float[Tensor, "..."],
-    rollout_log_prob: Float[Tensor, "..."],
-    mask: Shaped[Tensor, "..."] | None = None,
-    *,
-    plan: CorrectionPlan,
-    row_bounds: Float[Tensor, "..."] | None = None,
-    timesteps: Shaped[Tensor, "..."] | None = None,
-    dp_group: Any = None,
-) -> RolloutCorrection:
-    """``correct_and_measure`` with the metrics as numbers; arguments and errors are the same."""
-    weights, kept, moments = correct_and_measure(
-        log_prob, rollout_log_prob, mask, plan=plan, row_bounds=row_bounds, timesteps=timesteps, dp_group=dp_group
-    )
+def run_plan(*log_probs_and_mask: Tensor | None, plan: CorrectionPlan, **options: Any) -> RolloutCorrection:
+    """``correct_and_measure`` with its arguments, and the metrics as numbers."""
+    weights, kept, moments = correct_and_measure(*log_probs_and_mask, plan=plan, **options)
     return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)
 
 
@@ -100,7 +88,10 @@ def correct_and_measure(
     if importance is not None and plan.importance is not None and plan.importance.batch_normalize:
         columns = metrics.normalization_columns(importance, x)
         table.add(BATCH_NORM_FACTOR, BATCH_DIVISOR, *columns)
-        sums = _over_ranks(torch.stack(columns).sum(1), dp_group)
+        sums = torch.stack(columns).sum(1)
+        # The mean weight is that of the whole batch, whatever ranks it is spread over.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums, group=dp_group)
     times = None if timesteps is None else metrics.timestep_table(x, timesteps.reshape(rows))
     # Everything that the host needs crosses together: this is the one wait for the device.
     host = _to_host(table.totals(), of_criteria.totals(), sums, row_bounds, times)
@@ -128,7 +119,7 @@ def weights_and_mask(
     plan: CorrectionPlan,
     row_bounds: Float[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "..."] | None, Bool[Tensor, "..."]]:
-    """Weights and mask alone: measures nothing, and does not wait for the device.
+    """Weights and mask without metrics, and without waiting for the device.
 
     Values that are not finite are not refused here; weights are not normalised over the batch.
 
@@ -174,12 +165,6 @@ def _measure(
         metrics.rejection_metrics(table, rejection, x)
     metrics.diagnostics(table, x)
     return table, of_criteria
-
-
-def _over_ranks(sums: Float[Tensor, " N"], dp_group: Any) -> Float[Tensor, " N"]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(sums, group=dp_group)
-    return sums
 
 
 def _to_host(*parts: Tensor | None) -> list[list[float]]:

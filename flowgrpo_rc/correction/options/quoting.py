@@ -5,22 +5,20 @@ rules have made one number of them.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.correction.options.dialects import slime_name
-
-if TYPE_CHECKING:
-    from yaml import Node, ScalarNode
 
 _THRESHOLD_KEYS = (
     *("rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold", "rollout_rs_threshold_lower"),
     *("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
 _BAND = r"(?=[\w.+-]*_)[-+]?[.\d][\w.+-]*"
-_ENTRY = re.compile(rf"\b(\w+)(\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
+_LINE = re.compile(rf"^\s*([\w-]+)(\s*:\s*)({_BAND})\s*(?:#.*)?$", re.ASCII)
+"""``key: 0.5_5`` on a line of a YAML file."""
+_ENTRY = re.compile(rf"([\w-]+)(\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
 """``key: 0.5_5`` inside of braces."""
 
 
@@ -58,16 +56,20 @@ def refuse_unquoted_bands(path: Path) -> None:
     """
     import yaml
 
+    text = path.read_text(encoding="utf-8")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
-    for key, node in _thresholds(root):
-        if node.style is None and "_" in node.value and _is_number(node):
-            raise ValueError(
-                f"{path}, line {node.start_mark.line + 1}: {key}: got {node.value} without quotes, which YAML reads as "
-                f'one number, without the _. Write {key}: "{node.value}" for the band.'
-            )
+    for number, line in enumerate(text.splitlines(), start=1):
+        for found in (*_LINE.finditer(line), *_ENTRY.finditer(line)):
+            key = found[1]
+            value = found[3]
+            if _is_threshold(key) and _is_number(value):
+                raise ValueError(
+                    f"{path}, line {number}: {key}: got {value} without quotes, which YAML reads as one number, "
+                    f'without the _. Write {key}: "{value}" for the band.'
+                )
 
 
 def _is_threshold(key: str) -> bool:
@@ -78,21 +80,10 @@ def _is_band(text: str) -> bool:
     return re.fullmatch(_BAND, text.strip(), re.ASCII) is not None
 
 
-def _thresholds(node: "Node | None") -> "Iterator[tuple[str, ScalarNode]]":
-    """Keys and values of all thresholds below a node; slime's file spells them with dashes, or with ``mis_`` before."""
-    from yaml import CollectionNode, ScalarNode
-
-    for child in node.value if isinstance(node, CollectionNode) else ():
-        key, value = child if isinstance(child, tuple) else (None, child)
-        if isinstance(key, ScalarNode) and isinstance(value, ScalarNode) and _is_threshold(key.value):
-            yield key.value, value
-        yield from _thresholds(value)
-
-
-def _is_number(node: "ScalarNode") -> bool:
-    """By YAML 1.1, or by Python, whose exponents without a point OmegaConf reads too."""
+def _is_number(text: str) -> bool:
+    # Python's separators of digits are those of YAML 1.1 and of OmegaConf.
     try:
-        float(node.value)
+        float(text)
     except ValueError:
-        return node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        return False
     return True
