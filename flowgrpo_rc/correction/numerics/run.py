@@ -46,7 +46,7 @@ class NonFiniteLogProbError(ValueError):
         )
 
 
-def run_plan(*log_probs_and_mask: Tensor | None, plan: CorrectionPlan, **options: Any) -> RolloutCorrection:
+def run_plan(*log_probs_and_mask: Any, plan: CorrectionPlan, **options: Any) -> RolloutCorrection:
     """``correct_and_measure`` with its arguments, and the metrics as numbers."""
     weights, kept, moments = correct_and_measure(*log_probs_and_mask, plan=plan, **options)
     return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)

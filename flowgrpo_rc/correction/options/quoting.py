@@ -4,6 +4,7 @@ The command line reads a threshold's value as bounds. A YAML file with unquoted 
 rules have made one number of them.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,10 @@ def _is_band(text: str) -> bool:
 
 
 def _is_number(text: str) -> bool:
-    # Python's separators of digits are those of YAML 1.1 and of OmegaConf.
+    """A number by YAML 1.1, or by Python, whose exponents without a point OmegaConf reads too."""
+    import yaml
+
     try:
-        float(text)
+        return isinstance(yaml.safe_load(text), int | float) or math.isfinite(float(text))
     except ValueError:
         return False
-    return True
