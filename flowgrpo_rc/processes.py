@@ -38,7 +38,7 @@ _GUARD_S = 0.25
 _LOG_BYTES = 64 * 1024
 """How much of a child's output is kept."""
 _READY = 0
-"""Id of the reply that no call asked for: the object has been made."""
+"""Id of the first reply, which answers no call: the object has been made."""
 _PROCESS_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which torchrun makes processes one group."""
 _PACKAGE_ROOT = str(Path(__file__).parents[1])
@@ -169,7 +169,7 @@ class ChildProcess:
 class RemoteObject(ChildProcess):
     """A child that makes an object and answers calls of its methods, one at a time.
 
-    It gives signs of life, whatever it computes, so that a stopped process is told from a slow one.
+    It gives signs of life during computations too, which distinguishes a slow process from a stopped one.
 
     Args:
         make: ``module:function`` (or class) that makes the object; its method ``close`` is called at the end.
@@ -196,7 +196,7 @@ class RemoteObject(ChildProcess):
         self._receive(_READY, limit_s, silence_s=limit_s, doing="starting")
 
     def call(self, method: str, *arguments: Any, limit_s: float, doing: str) -> Any:
-        """What the method returns.
+        """Call a method and return its result.
 
         Args:
             method: its name.

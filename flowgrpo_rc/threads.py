@@ -1,16 +1,13 @@
-"""How long the threads that share a computation wait for each other awake.
+"""Limit the busy waiting of torch's threads.
 
-torch splits most operations of a model over the processor's cores, and at the end of each it waits until every thread
-has done its part. A waiting thread spins, so that it is there at once when the next operation comes, which is some tens
-of microseconds later. libgomp, which torch's wheels bring for Linux, lets it spin 300,000 times before it sleeps: 5 to
-15 ms on x86-64, where each turn is a ``pause`` instruction. On a machine with other work that is longer than a time
-slice: the thread that is waited for has lost its core to another process, or to the very thread that waits, and a step
-of thousands of operations takes many times as long as its share of the machine allows.
+torch splits an operation over the cores and then waits for every thread. A waiting thread spins, to be ready for the
+next operation some tens of microseconds later. libgomp, which torch's wheels contain for Linux, spins 300,000 times
+before a thread sleeps: 5 to 15 ms on x86-64. On a busy machine that is longer than a time slice, and the awaited thread
+may have lost its core to the thread that spins; a step then takes many times its share of the machine.
 
-Waiting a fraction of a millisecond is as good on a quiet machine and wastes less on a busy one. Where the machine is
-busy at the start, threads sleep at once: then a step takes about what its share of the machine allows, while on two
-quiet cores it would take about 40 % longer (``benchmarks/busy_machine.py``). libgomp reads the number once, so that
-what comes later cannot change it. The number of threads stays as it is, and with it every result, to the last bit.
+A fraction of a millisecond is as good on a quiet machine. On a busy machine threads sleep at once, so that a step
+takes about its share; on two quiet cores that would cost about 40 % (``benchmarks/busy_machine.py``). libgomp reads the
+number once. The number of threads is not changed, so results stay the same to the last bit.
 """
 
 import os
@@ -21,22 +18,20 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 SPINS = 8000
-"""Turns before a waiting thread sleeps on a quiet machine: 0.4 ms where a ``pause`` takes 140 cycles (Intel since
-Skylake), 0.2 ms where it takes 65 (AMD). From about 3,000 of the former on it is as fast as libgomp's own number."""
+"""Turns before a waiting thread sleeps on a quiet machine: 0.4 ms with a ``pause`` of 140 cycles (Intel since Skylake),
+0.2 ms with 65 (AMD)."""
 
 _SET_BY_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-"""Either of them says how long to wait; libgomp reads them once, when it is loaded."""
+"""Variables by which a user sets the wait; libgomp reads them once, when it is loaded."""
 _LOAD = Path("/proc/loadavg")
 _LOOKS = 7
 _BETWEEN_LOOKS = 0.01
-"""Seconds: long enough that a short burst of another process is not taken for its habit."""
+"""Seconds, long enough to average over short bursts of other processes."""
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Let waiting threads of a process that starts with this environment sleep soon, unless the user has settled it.
-
-    It acts on libgomp on x86-64; where a turn takes a cycle or two, as on Arm, libgomp's own number is a short wait.
-    """
+    """Let waiting threads of a process with this environment sleep soon, unless the user has set the wait."""
+    # On Arm a turn takes a cycle or two, so that libgomp's own number is a short wait.
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return
     if not any(name in environment for name in _SET_BY_USER):
@@ -44,7 +39,7 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
 
 
 def is_busy() -> bool:
-    """Whether other processes want as many cores now as the machine has. False where the system does not tell."""
+    """True if other processes want as many cores as the machine has; false on systems without a load average."""
     others: list[int] = []
     try:
         for _ in range(_LOOKS):

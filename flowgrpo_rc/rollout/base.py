@@ -1,4 +1,4 @@
-"""The rollout protocol: what a trainer asks of an engine and what it gets back."""
+"""The rollout protocol: the request of a trainer, the answer of an engine, and their errors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,51 +18,51 @@ class RolloutError(RuntimeError):
 
 
 class EngineLostError(RolloutError):
-    """An engine elsewhere died, hung or cannot be reached; started anew it may work."""
+    """An engine elsewhere died, hung or cannot be reached. A new start may help."""
 
 
 class RolloutSyncError(RolloutError):
-    """An engine sampled with another adapter, schedule, guidance or noise than the trainer asked for."""
+    """An engine sampled with another adapter, schedule, guidance or noise than requested."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Images to sample: row ``i`` draws ``prompts`` row ``prompt_index[i]`` with its own random stream."""
+    """Images to sample: row ``i`` shows prompt ``prompt_index[i]`` and has a random stream of its own."""
 
     conditioning: Conditioning
     """Embeddings of the distinct prompts, guidance and image size."""
     prompt_index: Int[Tensor, " B"]
     """The row of the conditioning that each image shows."""
     num_inference_steps: int
-    """How many denoising steps an image takes."""
+    """Number of denoising steps."""
     seeds: Sequence[int]
     """One seed for each image. The engine draws from ``torch.Generator().manual_seed(seed)`` on the host: the starting
     noise first, then once for every stochastic step."""
     window_starts: Int[Tensor, " B"] | None
     """First stochastic step of each image; ``None`` samples the deterministic ODE and records nothing."""
     window_size: int = 0
-    """How many contiguous steps are stochastic and recorded."""
+    """Number of contiguous steps that are stochastic and recorded."""
     noise_level: float = 0.0
     """Noise level of the stochastic steps."""
     sde_type: str = "sde"
     """Kind of the stochastic steps, a key of ``SDE_TYPES``."""
     record_means: bool = False
-    """Whether ``rollout_means``, the mean of each recorded step, is wanted too."""
+    """Also record ``rollout_means``, the mean of each recorded step."""
     on_images: Callable[[Int[Tensor, " b"], UInt8[Tensor, "b H W 3"]], object] | None = None
-    """Called by engines that have images before the last is drawn: the rows, in order, and the finished images, on the
-    host, as they will be in the answer. An engine that has them all at once need not call it."""
+    """Called with rows, in order, and their finished images on the host, as soon as an engine has them. An engine that
+    finishes all images at once need not call it."""
     request_id: str = field(default_factory=lambda: uuid4().hex)
-    """Names this request; results find it again by this name."""
+    """Name of the request, by which its results are found."""
 
 
 @dataclass(frozen=True)
 class Echo:
-    """What an engine used, read where it used it and never copied from the request; rows in the order of the images."""
+    """The settings that an engine used, read at the place of use and never copied from the request."""
 
     request_id: str
-    """The request that was answered."""
+    """Name of the answered request."""
     timesteps: Float[Tensor, " N"]
-    """What the transformer was told at each step; float32, on the host."""
+    """The transformer's input at each step; float32, on the host."""
     sigmas: Float[Tensor, " N+1"]
     """Noise levels between which the steps were taken; float32, on the host."""
     true_cfg_scale: float
@@ -76,7 +76,7 @@ class Echo:
     window_starts: Int[Tensor, " B"] | None
     """First stochastic step of each image; ``None`` when no step was stochastic."""
     window_size: int
-    """How many steps of an image were stochastic."""
+    """Number of stochastic steps of an image."""
     seeds: tuple[int, ...]
     """Seed of each image's random stream."""
     dtype: str
@@ -89,7 +89,7 @@ class Echo:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """What an engine returns."""
+    """The answer of an engine."""
 
     images: UInt8[Tensor, "B H W 3"]
     """The finished images."""
@@ -98,21 +98,19 @@ class Trajectories:
     ``prompt_index`` and on request ``rollout_means``, all on the host, floats in float32; ``None`` for a deterministic
     request."""
     echo: Echo
-    """What the engine used."""
+    """The settings that the engine used."""
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
     """An engine holds a model and an adapter of a known version, and samples with them.
 
-    **Equal work on every process.** Where a run has several processes, every one makes the same calls of its engine and
-    its actor in the same order, for as many images, so that every one makes the same number of transformer calls: a
-    sharded transformer gathers its weights in every call, and a call that one process leaves out hangs the others. So
-    an engine derives the number of its transformer calls from the number of images, the number of steps and whether
-    there is guidance, and never from what is in a row; a process with less to do repeats a row and drops what comes of
-    it (validation, the probe of a step); and what one process finds is agreed on before anything depends on it
-    (``flowgrpo_rc.actor.agreement``). An exception ends the engine's process, and the launcher ends all
-    others.
+    **Equal work on every process.** In a run with several processes, all make the same calls of engine and actor in
+    the same order, for equally many images. A sharded transformer gathers its weights in every call, so a call that
+    one process leaves out hangs the others. Therefore the number of transformer calls depends on the number of images,
+    the number of steps and guidance, and never on the data of a row. A process with less work repeats a row and drops
+    the result. Findings of one process are agreed on before anything depends on them
+    (``flowgrpo_rc.actor.agreement``). An exception ends the engine's process, and the launcher ends all others.
     """
 
     adapter_version: int
@@ -122,15 +120,14 @@ class RolloutEngine(Protocol):
         ...
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
-        """Take over the actor's adapter weights; every tensor must bind and ``state`` stays as it is.
+        """Take over the actor's adapter weights; every tensor must bind, and ``state`` is not changed.
 
-        Returns the digest of the adapter as the engine now holds it.
+        Returns the digest of the adapter as the engine holds it then.
         """
         ...
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
-        """The digest of an adapter that holds exactly ``state``, after the engine's rounding; from ``state`` alone,
-        whatever the engine holds."""
+        """The digest of an adapter with exactly ``state`` after the engine's rounding, whatever the engine holds."""
         ...
 
     def close(self) -> None:
@@ -140,24 +137,23 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class MeasuresMemory(Protocol):
-    """An engine that knows what it does to a GPU's memory."""
+    """An engine that reports its use of GPU memory."""
 
     def memory_metrics(self) -> dict[str, float]:
-        """For the row of a step, in GiB; the same names in every process of a run."""
+        """Metrics of a step in GiB, under the same names in every process of a run."""
         ...
 
 
 @runtime_checkable
 class RolloutHandle(Protocol):
-    """An engine somewhere else, which one thread of a ``RolloutPool`` asks for one thing at a time.
+    """An engine elsewhere, which one thread of a ``RolloutPool`` calls.
 
-    What the engine answers with an error is a ``RolloutError`` or ``AdapterMismatchError`` and ends the run. Where it
-    is gone, or hung and was ended for it, ``sync`` and ``generate`` raise ``EngineLostError``: the pool then has others
-    do its work, and starts it anew.
+    ``RolloutError`` and ``AdapterMismatchError`` are answers of the engine and end the run. ``EngineLostError`` means
+    that the engine is gone, or hung and was ended: the pool then has other engines do its work, and starts it again.
     """
 
     name: str
-    """What messages and the timeline of a run call it, e.g. ``process 0 (cuda:1)``."""
+    """Its name in messages and in the timeline of a run, e.g. ``process 0 (cuda:1)``."""
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
         """As ``RolloutEngine.sync``; ``state`` is on the host, in the engine's dtype."""
@@ -168,7 +164,7 @@ class RolloutHandle(Protocol):
         ...
 
     def start(self) -> None:
-        """Start the engine, or start it anew after ``EngineLostError``; it has no adapter then.
+        """Start the engine, at first or after ``EngineLostError``; it has no adapter then.
 
         Raises:
             EngineLostError, RolloutError: it does not start.
@@ -176,12 +172,12 @@ class RolloutHandle(Protocol):
         ...
 
     def close(self) -> None:
-        """End the engine, from any thread, if it has not ended: a call in progress raises ``EngineLostError``."""
+        """End the engine, from any thread; a call in progress raises ``EngineLostError``."""
         ...
 
 
 def check_has_adapter(version: int) -> None:
-    """Raise ``RolloutError`` where an engine, whose ``adapter_version`` this is, has no adapter yet."""
+    """Raise ``RolloutError`` if an engine with this ``adapter_version`` has no adapter yet."""
     if version < 0:
         raise RolloutError("the rollout engine has no adapter yet: call sync() before generate()")
 

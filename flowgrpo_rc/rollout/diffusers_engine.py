@@ -1,4 +1,4 @@
-"""The in-process engine: the actor's transformer with another adapter, or a copy in another precision."""
+"""The engine ``diffusers``: the actor's transformer with another adapter, or a copy in another precision."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -34,18 +34,17 @@ from flowgrpo_rc.rollout.sampling import RequestSampler
 class DiffusersEngine:
     """Samples with ``model``'s transformer in ``dtype`` and an adapter of its own, which follows the actor's.
 
-    Where the transformer has this ``dtype`` and attention backend already, the engine samples with that very module:
-    its adapter lies beside the actor's and is active during ``generate`` alone, so that the two must take turns.
-    Otherwise the engine has a copy of the transformer. Its adapter is in ``dtype`` either way. Create the engine before
-    the actor attaches its adapter, which would be frozen.
+    If the transformer has this ``dtype`` and attention backend already, the engine uses the same module: its adapter
+    lies beside the actor's and is active during ``generate`` only, so the two take turns. Otherwise the engine has a
+    copy of the transformer. Its adapter is in ``dtype`` either way. Create the engine before the actor attaches its
+    adapter, which the engine would freeze.
 
-    ``quantization="fp8"`` does what ``RolloutConfig.quantization`` says: the base's weights are rounded once, the
-    adapter's at every ``sync``. The rounded matrices are a copy's; ``model`` keeps its weights bit for bit.
+    ``quantization="fp8"`` rounds the base's weights once and the adapter's at every ``sync``, in a copy; ``model``
+    keeps its weights bit for bit. A sharded transformer can only be shared. ``gather_weights`` keeps its weights whole
+    during a ``generate``.
 
-    A sharded transformer can only be shared. ``gather_weights`` keeps its weights whole for the time of a ``generate``.
-
-    With ``alone`` there is no actor in this process: ``model`` is the engine's, and what a copy would have been made
-    for is done to its transformer where it lies, so that memory holds one.
+    With ``alone`` there is no actor in this process: the engine converts ``model``'s transformer in place instead of
+    copying it, so that memory holds one.
 
     Raises:
         ValueError: the quantization is unknown, or the actor was created first.
@@ -74,7 +73,7 @@ class DiffusersEngine:
         self._micro_batch_size = micro_batch_size
         self._gathers = gather_weights
         self._quantized = quantization is not None
-        # Of a shared transformer the actor says how it computes attention.
+        # A shared transformer has one attention backend, and the actor sets it.
         same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
         self._shares = not self._quantized and same_attention and _all_in(model.transformer, dtype)
         self.transformer: Any = model.transformer if self._shares or alone else _copy_transformer(model.transformer)
@@ -89,7 +88,7 @@ class DiffusersEngine:
         self.transformer.requires_grad_(False).eval()
         activate(self.transformer, None)
         self._digest = HeldDigest()
-        # Below every version: nothing is drawn before the actor's adapter has come.
+        # Below every version, so that the engine refuses to draw before its first adapter.
         self.adapter_version = -1
 
     @classmethod
@@ -152,16 +151,16 @@ class DiffusersEngine:
                 if request.on_images is not None:
                     request.on_images(rows, images)
         record = {name: torch.cat([part[name] for _, part in sampled]) for name in sampled[0][1]}
-        # Read from the weights after they have drawn, so that a change meanwhile is noticed.
+        # Read from the weights after drawing, so that a change meanwhile is noticed.
         echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Inside, the transformer is the engine's, though it may also be the actor's."""
+        """Inside, the transformer has the engine's adapter and computes as the engine does."""
         with ExitStack() as stack:
             stack.enter_context(adapter_active(self.transformer, self.adapter))
-            # An actor's blocks may be compiled; the engine computes as they are written.
+            # An actor's blocks may be compiled. Compiling them again for the engine's shapes would cost minutes.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             if self._gathers:
                 stack.enter_context(gathered_once(self.transformer))
@@ -172,12 +171,12 @@ class DiffusersEngine:
 
 
 def digest_rule(config: RolloutConfig, lora: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:
-    """``DiffusersEngine.digest_of`` of an engine with these settings, for one who has no engine here."""
+    """``DiffusersEngine.digest_of`` of an engine with these settings, without an engine."""
     return partial(_digest_of, dtype=torch_dtype(config.dtype), quantized=config.quantization is not None)
 
 
 def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, quantized: bool) -> str:
-    """The digest of ``state`` rounded as ``sync`` rounds it, worked out where its tensors lie."""
+    """The digest of ``state`` rounded as ``sync`` rounds it, computed on its device."""
     held = {name: tensor.detach().to(dtype) for name, tensor in state.items()}
     if quantized:
         held = {name: round_fp8_rows(tensor) for name, tensor in held.items()}
@@ -189,13 +188,13 @@ def _all_in(transformer: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _held_in(transformer: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """What diffusers holds a parameter in, of a transformer that it loads in ``dtype``."""
+    """The dtype of a parameter after diffusers loads the transformer in ``dtype``."""
     return torch.float32 if keeps_float32(transformer, name) else dtype
 
 
 def _copy_transformer(transformer: nn.Module) -> nn.Module:
     """A second base model on the same storage."""
-    # What stands in the memo counts as copied already.
+    # ``deepcopy`` takes objects in the memo as copied already, so that both models share the weights.
     memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in transformer.parameters()}
     copied: Any = copy.deepcopy(transformer, memo)
     for adapter in list(getattr(copied, "peft_config", {})):
@@ -209,6 +208,6 @@ def _convert(transformer: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(_held_in(transformer, name, dtype))
     for module in transformer.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            # Those that are in no file are as the class makes them in every precision.
+            # Buffers that are in no file keep the dtype in which the class makes them.
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))

@@ -8,19 +8,17 @@ from torch import Tensor
 
 
 def adapter_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the tensors in the order of their names, which lie on one device; 64 hexadecimal digits.
-
-    They are put together where they lie and come to the host in one transfer.
-    """
+    """SHA-256 over the tensors, on one device, in the order of their names; 64 hexadecimal digits."""
+    # Concatenated on the device, so that they reach the host in one transfer.
     return _digest(_header(state), _bits(state))
 
 
 class HeldDigest:
-    """``adapter_digest`` for one who asks again and again: worked out anew only where something has changed.
+    """``adapter_digest`` with a cache: recomputed only if the adapter has changed.
 
-    Names, dtypes and shapes are compared, and every bit with a copy that is kept where the adapter lies. So the answer
-    is always that of ``adapter_digest``, and an unchanged adapter costs one comparison there instead of a transfer and
-    a hash on the host.
+    Names, dtypes and shapes are compared, and every bit with a copy on the adapter's device. So the result is always
+    that of ``adapter_digest``, and an unchanged adapter costs one comparison on the device instead of a transfer and a
+    hash on the host.
     """
 
     def __init__(self) -> None:
@@ -41,17 +39,17 @@ class HeldDigest:
 
 
 def _header(state: Mapping[str, Tensor]) -> bytes:
-    """What keeps apart states with equal bytes, such as a transposed matrix or another dtype."""
+    """Distinguishes states with equal bytes, such as a transposed matrix or another dtype."""
     return "".join(f"{name} {state[name].dtype} {tuple(state[name].shape)}\n" for name in sorted(state)).encode()
 
 
 def _bits(state: Mapping[str, Tensor]) -> Tensor:
-    """All bytes in the order of the names, a copy on the tensors' device."""
+    """All bytes in the order of the names; a copy on the tensors' device."""
     flat = [state[name].detach().reshape(-1).view(torch.uint8) for name in sorted(state)]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
 def _digest(header: bytes, bits: Tensor) -> str:
-    digest = hashlib.sha256(header + b"\n")  # no line of the header is empty, so that this one ends it
+    digest = hashlib.sha256(header + b"\n")  # no line of the header is empty, so this one ends it
     digest.update(bits.cpu().numpy().data)
     return digest.hexdigest()

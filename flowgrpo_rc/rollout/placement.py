@@ -1,4 +1,4 @@
-"""Where rollout engines run: beside the actor, in processes of this machine, or on a Ray cluster. Loads no torch."""
+"""Places of rollout engines: beside the actor, in processes of this machine, or on a Ray cluster. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flowgrpo_rc.section import Check, NonNegativeFloat, PositiveFloat, Section
 IN_TRAINER = "trainer"
 """The placement of an engine beside the actor."""
 PLACEMENTS = (IN_TRAINER, "process", "ray")
-"""What ``rollout.placement`` may be."""
+"""Values of ``rollout.placement``."""
 SHORTEST_SILENCE = 3.0
-"""Seconds. An engine's process that is at work may give no sign of life for a second or two."""
+"""Seconds. A working process may give no sign of life for a second or two."""
 Silence = Annotated[
     PositiveFloat,
     Check(
@@ -31,12 +31,12 @@ JOINED = "+"
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the trainer processes of a machine one is; they share out its engines."""
+    """Position among the trainer processes of a machine, which divide its engines among themselves."""
 
     index: int
     """From 0."""
     count: int
-    """How many there are."""
+    """Number of trainer processes."""
 
 
 ALONE = Share(0, 1)
@@ -45,19 +45,19 @@ ALONE = Share(0, 1)
 
 @dataclass(kw_only=True, slots=True)
 class EngineTimeouts(Section):
-    """When an engine's process is given up, ended and started anew."""
+    """Time limits after which an engine's process is ended and started again."""
 
     start_timeout_s: PositiveFloat = 900.0
     """Seconds from the start of the process until the model is loaded."""
 
     request_timeout_s: PositiveFloat = 3600.0
-    """Seconds that one request may take: a rollout with all its images, or with ``placement`` one micro-batch of it."""
+    """Seconds for one request: a rollout with all its images, or with ``placement`` one micro-batch of it."""
 
     sync_timeout_s: PositiveFloat = 600.0
-    """Seconds that taking over one adapter may take."""
+    """Seconds for taking over one adapter."""
 
     silence_timeout_s: Silence = 60.0
-    """Seconds without a sign of life, of which a process gives two a second. At least ``SHORTEST_SILENCE``."""
+    """Seconds without a sign of life; a process gives two a second. At least ``SHORTEST_SILENCE``."""
 
     close_timeout_s: PositiveFloat = 20.0
     """Seconds for a clean end, after which the process is killed."""
@@ -66,8 +66,7 @@ class EngineTimeouts(Section):
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class ProcessConfig(EngineTimeouts):
-    """The section ``rollout.process``: when an engine that ``placement`` has put elsewhere is given up, ended and
-    started anew."""
+    """The section ``rollout.process``: time limits after which an engine elsewhere is ended and started again."""
 
     section = f"{_HERE}.process"
 
@@ -75,19 +74,19 @@ class ProcessConfig(EngineTimeouts):
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class RayConfig(Section):
-    """The section ``rollout.ray``: the cluster that engines run on with ``placement=ray``."""
+    """The section ``rollout.ray``: the cluster of engines with ``placement=ray``."""
 
     section = f"{_HERE}.ray"
 
     address: str | None = None
     """Address of a running cluster that this machine belongs to, ``host:port``; ``auto`` finds it. Null joins the
-    cluster that the variable ``RAY_ADDRESS`` names, and without one starts Ray on this machine for the run."""
+    cluster of the variable ``RAY_ADDRESS``, and without one starts Ray on this machine for the run."""
 
     num_gpus: NonNegativeFloat = 1.0
-    """GPUs that Ray sets aside for each engine; 0 for engines that compute on the CPU."""
+    """GPUs that Ray reserves for each engine; 0 for engines on the CPU."""
 
     num_cpus: NonNegativeFloat = 1.0
-    """CPUs that Ray sets aside for each engine."""
+    """CPUs that Ray reserves for each engine."""
 
     def problems(self) -> Iterator[str]:
         """An address that needs Ray's client, and shares of several GPUs."""

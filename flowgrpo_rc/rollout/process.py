@@ -88,7 +88,7 @@ class EngineProcess:
             self._has_worked = True
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What the engine's method returns.
+        """Call a method of the engine and return its result.
 
         Raises:
             EngineLostError: the process died or did not answer; it is gone until ``start``.
@@ -136,7 +136,7 @@ class ProcessHandle:
     """An engine with a model of its own in a process on one device.
 
     It has the trainer's number of threads, so that it draws the same bits on the same kind of device, and sees no GPU
-    but its own. The time-outs are those of ``rollout.process``.
+    but its own. Its time limits are in ``rollout.process``.
 
     Args:
         rollout: the section ``actor_rollout_ref.rollout``.

@@ -1,7 +1,7 @@
-"""Proof that a rollout is the one that was asked for: adapter, schedule, guidance, noise, rows.
+"""Proof that a rollout has the requested adapter, schedule, guidance, noise and rows.
 
-Every check raises ``RolloutSyncError`` with one line: what differs, got and expected, and where to look. They compare
-numbers of the size of a batch's scalars, besides one pass over the latents, so they are always on.
+Every check raises ``RolloutSyncError`` with one line: the difference, the value found and expected, and the usual
+cause. The checks compare a batch's scalars and make one pass over the latents, so they are cheap and always on.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from flowgrpo_rc.models.base import DiffusionModel, Schedule
 from flowgrpo_rc.rollout.base import Echo, RolloutRequest, RolloutSyncError, Trajectories
 
 TOLERANCE = 1e-6
-"""Relative difference that two float32 computations of one schedule may have."""
+"""Largest relative difference between two float32 computations of one schedule."""
 
 _SCALARS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS)
 _SCHEDULE_CAUSE = (
@@ -28,7 +28,7 @@ _ORDER_CAUSE = "the engine has mixed up its results; match them to requests by i
 _GUIDANCE_CAUSE = "the engine ignored or renamed the setting, or left out the negative prompts"
 _NOISE_CAUSE = "the engine ignored actor_rollout_ref.rollout.algo"
 _SAMPLE = 1024
-"""Elements of each row that are looked at for a narrow dtype."""
+"""Elements of each row that are tested for a narrow dtype."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HeldAdapter:
     """The adapter that an engine must sample with."""
 
     version: int
-    """Counts the adapters that the actor has pushed."""
+    """Number of adapters that the actor had pushed before."""
     digest: str
     """``RolloutEngine.digest_of`` the actor's weights."""
 
@@ -44,16 +44,17 @@ class HeldAdapter:
 def check_rollout(
     request: RolloutRequest, trajectories: Trajectories, model: DiffusionModel, adapter: HeldAdapter, dtype: str
 ) -> None:
-    """All checks of one ``generate``.
+    """Make all checks of one ``generate``.
 
     Args:
-        request, trajectories: what the engine was asked for, and its answer.
-        model: the actor's, whose schedule is the right one.
-        adapter: what the engine must hold.
+        request: of the trainer.
+        trajectories: the engine's answer.
+        model: the actor's, with the correct schedule.
+        adapter: the adapter that the engine must hold.
         dtype: the engine's compute dtype, e.g. ``bfloat16``.
 
     Raises:
-        RolloutSyncError: something differs; the line names it.
+        RolloutSyncError: something differs; the message names it.
     """
     cond = request.conditioning
     schedule = model.schedule(request.num_inference_steps, cond.height, cond.width)
@@ -66,7 +67,7 @@ def check_rollout(
 
 
 def check_adapter(expected: HeldAdapter, version: int, digest: str) -> None:
-    """The engine's adapter is the expected one, by version and bit for bit."""
+    """Check that the engine's adapter is the expected one, by version and bit for bit."""
     if version != expected.version:
         raise RolloutSyncError(
             f"the rollout engine sampled with adapter version {version}, expected {expected.version}; the last sync "
@@ -83,7 +84,7 @@ def check_adapter(expected: HeldAdapter, version: int, digest: str) -> None:
 
 
 def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
-    """The engine used what the request and the actor's schedule say."""
+    """Check that the engine used the settings of the request and the actor's schedule."""
     cond = request.conditioning
     true_cfg_scale = 1.0 if cond.negative is None else cond.true_cfg_scale
     stochastic = request.window_starts is not None
@@ -100,7 +101,7 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
 
 
 def check_trajectories(request: RolloutRequest, trajectories: Trajectories, schedule: Schedule) -> None:
-    """Images and recorded steps have the request's shapes and order; the batch is float32 and finite."""
+    """Check shapes, order, dtype and finiteness of images and recorded steps."""
     size = len(request.prompt_index)
     cond = request.conditioning
     _check_shape("images", trajectories.images, (size, cond.height, cond.width, 3))
@@ -131,7 +132,7 @@ def check_trajectories(request: RolloutRequest, trajectories: Trajectories, sche
 
 
 def check_starting_noise(request: RolloutRequest, trajectories: Trajectories, model: DiffusionModel) -> None:
-    """Images recorded from the first step on start from the noise of their own seed, bit for bit."""
+    """Check bit for bit that images recorded from the first step on start from the noise of their seed."""
     if request.window_starts is None or trajectories.batch is None:
         return
     cond = request.conditioning
@@ -167,7 +168,8 @@ def _check_values(batch: TensorDict) -> None:
 
 
 def _check_width(name: str, flat: Tensor) -> None:
-    """No row went through a narrower dtype and back: then all its elements would survive that dtype."""
+    """Check that no row went through a narrower dtype and back."""
+    # Every element of such a row survives that dtype; of a float32 row hardly any does.
     sample = flat[:, :: max(1, flat.shape[1] // _SAMPLE)]
     for dtype in (torch.bfloat16, torch.float16):
         rounded = (sample.to(dtype).float() == sample).all(1)
@@ -181,7 +183,7 @@ def _check_width(name: str, flat: Tensor) -> None:
 
 
 def _check(what: str, got: Any, expected: Any, cause: str) -> None:
-    """One setting of the echo; numbers may differ by a rounding."""
+    """Compare one setting of the echo; numbers may differ by a rounding."""
     numbers = isinstance(got, int | float) and isinstance(expected, int | float)
     if got == expected or (numbers and abs(got - expected) <= TOLERANCE * abs(expected)):
         return
@@ -213,7 +215,7 @@ def _listed(integers: Tensor | None) -> list[int] | None:
 
 
 def _shown(value: object, limit: int = 8) -> str:
-    """A value as a message quotes it: floats rounded, long lists cut."""
+    """Format a value for a message: floats rounded, long lists cut."""
     if isinstance(value, float):
         return f"{value:.7g}"
     if isinstance(value, list):

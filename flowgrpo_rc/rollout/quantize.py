@@ -1,4 +1,4 @@
-"""Weights rounded to a narrow format and stored in a wide one: what fp8 weights do, without fp8 hardware."""
+"""Weights rounded to a narrow format and stored in a wide one: the effect of fp8 weights without fp8 hardware."""
 
 import torch
 from jaxtyping import Float

@@ -1,4 +1,4 @@
-"""The sampling loop that every engine runs, around whatever transformer it has, and what it reports of itself."""
+"""The sampling loop of every engine, around its own transformer, and the echo of the settings that it used."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from flowgrpo_rc.transfers import onto, to_host
 
 
 class RequestSampler:
-    """Draws the images of one request, micro-batch by micro-batch, and then tells what it used in an ``Echo``.
+    """Draws the images of one request, micro-batch by micro-batch, and then makes the ``Echo``.
 
-    The echo's numbers are noted where the loop uses them and not copied from the request: ``proof`` compares the two,
-    so that a setting which an engine loses on the way is found.
+    The echo's numbers are taken at the place of use and not copied from the request. ``proof`` compares the two, and so
+    finds a setting that an engine loses on the way.
 
     Args:
-        model: how this family of models makes noise, velocities and images.
+        model: the family's noise, velocities and images.
         transformer: the engine's own.
-        request: what to draw.
+        request: the images to draw.
         device: where the transformer is.
     """
 
@@ -43,11 +43,11 @@ class RequestSampler:
 
     @torch.no_grad()
     def sample(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Take these rows of the request through the whole schedule.
+        """Sample these rows of the request through the whole schedule.
 
         Returns:
-            The images ``(b, H, W, 3)``, and the recorded steps ``(b, W, ...)`` on the host by their key in the batch,
-            none for a deterministic request.
+            The images ``(b, H, W, 3)``, and the recorded steps ``(b, W, ...)`` on the host by their key in the batch;
+            no steps for a deterministic request.
 
         Raises:
             RolloutError: an image's latents are not finite.
@@ -77,7 +77,7 @@ class RequestSampler:
             )
             latents = distribution.mean  # an ODE step, whose noise level is 0, ends there
             if any_stochastic:
-                # Where an image is outside of its window the std is 0, and so is what any noise adds.
+                # Outside of an image's window the std is 0, so the noise adds nothing.
                 latents = draw(distribution, record.of_step(noise[:, 1:], step))
                 score = log_prob(distribution, latents, sde_type=request.sde_type)
                 record.transition(step, (t, sigma, next_sigma, score))
@@ -91,11 +91,9 @@ class RequestSampler:
         return images, WindowRecord.by_key(kept) if kept else {}
 
     def _noise(self, rows: Tensor, cond: Conditioning) -> Tensor:
-        """``(b, 1 + W, *L)`` on the host: each image's starting noise and that of its stochastic steps.
-
-        Streams on the host, one an image: the same numbers on every device and in every batch. Each draw is a call of
-        its own, since a stream gives other numbers for two draws at once.
-        """
+        """``(b, 1 + W, *L)`` on the host: each image's starting noise and that of its stochastic steps."""
+        # One stream an image on the host gives the same numbers on every device and in every batch. Each draw is a
+        # call of its own, because one call for two draws gives other numbers.
         noise: list[Tensor] = []
         for row in rows.tolist():
             generator = torch.Generator().manual_seed(self._request.seeds[row])
@@ -106,7 +104,7 @@ class RequestSampler:
         return torch.stack(noise)
 
     def echo(self, *, adapter_version: int, adapter_digest: str) -> Echo:
-        """What was used for all images sampled so far."""
+        """The settings used for all images sampled so far."""
         noise_levels = torch.cat(self._noise_levels, dim=1)
         schedule = to_host({"timesteps": self._timesteps.float(), "sigmas": self._sigmas.float()})
         stochastic = (noise_levels > 0).long()
@@ -128,7 +126,7 @@ class RequestSampler:
 
 
 def _in_window(starts: Tensor, window_size: int, steps: int) -> Tensor:
-    """``(N, b)``: which step of which image is stochastic."""
+    """``(N, b)``: true for stochastic steps of an image."""
     step = torch.arange(steps)[:, None]
     return (starts <= step) & (step < starts + window_size)
 

@@ -8,7 +8,7 @@ engine in another process.
 import numpy as np
 import torch
 
-# What a stream is for; part of its address, so that no two purposes share numbers.
+# The purpose of a stream is part of its address, so that no two purposes share numbers.
 IMAGE = 0
 WINDOW = 1
 VALIDATION = 2

@@ -1,4 +1,4 @@
-"""The steps of each image's SDE window as they are sampled, kept where the sampling runs until it is done."""
+"""The steps of each image's SDE window, kept on the sampling device until the last step is done."""
 
 import torch
 from jaxtyping import Float, Int
@@ -12,17 +12,17 @@ _SCALARS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS)
 
 
 class WindowRecord:
-    """``W + 1`` states of every image and what was computed of its ``W`` steps, float32 on ``device``.
+    """``W + 1`` states of every image and the values of its ``W`` steps, float32 on ``device``.
 
-    Column ``c`` of an image is step ``start + c`` of the schedule. A write names the columns of all images at once by
-    indices that were made before the loop: what lies outside of an image's window goes into a last column that nobody
-    reads, so that no write has to look at the data and wait for it.
+    Column ``c`` of an image is step ``start + c`` of the schedule. A write addresses the columns of all images at once,
+    by indices made before the loop. Steps outside of an image's window go into an extra column that is never read, so
+    that no write depends on data and waits for the device.
 
     Args:
         starts: first step of each image's window.
         window_size: ``W``; 0 keeps nothing.
         num_steps: ``N``, of the schedule.
-        device: where the states are.
+        device: of the states.
     """
 
     def __init__(self, starts: Int[Tensor, " b"], window_size: int, num_steps: int, device: torch.device) -> None:
@@ -35,32 +35,32 @@ class WindowRecord:
         self._kept: dict[str, Tensor] = {}
 
     def of_step(self, values: Float[Tensor, " b W *L"], step: int) -> Float[Tensor, " b *L"]:
-        """What ``values`` holds for ``step`` of each image; any of its columns outside of the image's window."""
+        """The column of ``values`` for ``step`` of each image; any column outside of the image's window."""
         return values[self._rows, self._columns[step].clamp(max=self._window_size - 1)]
 
     def state(self, step: int, latents: Float[Tensor, " b *L"]) -> None:
-        """The latents before ``step``, which are those after the step before; ``step`` counts to ``N``, included."""
+        """Record the latents before ``step``, from 0 to ``N`` inclusive."""
         self._put("states", step, latents)
 
     def transition(self, step: int, scalars: tuple[Float[Tensor, " b"], ...]) -> None:
-        """Timestep, noise level, next noise level and log-prob of ``step``."""
+        """Record timestep, noise level, next noise level and log-prob of ``step``."""
         self._put("scalars", step, torch.stack(scalars, 1))
 
     def means(self, step: int, distribution: Transition) -> None:
-        """Where the transition of ``step`` leads without its noise."""
+        """Record the mean of the transition of ``step``."""
         self._put(Key.ROLLOUT_MEANS, step, distribution.mean)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What was kept, on the device: ``states (b, W + 1, *L)`` and, each ``(b, W, ...)``, the rest.
+        """The record on the device: ``states (b, W + 1, *L)``, and the rest as ``(b, W, ...)``.
 
-        What was never written is NaN, which ``proof`` refuses.
+        Values that were never written are NaN, which ``proof`` refuses.
         """
         window = self._window_size
         return {name: kept[:, : window + (name == "states")] for name, kept in self._kept.items()}
 
     @staticmethod
     def by_key(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``tensors``, wherever they lie, by their keys in the trajectory batch."""
+        """``tensors``, on any device, by their keys in the trajectory batch."""
         states = tensors["states"]
         found = {Key.LATENTS: states[:, :-1], Key.NEXT_LATENTS: states[:, 1:]}
         found |= zip(_SCALARS, tensors["scalars"].unbind(2), strict=True)
@@ -74,5 +74,5 @@ class WindowRecord:
         if name not in self._kept:
             shape = (len(values), self._window_size + 2, *values.shape[1:])
             self._kept[name] = values.new_full(shape, torch.nan, dtype=torch.float32)
-        # float32 whatever the engine computes in: the actor scores these numbers.
+        # float32 in every engine, because the actor scores these numbers.
         self._kept[name][self._rows, self._columns[step]] = values.float()

@@ -163,11 +163,13 @@ def test_validation_and_lora_ema_are_the_average(small_config):
     assert all(same(held, average) for (_, held), average in zip(seen[False], rounded, strict=True))
     assert all(same({n: t.bfloat16() for n, t in actor.items()}, held) for actor, held in seen[True])
     raw, averaged = load_file(folder.lora / LORA_FILE), load_file(folder.lora_ema / LORA_FILE)
-    own, average = adapter_state(trainer.run.actor.transformer), averages[-1]
+    own = adapter_state(trainer.run.actor.transformer)
+    model = trainer.config.actor_rollout_ref.model
     for name in own:
         key = f"transformer.{name.replace('.default', '')}"
-        assert torch.equal(raw[key], own[name])
-        assert torch.equal(averaged[key], average[name])
+        scale = model.lora_alpha / model.lora_rank if ".lora_B." in name else 1.0
+        assert torch.equal(raw[key], own[name] * scale)
+        assert torch.equal(averaged[key], averages[-1][name] * scale)
     assert any(not torch.equal(raw[key], averaged[key]) for key in raw)
 
 

@@ -1,7 +1,7 @@
 """Rollouts in vllm-omni's own engine, in a process of its own.
 
-``engine.py`` lives in the trainer and imports no vllm; ``server.py`` is the other process. ``plugin.py`` and
-``platform.py`` make vllm-omni run on a machine without an accelerator.
+``engine.py`` and ``handle.py`` run in the trainer and import no vllm; ``server.py`` runs in the other process.
+``plugin.py`` and ``platform.py`` let vllm-omni run on a machine without an accelerator.
 """
 
 from typing import TYPE_CHECKING

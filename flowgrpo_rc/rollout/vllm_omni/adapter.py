@@ -1,6 +1,6 @@
-"""An adapter on its way to vllm-omni: its names there, what its layers will hold, what the trainer must send.
+"""Adapters for vllm-omni: their names there, the values of its layers, and the message that carries them.
 
-Imports no vllm: the trainer's side and the engine's process share it.
+Imports no vllm, because the trainer and the engine's process share it.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -25,10 +25,10 @@ _B = f".lora_B.{ACTOR_ADAPTER}.weight"
 
 @dataclass(frozen=True)
 class AdapterPush:
-    """One adapter as it is sent to the engine's process."""
+    """One adapter as a message to the engine's process."""
 
     state: dict[str, Tensor]
-    """Tensors of their own on the host, named as the actor names them."""
+    """Copies on the host, under the actor's names."""
     version: int
     """The trainer's number of the adapter."""
     rank: int
@@ -38,7 +38,7 @@ class AdapterPush:
 
 
 def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the adapter that ``attach_lora`` gives the actor, from the base model alone."""
+    """Names and shapes of the adapter that ``attach_lora`` gives the actor, from the base model."""
     layers = linear_layers(model.transformer)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in target_layers(model.transformer, model, config):
@@ -48,7 +48,7 @@ def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tup
 
 
 def check_targets(layers: Iterable[str], takes_no_adapter: Sequence[str]) -> None:
-    """Raise where vllm-omni gives one of these layers, named as the actor names them, no adapter.
+    """Raise if vllm-omni gives one of these layers, under the actor's names, no adapter.
 
     Args:
         takes_no_adapter: patterns of ``fnmatch`` for such layers, of ``PipelineEntry``.
@@ -66,13 +66,13 @@ def check_targets(layers: Iterable[str], takes_no_adapter: Sequence[str]) -> Non
 
 
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
-    """What vllm-omni's layers hold of ``state``: its dtype, and ``alpha / rank`` multiplied into the B matrices."""
+    """``state`` as vllm-omni's layers hold it: in their dtype, with ``alpha / rank`` multiplied into the B matrices."""
     rounded = {name: tensor.to(dtype) for name, tensor in to_host(state).items()}
     return rounded | {name: tensor * scaling for name, tensor in rounded.items() if name.endswith(_B)}
 
 
 def digest_rule(config: RolloutConfig, lora: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:
-    """``VllmOmniEngine.digest_of`` of an engine with these settings, for one who has no engine here."""
+    """``VllmOmniEngine.digest_of`` of an engine with these settings, without an engine."""
     return partial(_digest_of, dtype=torch_dtype(config.dtype), scaling=lora.lora_alpha / lora.lora_rank)
 
 
@@ -81,7 +81,7 @@ def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) 
 
 
 def pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """``{module: (A, B)}``, modules named as the actor names them."""
+    """``{module: (A, B)}`` under the actor's names."""
     modules = sorted({name.removesuffix(_A).removesuffix(_B) for name in state})
     absent = [m + ending for m in modules for ending in (_A, _B) if m + ending not in state]
     if absent:
@@ -90,14 +90,14 @@ def pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def unpaired(held: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """``pairs`` undone."""
+    """The inverse of ``pairs``."""
     return {m + ending: t for m, ab in held.items() for ending, t in zip((_A, _B), ab, strict=True)}
 
 
 def engine_module(module: str, present: Container[str]) -> str:
-    """The actor's module name as vllm-omni has it, whose model has the modules ``present``."""
+    """vllm-omni's name of the actor's module; its model has the modules ``present``."""
     if module in present:
         return module
-    # Diffusers' to_out is a list of a linear layer and a dropout, and its net a list of what a feed-forward layer does
-    # one after the other; vllm-omni's may be the linear layer itself, and parts of other names.
+    # In diffusers, to_out is a list of a linear layer and a dropout, and net is a list of the parts of a feed-forward
+    # layer. In vllm-omni they may be the linear layer itself, and parts under other names.
     return module.removesuffix(".0") if module.endswith(".to_out.0") else module.replace(".ffn.net.", ".ffn.net_")

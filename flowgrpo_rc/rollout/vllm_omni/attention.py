@@ -1,4 +1,7 @@
-"""vllm-omni's torch attention on a CPU. Apart from ``platform.py``, which vllm-omni imports before its attention."""
+"""vllm-omni's torch attention on a CPU.
+
+A module of its own, because vllm-omni imports ``platform.py`` before its attention.
+"""
 
 from typing import Any
 
@@ -7,7 +10,7 @@ from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
 
 class CpuSDPABackend(SDPABackend):
-    """vllm-omni's attention by torch, dispatched for a platform it does not know."""
+    """vllm-omni's attention by torch, for a platform that it does not know."""
 
     @staticmethod
     def get_impl_cls() -> type[SDPAImpl]:

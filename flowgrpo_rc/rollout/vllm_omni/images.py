@@ -1,4 +1,4 @@
-"""One rollout as vllm-omni's requests, one an image, and their results as one rollout again."""
+"""Split a rollout into vllm-omni's requests, one an image, and assemble their results."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ _SCHEDULE = ("request_id", "true_cfg_scale", "guidance_scale", "dtype", "window_
 def image_request(
     request: RolloutRequest, row: int, adapter: int
 ) -> tuple[str, dict[str, Any], OmniDiffusionSamplingParams]:
-    """Id, prompt and sampling parameters of one image: vllm-omni's own fields where it has them."""
+    """Id, prompt and sampling parameters of one image, in vllm-omni's own fields if it has them."""
     cond = request.conditioning
     prompt = {"prompt": "", **_fields("prompt", cond.prompts, int(request.prompt_index[row]))}
     if cond.negative is not None:
@@ -45,7 +45,7 @@ def image_request(
 
 
 def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> Trajectories:
-    """Results by the row that each names, whatever order they are in.
+    """Assemble results in any order by the rows that they name.
 
     Raises:
         RolloutError: a row is missing or twice there, an image failed or was drawn with another adapter, or batches

@@ -1,4 +1,4 @@
-"""The adapter inside vllm-omni's worker: tensors in, bound layers, and what those layers hold read back."""
+"""Adapters inside vllm-omni's worker: load tensors, bind them to layers, and read the layers back."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, engine_module, pairs, unpaired
 
 ANY_PATH = "/"
-"""vllm insists on an existing path for every adapter and would ask the hub otherwise; nothing is read from it."""
+"""vllm requires an existing path for every adapter, or else queries the hub; nothing is read from it."""
 
 
 class TensorLoRARequest(LoRARequest):
-    """A LoRA whose weights come with the request."""
+    """A LoRA request that contains the weights."""
 
     push: AdapterPush | None = None
 
@@ -41,7 +41,7 @@ def lora_request(adapter_id: int, push: AdapterPush | None = None) -> LoRAReques
 
 
 def load_adapter(transformer: nn.Module, request: LoRARequest, dtype: torch.dtype) -> tuple[LoRAModel, PEFTHelper]:
-    """What vllm-omni's hook ``_load_diffusion_lora_adapter`` must return; vllm scales B in place, so all is copied.
+    """The result of vllm-omni's hook ``_load_diffusion_lora_adapter``.
 
     Raises:
         AdapterMismatchError: the adapter was never pushed, or has half a pair.
@@ -50,6 +50,7 @@ def load_adapter(transformer: nn.Module, request: LoRARequest, dtype: torch.dtyp
     if push is None:
         raise AdapterMismatchError(f"adapter {request.lora_int_id} is not in the engine any more: call sync() again")
     layers = {}
+    # Copies, since vllm scales B in place.
     present = dict(transformer.named_modules())
     for module, (a, b) in pairs(push.state).items():
         name = engine_module(module, present)
@@ -59,9 +60,9 @@ def load_adapter(transformer: nn.Module, request: LoRARequest, dtype: torch.dtyp
 
 
 def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
-    """The active adapter out of the layers' own buffers, named as the actor names it.
+    """The active adapter from the layers' own buffers, under the actor's names.
 
-    With tensor parallelism every process of the group must call it, and each puts the parts of all together.
+    With tensor parallelism every process of the group must call this, and each assembles all parts.
 
     Raises:
         AdapterMismatchError: a pushed module is bound to no layer, a layer holds what was not pushed, a buffer holds
@@ -72,7 +73,7 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
     held: dict[str, tuple[Tensor, Tensor]] = {}
     aliases: list[tuple[str, Any, Tensor, Tensor]] = []
     layers = {full_name.split(".", 1)[1]: layer for full_name, layer in manager._lora_modules.items()}
-    # All are gathered before any is looked at: who stops half-way leaves the other processes waiting.
+    # Gather all before checking any: a process that raises half-way would leave the others waiting.
     whole = {module: _whole_matrices(module, layer) for module, layer in layers.items()}
     for module, layer in layers.items():
         all_a, all_b = whole[module]
@@ -81,7 +82,7 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
                 continue
             wide_a = [all_a[i] for i in slices]
             wide_b = torch.cat([all_b[i] for i in slices])
-            # vllm's buffers have room for the largest rank; a smaller adapter leaves the rest at 0.
+            # vllm's buffers have the largest rank; a smaller adapter must leave the rest at 0.
             if any(bool(a[push.rank :].any()) for a in wide_a) or bool(wide_b[:, push.rank :].any()):
                 raise AdapterMismatchError(f"{module}: the engine's buffer holds a rank above {push.rank}")
             if not all(torch.equal(a, wide_a[0]) for a in wide_a):
@@ -98,7 +99,7 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
             f"the adapter does not bind: {len(unbound)} of {len(names)} modules reach no layer of vllm-omni's model "
             f"(first: {unbound[0]})"
         )
-    # vllm-omni's model has its entry layer under two names, and wraps it under both.
+    # vllm-omni's model has its entry layer under two names, and wraps both.
     for engine_name, base, a, b in aliases:
         twin = next((n for n in names if n in layers and layers[n].base_layer is base), None)
         if twin is None or not (torch.equal(held[names[twin]][0], a) and torch.equal(held[names[twin]][1], b)):
@@ -133,7 +134,7 @@ def _whole_matrices(module: str, layer: Any) -> tuple[list[Tensor], list[Tensor]
 
 
 def held_by_all(manager: Any, push: AdapterPush) -> tuple[int | None, str]:
-    """Which adapter is active and the digest of ``held_adapter``, the same in all processes of this engine.
+    """The active adapter's id and the digest of ``held_adapter``, checked to be equal in all processes of this engine.
 
     Raises:
         AdapterMismatchError: see ``held_adapter``; or they hold different adapters.
@@ -158,10 +159,9 @@ def held_by_all(manager: Any, push: AdapterPush) -> tuple[int | None, str]:
 
 
 def _slices(manager: Any, module: str, layer: Any) -> list[tuple[str, list[int]]]:
-    """What a layer computes, with the slices that are of it: itself, or the projections that vllm-omni fuses into it.
-
-    A layer of several slices that is one in the adapter too has the same A for all, and its B is cut along them.
-    """
+    """The layers of the adapter that a layer of vllm-omni computes, each with its slices: the layer itself, or the
+    projections that vllm-omni fuses into it."""
+    # A layer of several slices that is one layer of the adapter has the same A for all, and its B is cut along them.
     count = getattr(layer, "n_slices", 1)
     prefix, _, suffix = module.rpartition(".")
     parts = None if count == 1 else manager._get_packed_sublayer_suffixes(suffix, count)
@@ -171,19 +171,19 @@ def _slices(manager: Any, module: str, layer: Any) -> list[tuple[str, list[int]]
 
 
 class RolloutWorker(CustomPipelineWorkerExtension):
-    """Methods that vllm-omni mixes into its worker; the server calls them through ``collective_rpc``."""
+    """Methods of vllm-omni's worker that the server calls through ``collective_rpc``."""
 
     model_runner: Any
     lora_manager: Any
 
     def flowgrpo_prepare(self, vae_dtype: str, batch_guidance: bool) -> None:
-        """Once, after loading."""
+        """Prepare the pipeline once, after loading."""
         self.model_runner.pipeline.prepare(vae_dtype, batch_guidance, self.lora_manager)
 
     def flowgrpo_activate(self, request: Any) -> None:
-        """Bind an adapter to the layers now: vllm-omni would do it, and find out that it cannot, at the first image."""
+        """Bind an adapter to the layers now; vllm-omni would bind it, and fail, at the first image only."""
         self.lora_manager.set_active_adapter(request, 1.0)
 
     def flowgrpo_held(self, push: AdapterPush) -> tuple[int | None, str]:
-        """Which adapter is active, and the digest of what the layers hold of it."""
+        """The active adapter's id, and the digest of the layers' values."""
         return held_by_all(self.lora_manager, push)

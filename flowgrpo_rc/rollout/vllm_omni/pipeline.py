@@ -1,8 +1,7 @@
-"""What the pipelines that vllm-omni runs have in common: its own transformers, the in-process engine's sampling loop.
+"""The base of the pipelines in vllm-omni: its own transformers in the sampling loop of the ``diffusers`` engine.
 
-vllm-omni's scheduler puts compatible requests, one an image, into a batch and hands it to ``forward``; everything
-that must agree between engines (noise, schedule, guidance, transition, window, decoding) is the code that the
-``diffusers`` engine runs, around the transformer as vllm-omni has it.
+vllm-omni's scheduler batches compatible requests, one an image, and passes them to ``forward``. Noise, schedule,
+guidance, transition, window and decoding must agree between engines, so they are the same code in both.
 """
 
 import sys
@@ -26,15 +25,15 @@ from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import check_plain_torch
 
 EXTRA = "flowgrpo"
-"""Where a request's ``extra_args`` hold what vllm-omni has no field for, and a result's metadata what came of it."""
+"""Key of our own values in a request's ``extra_args`` and in a result's metadata."""
 SHARED = ("request_id", "window_size", "noise_level", "sde_type", "record_means")
-"""What all images of one ``RolloutRequest`` have in common and vllm-omni has no field for."""
+"""Fields of a ``RolloutRequest`` that vllm-omni has no field for."""
 PROMPT_FIELDS = ("embeds", "mask", "pooled", "references")
-"""The tensors that an image's prompt carries of ``Prompts``, each after ``prompt_`` or ``negative_``."""
+"""Tensors of ``Prompts`` in an image's prompt, each after ``prompt_`` or ``negative_``."""
 
 
 class VllmFamily(DiffusionModel):
-    """Put before a family's adapter: vllm-omni's transformers have answers of two kinds."""
+    """A mixin for a family's adapter: vllm-omni's transformers return a tuple or an object."""
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
         output = transformer(**inputs, return_dict=False)
@@ -42,9 +41,9 @@ class VllmFamily(DiffusionModel):
 
 
 class NoEncoder(nn.Module):
-    """Where vllm-omni builds a text encoder or its processor: nothing is read or held for it.
+    """Replaces a text encoder or its processor while vllm-omni builds a pipeline, so that none is read or held.
 
-    It has what vllm-omni's pipelines touch of theirs while they are built.
+    It has the attributes that vllm-omni's pipelines use meanwhile.
     """
 
     config = None
@@ -55,11 +54,11 @@ class NoEncoder(nn.Module):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> "NoEncoder":
-        """As of transformers' classes."""
+        """As transformers' classes."""
         return cls()
 
     def get_input_embeddings(self) -> Any:
-        """What a pipeline may tie ``lm_head`` to."""
+        """Weights that a pipeline may tie ``lm_head`` to."""
         return SimpleNamespace(weight=None)
 
     def set_processor(self, *args: Any, **kwargs: Any) -> None:
@@ -67,13 +66,13 @@ class NoEncoder(nn.Module):
 
 
 class Rollout:
-    """Put before a pipeline of vllm-omni: sampling for FlowGRPO from prompt embeddings, so without text encoders."""
+    """A mixin for a pipeline of vllm-omni: FlowGRPO sampling from prompt embeddings, without text encoders."""
 
     supports_request_batch = True
     supports_step_execution: ClassVar[bool] = False
     family: ClassVar[type[DiffusionModel]]
     text_encoders: ClassVar[tuple[str, ...]]
-    """What builds text encoders and their processors, as the module of vllm-omni's pipeline names it."""
+    """Names in the module of vllm-omni's pipeline that build text encoders and their processors."""
     _encoder_modules: ClassVar[list[str]] = []
     od_config: OmniDiffusionConfig
     weights_sources: list[Any]
@@ -84,7 +83,7 @@ class Rollout:
         with _replaced(sys.modules[super().__init__.__module__], self._stand_ins(od_config)):
             super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         encoders: list[str] = super()._encoder_modules  # type: ignore[misc]
-        # Some pipelines leave the reading of their text encoders to what reads their transformer.
+        # Some pipelines read their text encoders together with their transformer.
         self.weights_sources = [source for source in self.weights_sources if source.subfolder not in encoders]
         _name_fused_layers(self.transformer)
         if not hasattr(self.transformer, "config"):
@@ -92,12 +91,11 @@ class Rollout:
         self.model: Any = None
 
     def _stand_ins(self, od_config: OmniDiffusionConfig) -> dict[str, Any]:
-        """Other values for names in the module of vllm-omni's pipeline, while it is built."""
+        """Replacements of names in the module of vllm-omni's pipeline while it is built."""
         return dict.fromkeys(self.text_encoders, NoEncoder)
 
     def prepare(self, vae_dtype: str, batch_guidance: bool, lora_manager: Any) -> None:
-        """Called once after loading: decode in the trainer's precision, guide as it does, and keep who switches
-        adapters."""
+        """Set the trainer's precision of decoding, its way of guidance, and the manager of adapters, after loading."""
         check_plain_torch(self.transformer)
         dtype = torch_dtype(vae_dtype)
         if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
@@ -118,7 +116,7 @@ class Rollout:
         request, own = _rollout_request(req, device)
         sampler = RequestSampler(self.model, self.transformer, request, device)
         images, record = sampler.sample(torch.arange(req.num_reqs))
-        # The server, which knows what was pushed, fills in version and digest.
+        # The server knows the pushed adapter, and fills in version and digest.
         echo = sampler.echo(adapter_version=-1, adapter_digest="")
         adapter = self.lora_manager._active_adapter_id
         return [
@@ -135,7 +133,7 @@ class Rollout:
 
 @contextmanager
 def _replaced(module: Any, stand_ins: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, ``module`` has other values for these of its names, all of which it must have."""
+    """Inside, these names of ``module`` have other values. A missing name is an error."""
     before = {name: getattr(module, name) for name in stand_ins}
     vars(module).update(stand_ins)
     try:
@@ -145,7 +143,7 @@ def _replaced(module: Any, stand_ins: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _name_fused_layers(transformer: Any) -> None:
-    """Say where vllm-omni's adapters look for it which layers are fused of which, for transformers that do not."""
+    """Set the attribute by which vllm-omni's adapters find fused layers, on transformers without it."""
     fused: Mapping[str, Sequence[str]] = getattr(transformer, "packed_modules_mapping", {})
     if getattr(transformer, "stacked_params_mapping", None) is None:
         transformer.stacked_params_mapping = [
@@ -154,12 +152,13 @@ def _name_fused_layers(transformer: Any) -> None:
 
 
 def leave_as_they_are(od_config: OmniDiffusionConfig) -> Callable[[Any], Any]:
-    """vllm-omni's pre- and post-processor: requests hold embeddings, and ``forward`` returns finished images."""
+    """vllm-omni's pre- and post-processor, without effect."""
+    # Requests contain embeddings, and ``forward`` returns finished images.
     return lambda value: value
 
 
 def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[RolloutRequest, list[dict[str, Any]]]:
-    """The batch as one request, from what arrived with each image; and each image's own settings."""
+    """The batch as one request, and each image's own settings."""
     params = req.sampling_params_list
     own = [p.extra_args[EXTRA] for p in params]
     if any(o[name] != own[0][name] for o in own for name in SHARED):
@@ -200,7 +199,7 @@ def _prompts(req: DiffusionRequestBatch, name: str, device: torch.device) -> Pro
 
 
 def _row(echo: Echo, i: int) -> Echo:
-    """The echo of one image, with tensors of its own: each travels in a result of its own."""
+    """The echo of one image. Its tensors are copies, because each result is pickled by itself."""
     starts = None if echo.window_starts is None else echo.window_starts[i : i + 1].clone()
     return replace(
         echo,

@@ -1,11 +1,9 @@
-"""vllm's linear layers on a CPU: plain torch, whatever the processor offers.
+"""Make vllm's linear layers on a CPU use plain torch.
 
-Once a layer's weights are loaded, vllm's CPU platform chooses a kernel for its product by asking the processor: AMX
-tiles, AVX512, Arm's ACL, AMD's zentorch, else oneDNN. It packs the weight for that kernel and drops the original. Here
-that would be wrong twice: ``scripts/install_vllm_omni_cpu.sh`` builds none of these kernels, so that the worker ends
-where the processor offers them; and a packed weight rounds unlike the trainer does and cannot be read back.
-
-Nothing here is needed on a GPU. vllm is imported inside a function, since the trainer's side uses this file too.
+vllm's CPU platform chooses a kernel by the processor's features (AMX, AVX512, Arm's ACL, AMD's zentorch, else oneDNN),
+packs each loaded weight for it and drops the original. That is wrong here for two reasons:
+``scripts/install_vllm_omni_cpu.sh`` builds none of these kernels, and a packed weight rounds unlike the trainer's and
+cannot be read back. Nothing of this is needed on a GPU.
 """
 
 import importlib
@@ -16,11 +14,11 @@ import torch
 from torch import nn
 
 CHOICE = ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")
-"""The one function in which vllm chooses; its layers look it up there each time that they have been loaded."""
+"""The function in which vllm chooses; its layers look it up after each loading."""
 UNCALLED = {"silu_and_mul": "silu_and_mul(Tensor! out, Tensor input) -> ()"}
-"""Kernels that vllm's activations look up when they are made and do not call on a CPU, with torch's declarations."""
+"""Kernels that vllm's activations look up but do not call on a CPU, with torch's declarations."""
 _MISSING_KERNEL = re.compile(r"'_\w*C\w*' object has no attribute '(\w+)'")
-"""What torch says when an operator of vllm's compiled library ``_C`` (``_moe_C``, ``_C_cache_ops``) is not there."""
+"""torch's error for a missing operator of vllm's compiled library ``_C`` (``_moe_C``, ``_C_cache_ops``)."""
 _REMEDY = "install the versions of constraints-vllm.txt, or set actor_rollout_ref.rollout.name=diffusers"
 
 
@@ -44,7 +42,7 @@ def keep_plain_torch() -> None:
 
 
 def check_plain_torch(model: nn.Module) -> None:
-    """Make sure that it holds for a model that vllm has loaded.
+    """Check that a model loaded by vllm multiplies by plain torch.
 
     Raises:
         RuntimeError: names the first layer with another product.
@@ -59,7 +57,7 @@ def check_plain_torch(model: nn.Module) -> None:
 
 
 def with_cause(error: str) -> str:
-    """An error from the engine's process, with cause and remedy where vllm asked for a kernel that is not built."""
+    """Add cause and remedy to an error of the engine's process about a kernel that is not built."""
     missing = _MISSING_KERNEL.search(error)
     if missing is None:
         return error
@@ -71,16 +69,16 @@ def with_cause(error: str) -> str:
 
 
 def _declare_uncalled() -> None:
-    """Give what is looked up in vain a declaration without a kernel: a call would be an error of torch's."""
+    """Declare ``UNCALLED`` without kernels; a call would be an error of torch's."""
     for name, declaration in UNCALLED.items():
         if not hasattr(torch.ops._C, name):
             _DECLARATIONS.define(declaration)
 
 
 _DECLARATIONS = torch.library.Library("_C", "FRAGMENT")
-"""torch forgets a declaration with the library that it was made in."""
+"""Kept alive, because torch drops the declarations of a deleted library."""
 
 
 def _use_torch(layer: Any, remove_weight: bool) -> None:
-    """In the place of vllm's choice; ``remove_weight`` is for packed weights, and here the layer's own is used."""
+    """Replaces vllm's choice. ``remove_weight`` is ignored: it is for packed weights."""
     layer.cpu_linear = torch.nn.functional.linear

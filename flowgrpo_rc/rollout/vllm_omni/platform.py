@@ -1,6 +1,6 @@
-"""vllm-omni on a CPU: the platform that its worker, runner and attention layers ask for.
+"""The platform of vllm-omni's worker, runner and attention layers on a CPU.
 
-Loaded only through ``plugin.register``, so never where an accelerator exists.
+Loaded through ``plugin.register`` only, and so never beside an accelerator.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def set_device(cls, device: Any) -> None:
-        """There is one. A worker sets it before it loads a model, so that this is the place to settle its kernels."""
+        """Settle the kernels: a worker calls this before it loads a model."""
         keep_plain_torch()
 
     @classmethod

@@ -2,7 +2,7 @@
 
 
 def register() -> str | None:
-    """The platform class's name, or ``None`` where vllm-omni's own platforms serve."""
+    """The platform class's name; ``None`` beside an accelerator, for vllm-omni's own platforms."""
     import torch
 
     if torch.accelerator.is_available():

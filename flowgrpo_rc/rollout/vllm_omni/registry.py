@@ -19,14 +19,14 @@ _FLUX2_EMBEDDERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineEntry:
-    """What has to be known about a pipeline in vllm-omni before its engine is started."""
+    """Facts about a pipeline in vllm-omni that are needed before its engine is started."""
 
     rollout: str
-    """Where its ``Rollout`` is, as ``module:class``; the module imports vllm-omni's pipeline."""
+    """``module:class`` of its ``Rollout``; the module imports vllm-omni's pipeline."""
 
     takes_no_adapter: tuple[str, ...] = ()
-    """The linear layers that vllm-omni gives no adapter, because they are no layers of vllm's: patterns of ``fnmatch``
-    for the full names of the trainer's layers."""
+    """Patterns of ``fnmatch`` for linear layers, under the trainer's names, that vllm-omni gives no adapter because they
+    are not vllm's layers."""
 
 
 PIPELINES = {
@@ -50,4 +50,4 @@ PIPELINES = {
         rollout=f"{_FAMILIES}.wan:WanRollout", takes_no_adapter=("condition_embedder.*", "proj_out")
     ),
 }
-"""Class name in a pipeline's ``model_index.json`` -> how vllm-omni draws it."""
+"""By class name in a pipeline's ``model_index.json``."""

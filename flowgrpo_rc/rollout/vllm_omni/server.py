@@ -1,7 +1,7 @@
 """The object in a vllm_omni engine's process.
 
-It holds one ``AsyncOmni`` with one diffusion stage, which vllm-omni runs inside this process. An adapter goes through
-``AsyncOmni.add_lora``, a rollout through one ``AsyncOmni.generate`` an image; vllm-omni's scheduler batches them.
+It has one ``AsyncOmni`` with one diffusion stage, which vllm-omni runs inside this process. An adapter goes through
+``AsyncOmni.add_lora``, and each image through one ``AsyncOmni.generate``; vllm-omni's scheduler batches them.
 """
 
 import asyncio
@@ -72,22 +72,22 @@ class Server:
             stage_init_timeout=settings.init_timeout_s,
         )
         self._pushed: Any = None
-        """The adapter that is in use."""
+        """The adapter in use."""
         self._adapter = 0
-        """Its id in vllm-omni: a number of its own for every push, since vllm-omni keeps the old one of a used id."""
+        """Its id in vllm-omni. Every push has a new one, since vllm-omni keeps the old adapter of a used id."""
         self._digest = ""
-        """What the layers held of it when it was bound."""
+        """Digest of the layers when it was bound."""
         self._ids = itertools.count(1)
         self._sleeps = config.vllm_omni.sleep
         self._asleep = False
         self._used = (0, 0)
         """Bytes of the GPU in use before the last sleep and after."""
         self._loop = asyncio.new_event_loop()
-        """Runs while there is something to do: between two calls nothing is left."""
+        """Runs during calls only."""
         self._run(self._worker("flowgrpo_prepare", settings.vae_dtype, settings.batch_guidance))
 
     def sync(self, push: Any) -> str:
-        """Take over an adapter, an ``AdapterPush``; returns the digest of what the layers then hold.
+        """Take over an ``AdapterPush``; returns the digest of the layers' values.
 
         Raises:
             AdapterMismatchError: it does not bind; the one before stays in use.
@@ -119,20 +119,20 @@ class Server:
         return self._loop.run_until_complete(work)
 
     async def _sleep(self) -> None:
-        """Have the weights wait in the host's memory, if they are to."""
+        """Move the weights to the host's memory, if the engine sleeps."""
         if not self._sleeps or self._asleep:
             return
         before = _bytes_in_use()
-        # Level 1: of level 2, vllm-omni's own default, it does not wake.
+        # From level 2, vllm-omni's default, it does not wake.
         _check_acknowledged("sleep", await self.omni.sleep(level=1))
         self._asleep = True
         self._used = (before, _bytes_in_use())
 
     async def _wake(self) -> None:
-        """Have the weights on the GPU, and the adapter in its layers as it was.
+        """Move the weights back to the GPU, and check that the layers hold the adapter.
 
         Raises:
-            RuntimeError: it does not wake, or the layers hold something else.
+            RuntimeError: it does not wake, or the layers hold another adapter.
         """
         if not self._asleep:
             return
@@ -146,7 +146,7 @@ class Server:
             )
 
     async def _sync(self, push: Any) -> str:
-        """Add, bind, read back, and only then drop the adapter before it; a refused one leaves that in place."""
+        """Add, bind and read back an adapter; only then drop the one before. A refused adapter leaves that in place."""
         from flowgrpo_rc.models.lora import AdapterMismatchError
         from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
 
@@ -169,7 +169,7 @@ class Server:
                 with suppress(Exception):
                     await self._worker("flowgrpo_activate", lora_request(old))
             raise AdapterMismatchError(str(error)) from error
-        # Only now that the new one is proven to be in the layers.
+        # Only now is the new one proven to be in the layers.
         if old:
             await self.omni.remove_lora(old)
         listed = await self.omni.list_loras()
@@ -180,7 +180,7 @@ class Server:
         return digest
 
     async def _generate(self, request: Any, version: int) -> Any:
-        """Sample all images of a request; they come back in any order and are put in the request's."""
+        """Sample all images of a request and put them into its order."""
         from flowgrpo_rc.rollout.vllm_omni.images import assemble, image_request
 
         if self._pushed is None or self._pushed.version != version:
@@ -205,8 +205,9 @@ class Server:
         return last
 
     async def _worker(self, method: str, *arguments: Any) -> Any:
-        """The worker's answer; vllm-omni reports a worker's error in the result instead of raising it."""
+        """The worker's answer."""
         result = await self.omni.collective_rpc(method, args=arguments)
+        # vllm-omni returns a worker's error instead of raising it.
         while isinstance(result, list) and len(result) == 1:
             result = result[0]
         if isinstance(result, dict) and result.get("supported") is False:
@@ -215,7 +216,7 @@ class Server:
 
 
 def _check_acknowledged(what: str, acknowledgements: Sequence[Any]) -> None:
-    """vllm-omni reports that it could not in its answer instead of raising it."""
+    """Raise the errors that vllm-omni returns instead of raising them."""
     faults = [str(ack.error_msg) for ack in acknowledgements if ack.status != "SUCCESS"]
     if faults or not acknowledgements:
         reason = faults[0] if faults else "nothing answered"
@@ -223,7 +224,7 @@ def _check_acknowledged(what: str, acknowledgements: Sequence[Any]) -> None:
 
 
 def _bytes_in_use() -> int:
-    """Of this process's GPU, by all processes."""
+    """Bytes of this process's GPU in use by all processes."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

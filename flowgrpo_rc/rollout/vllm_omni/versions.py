@@ -1,4 +1,4 @@
-"""Which vllm-omni this package works with."""
+"""Versions of vllm-omni and its companions that this package works with."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -7,7 +7,7 @@ _SERIES = {"vllm": "0.30", "vllm-omni": "0.30", "diffusers": "0.40"}
 
 
 def check_versions() -> None:
-    """Refuse a set of versions that was never made to work together; imports nothing of it.
+    """Refuse other versions than the working set, without importing the packages.
 
     Raises:
         ImportError: a package is missing or of another series; names the working set.

@@ -15,7 +15,7 @@ from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
 
 
 class VllmQwenFamily(VllmFamily):
-    """What vllm-omni's transformer of all Qwen-Image pipelines is told besides."""
+    """All Qwen-Image pipelines: vllm-omni's transformer also takes the lengths of prompts."""
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning

@@ -25,16 +25,14 @@ class WanRollout(Rollout, Wan22Pipeline):
         super().__init__(od_config=od_config, prefix=prefix)
         check_head_width(od_config.tf_model_config.attention_head_dim)
         self.config = SimpleNamespace(expand_timesteps=self.expand_timesteps)
-        # vllm-omni builds one with a shift of its own, whatever the model's configuration says.
+        # vllm-omni ignores the model's configuration and builds one with a fixed shift.
         settings: Any = diffusers.FlowMatchEulerDiscreteScheduler.load_config(od_config.model, subfolder="scheduler")
         self.scheduler = getattr(diffusers, settings["_class_name"]).from_config(settings)
 
 
 def check_head_width(width: int) -> None:
-    """Raise ``ValueError`` where vllm-omni's positions are not those of diffusers.
-
-    Both give rows and columns an even part of a head's ``width``, and time the rest; vllm-omni then cuts at thirds.
-    """
+    """Raise ``ValueError`` for a head width at which vllm-omni's positions differ from diffusers'."""
+    # Both give rows and columns an even part of the width and time the rest, but vllm-omni then cuts at thirds.
     if 2 * (width // 6) != width // 3:
         raise ValueError(
             f"transformer/config.json: attention_head_dim={width}, which vllm-omni divides among time, rows and "

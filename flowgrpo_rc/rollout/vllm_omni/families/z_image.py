@@ -16,8 +16,8 @@ class VllmZImage(VllmFamily, ZImage):
     """Z-Image around vllm-omni's pipeline."""
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
-        # vllm-omni's attention has no mask, and rotates all of a batch by the positions of the first: what goes through
-        # it together must be of one length once it is padded.
+        # vllm-omni's attention has no mask and rotates a whole batch by the positions of its first row, so the rows of
+        # one call must have the same padded length.
         groups: dict[int, list[int]] = {}
         for row, caption in enumerate(inputs["cap_feats"]):
             groups.setdefault(-(-len(caption) // SEQ_MULTI_OF), []).append(row)
@@ -37,6 +37,6 @@ class ZImageRollout(Rollout, ZImagePipeline):
     text_encoders = ("create_transformers_model",)
 
     def _stand_ins(self, od_config: OmniDiffusionConfig) -> dict[str, Any]:
-        # vllm-omni builds the transformer in the released size, whatever its configuration says.
+        # vllm-omni ignores the configuration and builds the transformer in the released size.
         sizes = get_transformer_config_kwargs(od_config.tf_model_config, ZImageTransformer2DModel)
         return super()._stand_ins(od_config) | {"ZImageTransformer2DModel": partial(ZImageTransformer2DModel, **sizes)}
