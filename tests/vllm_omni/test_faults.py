@@ -2,24 +2,20 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch.testing import assert_close
 
 pytest.importorskip("vllm")
 
-from engine_pair import TIMEOUTS, make_pair, random_adapter, request_for, zero_adapter
-from tests_support import alive, wait_until
+from engine_pair import TIMEOUTS, random_adapter, request_for, zero_adapter
+from tests_support import alive
 from tolerances import LATENT
 
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError, RolloutSyncError
-from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.process import EngineProcess
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush
@@ -52,43 +48,6 @@ def test_killed_in_the_middle_of_a_rollout(pair):
     assert (pair.vllm.restarts, alive(first)) == (restarts + 1, False)
     assert_close(result.batch["next_latents"], expected.batch["next_latents"], atol=LATENT, rtol=0)
     check_rollout(request, result, pair.model, HeldAdapter(4, expected.echo.adapter_digest), "float32")
-
-
-def test_stopped_process_is_ended_and_replaced(pair, monkeypatch):
-    """SIGSTOP: alive for the kernel, silent for us."""
-    request, first = request_for(pair.model), pair.vllm.pid
-    monkeypatch.setattr(pair.vllm._handle.process._process, "_silence_s", 3.0)
-    os.kill(first, signal.SIGSTOP)
-    with pytest.warns(UserWarning, match="gave no sign of life for 3 s while sampling; it was ended"):
-        result = pair.vllm.generate(request)
-    assert not alive(first)
-    assert result.echo.adapter_version == 4
-
-
-def test_rollout_that_takes_too_long_twice_is_an_error_with_its_cause(pair, monkeypatch):
-    """The process beats on while its engine hangs; the second time there is no third."""
-    pair.vllm.generate(request_for(pair.model))
-    impatient = VllmOmniConfig(request_timeout_s=0.5, silence_timeout_s=3.0)
-    with monkeypatch.context() as patched:
-        patched.setattr(pair.vllm._handle.process, "_timeouts", impatient)
-        with (
-            pytest.warns(UserWarning, match=r"took more than 0.5 s for sampling; it was ended"),
-            pytest.raises(RolloutError, match=r"process \d+ took more than 0.5 s for sampling; it was ended; log: "),
-        ):
-            pair.vllm.generate(request_for(pair.model, steps=500))
-    with pytest.warns(UserWarning, match="starting it anew"):
-        assert pair.vllm.generate(request_for(pair.model)).echo.adapter_version == 4
-
-
-def test_died_between_calls_and_sync_brings_it_back(pair):
-    os.kill(pair.vllm.pid, signal.SIGKILL)
-    state = random_adapter(pair, seed=9)
-    with pytest.warns(UserWarning, match="died of signal 9 .*starting it anew"):
-        digest = pair.vllm.sync(state, 5)
-    assert digest == pair.vllm.digest_of(state)
-    result = pair.vllm.generate(request_for(pair.model))
-    assert (result.echo.adapter_version, result.echo.adapter_digest) == (5, digest)
-    pair.sync(random_adapter(pair), 4)
 
 
 def test_vllm_omni_refuses_what_does_not_bind(pair):
@@ -144,30 +103,3 @@ def test_model_that_cannot_be_loaded_ends_in_one_line(pair, tmp_path):
     with pytest.raises(RolloutError, match="ended with code 1 while starting; log: .*, which ends: ") as caught:
         broken.start()
     assert "\n" not in str(caught.value)
-
-
-def test_no_orphan_when_the_trainer_is_killed(tmp_path):
-    """kill -9 leaves the trainer no time to close anything."""
-    script = (
-        "import sys, time; sys.path[:0] = sys.argv[1:]; from engine_pair import make_pair;"
-        "pair = make_pair(); print(pair.vllm.pid, flush=True); time.sleep(120)"
-    )
-    folder = Path(__file__).parent
-    command = [sys.executable, "-c", script, str(folder), str(folder.parent)]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
-    try:
-        engine = int(trainer.stdout.readline())
-        assert alive(engine)
-    finally:
-        trainer.kill()
-        trainer.wait()
-    wait_until(lambda: not alive(engine))
-
-
-def test_close_ends_the_process():
-    pair = make_pair()
-    pid = pair.vllm.pid
-    pair.vllm.close()
-    assert not alive(pid)
-    pair.vllm.close()

@@ -73,9 +73,16 @@ def assert_parity(pair, request):
     return {name: (got.batch[name] - expected.batch[name]).abs().max().item() for name in TENSORS}
 
 
-@pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("window", [2, 0])
-@pytest.mark.parametrize("adapter", [zero_adapter, random_adapter])
+@pytest.mark.parametrize(
+    ("adapter", "window", "guided"),
+    [
+        (zero_adapter, 2, True),
+        (zero_adapter, 0, False),
+        (random_adapter, 2, False),
+        (random_adapter, 2, True),
+        (random_adapter, 0, True),
+    ],
+)
 def test_images_latents_and_log_probs_equal_the_diffusers_engines(pair, adapter, window, guided, record_property):
     pair.sync(adapter(pair), 3)
     differences = assert_parity(pair, pair.request(guided=guided, window=window))
@@ -100,8 +107,7 @@ def test_the_adapter_changes_the_images(pair):
     assert_close(drawn[0], drawn[2], atol=LATENT, rtol=0)
 
 
-@pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("window", [2, 0])
+@pytest.mark.parametrize(("window", "guided"), [(2, False), (0, True)])
 def test_the_proof_accepts_it(pair, window, guided):
     state = random_adapter(pair, seed=5)
     digest = pair.sync(state, 11)
@@ -130,9 +136,7 @@ def test_sync_leaves_the_trainers_tensors_alone(pair):
     assert all(torch.equal(state[name], before[name]) for name in state)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen_image", "stable_diffusion_3", "flux_dev", "flux2_klein_references", "z_image", "wan"]
-)
+@pytest.mark.parametrize("family", ["qwen_image", "flux2_klein_references", "wan"])
 def test_a_scale_that_is_no_power_of_two_and_bfloat16(path_of, family):
     """alpha / rank = 1.5 rounds B once more than PEFT does; means stay a rounding apart, the digest is exact."""
     pair = make_pair(path_of(family), FAMILIES[family], dtype=torch.bfloat16, alpha=6)

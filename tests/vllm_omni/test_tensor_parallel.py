@@ -30,7 +30,7 @@ def free_port():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen_image", "flux_dev", "wan"])
+@pytest.mark.parametrize("name", ["qwen_image", "flux_dev"])
 def test_two_processes_hold_and_draw_what_one_does(tmp_path, monkeypatch, name):
     """With ``lora_alpha / lora_rank`` = 1.5, and every linear layer that vllm-omni gives an adapter by default."""
     torch.set_num_threads(1)

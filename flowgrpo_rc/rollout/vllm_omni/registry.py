@@ -25,7 +25,7 @@ class PipelineEntry:
     """``module:class`` of its ``Rollout``; the module imports vllm-omni's pipeline."""
 
     takes_no_adapter: tuple[str, ...] = ()
-    """Patterns of ``fnmatch`` for linear layers, under the trainer's names, that vllm-omni gives no adapter because they
+    """Patterns of ``fnmatch`` for linear layers, by the trainer's names, that vllm-omni gives no adapter because they
     are not vllm's layers."""
 
 
