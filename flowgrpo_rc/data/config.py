@@ -1,4 +1,4 @@
-"""The section ``data`` of a configuration: where prompts come from and how many make a step. Names follow verl."""
+"""The section ``data`` of a configuration: prompt files and batch sizes. Names follow verl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Count = Annotated[int, Check(lambda number: number >= 1, "it must be 1 or more"
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class DataConfig(Section):
-    """Where the prompts come from and how many make a step."""
+    """Prompt files and the number of prompts per step."""
 
     section = "data"
 
@@ -36,11 +36,10 @@ class DataConfig(Section):
     """Largest number of validation prompts that are used, the first ones; null for all."""
 
     prompt_key: Annotated[str, Check(bool, "name the column that holds the prompt")] = "prompt"
-    """Column (parquet) or key (jsonl) that holds the prompt, as a string or as chat messages, of which the user's last
-    counts."""
+    """Column (parquet) or key (jsonl) of the prompt: a string, or chat messages whose last one of the user counts."""
 
     shuffle: bool = True
-    """Whether the training prompts are visited in a new random order every epoch."""
+    """Visit the training prompts in a new random order every epoch."""
 
     seed: Annotated[int, Check(lambda seed: seed >= 0, "it must be 0 or more")] = 42
     """Seed of the random order in which the training prompts are visited."""

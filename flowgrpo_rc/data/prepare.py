@@ -23,7 +23,7 @@ class PreparedFile:
     """A file that was written."""
 
     path: Path
-    """Where it is."""
+    """Place on the disk."""
 
     split: str
     """``train`` or ``test``."""
@@ -49,7 +49,7 @@ def prepare_ocr(
 
     Args:
         output_dir: created when missing; existing files are replaced.
-        negative_prompt: what the negative prompt says.
+        negative_prompt: text of every negative prompt.
         system_prompt: system message of both prompts; None for none.
 
     Raises:

@@ -28,19 +28,19 @@ class PromptRecord:
     """One prompt of a data set."""
 
     prompt: str
-    """What to draw."""
+    """Text of the image."""
 
     negative_prompt: str | None = None
-    """What to steer away from under classifier-free guidance; None when the data set says nothing."""
+    """Negative prompt of classifier-free guidance; None if the data set has none."""
 
     images: tuple[ReferenceImage, ...] = ()
-    """What to edit or to follow, for the families that take references."""
+    """Reference images, for the families that take them."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     """The other columns of the row, for reward functions, and ``images`` where there are any."""
 
     source: str = ""
-    """Where it stands, for messages: ``train.txt:3`` is line 3, ``train.parquet:3`` is row 3, counted from 1."""
+    """Place in the file, for messages: ``train.txt:3`` is line 3, ``train.parquet:3`` is row 3, counted from 1."""
 
 
 def load_prompts(
@@ -52,7 +52,7 @@ def load_prompts(
 
     * ``.txt``: a prompt a line.
     * ``.jsonl``: an object a line. ``.parquet``: a row a prompt. The prompt, and the optional ``negative_prompt``,
-      is a string or a list of chat messages ``{"role", "content"}``, of which the user's last counts. The
+      is a string or a list of chat messages ``{"role", "content"}``, whose last message of the user counts. The
       optional ``images`` is a path, relative to the prompt file, or a list of paths; in parquet also a file's bytes
       or ``{"bytes", "path"}``. The remaining columns become ``metadata``.
 
@@ -64,9 +64,9 @@ def load_prompts(
         max_samples: stop after this many prompts; None for all.
 
     Raises:
-        ValueError: a file is missing, empty, damaged, of an unknown format or not what its name says, or a row has
-            no usable prompt: none, a blank one, or one that no tokenizer takes; or an image that cannot be used. The
-            message names the file and the line or row.
+        ValueError: a file is missing, empty, damaged or of another format, or a row has no usable prompt (none, a
+            blank one, or one with control characters) or an unusable image. The message names the file and the line
+            or row.
     """
     paths = [Path(files)] if isinstance(files, (str, PathLike)) else [Path(file) for file in files]
     if not paths:
@@ -95,14 +95,12 @@ def _with_images(record: PromptRecord, read: ReferenceReader) -> PromptRecord:
 
 
 def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:
-    if "\0" in str(path):
-        raise ValueError(f"{str(path)!r} holds a NUL character, which no path can; check the path of the prompt file")
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise ValueError(f"{path}: unknown format {path.suffix!r}; prompt files end in {', '.join(READERS)}")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder; give the prompt files in it, one or a list of them")
-    # os.path, as pathlib raises for paths that are too long; only a regular file is opened, as a pipe may never end.
+    # Only a regular file is opened: a pipe may never end.
     if not os.path.isfile(path):
         raise ValueError(f"{path} does not exist or is not a file; check the path of the prompt file")
     return list(read(path, prompt_key))
@@ -132,11 +130,11 @@ READERS: dict[str, Callable[[Path, str], Iterator[PromptRecord]]] = {
     ".jsonl": _json_records,
     ".parquet": _parquet_records,
 }
-"""Ending of a file's name -> what reads its prompts, given the path and the column that holds the prompt."""
+"""Ending of a file's name -> reader of its prompts, given the path and the column that holds the prompt."""
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Where each non-blank line stands, ``train.txt:3``, and the line, stripped."""
+    """Each non-blank line, stripped, with its place: ``train.txt:3``."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -151,8 +149,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         if content.startswith((b"\xff\xfe", b"\xfe\xff")):
             found = "but UTF-16"
         raise ValueError(f"{path} is not UTF-8 text {found}; save it as UTF-8") from error
-    # Only line ends end a line: str.splitlines would also break at separators inside a prompt. A byte order mark
-    # stands at the beginning, twice where an editor has added its own, and inside where files were put together.
+    # str.splitlines would also break at separators inside a prompt. A byte order mark can stand inside a file, where
+    # several were put together.
     for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), start=1):
         stripped = line.lstrip("\ufeff").strip()
         if stripped:
@@ -184,7 +182,7 @@ def _check_characters(text: str, name: str, source: str) -> None:
 
 
 def _text(value: Any, key: str, source: str) -> str:
-    """A plain string, or what the user says last in a list of chat messages."""
+    """A plain string, or the user's last message in a list of chat messages."""
     if isinstance(value, str):
         _check_characters(value, repr(key), source)
         return value

@@ -1,4 +1,4 @@
-"""Which prompts make the next batch: endless, reproducible, resumable."""
+"""Sampler of prompt batches: endless, reproducible, resumable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SETTINGS = {
     "seed": "data.seed",
     "shuffle": "data.shuffle",
 }
-"""Attributes that must be as they were for a position to mean anything, and the options that decide them."""
+"""Attributes that a saved position depends on, and the options that set them."""
 
 
 class PromptSampler:

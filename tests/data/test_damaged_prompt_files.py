@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from flowgrpo_rc.data import DataConfig, load_prompts, prepare_ocr
+from flowgrpo_rc.data import load_prompts, prepare_ocr
 
 
 def refused(path: Path, *words: str, **options: Any) -> str:
@@ -44,25 +43,14 @@ def parquet(folder: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 # ------------------------------------------------------------------ characters
 
-USER = '{"prompt": [{"role": "user", "content": %s}]}'
-
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (r'{"prompt": "a \ud800 b"}', "'prompt' holds half a surrogate pair (U+D800) at character 3"),
-        (r'{"prompt": "\uDFFF"}', "half a surrogate pair (U+DFFF) at character 1"),
-        (r'{"prompt": "\udc00\ud800"}', "half a surrogate pair (U+DC00)"),
-        (r'{"prompt": "a", "negative_prompt": "\ud800"}', "'negative_prompt' holds half a surrogate pair"),
-        (USER % r'"\ud83d"', "'prompt' holds half a surrogate pair (U+D83D)"),
-        (r'{"prompt": [{"role": "system", "content": "\ud800"}, {"role": "user", "content": "x"}]}', "surrogate"),
-        (r'{"prompt": "a", "reward_model": {"ground_truth": ["\ud800"]}}', "'reward_model' holds half a surrogate"),
-        (r'{"prompt": "a", "\ud800": 1}', "surrogate"),
         (r'{"prompt": "a\u0000b"}', "'prompt' holds the control character U+0000 at character 2"),
         (r'{"prompt": "a\u001b[31m"}', "the control character U+001B"),
-        (r'{"prompt": "a\u007f"}', "the control character U+007F"),
         (r'{"prompt": "a", "negative_prompt": "\u0007"}', "'negative_prompt' holds the control character U+0007"),
-        (USER % r'"a\u0000"', "'prompt' holds the control character U+0000"),
+        (r'{"prompt": [{"role": "user", "content": "a\u0000"}]}', "'prompt' holds the control character U+0000"),
     ],
 )
 def test_characters_that_no_tokenizer_takes(tmp_path: Path, line: str, says: str) -> None:
@@ -76,9 +64,7 @@ def test_what_is_text_stays(tmp_path: Path) -> None:
     assert [record.prompt for record in load_prompts(path)] == ["good", "\U0001f600", *texts]
 
 
-@pytest.mark.parametrize(
-    "text", ["\u200b", "\u200b \ufeff", "\u00a0", "\u2800", "\u3164", "\u0301", "\u2028", "\u00ad"]
-)
+@pytest.mark.parametrize("text", ["\u200b \ufeff", "\u00a0", "\u0301"])
 def test_prompts_that_show_nothing(tmp_path: Path, text: str) -> None:
     refused(jsonl(tmp_path, json.dumps({"prompt": f" {text}"})), "a.jsonl:2: 'prompt' is blank")
     path = tmp_path / "a.txt"
@@ -103,8 +89,7 @@ def test_characters_in_parquet(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ bytes
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-@pytest.mark.parametrize("mark", ["\ufeff", "\ufeff\ufeff"])
+@pytest.mark.parametrize(("name", "mark"), [("a.txt", "\ufeff"), ("a.jsonl", "\ufeff\ufeff")])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_byte_order_marks_and_line_ends(tmp_path: Path, name: str, mark: str, end: str) -> None:
     lines = ["one", "two"] if name == "a.txt" else ['{"prompt": "one"}', '{"prompt": "two"}']
@@ -128,38 +113,18 @@ def test_other_encodings(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"prompt": "x", "seed": ' + "1" * 5000 + "}", "Exceeds the limit"),
-        ("1" * 5000, "Exceeds the limit"),
-        ("[" * 100_000, "nests too deeply"),
-        ('{"prompt": "x", "a": ' + "[" * 50_000 + "]" * 50_000 + "}", "nests too deeply"),
-        ('{"prompt": "x", "a": ' + "[" * 100 + "]" * 100 + "}", "nests too deeply"),
-        ('{"a":' * 50_000 + "1" + "}" * 50_000, "nests too deeply"),
-        ('{"prompt": "x", "score": NaN}', "NaN is no JSON number"),
-        ('{"prompt": "x", "score": -Infinity}', "-Infinity is no JSON number"),
-        ('{"prompt": "x", "score": 1e999}', "the number 1e999 is too large"),
-        ('{"prompt": "x", "prompt": "y"}', "the key 'prompt' stands there twice"),
-        ('{"prompt": "x", "a": {"b": 1, "b": 2}}', "the key 'b' stands there twice"),
         ('{"prompt": "x"', "is not JSON"),
         ('{"prompt": "x"} {"prompt": "y"}', "is not JSON (Extra data"),
         ("{'prompt': 'x'}", "is not JSON"),
-        ('{"prompt": "x",}', "is not JSON"),
         ("null", "is a JSON NoneType; write one object a line"),
         ('["x"]', "is a JSON list; write one object a line"),
         ("{}", "has no column 'prompt'; it has none"),
         ('{"prompt": {"a": 1}}', "'prompt' is a dict"),
-        ('{"prompt": 1e3}', "'prompt' is a float"),
         ('{"prompt": true}', "'prompt' is a bool"),
     ],
 )
 def test_lines_that_are_no_usable_json(tmp_path: Path, line: str, says: str) -> None:
-    if "Exceeds" in says and not hasattr(sys, "get_int_max_str_digits"):
-        pytest.skip("this Python has no limit on digits")
     refused(jsonl(tmp_path, line), "a.jsonl:2", says)
-
-
-def test_rows_may_nest_a_little_and_be_wide(tmp_path: Path) -> None:
-    wide = json.dumps({"prompt": "x", "boxes": [[0, 1], [2, 3]] * 100, "a": json.loads("[" * 99 + "]" * 99)})
-    assert len(load_prompts(jsonl(tmp_path, wide))) == 2
 
 
 def test_many_columns_make_no_long_message(tmp_path: Path) -> None:
@@ -200,44 +165,12 @@ def test_our_own_files_have_checksums(tmp_path: Path) -> None:
     refused(file.path, "is damaged in rows 1 to 50", "CRC checksum")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.9])
 def test_a_file_that_is_cut_off(tmp_path: Path, share: float) -> None:
     path = parquet(tmp_path, {"prompt": [f"prompt {i}" for i in range(1000)]})
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
     refused(path, "is not a parquet file (")
-
-
-@pytest.mark.parametrize("change", ["magic", "footer", "encrypted"])
-def test_a_file_with_a_damaged_end(tmp_path: Path, change: str) -> None:
-    path = parquet(tmp_path, {"prompt": ["x"] * 1000})
-    content = bytearray(path.read_bytes())
-    if change == "magic":
-        content[-4:] = b"XXXX"
-    elif change == "footer":
-        content[-60:-10] = b"\xff" * 50
-    else:
-        content[-4:] = b"PARE"
-    path.write_bytes(content)
-    refused(path, "is not a parquet file (")
-
-
-def test_every_single_damaged_block_is_one_line_or_harmless(tmp_path: Path) -> None:
-    """Sixteen bytes at a time of a small file, overwritten: never another error than ours."""
-    path = parquet(tmp_path, {"prompt": [f"prompt {i}" for i in range(60)], "n": list(range(60))}, row_group_size=20)
-    whole = path.read_bytes()
-    outcomes = {"refused": 0, "read": 0}
-    for start in range(0, len(whole), 16):
-        damaged = bytearray(whole)
-        damaged[start : start + 16] = bytes(b ^ 0xA5 for b in damaged[start : start + 16])
-        path.write_bytes(damaged)
-        try:
-            load_prompts(path)
-            outcomes["read"] += 1
-        except ValueError as error:
-            outcomes["refused"] += str(error).startswith(str(path))
-    assert sum(outcomes.values()) == len(range(0, len(whole), 16))
-    assert outcomes["refused"] > 50
 
 
 def test_arrow_types_of_text(tmp_path: Path) -> None:
@@ -270,17 +203,6 @@ def test_arrow_types_that_are_no_text(tmp_path: Path, column: Any, says: str) ->
     refused(parquet(tmp_path, {"prompt": column}), "a.parquet:1", says)
 
 
-def test_text_that_is_not_utf8_inside_parquet(tmp_path: Path) -> None:
-    raw = pyarrow.array([b"good", b"\xff\xfe"], pyarrow.binary())
-    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, raw.buffers())
-    refused(parquet(tmp_path, {"prompt": text}), "is damaged in rows 1 to 2", "UTF8")
-
-
-def test_a_value_that_python_cannot_represent(tmp_path: Path) -> None:
-    far = pyarrow.array([0, 2**60], pyarrow.timestamp("us"))
-    refused(parquet(tmp_path, {"prompt": ["a", "b"], "when": far}), "a.parquet:2: 'when' cannot be read as timestamp[")
-
-
 def test_empty_row_groups_and_folders_with_names_of_columns(tmp_path: Path) -> None:
     """pyarrow's reader of data sets would take a column `prompt` from the folder's name."""
     folder = tmp_path / "prompt=elsewhere"
@@ -291,12 +213,6 @@ def test_empty_row_groups_and_folders_with_names_of_columns(tmp_path: Path) -> N
             writer.write_table(part)
     records = load_prompts(folder / "a.parquet")
     assert [(r.prompt, r.metadata) for r in records] == [("one", {}), ("two", {})]
-
-
-def test_two_columns_of_one_name(tmp_path: Path) -> None:
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    refused(tmp_path / "a.parquet", "has two columns 'prompt'")
 
 
 # ------------------------------------------------------------------ paths
@@ -310,8 +226,6 @@ def test_folders_pipes_and_links(tmp_path: Path) -> None:
     refused(tmp_path / "pipe.txt", "does not exist or is not a file")
     (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
     refused(tmp_path / "loop.txt", "does not exist or is not a file")
-    with pytest.raises(ValueError, match="does not exist or is not a file"):
-        load_prompts(tmp_path / f"{'x' * 5000}.txt")
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,15 +235,6 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = jsonl(tmp_path)
     monkeypatch.setattr(Path, "read_bytes", deny)
     refused(path, "cannot be read (Permission denied)")
-
-
-def test_nul_in_a_path() -> None:
-    with pytest.raises(ValueError, match=r"data\.train_files: got 'a\\x00\.txt'; a path cannot hold a NUL character"):
-        DataConfig(train_files="a\0.txt")
-    with pytest.raises(ValueError, match=r"data\.val_files: got \['a', 'b\\x00'\]; a path cannot hold a NUL"):
-        DataConfig(val_files=["a", "b\0"])
-    with pytest.raises(ValueError, match=r"'a\\x00\.txt' holds a NUL character"):
-        load_prompts("a\0.txt")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -347,9 +252,3 @@ def test_times_in_nanoseconds_are_read_in_microseconds(tmp_path: Path) -> None:
     plain, aware, duration, time = record.metadata.values()
     assert {plain.microsecond, aware.microsecond, duration.microseconds, time.microsecond} == {234_567}
     assert (plain.tzinfo, str(aware.tzinfo)) == (None, "UTC")
-
-
-@pytest.mark.parametrize("name", ["a.TXT", "a.JsonL"])
-def test_endings_in_capitals(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"prompt": "one"}\n')
-    assert len(load_prompts(tmp_path / name)) == 1
