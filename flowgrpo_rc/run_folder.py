@@ -180,8 +180,8 @@ class RunFolder:
 
     def grids(self) -> dict[int, Path]:
         """The sample grids by their step, in order."""
-        found = {_step_of(grid): grid for grid in self.samples.glob("step_*.png") if grid.stem[5:].isdecimal()}
-        return dict(sorted(found.items()))
+        grids = [grid for grid in self.samples.glob("step_*.png") if grid.stem[5:].isdecimal()]
+        return dict(sorted((int(grid.stem[5:]), grid) for grid in grids))
 
     # ------------------------------------------------------------------ moving aside
 

@@ -23,7 +23,6 @@ from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.probe_images import ProbedRun
 from flowgrpo_rc.gap.rescoring import Rescoring
-from flowgrpo_rc.loss import group_advantages, normalised_sum
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.rewards import RewardResult
@@ -31,24 +30,24 @@ from flowgrpo_rc.rollout import RolloutPool, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
-from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
+from flowgrpo_rc.rollout.seeds import IMAGE, seed_for
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
-from flowgrpo_rc.sde import draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer import launch
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.advantages import batch_advantages, reward_statistics
 from flowgrpo_rc.trainer.announcement import announcement
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, resume_run, save_run
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.dumps import DumpedImage
-from flowgrpo_rc.trainer.encoding import PromptSet
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
-from flowgrpo_rc.trainer.scoring import BatchScoring, names_of_all
+from flowgrpo_rc.trainer.rollout_requests import RolloutRequests, encode_prompts, image_numbers
+from flowgrpo_rc.trainer.scoring import BatchScoring
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
@@ -122,7 +121,8 @@ class FlowGRPOTrainer:
             overlaps=config.reward.overlap,
             ahead=rollout.ahead > 0 and isinstance(run.engine, RolloutPool),
         )
-        self.rollouts = RolloutQueue(run.engine, self.adapter, rollout.ahead, run.total_steps, self._ask)
+        self.requests = RolloutRequests(run, self.scoring, self._configured_mode)
+        self.rollouts = RolloutQueue(run.engine, self.adapter, rollout.ahead, run.total_steps, self.requests)
         self.rescoring = Rescoring(
             rollout,
             self._configured_mode,
@@ -138,17 +138,17 @@ class FlowGRPOTrainer:
     def train_step(self) -> dict[str, float]:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
         with self.timer("rollout"):
-            asked = self.rollouts.next(self.step)
-        prompts, cond = asked.prompts, asked.request.conditioning
-        with asked.scoring as scoring:
+            request = self.rollouts.next(self.step)
+        prompts, cond = request.prompts, request.request.conditioning
+        with request.scoring as scoring:
             with self.timer("rollout"):
-                batch, images = self._rollout(asked)
+                batch, images = self._rollout(request)
             with self.timer("probe"), self._naming(batch, prompts):
                 sync_metrics = self.rescoring(batch, cond, self.step)
             with self.timer("reward"):
                 scored = scoring.result(images)
                 self.timer.beside("reward_work", scoring.seconds)
-                metrics = self._reward_statistics(scored)
+                metrics = reward_statistics(scored, self._gather)
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
                 self._dump_rollout(images, prompts, batch, scored)
@@ -169,135 +169,22 @@ class FlowGRPOTrainer:
         self.mode = outcome.mode
         return metrics | outcome.metrics | self._peak_memory()
 
-    # ------------------------------------------------------------------ the stages
-
-    def _peak_memory(self) -> dict[str, float]:
-        """The most memory that any process has held, and the engines' own figures."""
-        own = peak_memory(self.accelerator.device)
-        if isinstance(self.run.engine, MeasuresMemory):
-            own |= self.run.engine.memory_metrics()
-        everywhere = self._gather(torch.tensor([list(own.values())]))
-        return dict(zip(own, everywhere.amax(0).tolist(), strict=True))
-
-    def _ask(self, step: int) -> BatchRequest:
-        """This process's rollout request of a step: the next prompts of the data."""
-        rollout = self.config.actor_rollout_ref.rollout
-        seed = self.config.rollout_seed
-        prompts, rows = self._next_prompts()
-        group = rows.repeat_interleave(rollout.n)
-        # In bypass mode the engine is the old policy, and objectives that compare means need its means. The guard may
-        # change the mode before the batch is learned from, so that the configured mode decides.
-        mode = self._configured_mode
-        request = RolloutRequest(
-            conditioning=self.conditioning(prompts, rollout.pipeline),
-            prompt_index=torch.arange(len(rows)).repeat_interleave(rollout.n),
-            num_inference_steps=rollout.pipeline.num_inference_steps,
-            seeds=[seed_for(seed, IMAGE, step, i) for i in self._image_numbers(group).tolist()],
-            window_starts=torch.tensor(self._window_starts(rows.tolist(), step)).repeat_interleave(rollout.n),
-            window_size=self.window.size,
-            noise_level=rollout.algo.noise_level,
-            sde_type=rollout.algo.sde_type,
-            record_means=mode.objective.needs_old_means and mode.bypasses,
-        )
-        records = [record for record in prompts for _ in range(rollout.n)]
-        return BatchRequest(step, prompts, group, request, self.scoring(records))
-
-    def _next_prompts(self) -> tuple[list[PromptRecord], Tensor]:
-        """This process's prompts of the next batch and their positions in it.
-
-        Each mini-batch is split over the processes, so that an optimizer step sees the same images with any number of
-        processes.
-        """
-        positions = torch.arange(self.config.data.train_batch_size)
-        mini = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        own = positions.view(-1, self.accelerator.num_processes, mini // self.accelerator.num_processes)
-        rows = own[:, self.accelerator.process_index].flatten()
-        chosen = next(self.run.sampler)
-        return [self.run.train_prompts[int(chosen[i])] for i in rows.tolist()], rows
-
-    def _rollout(self, asked: BatchRequest) -> tuple[TensorDict, np.ndarray]:
+    def _rollout(self, request: BatchRequest) -> tuple[TensorDict, np.ndarray]:
         """The recorded steps and the images of the batch; its scoring receives images as they are finished."""
         trajectories, held = self.rollouts.draw()
-        self._prove(asked.request, trajectories, held)
+        self._check(request.request, trajectories, held)
         assert trajectories.batch is not None
-        trajectories.batch[Key.GROUP] = asked.group
+        trajectories.batch[Key.GROUP] = request.group
         return trajectories.batch, trajectories.images.numpy()
-
-    def _image_numbers(self, group: Tensor) -> Tensor:
-        """Numbers of the images in the batch of all processes, from the positions of their prompts."""
-        n = self.config.actor_rollout_ref.rollout.n
-        return group * n + torch.arange(n).repeat(len(group) // n)
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and check that the engine used the requested adapter, schedule, guidance and noise."""
         trajectories = self.run.engine.generate(request)
-        self._prove(request, trajectories, self.adapter.held)
+        self._check(request, trajectories, self.adapter.held)
         return trajectories
 
-    def _prove(self, request: RolloutRequest, trajectories: Trajectories, held: HeldAdapter) -> None:
-        dtype = self.config.actor_rollout_ref.rollout.dtype
-        check_rollout(request, trajectories, self.run.model, held, dtype)
-
-    def _window_starts(self, groups: list[int], step: int) -> list[int]:
-        """First stochastic step of each prompt group of a step's batch."""
-        algo = self.config.actor_rollout_ref.rollout.algo
-        if algo.sample_strategy == "progressive":
-            return [progressive_window_start(self.window, step, algo.iters_per_group)] * len(groups)
-        seed = self.config.rollout_seed
-        if algo.sde_window_seed is not None:  # one place for all groups
-            seed = algo.sde_window_seed
-            groups = [0] * len(groups)
-        return [draw_window_start(self.window, generator_for(seed, WINDOW, step, g)) for g in groups]
-
-    def _reward_statistics(self, result: RewardResult) -> dict[str, float]:
-        """Mean, deviation and range of the reward over all processes, and mean and deviation of every part.
-
-        Raises:
-            RewardError: the processes' functions do not report the same parts of their scores.
-        """
-        columns = {"mean": result.total} | result.parts | result.inner_parts
-        names = names_of_all(gather_object([list(columns)]))
-        gathered = self._gather(torch.from_numpy(np.stack([columns[name] for name in names], axis=1)).double())
-        metrics = {f"reward/{name}": float(v) for name, v in zip(names, gathered.mean(0), strict=True)}
-        scores = dict(zip(names, gathered.unbind(1), strict=True))
-        for name in result.parts:
-            metrics[f"reward/std/{name}"] = float(scores[name].std(correction=0))
-        total = scores["mean"]
-        metrics |= {"reward/std": float(total.std(correction=0)), "reward/max": float(total.max())}
-        return metrics | {"reward/min": float(total.min())}
-
-    def _advantages(
-        self, scored: RewardResult, batch: TensorDict, old: OldPolicy | None
-    ) -> tuple[Tensor, dict[str, float]]:
-        """This process's advantages, from the rewards of all processes.
-
-        With ``rejection_aware_baseline`` an image without a kept step does not enter its group's statistics.
-        """
-        algorithm = self.config.algorithm
-        keep = None
-        if algorithm.rejection_aware_baseline:
-            assert old is not None
-            assert old.keep is not None
-            keep = self._gather(old.keep.any(1))
-        group = self._gather(batch[Key.GROUP])
-        rewards = self._gather(torch.from_numpy(scored.total))
-        if self.config.reward.normalization is not None:
-            weights = self.config.reward.weights()
-            parts = self._gather(torch.from_numpy(np.stack([scored.parts[name] for name in weights], axis=1)))
-            rewards = normalised_sum(parts, torch.tensor(list(weights.values())), group, keep=keep)
-        result = group_advantages(
-            rewards,
-            group,
-            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-            global_std=algorithm.global_std,
-            keep=keep,
-        )
-        count = len(scored.total)
-        own = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
-        return result.advantages[own].float(), {
-            "reward/group_std_mean": result.group_std_mean,
-            "reward/zero_std_fraction": result.zero_std_fraction,
-        }
+    def _check(self, request: RolloutRequest, trajectories: Trajectories, held: HeldAdapter) -> None:
+        check_rollout(request, trajectories, self.run.model, held, self.config.actor_rollout_ref.rollout.dtype)
 
     def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
         """The old policy: the rollout's in bypass mode, else the actor's.
@@ -322,6 +209,24 @@ class FlowGRPOTrainer:
             gap.add(moments)
         return old, gap
 
+    def _advantages(
+        self, scored: RewardResult, batch: TensorDict, old: OldPolicy | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        keep = None
+        if self.config.algorithm.rejection_aware_baseline:
+            # Such a run has no free mini-batch, so that every row is scored and corrected by now.
+            assert old is not None
+            assert old.keep is not None
+            keep = old.keep.any(1)
+        rank = self.accelerator.process_index
+        return batch_advantages(self.config, scored, batch[Key.GROUP], keep, self._gather, rank)
+
+    def _mini_batches(self, size: int, old: OldPolicy | None) -> list[MiniBatch]:
+        """The rows of each optimizer step, with their old policy where they have been scored."""
+        start = size - (0 if old is None else len(old))
+        parts = torch.arange(size).chunk(self.config.mini_batches)
+        return [MiniBatch(rows, None if old is None or rows[0] < start else old.rows(rows - start)) for rows in parts]
+
     @contextmanager
     def _naming(self, batch: TensorDict, prompts: list[PromptRecord]) -> Iterator[None]:
         """Add step and prompts to the error of samples that are not finite, which every process raises."""
@@ -332,12 +237,6 @@ class FlowGRPOTrainer:
             texts = dict.fromkeys(gather_object(own))
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
-
-    def _mini_batches(self, size: int, old: OldPolicy | None) -> list[MiniBatch]:
-        """The rows of each optimizer step, with their old policy where they have been scored."""
-        start = size - (0 if old is None else len(old))
-        parts = torch.arange(size).chunk(self.config.mini_batches)
-        return [MiniBatch(rows, None if old is None or rows[0] < start else old.rows(rows - start)) for rows in parts]
 
     # ------------------------------------------------------------------ the run
 
@@ -514,17 +413,7 @@ class FlowGRPOTrainer:
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
-        asked = PromptSet(prompts, pipeline)
-        negative = asked.negative(self.run.model)
-        length = pipeline.max_sequence_length
-        return Conditioning(
-            self.run.encoder(asked.positive, length),
-            self.run.encoder(negative, length) if negative else None,
-            pipeline.true_cfg_scale,
-            pipeline.guidance_scale,
-            pipeline.height,
-            pipeline.width,
-        )
+        return encode_prompts(self.run, prompts, pipeline)
 
     def probed_run(self) -> ProbedRun:
         """The parts of this run that ``flowgrpo_rc.gap.probe`` measures, before the first step."""
@@ -548,13 +437,22 @@ class FlowGRPOTrainer:
     ) -> None:
         """Keep the images of this step's rollout, under the number of the step that learns from them."""
         assert self.run.rollout_dump is not None
+        numbers = image_numbers(batch[Key.GROUP], self.config.actor_rollout_ref.rollout.n)
         kept = []
-        for i, number in enumerate(self._image_numbers(batch[Key.GROUP]).tolist()):
+        for i, number in enumerate(numbers.tolist()):
             prompt = prompts[int(batch[Key.PROMPT_INDEX][i])].prompt
             seed = seed_for(self.config.rollout_seed, IMAGE, self.step, number)
             parts = {name: float(values[i]) for name, values in reward.parts.items()}
             kept.append(DumpedImage(number, images[i], prompt, seed, float(reward.total[i]), parts))
         self.outputs.images(self.run.rollout_dump, self.step + 1, kept)
+
+    def _peak_memory(self) -> dict[str, float]:
+        """The most memory that any process has held, and the engines' own figures."""
+        own = peak_memory(self.accelerator.device)
+        if isinstance(self.run.engine, MeasuresMemory):
+            own |= self.run.engine.memory_metrics()
+        everywhere = self._gather(torch.tensor([list(own.values())]))
+        return dict(zip(own, everywhere.amax(0).tolist(), strict=True))
 
     @property
     def interrupted(self) -> bool:

@@ -115,7 +115,7 @@ def test_engines_draw_while_the_actor_learns(small_config, pooled, monkeypatch):
 
     pooled(Watched)
     trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=1", "trainer.test_freq=-1"))
-    ask = trainer._ask
+    ask = trainer.requests
 
     def noted(step):
         asked = ask(step)
@@ -278,7 +278,7 @@ def test_the_last_batches_are_not_asked_for_twice_and_old_ones_are_dropped(small
     pooled()
     trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=4", "trainer.total_training_steps=2"))
     asked = []
-    ask = trainer._ask
+    ask = trainer.requests
     trainer.rollouts._request = lambda step: (asked.append(step), ask(step))[1]
     trainer.fit()
     assert asked == [0, 1]

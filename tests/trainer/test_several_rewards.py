@@ -10,8 +10,7 @@ import torch
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.rewards import RewardError, RewardMix, RewardResult
-from flowgrpo_rc.trainer import FlowGRPOTrainer, setup, validation
-from flowgrpo_rc.trainer import trainer as trainer_module
+from flowgrpo_rc.trainer import FlowGRPOTrainer, advantages, setup, validation
 
 pytestmark = pytest.mark.run
 SCORERS = """
@@ -184,7 +183,7 @@ def reported(monkeypatch, trainer, *ranks):
     answers = [RewardResult(total=np.zeros(2, np.float32), parts={"f": np.zeros(2, np.float32)}, info={"f": info})
                for info in ranks]  # fmt: skip
     columns = [{"mean": one.total} | one.parts | one.inner_parts for one in answers]
-    monkeypatch.setattr(trainer_module, "gather_object", lambda own: [list(names) for names in columns])
+    monkeypatch.setattr(advantages, "gather_object", lambda own: [list(names) for names in columns])
 
     def gather(own):
         shown.append(own)
@@ -194,7 +193,7 @@ def reported(monkeypatch, trainer, *ranks):
     monkeypatch.setattr(trainer, "_gather", gather)
     for rank, answer in enumerate(answers):
         try:
-            told.append(trainer._reward_statistics(answer))
+            told.append(advantages.reward_statistics(answer, trainer._gather))
             assert torch.equal(shown[-1], gather(None)[2 * rank : 2 * rank + 2])
         except RewardError as error:
             told.append(str(error))
