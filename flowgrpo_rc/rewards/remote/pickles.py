@@ -103,58 +103,53 @@ class _Unpickler(pickle._Unpickler):
 
 
 class _Dtype:
-    """Arguments of a numpy dtype, unchecked."""
+    """Stands for ``numpy.dtype``, of numbers, booleans or texts."""
 
     def __init__(self, code: Any, *_flags: Any) -> None:
-        self.code = code
-        self.state: Any = ("=",)
+        if type(code) is not str or not re.fullmatch(r"b1|[iuf][1248]|U[0-9]{1,6}", code):
+            # The text of nested tuples could be as large as their hash is slow.
+            name = code[:20] if type(code) is str else type(code).__name__
+            raise PickleError(f"the pickle has a numpy array of type {name!r}; only numbers and texts are read")
+        self.numpy = np.dtype(code)
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state[1:5]
-
-    def numpy(self) -> np.dtype:
-        # Byte order, then the subtype, names and fields of records, which are None for numbers and texts.
-        order, *fields = self.state
-        if type(self.code) is not str or not re.fullmatch(r"b1|[iuf][1248]|U[0-9]{1,6}", self.code):
-            # The text of nested tuples could be as large as their hash is slow.
-            name = self.code[:20] if type(self.code) is str else type(self.code).__name__
-            raise PickleError(f"the pickle has a numpy array of type {name!r}; only numbers and texts are read")
+        # Version and byte order, then the subtype, names and fields of records.
+        order, *fields = state[1:5]
         if order not in ("<", ">", "|", "=") or any(field is not None for field in fields):
             raise PickleError("the pickle has a numpy dtype in an unknown form")
-        return np.dtype(order + self.code)
+        self.numpy = self.numpy.newbyteorder(order)
 
 
 class _Array:
-    """Arguments of a numpy array or scalar, unchecked."""
+    """Stands for a numpy array, whose data follow as its state."""
 
-    def __init__(self, shape: Any = None, dtype: Any = None, fortran: Any = False, raw: Any = None) -> None:
-        self.state = (shape, dtype, fortran, raw)
+    values: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state[1:]
+        _version, shape, dtype, fortran, raw = state
+        self.values = _values(shape, dtype, fortran, raw)
 
-    def values(self) -> Any:
-        """Nested lists of Python's numbers or texts; one of them for a scalar."""
-        shape, dtype, fortran, raw = self.state
-        dtype = dtype.numpy() if type(dtype) is _Dtype else None
-        if dtype is None or type(raw) not in (bytes, bytearray) or type(shape) is not tuple or len(shape) > DEEPEST:
-            raise PickleError("the pickle has a numpy array in an unknown form")
-        # Rare, and another order of the same bytes.
-        if fortran:
-            raise PickleError("the pickle has a numpy array in Fortran's order; send it in C's")
-        # Before the product, which Python computes in full for integers of any size.
-        sized = all(type(length) is int and 0 <= length <= MOST_VALUES for length in shape)
-        if not sized or math.prod(shape) * dtype.itemsize != len(raw):
-            raise PickleError(f"the pickle has a numpy array whose shape does not fit its {len(raw)} bytes")
-        return np.frombuffer(raw, dtype).reshape(shape).tolist() if raw else []
+
+def _values(shape: Any, dtype: Any, fortran: Any, raw: Any) -> Any:
+    """The data of an array as nested lists of Python's numbers or texts; one of them for a scalar."""
+    if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray) or type(shape) is not tuple:
+        raise PickleError("the pickle has a numpy array in an unknown form")
+    # Rare, and another order of the same bytes.
+    if fortran:
+        raise PickleError("the pickle has a numpy array in Fortran's order; send it in C's")
+    # Before the product, which Python computes in full for integers of any size.
+    sized = len(shape) <= DEEPEST and all(type(length) is int and 0 <= length <= MOST_VALUES for length in shape)
+    if not sized or math.prod(shape) * dtype.numpy.itemsize != len(raw):
+        raise PickleError(f"the pickle has a numpy array whose shape does not fit its {len(raw)} bytes")
+    return np.frombuffer(raw, dtype.numpy).reshape(shape).tolist() if raw else []
 
 
 _REPLACED = {
     "numpy.dtype": _Dtype,
     "numpy.ndarray": None,  # only ever an argument of ``_reconstruct``
     "multiarray._reconstruct": lambda *_: _Array(),
-    "multiarray.scalar": lambda dtype, raw: _Array((), dtype, False, raw),
-    "numeric._frombuffer": lambda raw, dtype, shape, order: _Array(shape, dtype, order == "F", raw),
+    "multiarray.scalar": lambda dtype, raw: _values((), dtype, False, raw),
+    "numeric._frombuffer": lambda raw, dtype, shape, order: _values(shape, dtype, order == "F", raw),
 }
 """Replacements of numpy's functions. numpy 1 has them in ``numpy.core``, numpy 2 in ``numpy._core``."""
 
@@ -180,5 +175,5 @@ class _Plain:
             case dict():
                 return {key: self.of(item, depth + 1) for key, item in value.items()}
             case _Array():
-                return self.of(value.values(), depth)
+                return self.of(value.values, depth)
         raise PickleError(f"the pickle holds a {type(value).__name__.strip('_').lower()} where data is expected")

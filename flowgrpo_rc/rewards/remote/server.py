@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,15 +61,6 @@ class _Refused(Exception):
 _ENDING = "the server is being ended"
 
 
-@dataclass(kw_only=True)
-class _Job:
-    """A decoded request on its way to the main thread and back."""
-
-    images: np.ndarray
-    request: Request
-    answer: Future[Answer] = field(default_factory=Future)
-
-
 class RewardServer:
     """One reward function behind an address.
 
@@ -96,7 +86,7 @@ class RewardServer:
         self.images = 0
         self._reward = reward
         self._waiting = 0
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Answer], np.ndarray, Request]] = queue.SimpleQueue()
         self._decoded = asyncio.Semaphore(MOST_DECODED)
         # First, so that a missing package shows before the port is taken.
         self._http = self._server()
@@ -116,11 +106,11 @@ class RewardServer:
                     job = self._jobs.get(timeout=POLL_S)
                 except queue.Empty:
                     continue
-                self._work(job)
+                self._score(*job)
         finally:
             self.stopping = True
             while not self._jobs.empty():
-                self._jobs.get().answer.set_exception(_Refused(503, _ENDING))
+                self._jobs.get()[0].set_exception(_Refused(503, _ENDING))
             self._http.should_exit = True
             listener.join(2 * FAREWELL_S)
 
@@ -133,22 +123,22 @@ class RewardServer:
         counts = {"requests": self.requests, "images": self.images, "waiting": self._waiting}
         return {"status": "ok", "function": self.name, "version": __version__, **counts}
 
-    def _work(self, job: _Job) -> None:
+    def _score(self, answer: Future[Answer], images: np.ndarray, request: Request) -> None:
         # Cancelled with its connection.
-        if not job.answer.set_running_or_notify_cancel():
+        if not answer.set_running_or_notify_cancel():
             return
         try:
-            result = self._reward(job.images, job.request.prompts, job.request.metadata)
+            result = self._reward(images, request.prompts, request.metadata)
         except Exception as error:
-            job.answer.set_exception(_Refused(500, one_line(error)))
+            answer.set_exception(_Refused(500, one_line(error)))
         except BaseException:
             # Ctrl-C, or a deadline that cannot be handled: the client learns of the end before the process goes.
-            job.answer.set_exception(_Refused(503, _ENDING))
+            answer.set_exception(_Refused(503, _ENDING))
             raise
         else:
             self.requests += 1
-            self.images += len(job.images)
-            job.answer.set_result(Answer(scores=result.parts[self.name], info=result.info[self.name]))
+            self.images += len(images)
+            answer.set_result(Answer(scores=result.parts[self.name], info=result.info[self.name]))
 
     def _server(self) -> Any:
         try:
@@ -214,15 +204,15 @@ class RewardServer:
             async with self._decoded:
                 body = await _read(request)
                 # In a thread: decoding takes seconds, and health checks must be answered meanwhile.
-                job = await asyncio.to_thread(self._job, body)
+                scored, images = await asyncio.to_thread(self._decode, body)
                 # A client that gave up has often sent the request again.
                 if await request.is_disconnected():
                     raise _Refused(400, "the client has closed the connection")
                 if self.stopping:
                     raise _Refused(503, _ENDING)
-                self._jobs.put(job)
-                answer = await asyncio.wrap_future(job.answer)
-                return len(job.images), self.protocol.write_answer(answer)
+                answer: Future[Answer] = Future()
+                self._jobs.put((answer, images, scored))
+                return len(images), self.protocol.write_answer(await asyncio.wrap_future(answer))
         finally:
             self._waiting -= 1
 
@@ -242,10 +232,10 @@ class RewardServer:
             return _Refused(503, f"{MOST_WAITING} requests are waiting already; ask again later")
         return None
 
-    def _job(self, body: bytes) -> _Job:
+    def _decode(self, body: bytes) -> tuple[Request, np.ndarray]:
         try:
             request = self.protocol.read_request(body)
-            return _Job(images=decode(request.files), request=request)
+            return request, decode(request.files)
         except ValueError as error:
             raise _Refused(400, one_line(error)) from error
 
