@@ -187,6 +187,9 @@ def convert(kind: Any, value: Any) -> Any:
             result = _convert(base, value)
             _hold(conditions, [result])
         except TypeError:
+            # The range of a number is the clearer remedy for NaN and infinity than its type.
+            if base is float and conditions and isinstance(value, float):
+                raise ValueError(f"got {show(value)}; {_remedy(conditions[0])}{or_null}") from None
             continue
         except ValueError as error:
             raise ValueError(f"{error}{or_null}") from None
@@ -271,8 +274,11 @@ def _hold(conditions: Sequence[Check], values: Sequence[Any]) -> None:
     for condition in conditions:
         for value in values:
             if not condition.holds(value):
-                remedy = condition.remedy
-                raise ValueError(f"got {show(value)}; {remedy if isinstance(remedy, str) else remedy()}")
+                raise ValueError(f"got {show(value)}; {_remedy(condition)}")
+
+
+def _remedy(condition: Check) -> str:
+    return condition.remedy if isinstance(condition.remedy, str) else condition.remedy()
 
 
 def _split(kind: Any) -> tuple[Any, tuple[Any, ...]]:
