@@ -8,12 +8,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from engine_pair import request_for
 from tiny_families import stable_diffusion_3 as tiny_sd3
 
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
 from flowgrpo_rc.models.registry import FAMILIES
-from flowgrpo_rc.rollout import EngineLostError, RolloutError
+from flowgrpo_rc.rollout import EngineLostError, RolloutError, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.vllm_omni import plain_torch, plugin, versions
 from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, engine_module, expected_shapes, pairs, unpaired
@@ -243,7 +244,7 @@ class Losing:
         return self._call(f"sync {version}", f"digest {version}")
 
     def generate(self, request):
-        return self._call("generate", "images")
+        return self._call("generate", object.__new__(Trajectories))
 
     def _call(self, name, answer):
         self.calls.append(name)
@@ -258,8 +259,6 @@ def engine_of(monkeypatch, tiny_model):
     """``make(handle)``: the engine beside the actor around this handle."""
     from flowgrpo_rc.rollout.vllm_omni import engine
 
-    monkeypatch.setattr(engine, "_on_host", lambda request: request)
-
     def make(handle):
         monkeypatch.setattr(engine, "VllmOmniHandle", lambda *_, **__: handle)
         return engine.VllmOmniEngine(RolloutConfig(name="vllm_omni"), tiny_model, ModelConfig(), "cpu")
@@ -267,13 +266,13 @@ def engine_of(monkeypatch, tiny_model):
     return make
 
 
-def test_a_lost_process_is_started_once_and_gets_its_adapter_again(engine_of):
+def test_a_lost_process_is_started_once_and_gets_its_adapter_again(engine_of, tiny_model):
     handle = Losing(0)
     made = engine_of(handle)
     assert made.sync({"a": torch.zeros(1)}, 4) == "digest 4"
     handle.losses = 1
     with pytest.warns(UserWarning, match="killed; starting it anew"):
-        assert made.generate(None) == "images"
+        made.generate(request_for(tiny_model))
     assert handle.calls == ["start", "sync 4", "generate", "start", "sync 4", "generate"]
     assert made.restarts == 1
     handle.losses = 1
@@ -282,10 +281,10 @@ def test_a_lost_process_is_started_once_and_gets_its_adapter_again(engine_of):
     assert handle.calls[6:] == ["sync 5", "start", "sync 5"]
 
 
-def test_a_process_that_is_lost_twice_in_a_call_is_an_error(engine_of):
+def test_a_process_that_is_lost_twice_in_a_call_is_an_error(engine_of, tiny_model):
     handle = Losing(0)
     made = engine_of(handle)
     made.sync({"a": torch.zeros(1)}, 4)
     handle.losses = 2
     with pytest.warns(UserWarning, match="starting it anew"), pytest.raises(RolloutError, match="^killed$"):
-        made.generate(None)
+        made.generate(request_for(tiny_model))
