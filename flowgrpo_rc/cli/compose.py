@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.checks import show
+from flowgrpo_rc.cli.arguments import BASE_CONFIG
 from flowgrpo_rc.cli.foreign import CORRECTIONS, ConfigError, Refusals, Translation, find, is_one_value, override
 from flowgrpo_rc.cli.schema import flatten, nest, schema, sections
 from flowgrpo_rc.correction.options.quoting import quote_bands, refuse_unquoted_bands
@@ -23,8 +24,6 @@ from flowgrpo_rc.section import INVALID, Problems, convert
 from flowgrpo_rc.trainer.config import SHARED_CORRECTION, FlowGRPOConfig
 
 __all__ = ["BASE_CONFIG", "ConfigError", "compose", "to_yaml"]
-
-BASE_CONFIG = "flowgrpo_trainer"
 
 
 class _Override(NamedTuple):

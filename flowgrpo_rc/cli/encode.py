@@ -1,27 +1,27 @@
-"""``flowgrpo-rc encode-prompts``: put the prompts of a configuration through the text encoder, ahead of its runs."""
+"""The command ``flowgrpo-rc encode-prompts``: encode the prompts of a configuration ahead of its runs."""
 
 import argparse
 from typing import Any
 
-from flowgrpo_rc.cli.arguments import add_configuration
+from flowgrpo_rc.cli.arguments import add_command, add_configuration
 from flowgrpo_rc.cli.errors import LOADING
 
 
-def add_encode(commands: Any, default_config: str) -> None:
-    """Adds the command to the parser's ``commands``."""
-    text = "encode the prompts of a configuration ahead, so that its runs load no text encoder"
-    command = commands.add_parser(
+def add_encode(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    command = add_command(
+        commands,
         "encode-prompts",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}. Training, validation and negative prompts; those in the store "
-        "already are left alone. Exit code: 0 done, 1 failed, 2 refused.",
+        "encode the prompts of a configuration ahead, so that its runs load no text encoder",
+        "Training, validation and negative prompts; those in the store already are left alone. Exit code: 0 done, 1 "
+        "failed, 2 refused.",
     )
-    add_configuration(command, default_config)
+    add_configuration(command)
     command.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Encodes what the store lacks and says what was done; returns the exit code."""
+    """Encode the prompts that the store lacks and print a summary; returns the exit code."""
     from flowgrpo_rc.cli.compose import compose
 
     config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)

@@ -1,4 +1,4 @@
-"""``flowgrpo-rc``: its commands, and their exit codes."""
+"""The command ``flowgrpo-rc``: its subcommands and their exit codes."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flowgrpo_rc import __version__
-from flowgrpo_rc.cli.arguments import add_configuration
+from flowgrpo_rc.cli.arguments import BASE_CONFIG, add_command, add_configuration
 from flowgrpo_rc.cli.check_reward import add_check_reward
 from flowgrpo_rc.cli.encode import add_encode
 from flowgrpo_rc.cli.errors import (
@@ -18,7 +18,6 @@ from flowgrpo_rc.cli.errors import (
     REFUSED,
     TRAINING,
     exit_code,
-    thread_errors_in_a_line,
     warnings_in_a_line,
 )
 from flowgrpo_rc.cli.plan import add_plan
@@ -34,39 +33,45 @@ UNHEALTHY = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed while running, 2 refused before training, 3 a probe
-    found the configuration not safe, a plan that it does not fit, a report a problem or a reward does not score as
-    expected, 4 a probe could not show it safe, 130 ended by a signal.
+    """Run one command; returns the exit code.
 
-    Whatever a command raises becomes a line on standard error and one of these codes; ``FLOWGRPO_RC_DEBUG=1`` shows
-    the traceback too. Only argparse exits by itself, after ``--help`` and for arguments that it cannot read.
+    0: done. 1: failed while running. 2: refused before training. 3: a probe found the configuration not safe, a plan
+    does not fit, a report found a problem, or a reward does not score as expected. 4: a probe could not show the
+    configuration safe. 130: ended by a signal.
+
+    An exception becomes a message on standard error and one of these codes. Only argparse exits by itself, after
+    ``--help`` and for arguments that it cannot read.
     """
-    if "torch" not in sys.modules:  # with torch its threads are settled, and the process is the caller's own
+    # Once torch is imported its threads are set, and the process belongs to the caller.
+    if "torch" not in sys.modules:
         limit_spinning(os.environ)
     with surviving_console() as (out, _err):
         arguments = _parse(argv)
         arguments.phase = COMMAND
-        with thread_errors_in_a_line(), warnings_in_a_line():
+        with warnings_in_a_line():
             try:
                 with ending_on_signals():
                     code = arguments.run(arguments)
-            except BaseException as error:  # SystemExit too: a reward's must not end a run as done
+            # SystemExit too: one of a user's function must not end a run with the code of success.
+            except BaseException as error:
                 return exit_code(error, phase=arguments.phase)
+        # The output is the result of a command that trains nothing, so losing it is a failure.
         if code == 0 and arguments.phase == COMMAND and out.failure is not None:
             return _lost_output(out.failure)
         return code
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses what it cannot read in one line, as the commands do."""
+    """An argparse parser whose errors are one line, as those of the commands."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(REFUSED, f"error: {message}; see {self.prog} --help\n")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand before, between and after options, where argparse takes one group of them alone."""
+    """Parse; overrides may stand before, between and after options."""
     parser = _parser()
+    # argparse takes one group of positional arguments and returns further ones as unknown.
     arguments, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -76,7 +81,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _lost_output(error: BaseException) -> int:
-    """What the command was asked for is its output; a reader that has seen enough (``| head``) lost nothing."""
+    """Exit code of a command whose output could not be written."""
+    # A reader such as head that closes its pipe has lost nothing.
     if isinstance(error, BrokenPipeError):
         return 0
     print(f"error: the output could not be written: {error}", file=sys.stderr)
@@ -91,30 +97,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flowgrpo_rc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    demo = "train the tiny model that comes with the package (a few minutes on two cores)"
     for name, default, text in (
-        ("train", "flowgrpo_trainer", "train a LoRA with FlowGRPO"),
-        (
-            "demo",
-            DEMO_CONFIG,
-            "train the tiny model that comes with the package (a few minutes on two cores)",
-        ),
+        ("train", BASE_CONFIG, "train a LoRA with FlowGRPO"),
+        ("demo", DEMO_CONFIG, demo),
     ):
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command = add_command(commands, name, text)
         add_configuration(command, default)
         command.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
         command.set_defaults(run=_train)
 
-    add_encode(commands, "flowgrpo_trainer")
-    add_probe(commands, "flowgrpo_trainer")
-    add_plan(commands, "flowgrpo_trainer")
+    add_encode(commands)
+    add_probe(commands)
+    add_plan(commands)
     add_check_reward(commands, "flowgrpo_trainer")
 
-    text = "say whether a run is healthy, and write one HTML page about it"
-    report = commands.add_parser(
+    report = add_command(
+        commands,
         "report",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}; also of a run that is still going on. Exit code: 0 no problem, "
-        f"{UNHEALTHY} a problem found, 2 refused (not a run folder, or nothing in it yet).",
+        "check a run's health, and write one HTML page about it",
+        f"The run may still be going on. Exit code: 0 no problem, {UNHEALTHY} a problem found, 2 refused (not a run "
+        "folder, or nothing in it yet).",
     )
     report.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run folder: outputs/PROJECT/EXPERIMENT")
     report.add_argument("--out", type=Path, help="the HTML file (RUN_DIR/report.html)")
@@ -122,13 +125,13 @@ def _parser() -> argparse.ArgumentParser:
 
     add_serve(commands)
 
-    prepare = commands.add_parser("prepare-data", help="turn a known data set into parquet files")
+    prepare = add_command(commands, "prepare-data", "turn a known data set into parquet files")
     prepare.add_argument("dataset", choices=["ocr"], help="ocr: train.txt and test.txt, a prompt a line")
     prepare.add_argument("--input", required=True, help="folder of the data set")
     prepare.add_argument("--output", required=True, help="folder for the parquet files")
     prepare.set_defaults(run=_prepare)
 
-    explain = commands.add_parser("explain-config", help="say in words what a rollout correction does")
+    explain = add_command(commands, "explain-config", "describe a rollout correction in words")
     explain.add_argument("settings", nargs="*", help="keys of algorithm.rollout_correction, e.g. bypass_mode=true")
     explain.set_defaults(run=_explain)
     return parser
@@ -186,7 +189,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise ValueError(f"cannot read {wrong[0]!r}; write key=value")
     try:
         result = explain(RolloutCorrectionConfig.from_dict({k: read_value(k, v) for k, _, v in pairs}))
-    except TypeError as error:  # a value of a kind that the key does not take
+    except TypeError as error:
+        # A value of a wrong type is a refusal here, not a bug.
         raise ValueError(str(error)) from error
     print(result.text)
     for warning in result.warnings:

@@ -1,27 +1,26 @@
-"""``flowgrpo-rc plan``: memory and time of a configuration, before anything is loaded."""
+"""The command ``flowgrpo-rc plan``: memory and time of a configuration, before anything is loaded."""
 
 import argparse
 import math
 from typing import Any
 
-from flowgrpo_rc.cli.arguments import add_configuration
+from flowgrpo_rc.cli.arguments import add_command, add_configuration
 from flowgrpo_rc.planner.machines import TRIED, Gpus, read_gpus
 
 DOES_NOT_FIT = 3
-"""Exit code of a plan that does not fit the GPUs it was asked about."""
+"""Exit code of a plan that does not fit the given GPUs."""
 
 
-def add_plan(commands: Any, default_config: str) -> None:
-    """Adds the command to the parser's ``commands``."""
-    text = "say how much memory and time a configuration needs on which GPUs"
-    command = commands.add_parser(
+def add_plan(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    command = add_command(
+        commands,
         "plan",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}, from configuration files alone: no weights are read and no GPU is "
-        f"needed. Exit code: 0 it fits, {DOES_NOT_FIT} it does not (without a list: none of those that are tried), 2 "
-        "refused.",
+        "compute how much memory and time a configuration needs on GPUs",
+        f"From configuration files alone: no weights are read and no GPU is needed. Exit code: 0 it fits, "
+        f"{DOES_NOT_FIT} it does not (without a list: none of the sizes that are tried), 2 refused.",
     )
-    add_configuration(command, default_config)
+    add_configuration(command)
     command.add_argument(
         "--gpus",
         nargs="?",
@@ -34,37 +33,38 @@ def add_plan(commands: Any, default_config: str) -> None:
         type=_seconds,
         default=0.0,
         metavar="S",
-        help="seconds that the rewards of a batch take once its images are drawn, which leave GPUs idle that take "
-        "turns; for the comparison with engines one batch ahead",
+        help="seconds that the rewards of a batch take after its images are drawn; GPUs that take turns idle then, "
+        "which counts in the comparison with engines one batch ahead",
     )
     command.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Plans and prints; returns the exit code."""
-    if arguments.gpus is not None and "=" in arguments.gpus:  # an override behind a bare --gpus
+    """Plan and print; returns the exit code."""
+    # An override behind a bare --gpus is no list of GPUs.
+    if arguments.gpus is not None and "=" in arguments.gpus:
         arguments.overrides.append(arguments.gpus)
         arguments.gpus = None
-    asked = read_gpus(arguments.gpus) if arguments.gpus is not None else []
+    chosen = read_gpus(arguments.gpus) if arguments.gpus is not None else []
     from flowgrpo_rc.cli.compose import compose
 
     config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
-    for gpus in asked:
+    for gpus in chosen:
         _check_processes(config, gpus.count)
     from flowgrpo_rc.planner.memory import MemoryPlan
     from flowgrpo_rc.planner.text import describe, table
     from flowgrpo_rc.trainer.memory import planned_run
 
     plan = MemoryPlan(planned_run(config))
-    tried = asked or [Gpus(count, size) for count, size in TRIED if _divides(config, count)]
+    tried = chosen or [Gpus(count, size) for count, size in TRIED if _divides(config, count)]
     fitting = [gpus for gpus in tried if plan.memory(plan.run, gpus.count).fits(gpus.bytes)]
-    described = (describe(plan, gpus, _trainers(config, gpus), arguments.reward_seconds) for gpus in asked)
-    print("\n\n".join(described) if asked else table(plan, tried))
-    return 0 if fitting and (not asked or len(fitting) == len(asked)) else DOES_NOT_FIT
+    described = (describe(plan, gpus, _trainers(config, gpus), arguments.reward_seconds) for gpus in chosen)
+    print("\n\n".join(described) if chosen else table(plan, tried))
+    return 0 if fitting and (not chosen or len(fitting) == len(chosen)) else DOES_NOT_FIT
 
 
 def _check_processes(config: Any, count: int) -> None:
-    """Raise ``ValueError`` where ``train`` would refuse so many processes of one machine."""
+    """Raise ``ValueError`` if ``train`` would refuse so many processes of one machine."""
     from flowgrpo_rc.models.sharding import check_division
 
     config.check_processes(count)
@@ -72,12 +72,12 @@ def _check_processes(config: Any, count: int) -> None:
 
 
 def _trainers(config: Any, gpus: Gpus) -> list[int]:
-    """How many trainer processes the run can have on some of these GPUs."""
+    """Numbers of trainer processes that the run can have on some of these GPUs."""
     return [count for count in range(1, gpus.count) if _divides(config, count)]
 
 
 def _seconds(text: str) -> float:
-    """A finite number, not below 0.
+    """A finite number of at least 0.
 
     Raises:
         argparse.ArgumentTypeError: it is something else.
@@ -92,7 +92,7 @@ def _seconds(text: str) -> float:
 
 
 def _divides(config: Any, count: int) -> bool:
-    """Whether so many processes can share the run's mini-batches and weights."""
+    """True if so many processes can share the run's mini-batches and weights."""
     try:
         _check_processes(config, count)
     except ValueError:

@@ -1,10 +1,10 @@
-"""``flowgrpo-rc probe``: measure the gap before training and say whether the configured mode survives it."""
+"""The command ``flowgrpo-rc probe``: measure the gap before training and judge the configured mode."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.cli.arguments import add_configuration
+from flowgrpo_rc.cli.arguments import add_command, add_configuration
 from flowgrpo_rc.cli.errors import LOADING, TRAINING
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
 
@@ -16,25 +16,24 @@ DRIFT_WORDS = (
     "drift: what a step teaches whatever is rewarded, in gradients of one step of the window; interval likewise"
 )
 MAX_FACTOR = 8
-"""How many times ``--images`` the probe samples at most, unless it is told."""
+"""Default of ``--max-images``, in multiples of ``--images``."""
 
 
-def add_probe(commands: Any, default_config: str) -> None:
-    """Adds the command to the parser's ``commands``."""
-    text = "measure the rollout/training gap before training and say whether bypass mode is safe"
-    command = commands.add_parser(
+def add_probe(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    command = add_command(
+        commands,
         "probe",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}. Exit code: 0 safe, {NOT_SAFE} not safe, {NOT_SHOWN_SAFE} not shown "
-        "safe, 2 refused, 1 failed.",
+        "measure the rollout/training gap before training and judge if bypass mode is safe",
+        f"Exit code: 0 safe, {NOT_SAFE} not safe, {NOT_SHOWN_SAFE} not shown safe, 2 refused, 1 failed.",
     )
-    add_configuration(command, default_config)
+    add_configuration(command)
     command.add_argument(
         "--images", default=16, help="images at every place of the SDE window, to start with (%(default)s)"
     )
     command.add_argument(
         "--max-images",
-        help="the same to end with, where fewer do not show on which side of its limit a share lies "
+        help="images to end with at most, if fewer leave open on which side of its limit a share is "
         f"({MAX_FACTOR} times --images); give --images again to stop there",
     )
     command.add_argument("--out", type=Path, default=Path("outputs/probe"), help="folder for probe.json and probe.png")
@@ -42,7 +41,7 @@ def add_probe(commands: Any, default_config: str) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Measures, writes, prints; returns the exit code."""
+    """Measure, write and print; returns the exit code."""
     import tempfile
 
     from flowgrpo_rc.cli.compose import compose
@@ -64,21 +63,21 @@ def run_command(arguments: argparse.Namespace) -> int:
         try:
             trainer.run.end_rewards()  # a probe scores nothing
             result = run_probe(trainer.probed_run(), images, most)
-            # A launcher ends all processes where one ends with a verdict that is not 0.
-            said = _write(out, result) if trainer.accelerator.is_main_process else []
+            # A launcher ends all processes as soon as one exits with a code other than 0.
+            lines = _write(out, result) if trainer.accelerator.is_main_process else []
             trainer.accelerator.wait_for_everyone()
         finally:
             trainer.run.engine.close()
     from flowgrpo_rc.gap import safety
 
     code = {safety.SAFE: 0, safety.NOT_SAFE: NOT_SAFE, safety.NOT_SHOWN_SAFE: NOT_SHOWN_SAFE}[result.advice.verdict]
-    if said:
-        print("\n".join(said))
+    if lines:
+        print("\n".join(lines))
     return code
 
 
 def _write(out: Any, result: Any) -> list[str]:
-    """Writes the result into its folder; returns the report and what was written, a line each."""
+    """Write the result into its folder; returns the lines to print: the report and the names of the files."""
     try:
         return [report(result), *out.write(result)]
     except OSError as error:
@@ -87,7 +86,7 @@ def _write(out: Any, result: Any) -> list[str]:
 
 
 def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
-    """How many images to start with at every place of the window, and to end with at most."""
+    """Numbers of images at every place of the window: to start with, and to end with at most."""
     from flowgrpo_rc.gap.intervals import MOST_IMAGES
 
     images = _number("--images", arguments.images)
@@ -102,7 +101,11 @@ def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _number(option: str, value: Any) -> int:
-    """A whole number, or one line that says that it is none; argparse would print how the command is used, too."""
+    """The whole number of an option.
+
+    Raises:
+        ValueError: it is none. argparse would print the usage before its error.
+    """
     try:
         return int(value)
     except ValueError as error:
@@ -111,7 +114,7 @@ def _number(option: str, value: Any) -> int:
 
 
 def report(result: Any) -> str:
-    """The table and the verdict, as text."""
+    """The table and the verdict as text."""
     setting = result.setting
     advice = result.advice
     objective = OBJECTIVES[setting["loss_mode"]]
@@ -138,7 +141,7 @@ def report(result: Any) -> str:
             f"{step.nats:7.3f} {step.kl_nats:8.3f} {step.clipped:8.0%} {ends:>12}"
         )
     if result.drift is not None:
-        # The table's last rows: its head and one for each timestep and for all together.
+        # The drift's columns go onto the table's last rows: the head, one per timestep, and the total.
         cells = [f" {'drift':>7} {'interval':>16}", *map(_drift_cells, (*result.drift.timesteps, result.drift))]
         lines[-len(cells) :] = [line + cell for line, cell in zip(lines[-len(cells) :], cells, strict=True)]
     lines += [
@@ -161,7 +164,7 @@ def report(result: Any) -> str:
 
 
 def _drift_cells(drift: Any) -> str:
-    """A drift and its interval, for the table."""
+    """Cells of the table for a drift and its interval."""
     return f" {drift.value:7.4f} {f'{drift.interval.low:.4f} to {drift.interval.high:.4f}':>16}"
 
 

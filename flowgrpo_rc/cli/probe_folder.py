@@ -1,4 +1,4 @@
-"""Where a probe leaves its result: ``probe.json`` and ``probe.png``, without losing what another probe left there."""
+"""Files of a probe's result, ``probe.json`` and ``probe.png``; the result of another probe is kept under a number."""
 
 import json
 import os
@@ -19,13 +19,13 @@ _COLOURS = {"safe": "#2f855a", "not shown safe": "#b7791f", "not safe": "#c53030
 
 
 class ProbeFolder:
-    """The folder given as ``--out``, made and tried before anything is measured."""
+    """The folder of ``--out``, created and tested before anything is measured."""
 
     def __init__(self, root: Path) -> None:
-        """Makes the folder.
+        """Create the folder.
 
         Raises:
-            ValueError: it cannot be one, or nothing can be written to it.
+            ValueError: ``root`` cannot be a folder, or cannot be written to.
         """
         self.root = root
         if root.exists() and not root.is_dir():
@@ -42,23 +42,23 @@ class ProbeFolder:
                 raise ValueError(f"--out: {root / name} is a folder, where the result goes; give another folder")
 
     def write(self, result: Any) -> list[str]:
-        """Writes both files; returns what to say. A result that says something else is kept under a free number.
+        """Write both files; returns lines to print. A different earlier result is kept under a free number.
 
         Raises:
-            OSError: the disk is full, or the folder is gone; what lay there before is left alone.
+            OSError: the disk is full, or the folder is gone; earlier files stay as they are.
         """
         values = result.to_dict()
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".probe-") as name:
             new = Path(name)
             (new / RESULT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
             draw(result, new / PICTURE)
-            said = [] if self._says_the_same(values) else [self._keep()]
+            lines = [] if self._is_repeated(values) else [self._keep()]
             for file in (RESULT, PICTURE):
                 os.replace(new / file, self.root / file)
-        return [*said, f"Written: {self.root / RESULT}, {self.root / PICTURE}"]
+        return [*lines, f"Written: {self.root / RESULT}, {self.root / PICTURE}"]
 
-    def _says_the_same(self, values: dict[str, Any]) -> bool:
-        """Whether the result there, if there is one, differs in its timings alone."""
+    def _is_repeated(self, values: dict[str, Any]) -> bool:
+        """True if there is no earlier result, or only its timings differ."""
         try:
             old = json.loads((self.root / RESULT).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -68,7 +68,7 @@ class ProbeFolder:
         return isinstance(old, dict) and _without_timings(old) == _without_timings(json.loads(json.dumps(values)))
 
     def _keep(self) -> str:
-        """Moves what is there to the first number that is free."""
+        """Move the earlier files to the first free number; returns a line about it."""
         number = next(n for n in count(1) if not any(path.exists() for path in self._numbered(n)))
         RunFolder(self.root).set_aside((RESULT, PICTURE), number)
         kept = ", ".join(str(path) for path in self._numbered(number) if path.exists())
@@ -100,7 +100,7 @@ def draw(result: Any, path: Path) -> None:
     ):
         left.plot(names, [max(value, 1e-9) for value in values], style, marker="o", color="#2b6cb0", label=label)
     if OBJECTIVES[result.setting["loss_mode"]].clips_plain_ratio:
-        # Other objectives hold something else than the log ratio drawn here against their limit.
+        # Other objectives compare another quantity than the log ratio drawn here with their limit.
         for width, style in zip(sorted(set(result.setting["clip_band"])), ("-", "--"), strict=False):
             left.axhline(width, color="#c53030", linewidth=1, linestyle=style, label=f"clip band {width:.3g}")
     left.set(yscale="log", xlabel="timestep, from noise to image", ylabel="|log pi_actor - log pi_engine|")
@@ -112,7 +112,8 @@ def draw(result: Any, path: Path) -> None:
     colours = ["#2b6cb0"] * len(steps) + ["#4a5568"]
     shares = [step.clipped for step in shown]
     right.bar([*names, "all"], shares, yerr=[below, above], color=colours, ecolor="#1a202c", capsize=4)
-    if result.setting["bypass_mode"] and result.setting["loss_type"] == "ppo_clip":  # else that share has no limit
+    # Only bypass mode's PPO has a limit of that share.
+    if result.setting["bypass_mode"] and result.setting["loss_type"] == "ppo_clip":
         right.axhline(limit, color="#c53030", linewidth=1, label=f"limit for all together, {limit:.0%}")
         right.legend()
     right.set(ylim=(0, 1), xlabel="timestep, from noise to image", ylabel="share of samples, 95 % interval")
@@ -132,6 +133,7 @@ def _draw_drift(axes: Any, drift: Any, names: list[str], colours: list[str]) -> 
     axes.bar([*names, "all"], values, yerr=[below, above], color=colours, ecolor="#1a202c", capsize=4)
     axes.axhline(DRIFT_NOT_SAFE, color="#c53030", linewidth=1, label=f"not safe above {DRIFT_NOT_SAFE:g}")
     axes.axhline(DRIFT_SAFE, color="#2f855a", linewidth=1, label=f"safe below {DRIFT_SAFE:g}")
-    axes.legend(title="all together", loc="upper left")  # above the noisiest timesteps, whose bars are the lowest
+    # The noisiest timesteps have the lowest bars and are on the left.
+    axes.legend(title="all together", loc="upper left")
     axes.set(xlabel="timestep, from noise to image", ylabel="gradients of one step, 95 % interval")
     axes.set_title("Drift: learned whatever is rewarded")

@@ -34,6 +34,7 @@ def probe(tmp_path, capsys):
     return call
 
 
+@pytest.mark.run
 def test_the_command_gates_on_its_exit_code(probe, tmp_path):
     code, said, _ = probe("--images", "8", f"{CLIP}=0.01")
     assert code == 0
@@ -59,6 +60,7 @@ def test_the_command_gates_on_its_exit_code(probe, tmp_path):
 FP8_WINDOW_4 = (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.algo.sde_window_size=4", f"{CLIP}=1e-3")
 
 
+@pytest.mark.run
 def test_a_collapsing_setting_is_not_called_safe(probe, tmp_path):
     """Of 64 samples fewer lie outside the band than the limit allows; of the truth, a third. The run unlearned.
 
@@ -84,6 +86,7 @@ def test_a_collapsing_setting_is_not_called_safe(probe, tmp_path):
     assert judged["rejected"]["verdict"] == "safe"
 
 
+@pytest.mark.run
 def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
@@ -156,6 +159,7 @@ def test_an_out_that_cannot_be_written_is_refused_before_anything_is_measured(pr
     assert errors == [f"error: --out: cannot write to {tmp_path / 'out'} (Permission denied); give another folder"]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_log_prob_that_is_not_finite_ends_in_one_line(probe, tmp_path, monkeypatch, bad):
     rescore = DiffusionActor.rescore
@@ -225,6 +229,7 @@ def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
     assert ((tmp_path / "probe.json").read_bytes(), (tmp_path / "probe.png").read_text()) == (before, "whole")
 
 
+@pytest.mark.run
 def test_a_disk_that_fills_meanwhile_costs_the_files_alone(probe, tmp_path, monkeypatch):
     """The table is printed, then one line says what is missing."""
 
