@@ -15,13 +15,10 @@ from flowgrpo_rc.rewards.ocr import normalise, quoted_target, text_similarity
         ('the text "42"', "42"),
         ('a sign "Hello World" above "Bye"', "Hello World"),
         ('"ab" first', "ab"),
-        ('a "two\nline" sign', "two\nline"),
-        ("no quotes", None),
         ("it's 'single'", None),
         ('only one " mark', None),
         ('empty ""', None),
         ('blank "  "', None),
-        ("", None),
     ],
 )
 def test_quoted_target(prompt: str, target: str | None) -> None:
@@ -43,7 +40,6 @@ def test_normalise_drops_white_space_and_case() -> None:
         ("142", "42", 0.5),  # one insertion
         ("7142999", "42", 0.0),  # five insertions, capped at the target's length
         ("kitten", "sitting", 1 - 3 / 7),  # the textbook pair: distance 3
-        ("NEW york", "New York", 1.0),
         ("newyork", "New York", 1.0),
         ("abcd", "ab", 0.0),  # lev 2 = len 2: asymmetric, the target's length divides
         ("ab", "abcd", 0.5),

@@ -26,7 +26,7 @@ from flowgrpo_rc.rewards import (
 )
 from flowgrpo_rc.rewards.call_queue import AHEAD, NOW, THREAD_NAME, CallQueue
 from flowgrpo_rc.rewards.judge.reward import JudgeReward
-from flowgrpo_rc.rollout import RolloutError, RolloutPool, RolloutSyncError
+from flowgrpo_rc.rollout import RolloutSyncError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.scoring import BatchScoring, RolloutScoring
 
@@ -96,16 +96,8 @@ def test_a_part_of_the_score_that_not_every_call_reports_is_an_error() -> None:
 
 
 def test_functions_declare_that_they_stream() -> None:
-    class Declared:
-        streams = True
-
-        def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any: ...
-
-    class Undeclared(Declared):
-        streams = False
-
-    functions = {"a": Declared(), "b": Undeclared(), "jpeg": jpeg_compressibility, "c": noting([], "c", streams=1)}
-    assert RewardMix(functions, dict.fromkeys(functions, 1.0)).streaming == ("a", "jpeg")
+    functions = {"jpeg": jpeg_compressibility, "yes": noting([], "yes"), "no": noting([], "no", streams=1)}
+    assert RewardMix(functions, dict.fromkeys(functions, 1.0)).streaming == ("jpeg", "yes")
     assert OCRReward.streams is True
 
 
@@ -430,18 +422,3 @@ def test_a_run_that_ends_waits_for_no_score_and_begins_none(small_config, far, p
     go_on.set()
     wait_until(lambda: not scoring_threads())
     assert len(training_calls(far)) == 5
-
-
-@pytest.mark.run
-def test_a_batch_that_no_engine_takes_leaves_no_thread(small_config, far, pooled, monkeypatch):
-    def gone(*_args):
-        raise RolloutError("no rollout engine is left")
-
-    pooled()
-    trainer = trainer_of(small_config(*far.settings, f"{R}.ahead=1"), far)
-    monkeypatch.setattr(RolloutPool, "submit", gone)
-    with pytest.raises(RolloutError):
-        trainer.rollouts.next(0)
-    trainer.run.engine.close()
-    trainer.folder.close()
-    wait_until(lambda: not scoring_threads())

@@ -112,11 +112,6 @@ def test_torchs_settings_are_restored(tmp_path: Path, line: str, end: str) -> No
     assert torch.ones(1).device.type == "cpu"
 
 
-def test_an_import_is_looked_after_too(tmp_path: Path) -> None:
-    build(write(tmp_path, "torch.set_grad_enabled(False)\n" + function(GOOD)))
-    assert torch.is_grad_enabled()
-
-
 # ---------------------------------------------------------------------- copies
 
 

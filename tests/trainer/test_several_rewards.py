@@ -10,7 +10,8 @@ import torch
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.rewards import RewardError, RewardMix, RewardResult
-from flowgrpo_rc.trainer import FlowGRPOTrainer, advantages, setup, validation
+from flowgrpo_rc.trainer import FlowGRPOTrainer, setup, validation
+from flowgrpo_rc.trainer.scoring import names_of_all
 
 pytestmark = pytest.mark.run
 SCORERS = """
@@ -178,39 +179,12 @@ def test_normalisation_goes_over_all_processes(small_config, scorers):
     assert expected.abs().min() > 1e-3
 
 
-def reported(monkeypatch, trainer, *ranks):
-    """What each of several processes logs of its images' rewards, or the error that it ends with."""
-    answers = [RewardResult(total=np.zeros(2, np.float32), parts={"f": np.zeros(2, np.float32)}, info={"f": info})
-               for info in ranks]  # fmt: skip
-    columns = [{"mean": one.total} | one.parts | one.inner_parts for one in answers]
-    monkeypatch.setattr(advantages, "gather_object", lambda own: [list(names) for names in columns])
-
-    def gather(own):
-        shown.append(own)
-        return torch.cat([torch.from_numpy(np.stack([c[n] for n in columns[0]], axis=1)).double() for c in columns])
-
-    shown, told = [], []
-    monkeypatch.setattr(trainer, "_gather", gather)
-    for rank, answer in enumerate(answers):
-        try:
-            told.append(advantages.reward_statistics(answer, trainer._gather))
-            assert torch.equal(shown[-1], gather(None)[2 * rank : 2 * rank + 2])
-        except RewardError as error:
-            told.append(str(error))
-    return told
-
-
-def test_processes_agree_on_the_parts_before_their_means_are_taken(small_config, monkeypatch):
-    trainer = FlowGRPOTrainer(small_config())
-    trainer.folder.close()
-    one, two = {"part/a": [1.0, 1.0]}, {"part/b": [4.0, 6.0]}
-    first, second = reported(monkeypatch, trainer, one | two, two | one)  # in another order
-    assert first == second
-    assert (first["reward/f/a"], first["reward/f/b"]) == (1.0, 5.0)
-    for ranks in ((one, {}), ({}, one), (one, two)):
-        first, second = reported(monkeypatch, trainer, *ranks)
-        assert first == second
-        assert first.startswith("reward function 'f' reported part/a in some processes only")
+def test_processes_agree_on_the_parts_before_their_means_are_taken():
+    one, two = ["mean", "f", "f/a", "f/b"], ["mean", "f", "f/b", "f/a"]
+    assert names_of_all([one, two]) == one
+    for named in ([one, two[:3]], [two[:3], one]):
+        with pytest.raises(RewardError, match="^reward function 'f' reported part/a in some processes only"):
+            names_of_all(named)
 
 
 def test_a_validation_names_the_part_that_not_every_image_has(small_config, monkeypatch):
