@@ -1,9 +1,8 @@
 """Prompt embeddings on disk: every prompt goes through a text encoder once, for all runs and processes.
 
 A store is a folder of safetensors files, each with some prompts' embeddings. A file is written under a temporary name
-and renamed when it is complete, and never changed after; so any number of processes can add to a store and read it at
-the same time, without locks. Files are mapped into memory, where all processes of a machine share them, and only what
-is asked for is read.
+and renamed when it is complete, and never changed after. Any number of processes can therefore add to a store and read
+it at the same time, without locks. Files are mapped into memory, which all processes of a machine share.
 """
 
 import hashlib
@@ -31,16 +30,12 @@ FIELD = "actor_rollout_ref.model.prompt_store"
 _PREFIX = "prompts-"
 _SUFFIX = ".safetensors"
 _ASIDE = ".damaged"
-"""Ending of a file that was found damaged: its prompts are missing from then on."""
-_POOLED = ".pooled"
-"""Ending of the name of a prompt's pooled vector; its embeddings have the name without it."""
-_REFERENCES = ".references"
-"""Ending of the name of the tokens of its reference images."""
-_GRIDS = ".reference_grids"
-"""Ending of the name of how many rows and columns these have, ``(images, 2)``."""
-_BESIDES = (_POOLED, _REFERENCES, _GRIDS)
+"""Ending of a damaged file's name; its prompts are missing from then on."""
+_PARTS = ("", ".pooled", ".references", ".reference_grids")
+"""Endings of the names of a prompt's tensors: embeddings, pooled vector, reference tokens, and their rows and columns
+``(images, 2)``."""
 _ENCODER = "encoder"
-"""Entry of a file's metadata that says whose embeddings it holds. The others are checksums, by the names of tensors."""
+"""Entry of a file's metadata with the identity of the text encoders. The others are checksums, by tensor name."""
 
 PromptKey = tuple[str | Prompt, int]
 """A prompt, and the ``max_sequence_length`` that it is encoded with."""
@@ -54,9 +49,9 @@ def open_store(folder: str | None, model: DiffusionModel, dtype: str) -> "Prompt
     """The store of a model's text encoders.
 
     Args:
-        folder: where it lies; ``None``: in the user's cache, in a folder of these text encoders alone.
+        folder: its place; ``None``: a folder of these text encoders alone in the user's cache.
         model: its text encoders need not be loaded.
-        dtype: that they compute in, a name of ``DTYPES``.
+        dtype: precision of the text encoders, a name of ``DTYPES``.
 
     Raises:
         PromptStoreError: ``folder`` is none, or its embeddings are of other text encoders.
@@ -69,13 +64,11 @@ def open_store(folder: str | None, model: DiffusionModel, dtype: str) -> "Prompt
 
 
 def _identity(model: DiffusionModel, dtype: str) -> dict[str, str]:
-    """All that an embedding depends on besides the prompt and its length, by name.
-
-    The libraries are part of it: prompt templates, and what is cut off of them, are code.
-    """
+    """Everything that an embedding depends on besides the prompt and its length, by name."""
     import diffusers
     import transformers
 
+    # Prompt templates, and the tokens that are cut off of them, are code of the libraries.
     libraries = {
         "flowgrpo_rc": __version__,
         "diffusers": diffusers.__version__,
@@ -88,8 +81,8 @@ class PromptStore:
     """The embeddings in a folder, which need not exist yet.
 
     Args:
-        folder: where the files are.
-        encoder: what the embeddings depend on besides prompt and length; every file says it of its own.
+        folder: place of the files.
+        encoder: everything that the embeddings depend on besides prompt and length; every file records its own.
 
     Raises:
         PromptStoreError: the folder is a file, cannot be read, or has embeddings of another ``encoder``.
@@ -101,13 +94,13 @@ class PromptStore:
         self._files: dict[str, Any] = {}
         """The open files by their names."""
         self._file_of: dict[str, str] = {}
-        """Where each tensor is."""
+        """The file of each tensor."""
         self._unreadable: dict[str, str] = {}
         """Files that are no safetensors files of a store, and why."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Look for files that have come or gone."""
+        """Find new files, and forget those that are gone."""
         try:
             # Opening a fifo would wait for a writer forever.
             there = {entry.name for entry in os.scandir(self.folder) if _is_name(entry.name) and entry.is_file()}
@@ -124,30 +117,30 @@ class PromptStore:
         return _name(key) in self._file_of
 
     def __len__(self) -> int:
-        """Prompts that it holds."""
-        return sum(not name.endswith(_BESIDES) for name in self._file_of)
+        """Number of prompts."""
+        return sum(not name.endswith(_PARTS[1:]) for name in self._file_of)
 
     def __str__(self) -> str:
         size = sum((self.folder / name).stat().st_size for name in self._files)
         return f"{self.folder}, {len(self)} prompts in {len(self._files)} file(s) of {size:,} bytes"
 
     def nbytes(self, keys: Iterable[PromptKey]) -> int:
-        """Bytes of these prompts' embeddings; of those that are there."""
-        endings = ("", *_BESIDES)
-        names = [_name(key) + ending for key in keys for ending in endings if _name(key) + ending in self._file_of]
-        return sum(self._files[self._file_of[name]].get_tensor(name).nbytes for name in names)  # mapped, not read
+        """Bytes of the embeddings of those of these prompts that are stored."""
+        names = [_name(key) + part for key in keys for part in _PARTS]
+        # The files are mapped, so that this reads none of the tensors.
+        return sum(self._files[self._file_of[name]].get_tensor(name).nbytes for name in names if name in self._file_of)
 
     def read(self, key: PromptKey) -> EncodedPrompt:
         """One prompt's embeddings, in memory that is mapped from the file.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: the prompt is not stored.
             PromptStoreError: its bytes have changed since they were written.
         """
         name = _name(key)
         embeds = self._tensor(name)
         pooled, references, grids = (
-            self._tensor(name + ending) if name + ending in self._file_of else None for ending in _BESIDES
+            self._tensor(name + part) if name + part in self._file_of else None for part in _PARTS[1:]
         )
         sizes = () if grids is None else tuple((int(rows), int(columns)) for rows, columns in grids)
         return EncodedPrompt(embeds, pooled, references, sizes)
@@ -162,12 +155,10 @@ class PromptStore:
 
         tensors: dict[str, Tensor] = {}
         for key, row in rows.items():
-            tensors[_name(key)] = row.embeds.contiguous()
-            if row.pooled is not None:
-                tensors[_name(key) + _POOLED] = row.pooled.contiguous()
-            if row.references is not None:
-                tensors[_name(key) + _REFERENCES] = row.references.contiguous()
-                tensors[_name(key) + _GRIDS] = torch.tensor(row.reference_grids)
+            grids = None if row.references is None else torch.tensor(row.reference_grids)
+            for part, tensor in zip(_PARTS, (row.embeds, row.pooled, row.references, grids), strict=True):
+                if tensor is not None:
+                    tensors[_name(key) + part] = tensor.contiguous()
         metadata = {name: _checksum(tensor) for name, tensor in tensors.items()}
         metadata[_ENCODER] = json.dumps(self._encoder)
 
@@ -179,10 +170,10 @@ class PromptStore:
         self._open(name)
 
     def check_writable(self) -> None:
-        """Make the folder, and see that files can be written there, before anything is encoded.
+        """Create the folder and a temporary file in it, before anything is encoded.
 
         Raises:
-            PromptStoreError: they cannot.
+            PromptStoreError: one of them cannot be created.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -192,11 +183,12 @@ class PromptStore:
             raise self._unwritable(error) from error
 
     def set_damaged_aside(self, keys: Iterable[PromptKey]) -> list[str]:
-        """Rename the files in which some of these prompts' embeddings, or the headers, are damaged; the prompts of such
-        a file are missing from then on, and can be added anew.
+        """Rename damaged files: those with an unreadable header, and those with changed bytes of these prompts.
+
+        All prompts of such a file are missing from then on, and can be added again.
 
         Returns:
-            What is wrong with each file.
+            A line for each file with its fault.
 
         Raises:
             PromptStoreError: one cannot be renamed.
@@ -208,15 +200,15 @@ class PromptStore:
                     self.read(key)
             except PromptStoreError:
                 damaged[self._file_of[_name(key)]] = "its bytes have changed since they were written"
-        for name in damaged:
+        for name, why in damaged.items():
             try:
                 os.replace(self.folder / name, self.folder / f"{name}{_ASIDE}")
             except FileNotFoundError:  # another process was quicker
                 pass
             except OSError as error:
                 raise PromptStoreError(
-                    f"{FIELD}: {self.folder / name} is damaged ({damaged[name]}) and cannot be renamed "
-                    f"({reason(error)}); remove it"
+                    f"{FIELD}: {self.folder / name} is damaged ({why}) and cannot be renamed ({reason(error)}); "
+                    "remove it"
                 ) from error
             self._forget(name)
         return [f"{self.folder / name} is damaged ({why}), renamed to *{_ASIDE}" for name, why in damaged.items()]
@@ -224,6 +216,7 @@ class PromptStore:
     def _tensor(self, name: str) -> Tensor:
         file = self._file_of[name]
         tensor = self._files[file].get_tensor(name)
+        # A safetensors header covers lengths, not values: a flipped bit would silently be another embedding.
         if _checksum(tensor) != self._files[file].metadata().get(name):
             raise PromptStoreError(
                 f"{FIELD}: {self.folder / file} has changed since it was written; start again, and its prompts are "
@@ -235,28 +228,23 @@ class PromptStore:
         from safetensors import SafetensorError, safe_open
 
         try:
-            # It checks that the header can be read and that the file is as long as the header says.
+            # It checks that the header can be read and that the file has the length in the header.
             file: Any = safe_open(self.folder / name, "pt")
             found = json.loads((file.metadata() or {})[_ENCODER])
-        except FileNotFoundError:  # set aside in between
+        except FileNotFoundError:  # renamed in between
             return
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             self._unreadable[name] = one_line(error, 120)
             return
-        self._refuse_other(found)
+        if found != self._encoder:
+            differ = sorted(k for k in {*found, *self._encoder} if found.get(k) != self._encoder.get(k))
+            words = ", ".join(f"{k} {found.get(k)} there and {self._encoder.get(k)} here" for k in differ)
+            raise PromptStoreError(
+                f"{FIELD}: {self.folder} holds embeddings of another text encoder ({words}); name another folder, or "
+                "null for one in the user's cache"
+            )
         self._files[name] = file
         self._file_of |= dict.fromkeys(file.keys(), name)
-
-    def _refuse_other(self, found: Any) -> None:
-        if found == self._encoder:
-            return
-        there = found if isinstance(found, dict) else {}
-        differ = sorted(k for k in there.keys() | self._encoder.keys() if there.get(k) != self._encoder.get(k))
-        words = ", ".join(f"{k} {there.get(k)} there and {self._encoder.get(k)} here" for k in differ)
-        raise PromptStoreError(
-            f"{FIELD}: {self.folder} holds embeddings of another text encoder ({words}); name another folder, or null "
-            "for one in the user's cache"
-        )
 
     def _forget(self, name: str) -> None:
         self._files.pop(name, None)
@@ -271,17 +259,17 @@ class PromptStore:
 
 
 def _name(key: PromptKey) -> str:
-    """The name of a prompt's embeddings."""
-    asked, length = key
-    prompt = as_prompt(asked)
-    said = f"{length} {prompt.text}"
-    # A text alone, whatever it says, has no NUL character.
+    """Name of the tensor of a prompt's embeddings."""
+    given, length = key
+    prompt = as_prompt(given)
+    content = f"{length} {prompt.text}"
+    # A NUL ends the text: no text can contain one, so that two prompts never give one name.
     if prompt.negative:
-        said = f"{said}\0negative"
+        content = f"{content}\0negative"
     if prompt.images:
         digests = " ".join(image.digest for image in prompt.images)
-        said = f"{said}\0{prompt.reference_area} {digests}"
-    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        content = f"{content}\0{prompt.reference_area} {digests}"
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _is_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Prompts: whether they say anything to a model, and their embeddings, from a store or its text encoders."""
+"""Embeddings of prompts, from a store or the text encoders, and the check that every prompt has readable tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,13 +15,13 @@ PROMPTS_AT_ONCE = 8
 """Prompts per call of the text encoder: a 7B encoder's activations for hundreds of them would fill a GPU."""
 
 PROMPTS_TOKENIZED_AT_ONCE = 1000
-"""Prompts per call of the tokenizers: a bound on the tokens that are held at a time."""
+"""Prompts per call of the tokenizers: a bound on the tokens in memory."""
 
 
 class PromptEncoder:
-    """Embeddings of prompts, from a store where there is one.
+    """Embeddings of prompts, from a store if there is one.
 
-    The text encoders work, and are loaded, for prompts alone that the store does not hold; these are added to it.
+    The text encoders are loaded only for prompts that the store lacks; these are added to it.
 
     Raises:
         ValueError: ``max_sequence_length`` is more than the model takes.
@@ -37,10 +37,10 @@ class PromptEncoder:
         """Embeddings of ``prompts`` in their order, padded with zeros to the longest.
 
         Args:
-            max_sequence_length: another one than the encoder was made with, for these prompts.
+            max_sequence_length: length for these prompts; by default the encoder's own.
 
         Raises:
-            PromptStoreError: what the store holds of one is damaged, or what it lacks cannot be added.
+            PromptStoreError: the store is damaged for one of them, or cannot be written.
         """
         length = max_sequence_length or self._max_length
         keys: list[PromptKey] = [(prompt, length) for prompt in prompts]
@@ -50,6 +50,7 @@ class PromptEncoder:
         missing = [key for key in dict.fromkeys(keys) if key not in rows]
         if missing:
             if self._store is not None:
+                # A store that cannot be written must show before minutes of encoding.
                 self._store.check_writable()
             with self._model.text_encoders():
                 for part in encode_in_groups(self._model, missing):
@@ -60,8 +61,8 @@ class PromptEncoder:
 
 
 def check_length(model: DiffusionModel, max_sequence_length: int, section: str = "pipeline") -> None:
-    """Raise ``ValueError`` where the length, which a ``section`` of ``actor_rollout_ref.rollout`` asks for, is more
-    than the model's text encoders take."""
+    """Raise ``ValueError`` if the length, from this ``section`` of ``actor_rollout_ref.rollout``, is more than the
+    model's text encoders take."""
     if max_sequence_length > model.longest_prompt:
         raise ValueError(
             f"actor_rollout_ref.rollout.{section}.max_sequence_length: got {max_sequence_length}; this model takes "
@@ -70,10 +71,10 @@ def check_length(model: DiffusionModel, max_sequence_length: int, section: str =
 
 
 def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[dict[PromptKey, EncodedPrompt]]:
-    """Embeddings of distinct prompts, a few at a time; the text encoders must be loaded.
+    """Embeddings of distinct prompts, a few at a time; call it inside ``model.text_encoders()``.
 
-    Prompts of as many tokens go through the text encoder together, so that nothing is computed for padding. How many
-    they are may show in the last bits of an embedding.
+    Prompts of equal length go through the text encoder together, so that nothing is computed for padding. Their number
+    may show in the last bits of an embedding.
 
     Raises:
         ValueError: an embedding is not finite; names the prompt.
@@ -81,12 +82,12 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
     groups: dict[tuple[int, ...], list[PromptKey]] = {}
     for key, tokens in zip(keys, _token_counts(model, keys), strict=True):
         groups.setdefault((key[1], *(min(count, key[1]) for count in tokens)), []).append(key)
-    # Pipelines warn of every prompt whose end is cut off; ``check_prompts`` says it of all in a line.
-    warn = (TOKENIZATION, type(model.pipe).__module__)
+    # Pipelines warn of every prompt that they cut; ``check_prompts`` reports all of them in one line.
+    quiet = (TOKENIZATION, type(model.pipe).__module__)
     for (length, *_), group in groups.items():
         for start in range(0, len(group), PROMPTS_AT_ONCE):
             part = group[start : start + PROMPTS_AT_ONCE]
-            with only_errors(*warn):
+            with only_errors(*quiet):
                 encoded = model.encode([prompt for prompt, _ in part], length)
             rows = dict(zip(part, encoded, strict=True))
             _check_finite(rows)
@@ -94,17 +95,17 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
 
 
 def _token_counts(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[tuple[int, ...]]:
-    """How many tokens each tokenizer makes of a prompt."""
+    """Number of tokens of each prompt, for every tokenizer."""
     for start in range(0, len(keys), PROMPTS_TOKENIZED_AT_ONCE):
         part = keys[start : start + PROMPTS_TOKENIZED_AT_ONCE]
-        said = texts(prompt for prompt, _ in part)
-        counts = [_tokens(tokenizer, said) for tokenizer, _ in model.tokenizers(part[0][1])]
+        words = texts(prompt for prompt, _ in part)
+        counts = [_tokens(tokenizer, words) for tokenizer, _ in model.tokenizers(part[0][1])]
         yield from (tuple(map(len, row)) for row in zip(*counts, strict=True))
 
 
-def _tokens(tokenizer: Any, said: list[str]) -> list[list[int]]:
+def _tokens(tokenizer: Any, words: list[str]) -> list[list[int]]:
     with only_errors(TOKENIZATION):
-        return tokenizer(said, add_special_tokens=False).input_ids
+        return tokenizer(words, add_special_tokens=False).input_ids
 
 
 def _check_finite(rows: Mapping[PromptKey, EncodedPrompt]) -> None:
@@ -120,19 +121,19 @@ def _check_finite(rows: Mapping[PromptKey, EncodedPrompt]) -> None:
 def check_prompts(
     model: DiffusionModel, prompts: Sequence[tuple[str, str]], max_sequence_length: int, section: str = "pipeline"
 ) -> str | None:
-    """Every prompt gives the model's text encoders something to read.
+    """Check that every prompt gives the model's text encoders a token with text.
 
     Args:
         model: with its tokenizers; no text encoder runs.
-        prompts: each with where it stands (``train.txt:3``).
-        max_sequence_length: as the model's ``encode`` takes it.
-        section: of ``actor_rollout_ref.rollout``, which gives the length.
+        prompts: each with its place (``train.txt:3``).
+        max_sequence_length: argument of the model's ``encode``.
+        section: section of ``actor_rollout_ref.rollout`` with the length, for messages.
 
     Returns:
-        One line on the prompts whose ends are cut off; None where all are read whole.
+        One line on the prompts that are cut; ``None`` if none is.
 
     Raises:
-        ValueError: a prompt gives no tokenizer a token that it knows, or none within what it keeps; names its place.
+        ValueError: no tokenizer keeps a known token of a prompt; names its place.
     """
     here = f"actor_rollout_ref.rollout.{section}.max_sequence_length"
     tokenizers = model.tokenizers(max_sequence_length)
@@ -142,7 +143,7 @@ def check_prompts(
         part = prompts[start : start + PROMPTS_TOKENIZED_AT_ONCE]
         tokens = [_tokens(tokenizer, [text for text, _ in part]) for tokenizer, _ in tokenizers]
         for i, (text, source) in enumerate(part):
-            if not any(_says(t, rows[i], kept) for (t, kept), rows in zip(tokenizers, tokens, strict=True)):
+            if not any(_has_text(t, rows[i], kept) for (t, kept), rows in zip(tokenizers, tokens, strict=True)):
                 raise ValueError(
                     f"{source}: {text[:80]!r} says nothing to the model: its first {tokenizers[roomiest][1]} tokens "
                     f"({here}) are blank or unknown; rewrite it"
@@ -158,10 +159,10 @@ def check_prompts(
     )
 
 
-def _says(tokenizer: Any, tokens: list[int], kept: int) -> bool:
-    """Whether the tokens that are kept hold any text."""
+def _has_text(tokenizer: Any, tokens: list[int], kept: int) -> bool:
+    """The kept tokens hold some text."""
     known = [token for token in tokens[: max(kept, 0)] if token != tokenizer.unk_token_id]
-    # Only what is cut, or is short, can be blank: decoding every prompt would take longer than all else here.
+    # Only short or cut prompts can be blank; decoding every prompt would take longer than the rest of the check.
     if len(known) > 4 and len(tokens) <= kept:
         return True
     return bool(tokenizer.decode(known).strip())
