@@ -1,4 +1,4 @@
-"""What a model is asked to draw: a text, and the images that it is to edit or to follow."""
+"""A prompt: a text, and the reference images that a model edits or follows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from flowgrpo_rc.messages import one_line, reason
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-"""What reference images may be, as Pillow names them; of others some are programs that a decoder would run."""
+"""Formats of reference images, as Pillow names them. Others are excluded because some are programs (PostScript)."""
 DECODED_BYTES = 64 * 2**20
-"""Bytes of the pixels that are kept of reference images in this process: 21 of 1024 x 1024 pixels."""
+"""Bytes of decoded reference images that a process keeps: 21 images of 1024 x 1024 pixels."""
 
 
 class DecodedImages:
-    """The images that were decoded last, by the digests of their files; threads share them."""
+    """Cache of the most recently used images, by the digests of their files; threads share it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -29,7 +29,7 @@ class DecodedImages:
         self._lock = threading.Lock()
 
     def get(self, digest: str) -> Any:
-        """A ``PIL.Image.Image`` of its own for the caller; ``None`` where it is not kept."""
+        """A copy as ``PIL.Image.Image``; ``None`` if it is not cached."""
         with self._lock:
             found = self._images.get(digest)
             if found is not None:
@@ -37,7 +37,7 @@ class DecodedImages:
         return None if found is None else found.copy()
 
     def add(self, digest: str, image: Any) -> None:
-        """Keep a copy of an RGB image, and give up those that were asked for longest ago."""
+        """Cache a copy of an RGB image, and drop the least recently used ones."""
         size = 3 * image.width * image.height
         if size > self._limit:
             return
@@ -52,12 +52,12 @@ class DecodedImages:
 
 
 _DECODED = DecodedImages(DECODED_BYTES)
-"""A reward asks for the reference of every image of a prompt, one after the other."""
+"""Rewards open the reference of a prompt once for each of its images."""
 
 
 @dataclass(frozen=True)
 class ReferenceImage:
-    """An image that a prompt refers to. Two are the same when their files are, wherever they lie.
+    """A prompt's reference image. Two are equal if their files have equal bytes, whatever their paths.
 
     ``numpy.asarray(image)`` gives its pixels, (H, W, 3) uint8 RGB.
     """
@@ -68,11 +68,11 @@ class ReferenceImage:
     """Pixels, as the image is shown: after its EXIF orientation."""
     height: int = field(compare=False)
     source: str = field(compare=False)
-    """Where the prompts name it, for messages: ``train.jsonl:3``."""
+    """Row of the prompt file, for messages: ``train.jsonl:3``."""
     path: str | None = field(default=None, compare=False)
-    """Its file; ``None`` where ``content`` is given."""
+    """Its file; ``None`` if ``content`` is given."""
     content: bytes | None = field(default=None, compare=False, repr=False)
-    """The bytes of the file, where the prompts hold them."""
+    """Bytes of the file, if the prompt file contains them."""
 
     def read(self) -> bytes:
         """The bytes of its file.
@@ -97,14 +97,16 @@ class ReferenceImage:
         return found
 
     def open(self) -> Any:
-        """The picture, a ``PIL.Image.Image`` in RGB, upright, of the caller's own. Its file is read at every call; its
-        pixels are decoded unless they still are kept from an earlier one (``DECODED_BYTES``).
+        """The upright picture as a ``PIL.Image.Image`` in RGB, which the caller may change.
+
+        The file is read at every call; its pixels are decoded unless they are cached (``DECODED_BYTES``).
 
         Raises:
             ValueError: as ``read``; or the file is damaged.
         """
         from PIL import Image, ImageOps
 
+        # Read before the cache is used, so that a file that has changed since the start is refused.
         content = self.read()
         found = _DECODED.get(self.digest)
         if found is not None:
@@ -132,14 +134,14 @@ class ReferenceImage:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with its reference images; prompts that are equal have equal embeddings."""
+    """A text with its reference images; equal prompts have equal embeddings."""
 
     text: str
     images: tuple[ReferenceImage, ...] = ()
     reference_area: int | None = None
-    """Pixels that each image is scaled to before the VAE encodes it; ``None``: as many as the pipeline's own call."""
+    """Pixels of each image before the VAE encodes it; ``None``: as in the pipeline's own call."""
     negative: bool = False
-    """Whether it is one to steer away from; set for the families alone whose pipelines encode those otherwise."""
+    """A negative prompt; set only for families whose pipelines encode negative prompts in another way."""
 
 
 def grey_image(size: int) -> ReferenceImage:
@@ -158,15 +160,15 @@ def as_prompt(prompt: str | Prompt) -> Prompt:
 
 
 def is_negative(prompt: Prompt) -> bool:
-    """Whether a family that encodes negative prompts otherwise has one before it: no other prompt is blank."""
+    """A negative prompt, for families that encode them in another way; a blank text always is one."""
     return prompt.negative or not prompt.text.strip()
 
 
 def texts(prompts: Iterable[str | Prompt]) -> list[str]:
-    """What the prompts say, without their images."""
+    """The texts of prompts, without their images."""
     return [as_prompt(prompt).text for prompt in prompts]
 
 
 def content_digest(content: bytes) -> str:
-    """What tells a file's bytes from others, as ``ReferenceImage.digest`` has it."""
+    """SHA-256 of a file's bytes: ``ReferenceImage.digest``."""
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Keep what other libraries log from a run's console where the same is said here in one line."""
+"""Keep log lines of other libraries off a run's console, where this package prints its own."""
 
 import logging
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from importlib import import_module
 
 IMPORTS = "transformers.utils.import_utils"
-"""Says of image processors that pipelines name and nobody here uses that they do without torchvision."""
+"""Logger that reports a missing torchvision, also for image processors that are not used here."""
 TOKENIZATION = "transformers.tokenization_utils_base"
-"""Warns of texts that are longer than a tokenizer's model reads, without naming them."""
+"""Logger that warns of texts longer than a tokenizer's model reads, without naming them."""
 _TALK_OF_LOADING = (
     IMPORTS,
     "diffusers.models.modeling_utils",
@@ -19,10 +19,8 @@ _TALK_OF_LOADING = (
 
 @contextmanager
 def only_errors(*names: str) -> Iterator[None]:
-    """Inside, the loggers of these names pass errors on and nothing less.
-
-    By a filter: transformers takes a logger's level for a request to log more.
-    """
+    """Inside, the loggers of these names pass errors on and nothing less."""
+    # A filter, because transformers takes a logger's level for a request to log more.
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addFilter(_is_error)

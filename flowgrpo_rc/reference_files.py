@@ -1,7 +1,7 @@
-"""The column ``images`` of a prompt file: what it names is looked at once, and decoded when a model or a reward asks.
+"""Reader of the column ``images`` of a prompt file. It checks every file once; models and rewards decode it later.
 
-Of an image the header is read, and as much as shows whether its file is whole: the checksums of a PNG, the end mark of
-a JPEG. Files of other formats are decoded once.
+The check reads an image's header and finds a file that is cut off: by the checksums of a PNG, the end mark of a JPEG.
+Files of other formats are decoded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGEST_PIXELS = 8192 * 8192
 """Of one image. A small file can claim to be a picture of any size."""
 _FORMS = "a path, an image file's bytes (parquet), a mapping with 'bytes' or 'path', or a list of these"
 _ORIENTATION = 0x0112
-"""The EXIF tag that says how a picture is to be turned; from 5 on its sides are exchanged."""
+"""EXIF tag of a picture's orientation; from 5 on its sides are exchanged."""
 _DEEP_MODES = ("I", "F")
 """Pillow's modes with integers or floats for values have names that begin with these letters."""
 _PNG_BIT_DEPTH = 24
@@ -44,7 +44,7 @@ class ReferenceReader:
         """The images of one row.
 
         Args:
-            value: what stands in the column; None and an empty list are no images.
+            value: content of the column; None and an empty list are no images.
             source: the row, ``train.jsonl:3``. Relative paths begin at the folder of its file.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Which of diffusers' attention backends a transformer computes with, and whether one works here, asked before loading.
+"""Attention backends of diffusers, tried on this machine before a model is loaded.
 
-The names are a torch-free table; whether a backend works on this device, in this precision and with a gradient is not
-looked up but tried on a tensor of a few kilobytes. Importing this loads no torch.
+The names are a torch-free table. A trial on a tensor of a few kilobytes shows that a backend works on this device, in
+this precision and with a gradient. Importing this loads no torch.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def check_attention_backend(
     Args:
         field: the setting, for messages.
         name: one of ``ATTENTION_BACKENDS``; null, the family's own way, is not tried.
-        folder: of the pipeline; its transformer's configuration tells the size of a head.
+        folder: folder of the pipeline; its transformer's configuration holds the size of a head.
 
     Raises:
         ValueError: the family has one way to compute attention, or the backend does not work here: a package or a GPU
-            is missing, or it has no gradient, no mask or not this precision. Says which, and the remedy.
+            is missing, or it has no gradient, no mask or not this precision. Names the fault and the remedy.
     """
     if name is None:
         return
@@ -95,7 +95,7 @@ def use_attention_backend(transformer: Any, name: str | None) -> None:
 
 
 def _fault(name: str, head: int, masks: bool, dtype: torch.dtype, device: Any, trains: bool) -> str:
-    """What is wrong with a backend here; empty: nothing."""
+    """Fault of a backend on this machine; empty without one."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -134,5 +134,5 @@ def _head(folder: str) -> int:
         config: Any = json.loads((Path(folder) / "transformer" / "config.json").read_text(encoding="utf-8"))
         head = config.get("attention_head_dim")
     except (OSError, ValueError, AttributeError):
-        return USUAL_HEAD  # a hub name, or a damaged folder: loading tells
+        return USUAL_HEAD  # a hub name, or a damaged folder, which loading reports
     return head if type(head) is int and 0 < head <= 1024 else USUAL_HEAD

@@ -71,8 +71,8 @@ class Prompts:
     reference_grids: tuple[tuple[int, int], ...] = ()
     """Rows and columns of each reference image's tokens, the same for all prompts."""
     lengths: tuple[int, ...] | None = None
-    """Number of real embeddings of each prompt, which come first: ``mask`` on the host, so that nobody waits for the
-    device. Computed from the mask by default."""
+    """Number of real embeddings of each prompt, which come first: ``mask`` without a
+    host sync. Computed from the mask by default."""
 
     def __post_init__(self) -> None:
         if self.mask is not None and self.lengths is None:

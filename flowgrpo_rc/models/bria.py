@@ -67,7 +67,7 @@ class Bria(Chroma):
         }
 
     def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
-        """The pipeline tells them in float32, and the transformer rounds them."""
+        """The pipeline passes them in float32, and the transformer rounds them."""
         return timesteps.to(dtype).float()
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:

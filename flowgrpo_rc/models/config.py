@@ -1,4 +1,4 @@
-"""Which model is trained and where its LoRA goes. Importing this loads no torch."""
+"""The trained model and its LoRA: two sections of the configuration. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowgrpo_rc.section import Check, PathOrEmpty, PathText, PositiveInt, Secti
 
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
-"""What stands for every linear layer among the target modules."""
+"""The value of ``target_modules`` for every linear layer."""
 AS_ROLLOUT = "rollout"
 """The ``timestep_dtype`` that follows ``rollout.dtype``."""
 NO_FULL_TRAINING = (
@@ -76,19 +76,18 @@ class ModelConfig(Section):
     alpha too unless it equals the rank, as in a run's ``lora/``; such a LoRA is converted to the alpha given here."""
 
     enable_gradient_checkpointing: bool | None = None
-    """Whether activations are recomputed in the backward pass, which takes less memory and about a third more compute
-    and gives the same numbers. null turns it on for transformers above ``CHECKPOINTING_FROM`` parameters."""
+    """Recompute activations in the backward pass: less memory, about a third more compute, the same numbers. null turns
+    it on for transformers above ``CHECKPOINTING_FROM`` parameters."""
 
     torch_compile: bool = False
-    """Whether the actor's transformer blocks are compiled. The rollout engine's stay as they are, so the off-policy gap
-    gains the compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
+    """Compile the actor's transformer blocks. The rollout engine's are not compiled, so the off-policy gap gains the
+    compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
 
     batch_guidance: bool = True
-    """Whether the conditional and the unconditional half of classifier-free guidance are one call of the transformer,
-    in engine and actor alike. It is faster wherever calls, not multiplications, take the time. With false they are two
-    calls, equal to rounding, each with half the rows: for a device whose memory does not take twice
-    ``rollout.micro_batch_size`` rows at once, or prompts that are much longer than the negative ones, which one call
-    pads to their length."""
+    """Compute the conditional and the unconditional half of classifier-free guidance in one call of the transformer, in
+    engine and actor alike. It is faster wherever calls, not multiplications, take the time. False makes two calls with
+    half the rows each, equal to rounding: for a device without memory for twice ``rollout.micro_batch_size`` rows, or
+    for prompts much longer than the negative ones, which one call pads to their length."""
 
     prompt_store: PathText | None = None
     """Folder for the embeddings of prompts, which are made once for all runs and processes; the text encoder is loaded
@@ -123,7 +122,7 @@ class ModelConfig(Section):
                 yield f"target_modules: got {targets!r}; several names are a list: [{name.replace(' ', '')}]"
 
     def checkpoints_gradients(self, parameters: int) -> bool:
-        """Whether a transformer of so many parameters recomputes its activations."""
+        """A transformer of so many parameters recomputes its activations."""
         if self.enable_gradient_checkpointing is None:
             return parameters > CHECKPOINTING_FROM
         return self.enable_gradient_checkpointing
@@ -136,13 +135,13 @@ FSDP_FIELD = "actor_rollout_ref.actor.fsdp_config"
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class FSDPConfig(Section):
-    """The section ``actor_rollout_ref.actor.fsdp_config``: whether the frozen weights are divided over processes."""
+    """The section ``actor_rollout_ref.actor.fsdp_config``: sharding of the frozen weights over processes."""
 
     section = FSDP_FIELD
 
     shard: bool = False
-    """Whether each process keeps a slice of the transformer's frozen weights, and gathers a block to compute it. The
-    LoRA is held whole by every process. The numbers are those of a run without."""
+    """Shard the transformer's frozen weights: each process keeps a slice and gathers a block to compute it. Every
+    process holds the whole LoRA. The numbers equal those of a run without sharding."""
 
     fsdp_size: Annotated[int, Check(lambda size: size == -1 or size > 0, "give a number above 0")] = -1
     """With ``shard``, how many processes of a node share one copy of the weights; -1: all of the node."""

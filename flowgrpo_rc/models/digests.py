@@ -1,7 +1,6 @@
 """Digests that tell text encoders and tokenizers apart, from their files alone: no network is loaded.
 
-They say whether embeddings on disk are those of a pipeline, and whether a checkpoint was trained with its text
-encoders.
+The prompt store compares them before it reads embeddings, and a checkpoint before it resumes.
 """
 
 import hashlib
@@ -16,11 +15,11 @@ from flowgrpo_rc.models.parts import Part, PipelineFiles
 from flowgrpo_rc.quiet import TOKENIZATION, only_errors
 
 VALUES_A_TENSOR = 64
-"""How many values of every tensor count, evenly spread: reading all of a text encoder takes as long as loading it."""
+"""Values of every tensor that count, evenly spread: reading all of a text encoder takes as long as loading it."""
 _TEXTS = ("a photo of a cat", 'A neon sign that says "OPEN 24/7"', "Zwölf Boxkämpfer, 12,345.67 (über) 東京")
 """Their tokens depend on a vocabulary's merges and normalisation besides its entries."""
 _ACT_ON_NOTHING = ("transformers_version", "torch_dtype", "dtype")
-"""Entries of a network's ``config.json`` that say how it was saved."""
+"""Entries of a ``config.json`` that change no output, such as the version that saved it."""
 
 
 def short_digest(content: bytes) -> str:
@@ -29,7 +28,8 @@ def short_digest(content: bytes) -> str:
 
 
 def values_digest(samples: list[Tensor]) -> str:
-    """Rounded to bfloat16, so that the dtype that weights are kept in does not matter; brought to the host together."""
+    """Digest of values rounded to bfloat16, so that the dtype of the weights does not matter."""
+    # One transfer to the host for all samples.
     values = torch.cat([sample.float() for sample in samples])
     return short_digest(values.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
 
@@ -43,7 +43,7 @@ def spread(tensor: Tensor) -> Tensor:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of the vocabulary, of how it cuts texts and of the chat template, if any, that it puts them in."""
+    """Digest of the vocabulary, of the tokens of some texts, and of the chat template, if any."""
     with only_errors(TOKENIZATION):
         tokens = [tokenizer(text).input_ids for text in _TEXTS]
     content = [sorted(tokenizer.get_vocab().items()), tokens]
@@ -53,9 +53,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def processor_digest(processor: Any) -> str:
-    """Of how a processor of texts and images prepares both.
+    """Digest of a processor's preparation of texts and images.
 
-    What prepares images is part of it, which depends on whether torchvision is installed: the two resize differently.
+    The class of its image processor is part of it: with torchvision installed it is another, which resizes differently.
     """
     settings = {k: v for k, v in processor.image_processor.to_dict().items() if k not in _ACT_ON_NOTHING}
     content = [type(processor.image_processor).__name__, settings, tokenizer_digest(processor.tokenizer)]
@@ -63,9 +63,9 @@ def processor_digest(processor: Any) -> str:
 
 
 def stored_network_digest(files: PipelineFiles, part: Part) -> str:
-    """Of a network's configuration and of values of each of its tensors, as they are in its files.
+    """Digest of a network's configuration and of some values of each of its tensors, from its files.
 
-    How the tensors are dealt out over files does not matter. Of pickled files every byte counts.
+    The division of tensors into files does not matter. Every byte of pickled files counts.
     """
     config = files.read_json(f"{part.name}/config.json")
     acting = {key: value for key, value in config.items() if key not in _ACT_ON_NOTHING and not key.startswith("_")}

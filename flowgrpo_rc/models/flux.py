@@ -16,8 +16,8 @@ from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
 class Flux(DiffusionModel):
     """Adapter of ``diffusers.FluxPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
 
-    The dev checkpoint is guidance-distilled: its transformer takes ``guidance_scale``. Classifier-free guidance may be
-    asked for besides.
+    The dev checkpoint is guidance-distilled: its transformer takes ``guidance_scale``. Classifier-free guidance is
+    possible besides.
     """
 
     default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)

@@ -14,7 +14,7 @@ from flowgrpo_rc.quiet import IMPORTS, only_errors
 LARGEST_REFERENCE = 1024 * 1024
 """Pixels of a reference image that the pipelines take as it is; they make a larger one smaller."""
 MARK = "@"
-"""A prompt that no chat template has in itself."""
+"""A prompt that occurs in no chat template."""
 
 
 class Flux2Klein(DiffusionModel):
@@ -85,13 +85,13 @@ class Flux2Klein(DiffusionModel):
         return rows, columns
 
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        """Of the chat template, what stands before a prompt takes room; what stands behind it is cut off first."""
+        """The chat template's tokens before a prompt take room; those behind it are cut off first."""
         tokenizer = self.pipe.tokenizer
         before, _, _ = self._chat(MARK).partition(MARK)
         return [(tokenizer, max_sequence_length - len(tokenizer(before, add_special_tokens=False).input_ids))]
 
     def _chat(self, prompt: str) -> str:
-        """What the text encoder reads of a prompt: its chat template with the prompt in it."""
+        """Input text of the text encoder: the chat template with the prompt in it."""
         messages = [{"role": "user", "content": prompt}]
         return self.pipe.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=False

@@ -1,4 +1,4 @@
-"""Whether a model takes the guidance that it is asked for, told from its folder alone; importing this loads no torch.
+"""Checks of the guidance scales against a model's folder; importing this loads no torch.
 
 Pipelines use the name ``guidance_scale`` for two things: the scale that a guidance-distilled transformer embeds, which
 is what it means here, and classifier-free guidance, which is ``true_cfg_scale`` here.
@@ -16,7 +16,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 def check_guidance(
     pipeline_class: str, folder: str, guidance_scale: float | None, true_cfg_scale: float, section: str = "pipeline"
 ) -> None:
-    """Raise where the model in ``folder`` takes no such guidance; what its files do not tell, loading asks again.
+    """Raise if the model in ``folder`` takes no such guidance; loading repeats the check that its files do not allow.
 
     Raises:
         ValueError: as ``refuse_guidance_scale`` and ``refuse_true_cfg_scale``.
@@ -31,7 +31,7 @@ def check_guidance(
 def refuse_guidance_scale(
     pipeline_class: str, embeds: bool, guidance_scale: float | None, section: str = "pipeline"
 ) -> None:
-    """Raise unless a model whose transformer ``embeds`` a guidance scale is given one, and any other is not.
+    """Raise unless the scale is given exactly if the model's transformer ``embeds`` one.
 
     Raises:
         ValueError: names the setting, which is in this ``section`` of ``actor_rollout_ref.rollout``, and what to write.
@@ -52,10 +52,10 @@ def refuse_guidance_scale(
 def refuse_true_cfg_scale(
     pipeline_class: str, distilled: bool, true_cfg_scale: float, section: str = "pipeline"
 ) -> None:
-    """Raise where classifier-free guidance is asked of a model whose pipeline would ignore it.
+    """Raise if the pipeline would ignore classifier-free guidance.
 
     Args:
-        distilled: whether the model's index says ``is_distilled``.
+        distilled: the index has ``is_distilled``.
 
     Raises:
         ValueError: names the setting and what to write.
@@ -71,7 +71,7 @@ def refuse_true_cfg_scale(
 
 
 def embeds_guidance(pipeline_class: str, folder: str) -> bool | None:
-    """Whether the transformer in a pipeline's folder embeds a guidance scale; None where its file does not tell."""
+    """The transformer in a pipeline's folder embeds a guidance scale; ``None`` if its file does not show it."""
     if FAMILIES[pipeline_class].guidance_scale_is_cfg:
         return False
     config = _read(Path(folder) / "transformer" / "config.json")
@@ -81,7 +81,7 @@ def embeds_guidance(pipeline_class: str, folder: str) -> bool | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty for a hub name or a damaged file, which loading tells."""
+    """The object in a JSON file; empty for a hub name or a damaged file, which loading reports."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

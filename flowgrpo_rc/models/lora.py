@@ -299,7 +299,7 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
 def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
     """An adapter's file, named as in ``transformer``, whose attached adapter it fits.
 
-    The second matrices are scaled so that the update under the run's ``lora_alpha`` is that of the file. A file that
+    The second matrices are scaled so that the update under the run's ``lora_alpha`` equals the file's. A file that
     records no alpha has full strength, as in diffusers.
 
     Raises:
@@ -330,9 +330,9 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
 
 
 def same_lora(one: Path, other: Path) -> bool:
-    """Whether two folders that ``save_lora`` wrote hold the same adapter and nothing else.
+    """Two folders that ``save_lora`` wrote hold the same adapter and nothing else.
 
-    Not byte for byte: the order of a file's entries, and of the layers named in it, is left to chance.
+    The comparison is not byte for byte, because the order of a file's entries and layers is random.
     """
     if not all([p.name for p in folder.iterdir()] == [ADAPTER_FILE] for folder in (one, other)):
         return False
@@ -348,7 +348,7 @@ def same_lora(one: Path, other: Path) -> bool:
 
 
 def _settings(adapter: Any) -> dict[str, Any]:
-    """How an opened adapter's layers were made, with lists, which were sets, in order."""
+    """The peft settings in an opened adapter's metadata, with lists, which were sets, in order."""
     settings = json.loads((adapter.metadata() or {}).get("lora_adapter_metadata", "{}"))
     if not isinstance(settings, dict):
         return {}

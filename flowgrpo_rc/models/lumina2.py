@@ -11,7 +11,7 @@ from flowgrpo_rc.models.spatial_latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative
 
 BEFORE_PROMPT = " <Prompt Start> "
-"""What the pipeline writes between its system prompt and a prompt."""
+"""Text of the pipeline between its system prompt and a prompt."""
 
 
 class Lumina2(SpatialLatents):

@@ -194,7 +194,7 @@ class PipelineFiles:
         return content
 
     def _check_weights(self, name: str) -> None:
-        """Refuse a weights file that is missing, a Git LFS pointer, or shorter than its header says."""
+        """Refuse a weights file that is missing, a Git LFS pointer, or shorter than its header requires."""
         from safetensors import SafetensorError, safe_open
 
         file = self.folder / name

@@ -15,15 +15,15 @@ from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt
 AREA = 1024 * 1024
 """Pixels that both pipelines scale a reference image to for the VAE."""
 SHOWN_AREA = 384 * 384
-"""Pixels of what the text encoder is shown by ``QwenImageEditPlusPipeline``."""
+"""Pixels of the image that ``QwenImageEditPlusPipeline`` gives the text encoder."""
 MULTIPLE = 32
-"""What both pipelines round the sides of reference images to."""
+"""Both pipelines round the sides of reference images to multiples of this."""
 TOKEN_AREA = 28 * 28
-"""Pixels that the text encoder makes a token of."""
+"""Pixels of one token of the text encoder."""
 
 
 class QwenImageEdit(QwenImage):
-    """Adapter of ``diffusers.QwenImageEditPipeline``, which edits one image. Its text encoder is shown what the VAE is.
+    """Adapter of ``diffusers.QwenImageEditPipeline``, which edits one image; text encoder and VAE get the same picture.
 
     Prompts are cut to ``max_sequence_length`` tokens besides those of the images, where the pipeline cuts none.
     """
@@ -63,11 +63,11 @@ class QwenImageEdit(QwenImage):
         return EncodedPrompt(embeds[0, :kept].cpu(), None, torch.cat(tokens).cpu() if tokens else None, grids)
 
     def _reference_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
-        """Width and height of what the VAE encodes."""
+        """Width and height of the VAE's input."""
         return scaled_size(image, area or AREA, MULTIPLE)
 
     def _shown_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
-        """Width and height of what the text encoder is shown."""
+        """Width and height of the text encoder's input."""
         return self._reference_size(image, area)
 
     def _tokens_of(self, picture: Any, width: int, height: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""To what size a reference image is scaled; told from its own size alone."""
+"""Target size of a reference image, from its own size alone."""
 
 import math
 

@@ -1,8 +1,8 @@
 """The model families by the name of their diffusers pipeline.
 
 To add one, write its adapter, a subclass of ``base.DiffusionModel``, in a file of this folder and add an entry to
-``FAMILIES``. Importing this loads neither torch nor diffusers. What vllm-omni calls the same pipeline, for the families
-that it can sample, stands with that engine in ``rollout/vllm_omni/registry.py``.
+``FAMILIES``. Importing this loads neither torch nor diffusers. ``rollout/vllm_omni/registry.py`` has the
+names of the same pipelines in vllm-omni.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyEntry:
-    """What has to be known about a model family before anything of it is loaded."""
+    """Facts about a model family that are needed before anything of it is loaded."""
 
     adapter: str
-    """Where the adapter's class is, as ``module:class``."""
+    """Import path of the adapter, as ``module:class``."""
 
     guidance_scale_is_cfg: bool = False
-    """Whether the pipeline calls the scale of classifier-free guidance ``guidance_scale``, which is ``true_cfg_scale``
-    here. The transformer of such a family embeds no guidance."""
+    """The pipeline's ``guidance_scale`` is the scale of classifier-free guidance, ``true_cfg_scale`` here. The
+    transformer of such a family embeds no guidance."""
 
     cfg_above_guidance: float = 0.0
-    """With ``guidance_scale_is_cfg``, by how much ``true_cfg_scale`` is above that ``guidance_scale``: 1 where the
-    pipeline adds ``guidance_scale`` times the difference to the conditional velocity, not to the unconditional one."""
+    """With ``guidance_scale_is_cfg``, ``true_cfg_scale`` minus that ``guidance_scale``: 1 if the pipeline adds
+    ``guidance_scale`` times the difference to the conditional velocity, not to the unconditional one."""
 
     takes_cfg: bool = True
-    """Whether the pipeline knows negative prompts. One whose transformer embeds the guidance may know none."""
+    """The pipeline takes negative prompts. One whose transformer embeds the guidance may take none."""
 
     negative_prompt: str = ""
-    """What the pipeline steers away from where no negative prompt is given."""
+    """Default negative prompt of the pipeline."""
 
     images: tuple[int, int] = (0, 0)
-    """The fewest and the most reference images that a prompt has."""
+    """Fewest and most reference images of a prompt."""
 
     dispatches_attention: bool = True
-    """Whether the transformer's attention goes through diffusers' dispatcher, so that ``attn_backend`` acts on it."""
+    """The transformer's attention goes through diffusers' dispatcher, so that ``attn_backend`` acts on it."""
 
     optional_parts: tuple[str, ...] = ()
-    """Parts that the pipeline draws without where its index gives them as ``[null, null]``. A tokenizer among them is
-    left out only together with its text encoder."""
+    """Parts that may be ``[null, null]`` in the pipeline's index. A tokenizer among them is left out only together with
+    its text encoder."""
 
 
 FAMILIES = {

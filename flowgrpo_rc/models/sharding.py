@@ -1,9 +1,9 @@
-"""The frozen base divided over the processes of a node, with PyTorch's FSDP2: each keeps a slice of every block.
+"""Shard the frozen base over the processes of a node with PyTorch's FSDP2: each keeps a slice of every block.
 
-A block's weights are gathered for the time of its computation and in their own precision, so that the numbers are those
-of a whole model. Only the frozen base is divided. Adapters are attached afterwards and every process holds them whole:
-optimizer, average, checkpoints and the engine's sync need not know of it. Between nodes the slices repeat, so that
-weights never travel there.
+A block's weights are gathered during its computation and in their own precision, so that the numbers equal those of a
+whole model. Only the frozen base is sharded. Adapters are attached afterwards, and every process holds them whole:
+optimizer, average, checkpoints and the engine's sync are unaffected. Nodes repeat the slices, so that weights never
+travel between them.
 
 Gathering is collective: every process must call the transformer equally often, in the same order.
 """
@@ -23,15 +23,15 @@ from flowgrpo_rc.models.config import FSDP_FIELD, FSDPConfig
 
 
 def check_sharding(config: FSDPConfig, processes: int, device: torch.device) -> None:
-    """The processes and the device are such as ``config`` can be carried out with.
+    """Raise unless the processes and the device allow the sharding in ``config``.
 
     Args:
-        config: what is asked for.
-        processes: of the run, on all nodes together.
-        device: what this process computes on.
+        config: the requested sharding.
+        processes: number of processes of the run, on all nodes together.
+        device: device of this process.
 
     Raises:
-        ValueError: names the field, what is there and the remedy.
+        ValueError: names the field, its value and the remedy.
     """
     if config.shard and config.param_offload and device.type == "cpu":
         raise ValueError(
@@ -42,10 +42,10 @@ def check_sharding(config: FSDPConfig, processes: int, device: torch.device) -> 
 
 
 def check_division(config: FSDPConfig, processes: int, on_node: int) -> None:
-    """So many processes, ``on_node`` of them on each node, can share the weights as ``config`` asks for.
+    """Raise unless ``processes``, ``on_node`` of them on each node, can shard the weights as in ``config``.
 
     Raises:
-        ValueError: names the field, what is there and the remedy.
+        ValueError: names the field, its value and the remedy.
     """
     if not config.shard:
         return
@@ -64,10 +64,10 @@ def check_division(config: FSDPConfig, processes: int, on_node: int) -> None:
 
 
 def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> None:
-    """Divide a frozen transformer without adapters, in place; from the host, so that no device ever holds it whole.
+    """Shard a frozen transformer without adapters, in place; from the host, so that no device ever holds it whole.
 
     Raises:
-        ValueError: the transformer does not say what its blocks are.
+        ValueError: the transformer's class names no blocks.
     """
     kinds = set(transformer._no_split_modules or ())
     blocks = [module for module in transformer.modules() if type(module).__name__ in kinds]
@@ -86,13 +86,13 @@ def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> No
 
 
 def _copied(answer: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    """A transformer's answer, or its list of one for each image, in memory of its own."""
+    """A copy of a transformer's output, which may be a list with one tensor for each image."""
     return [part.clone() for part in answer] if isinstance(answer, list) else answer.clone()
 
 
 @contextmanager
 def gathered_once(transformer: nn.Module) -> Iterator[None]:
-    """Inside, weights that a forward has gathered stay for those that follow; afterwards they are divided again.
+    """Inside, gathered weights stay for the next forwards; afterwards they are sharded again.
 
     A transformer that is not sharded is left alone.
     """
@@ -110,7 +110,7 @@ def gathered_once(transformer: nn.Module) -> Iterator[None]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A parameter as it was before it was divided; of a divided one every process must ask at the same time."""
+    """The whole of a parameter that may be sharded. It is collective: every process must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor.to_local()
@@ -123,14 +123,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _processes_on_node(processes: int) -> int:
-    """As the launcher says; one that says nothing has started them all on one node."""
+    """Processes on this node, from the launcher; without its variable, all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
 
 
 def _mesh(config: FSDPConfig, processes: int, device: torch.device) -> DeviceMesh:
-    """The processes that share a copy of the weights with this one, consecutive ranks of its node.
+    """The processes that share a copy of the weights with this one: consecutive ranks of its node.
 
-    The other copies are no part of it: frozen weights have no gradients to be summed over them.
+    It leaves out the other copies, because frozen weights have no gradients to reduce over them.
     """
     size = config.processes_to_a_copy(_processes_on_node(processes))
     # By the name ``fsdp`` peft knows that a layer computes with whole weights, to which its LoRA must fit.

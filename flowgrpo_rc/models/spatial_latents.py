@@ -1,4 +1,4 @@
-"""What families have in common whose latents are the feature maps of an ``AutoencoderKL``, unpacked."""
+"""Base of the families whose latents are the unpacked feature maps of an ``AutoencoderKL``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,10 @@ from flowgrpo_rc.models.base import DiffusionModel
 
 
 class SpatialLatents(DiffusionModel):
-    """A family whose latents are ``(channels, H / 8, W / 8)``, and whose transformer cuts them into patches itself.
-
-    ``_sizes`` is for one text encoder.
-    """
+    """A family whose latents are ``(channels, H / 8, W / 8)``, and whose transformer cuts them into patches itself."""
 
     shifts_latents = True
-    """Whether the pipeline adds the VAE's ``shift_factor`` before it decodes."""
+    """The pipeline adds the VAE's ``shift_factor`` before it decodes."""
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)

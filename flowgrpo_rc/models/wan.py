@@ -13,7 +13,7 @@ from flowgrpo_rc.prompt import Prompt, texts
 class Wan(DiffusionModel):
     """Adapter of ``diffusers.WanPipeline`` with ``num_frames=1``. Latents are ``(channels, 1, rows, columns)``.
 
-    Wan 2.1, and the one of 2.2 that has a single transformer, TI2V-5B, which is told the noise level of every token.
+    Wan 2.1, and the one of 2.2 with a single transformer, TI2V-5B, which takes the noise level of every token.
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
     """
 

@@ -54,7 +54,7 @@ class ZImage(SpatialLatents):
         return [EncodedPrompt(row.cpu()) for row in embeds]
 
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        """The chat template's tokens count, of which those before the prompt are never cut off."""
+        """The chat template's tokens count; those before the prompt are never cut off."""
         tokenizer = self.pipe.tokenizer
         template = tokenizer.apply_chat_template(
             [{"role": "user", "content": "{}"}], tokenize=False, add_generation_prompt=True, enable_thinking=True
