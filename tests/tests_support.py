@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conftest import SMALL_RUN
 
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
+from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
 
 TIMEOUT = 600
 """Seconds for a process that a test starts: it must end by itself, also where fifteen others want the processor."""
@@ -18,6 +18,11 @@ TIMEOUT = 600
 def untimed(rows):
     """Rows of ``metrics.jsonl`` without what no two runs have in common: times and speeds."""
     return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in rows]
+
+
+def rows_of(folder):
+    """The untimed rows of a run folder's ``metrics.jsonl``."""
+    return untimed(RunFolder(Path(folder)).rows())
 
 
 def overrides_of(folder, *overrides):

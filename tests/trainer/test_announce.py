@@ -1,4 +1,4 @@
-"""What a run says of its correction before it starts."""
+"""The lines that a run prints before it starts."""
 
 from pathlib import Path
 
@@ -25,7 +25,6 @@ def _line(name, overrides, begins="Rollout correction: "):
         ([f"{SECTION}.preset=decoupled_token_is"], "weights each element's ratio pi_old/pi_rollout, at most 2"),
         ([f"{SECTION}.preset=geo_rs"], "is outside [0.999, 1.001] (seq_mean_k1); rows with one ratio"),
         ([f"{SECTION}.bypass_mode=true"], "the PPO ratio pi_theta/pi_rollout is the importance weight itself"),
-        ([f"{SECTION}.rollout_is_threshold=3.0"], "no importance weights"),
     ],
 )
 def test_one_line_at_start_says_which_correction_is_in_force(overrides, said):
@@ -60,18 +59,11 @@ def test_one_line_at_start_says_how_guidance_is_computed_and_what_is_learned_of_
 @pytest.mark.parametrize(
     ("micro", "said"),
     [
-        (["ppo_micro_batch_size_per_gpu=4"], "micro-batches of 4 images x 2 SDE steps"),
         (["ppo_micro_batch_size_per_gpu=999"], "micro-batches of 48 images x 2 SDE steps"),
         (["ppo_micro_batch_size_per_gpu=4", "ppo_micro_batch_rows=3"], "micro-batches of 3 rows (SDE steps of images)"),
-        (["ppo_micro_batch_rows=999"], "micro-batches of 96 rows (SDE steps of images)"),
     ],
 )
 def test_the_announcement_says_what_a_micro_batch_is(micro, said):
     """At most a mini-batch: the demo's has 48 images of 2 steps."""
     overrides = [f"actor_rollout_ref.actor.{setting}" for setting in micro]
     assert _line("tiny_qwen_image_ocr", overrides, "Each step: ").endswith(said)
-
-
-def test_detaching_what_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="detach_unconditional: got true, but there is no unconditional half without"):
-        compose("tiny_qwen_image_ocr", ["actor_rollout_ref.actor.detach_unconditional=true"])

@@ -1,7 +1,6 @@
 """Editing by reinforcement learning: prompts with reference images through the trainer, and what is refused of them."""
 
 import json
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,14 +8,15 @@ import torch
 from conftest import SMALL_RUN
 from PIL import Image
 from safetensors.torch import load_file
+from tests_support import rows_of
 from tiny_families import flux
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.data import load_prompts
-from flowgrpo_rc.models.prompt_store import PromptStore
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 
+pytestmark = pytest.mark.run
 PIPELINE = "actor_rollout_ref.rollout.pipeline"
 REWARD = """
 import numpy as np
@@ -84,9 +84,8 @@ def config(tmp_path, kontext):
     return make
 
 
-def rows_of(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k.startswith(("reward/", "actor/", "step"))} for row in rows]
+def rewards_of(folder):
+    return [{k: v for k, v in row.items() if k.startswith(("reward/", "actor/", "step"))} for row in rows_of(folder)]
 
 
 def test_a_run_on_references_is_repeated_by_a_resumed_one(config, tmp_path):
@@ -107,8 +106,8 @@ def test_a_run_on_references_is_repeated_by_a_resumed_one(config, tmp_path):
         first.fit()
     second = FlowGRPOTrainer(config(folder="parts"))
     assert second.step == 1
-    rows = rows_of(second.fit().root)
-    assert rows == rows_of(whole)
+    rows = rewards_of(second.fit().root)
+    assert rows == rewards_of(whole)
     files = [root / "lora" / "pytorch_lora_weights.safetensors" for root in (whole, second.folder.root)]
     adapters = [load_file(file) for file in files]
     assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
@@ -150,19 +149,6 @@ def test_validation_draws_every_pair_of_text_and_image(config, tmp_path, monkeyp
     assert torch.equal(request.conditioning.negative.references, references)
 
 
-def test_a_second_run_reads_references_from_the_store(config, tmp_path, monkeypatch):
-    write_prompts(tmp_path)
-    first = FlowGRPOTrainer(config(folder="one"))
-    kept = first.conditioning(first.run.train_prompts[:2], first.config.actor_rollout_ref.rollout.pipeline)
-    monkeypatch.setattr(PromptStore, "add", lambda *_: pytest.fail("a prompt was encoded again"))
-    second = FlowGRPOTrainer(config(folder="two"))
-    assert second.run.encoding.encoded == 0
-    again = second.conditioning(second.run.train_prompts[:2], second.config.actor_rollout_ref.rollout.pipeline)
-    assert torch.equal(kept.prompts.references, again.prompts.references)
-    assert kept.prompts.reference_grids == again.prompts.reference_grids == ((3, 5),)
-
-
-@pytest.mark.parametrize("command", ["demo", "encode-prompts"])
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
@@ -185,7 +171,7 @@ def test_a_second_run_reads_references_from_the_store(config, tmp_path, monkeypa
     ids=["none", "too many", "missing", "another shape", "too thin"],
 )
 def test_references_that_do_not_fit_are_told_before_weights_are_read(
-    kontext, tmp_path, capsys, monkeypatch, command, rows, told
+    kontext, tmp_path, capsys, monkeypatch, rows, told
 ):
     monkeypatch.setattr("flowgrpo_rc.models.load.PipelineLoader._read", lambda *_: pytest.fail("weights were read"))
     for file, size in {"a.png": (60, 40), "b.png": (40, 60), "thin.png": (2000, 1)}.items():
@@ -194,8 +180,9 @@ def test_references_that_do_not_fit_are_told_before_weights_are_read(
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     smallest = ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
     run = settings(tmp_path, kontext, f"trainer.default_local_dir={tmp_path / 'run'}", *smallest)
-    first = [command] if command == "demo" else [command, "--config-name", "tiny_qwen_image_ocr"]
-    assert main([*first, *run]) == 2
+    # A run and ``encode-prompts`` make the same checks.
+    command = ["encode-prompts", "--config-name", "tiny_qwen_image_ocr"] if len(rows) == 1 else ["demo"]
+    assert main([*command, *run]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert told.format(tmp_path) in errors[0]
@@ -209,15 +196,3 @@ def test_a_model_that_takes_no_images_is_given_none(tmp_path, capsys, kontext):
         f"{train}:5 and 3 more rows: a QwenImagePipeline takes no reference images; leave out the column 'images', or "
         "give it another name if rewards alone read it"
     ) in capsys.readouterr().err
-
-
-def test_a_file_that_changes_while_the_run_lasts_is_named(config, tmp_path):
-    write_prompts(tmp_path)
-    records = load_prompts(tmp_path / "train.jsonl")
-    read = [partial(np.asarray, records[0].images[0]), records[1].images[0].open]
-    (tmp_path / "train.jsonl.0.png").unlink()
-    Image.new("RGB", (60, 40)).save(tmp_path / "train.jsonl.1.png")
-    with pytest.raises(ValueError, match=r"train.jsonl:1: the image .*0.png cannot be read .*put it back"):
-        read[0]()
-    with pytest.raises(ValueError, match=r"train.jsonl:2: the image .*1.png has changed since the run began"):
-        read[1]()

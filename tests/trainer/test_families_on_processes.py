@@ -1,6 +1,5 @@
 """Every model family on two processes, whole and sharded, against one process."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -8,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests_support import run_process
+from tests_support import rows_of, run_process
 from tiny_families import TINY, run_overrides
 from tolerances import of_metric
 
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
+pytestmark = pytest.mark.process
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
 
@@ -32,16 +31,11 @@ def runs(tmp_path_factory):
     return folder
 
 
-def rows(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMING_PREFIXES)} for line in lines]
-
-
 @pytest.mark.parametrize("name", list(TINY))
 def test_sharded_equals_whole_to_the_bit(runs, name):
     whole, sharded = runs / name / "whole", runs / name / "sharded"
-    assert len(rows(whole)) >= 2
-    assert rows(whole) == rows(sharded)
+    assert len(rows_of(whole)) >= 2
+    assert rows_of(whole) == rows_of(sharded)
     for one, other in zip(load_file(whole / ADAPTER).values(), load_file(sharded / ADAPTER).values(), strict=True):
         assert torch.equal(one, other)
 
@@ -51,8 +45,8 @@ def test_two_processes_equal_one(runs, name, small_config):
     own = runs / name
     trainer = FlowGRPOTrainer(small_config(*run_overrides(name, str(own / "model"), own / "data")))
     dimensions = torch.Size(trainer.run.model.latent_shape(32, 32)).numel()
-    alone = rows(trainer.fit().root)
-    together = rows(own / "whole")
+    alone = rows_of(trainer.fit().root)
+    together = rows_of(own / "whole")
     assert len(alone) == len(together)
     for a, b in zip(alone, together, strict=True):
         assert a.keys() == b.keys()

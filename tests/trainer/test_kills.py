@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests_support import overrides_of
+from tests_support import overrides_of, untimed
 
 from flowgrpo_rc.models.lora import same_lora
-from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
+from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 KILLS = 20
@@ -28,10 +28,6 @@ SMALLER = (
 """More steps than twenty attempts can make before they are killed, each as short as can be."""
 
 
-def lines_of(folder):
-    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
-
-
 def kill_again_and_again(kills, training, overrides, seed=1):
     """Start a run until it has been killed so often, each time whole with all that it has started, and then let it
     end."""
@@ -44,14 +40,14 @@ def kill_again_and_again(kills, training, overrides, seed=1):
     assert [line.split()[-3:] for line in told] == [["left", "0", "killed"]] * kills, told
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_twenty_kills_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp_path):
     """About a minute on two quiet cores: twenty starts with a load each. Rows, adapter and grids are the same, the
     rows that a resume made again lie aside, and no half-written file is left."""
     whole = FlowGRPOTrainer(small_config(*SMALLER, folder="whole")).fit()
     kill_again_and_again(KILLS, TRAINING, overrides_of(tmp_path / "killed", *SMALLER))
     killed = RunFolder(tmp_path / "killed")
-    assert lines_of(killed) == lines_of(whole)
+    assert untimed(killed.rows()) == untimed(whole.rows())
     assert same_lora(killed.lora, whole.lora)
     for step, grid in whole.grids().items():
         assert killed.grids()[step].read_bytes() == grid.read_bytes()
@@ -63,7 +59,7 @@ def test_twenty_kills_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp
     assert aside, "no kill came between a row and its checkpoint"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_kills_while_a_process_draws_ahead_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp_path):
     """Five starts with an engine's process each, two batches in flight: what was lost is drawn again with the adapters
     of its time, and no engine outlives its trainer."""
@@ -73,5 +69,5 @@ def test_kills_while_a_process_draws_ahead_end_in_the_metrics_of_an_undisturbed_
     ahead = (f"{rollout}.ahead=2", f"{rollout}.placement=process")
     kill_again_and_again(4, 3, overrides_of(tmp_path / "killed", *SMALLER, *few, *ahead), seed=3)
     killed = RunFolder(tmp_path / "killed")
-    assert lines_of(killed) == lines_of(whole)
+    assert untimed(killed.rows()) == untimed(whole.rows())
     assert same_lora(killed.lora, whole.lora)

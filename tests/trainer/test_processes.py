@@ -98,6 +98,7 @@ def _count_calls(rank, folder, port):
     (folder / f"rank_{rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.process
 def test_every_process_makes_the_same_transformer_calls(tmp_path):
     """A sharded transformer hangs where they do not; counted over everything a run does, with the work dealt unevenly
     and with a sample on one process alone that is not finite."""

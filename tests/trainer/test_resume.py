@@ -11,6 +11,7 @@ from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 from flowgrpo_rc.trainer.checkpoint import CheckpointStore, checkpoint_to_resume, load_run
 
+pytestmark = pytest.mark.run
 ADAPTER = "pytorch_lora_weights.safetensors"
 AUTO = ("trainer.resume_mode=auto", "trainer.save_freq=1", "trainer.total_training_steps=3", "data.val_files=null")
 LEARNING = (

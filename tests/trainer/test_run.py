@@ -12,25 +12,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests_support import overrides_of, run_process
+from tests_support import overrides_of, rows_of, run_process
 from tolerances import RATIO, adam, of_metric
 
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import shipped
-from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolderError
+from flowgrpo_rc.run_folder import RunFolderError
 from flowgrpo_rc.run_lock import RunFolderInUseError
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, checkpoint, outputs, setup
 from flowgrpo_rc.trainer import trainer as trainer_module
 
 pytestmark = pytest.mark.run
 ADAPTER = "pytorch_lora_weights.safetensors"
-
-
-def rows_of(folder):
-    """``metrics.jsonl`` without what depends on the machine's speed."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMING_PREFIXES)} for x in lines]
 
 
 def adapter_of(folder):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sharded_runs import RESUMED, SHARD
-from tests_support import overrides_of, run_process
+from tests_support import overrides_of, rows_of, run_process
 from tolerances import adam, of_metric
 
 from flowgrpo_rc.models.config import FSDP_FIELD
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
+pytestmark = pytest.mark.process
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
 MORTAL = """
@@ -45,18 +45,13 @@ def environment():
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def rows(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMING_PREFIXES)} for line in lines]
-
-
 @pytest.mark.portable
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_every_metric_equals_that_of_the_whole_model(runs, precision):
     """Probe and validation included, whose images do not divide by the processes; float32 gathers once a rollout."""
     whole, sharded = runs / f"{precision}_whole", runs / f"{precision}_sharded"
-    assert len(rows(whole)) == 3
-    assert rows(whole) == rows(sharded)
+    assert len(rows_of(whole)) == 3
+    assert rows_of(whole) == rows_of(sharded)
     for one, other in zip(load_file(whole / ADAPTER).values(), load_file(sharded / ADAPTER).values(), strict=True):
         assert torch.equal(one, other)
     resident = [json.loads((runs / f"found_{rank}.json").read_text())["resident"] for rank in range(2)]
@@ -88,7 +83,7 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
     done = run_process(*command, *overrides_of(resumed, *settings), env=fresh_store, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "killed").exists()
-    throughout, found = rows(runs / "throughout"), rows(resumed)
+    throughout, found = rows_of(runs / "throughout"), rows_of(resumed)
     assert [row["step"] for row in found] == [row["step"] for row in throughout] == [1, 2, 3, 4]
     for a, b in zip(throughout, found, strict=True):
         assert a.keys() == b.keys()

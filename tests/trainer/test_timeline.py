@@ -5,13 +5,12 @@ import os
 import time
 
 import pytest
-import torch
+from engines_elsewhere import Elsewhere
 
-from flowgrpo_rc.models.load import PipelineLoader
-from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutPool
+from flowgrpo_rc.rollout import EngineLostError, RolloutPool
 from flowgrpo_rc.rollout.pool import EngineWork, Work
 from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolderError
-from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
+from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import timeline as module
 from flowgrpo_rc.trainer.timeline import ProcessAccount, Timeline, metrics_of
 from flowgrpo_rc.trainer.timer import Span
@@ -73,11 +72,6 @@ def test_several_processes_are_one_run():
     assert found["perf/trainer_waits"] == pytest.approx(0.5)
 
 
-def test_no_engine_left_is_no_division_by_zero():
-    found = metrics_of([ProcessAccount([engine("a", given_up=True)], 0.0, 0.0, 0.0, 0)])
-    assert set(found.values()) == {0.0}
-
-
 class Pool(RolloutPool):
     """Accounts made by hand."""
 
@@ -111,54 +105,25 @@ def test_times_are_those_of_the_run_and_only_later_starts_are_restarts(monkeypat
     assert metrics["perf/engines_busy"] == pytest.approx(0.5)
 
 
-class Elsewhere:
-    """An engine with a model of its own, which is lost once."""
+class LostOnce(Elsewhere):
+    """An engine that is lost at its second call."""
 
-    def __init__(self, config, lora):
-        self.name = "engine 0"
-        self._config = config
-        self._lora = lora
-        self.starts = 0
-        self.calls = 0
-
-    def start(self):
-        torch.set_num_threads(1)
-        self.starts += 1
-        model = PipelineLoader(self._lora.path, dtype=self._lora.dtype).load()
-        self.engine = DiffusersEngine.from_config(self._config, model, self._lora, "cpu")
-
-    def sync(self, state, version):
-        return self.engine.sync(state, version)
+    calls = 0
 
     def generate(self, request):
         self.calls += 1
         if self.calls == 2:
             raise EngineLostError("killed")
-        return self.engine.generate(request)
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def pooled(monkeypatch):
-    def build(config, model, lora, device, *_):
-        own = DiffusersEngine.from_config(config, model, lora, device)
-        digest_of = own.digest_of
-        own.close()
-        dtype = getattr(torch, config.dtype)
-        return RolloutPool([Elsewhere(config, lora)], digest_of=digest_of, dtype=dtype, micro_batch_size=8)
-
-    monkeypatch.setattr(setup, "build_engine", build)
+        return super().generate(request)
 
 
 def lines(folder):
     return [json.loads(line) for line in folder.timeline.read_text().splitlines()]
 
 
-def test_a_run_without_engines_elsewhere_has_its_stages(small_config):
-    before = time.time()
-    folder = FlowGRPOTrainer(small_config("trainer.test_freq=1", "trainer.val_before_train=true")).fit()
+@pytest.mark.run
+def test_a_run_without_engines_elsewhere_has_its_stages(trained_run):
+    folder = trained_run("trainer.test_freq=1")
     first, second = lines(folder)
     assert [line["step"] for line in (first, second)] == [1, 2]
     assert first.keys() == {"step", "started", "stages", "engines"}
@@ -168,11 +133,13 @@ def test_a_run_without_engines_elsewhere_has_its_stages(small_config):
     times = [time for line in (first, second) for _, *times in line["stages"] for time in times]
     assert times == sorted(times)
     assert times[0] >= 0
-    assert before < first["started"] == second["started"] < time.time()
+    assert first["started"] == second["started"] < time.time()
     assert not OF_ENGINES & {name for row in folder.rows() for name in row}
 
 
-def test_a_run_with_an_engine_elsewhere_tells_what_it_did(small_config, pooled):
+@pytest.mark.run
+def test_a_run_with_an_engine_elsewhere_records_its_work(small_config, pooled):
+    pooled(LostOnce, engines=1)
     with pytest.warns(UserWarning, match="is started anew: killed"):
         folder = FlowGRPOTrainer(
             small_config(f"{R}.ahead=1", "trainer.total_training_steps=3", "data.val_files=null")
@@ -197,20 +164,7 @@ def test_a_run_with_an_engine_elsewhere_tells_what_it_did(small_config, pooled):
     assert sum(row["timing_s/engine_draw"] for row in rows) == pytest.approx(drew, abs=1e-2)
 
 
-def test_a_resume_cuts_the_timeline_where_it_cuts_the_metrics(small_config):
-    settings = ("trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.total_training_steps=3")
-    folder = FlowGRPOTrainer(small_config(*settings, folder="run")).fit()
-    whole = folder.timeline.read_text().splitlines()
-    (folder.checkpoints / "latest").write_text("step_2")
-    FlowGRPOTrainer(small_config(*settings, folder="run")).fit()
-    now = lines(folder)
-    assert [line["step"] for line in now] == [1, 2, 3]
-    assert folder.timeline.read_text().splitlines()[:2] == whole[:2]
-    assert now[2]["started"] > now[1]["started"]
-    assert (folder.root / "timeline.1.jsonl").read_text().splitlines() == whole[2:]
-    assert json.loads((folder.root / "metrics.1.jsonl").read_text())["step"] == 3
-
-
+@pytest.mark.run
 def test_a_timeline_that_cannot_be_written_costs_no_step(small_config, capsys):
     trainer = FlowGRPOTrainer(small_config())
     os.mkdir(trainer.folder.timeline)

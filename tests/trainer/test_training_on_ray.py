@@ -4,20 +4,16 @@ import os
 import signal
 
 import pytest
+from tests_support import untimed
 
 from flowgrpo_rc.rollout.ray.handle import RayHandle
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 R = "actor_rollout_ref.rollout"
 SETTINGS = ("trainer.total_training_steps=4", "trainer.test_freq=2", f"{R}.micro_batch_size=5")
 
 
-def numbers(folder):
-    return [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in folder.rows()]
-
-
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:given more than once")
 def test_on_ray_one_ahead_is_adapter_lag_though_an_actor_is_killed(small_config, ray_environment, monkeypatch):
     for name in ray_environment.keys() - os.environ.keys():
@@ -38,7 +34,7 @@ def test_on_ray_one_ahead_is_adapter_lag_though_an_actor_is_killed(small_config,
     there = (f"{R}.placement=ray", f"{R}.engines=2", f"{R}.ray.num_gpus=0", f"{R}.ray.num_cpus=0.5", f"{R}.ahead=1")
     with pytest.warns(UserWarning, match="rollout engine ray 0 is started anew: The actor is dead because"):
         found = FlowGRPOTrainer(small_config(*SETTINGS, *there, folder="ray")).fit()
-    assert len(numbers(found)) == len(numbers(expected)) == 5
-    assert all(len(row) > 80 for row in numbers(found)[1:])
-    for one, other in zip(numbers(found), numbers(expected), strict=True):
+    assert len(untimed(found.rows())) == len(untimed(expected.rows())) == 5
+    assert all(len(row) > 80 for row in untimed(found.rows())[1:])
+    for one, other in zip(untimed(found.rows()), untimed(expected.rows()), strict=True):
         assert one == other
