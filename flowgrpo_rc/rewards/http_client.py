@@ -272,9 +272,11 @@ class _Batch:
         # A redirect could send images and key to another server.
         if response.has_redirect_location:
             words = "a redirect, which is not followed; give the address of the server itself"
-        told = f": {words[:WORDS]}{'...' if len(words) > WORDS else ''}" if words else ""
+        if len(words) > WORDS:
+            words = f"{words[:WORDS]}..."
+        reason = f"answers {status}: {words}" if words else f"answers {status}"
         again = status in RETRIED or status >= 500
-        raise _Failed(f"answers {status}{told}", again=again, wait_s=_retry_after(response.headers))
+        raise _Failed(reason, again=again, wait_s=_retry_after(response.headers))
 
     def _named(self, name: str) -> str:
         return f"{self.section}.{name}={getattr(self.options, name):g} s"

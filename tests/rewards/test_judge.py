@@ -183,20 +183,12 @@ def test_a_question_shows_the_references_before_the_image():
 def test_the_cache_knows_an_image_by_its_references_too():
     with FakeJudge(by_number) as server:
         reward = server.reward([EDIT], cache=True)
+        with pytest.raises(ValueError, match=r"^p:1 has no reference images, which the judge's question 'score' shows"):
+            reward.check_prompts(["a"], sources=["p:1"], metadata=[{}])
         before = len(server.asked)
         for shade in (10, 10, 20):
             reward(numbered(1), ["a"], [{"images": [picture(shade)]}])
         assert len(server.asked) - before == 2
-
-
-def test_references_that_are_not_there():
-    with FakeJudge(by_number) as server:
-        reward = server.reward([EDIT])
-        with pytest.raises(ValueError, match=r"^p:1 has no reference images, which the judge's question 'score' shows"):
-            reward.check_prompts(["a"], sources=["p:1"], metadata=[{}])
-        reward.check_prompts(["a"], sources=["p:1"], metadata=[{"images": [picture(1)]}])
-    with pytest.raises(ValueError, match="references: got true without a question; give one that says what"):
-        RewardConfig(functions={"judge": 1.0}, judge={"questions": [{"references": True}]})
 
 
 # ---------------------------------------------------------------- answers that cannot be read
@@ -272,18 +264,13 @@ def test_a_server_without_log_probabilities():
         ({"base_url": None}, r"base_url: null, so there is no server to ask; give"),
         ({"questions": []}, r"questions: none, so there is nothing to ask"),
         ({"model": "gpt"}, rf"model: the server http.* has no model 'gpt'; it has {MODEL}"),
+        ({"questions": [{"references": True}]}, "questions.references: got true without a question; give one that"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "api_key_env: the environment variable that it names is not set"),
     ],
 )
 def test_what_is_wrong_is_told_before_training(settings, told):
     with FakeJudge(by_number) as server, pytest.raises(ValueError, match=rf"^reward\.judge\.{told}"):
         server.reward(**settings)
-
-
-@pytest.mark.parametrize(("models", "told"), [((), "has 0 models"), (("a", "b"), r"has 2 models \(a, b\); name one")])
-def test_a_model_that_is_not_plain(models, told):
-    with FakeJudge(by_number, models) as server, pytest.raises(ValueError, match=rf"^reward\.judge\.model: .*{told}"):
-        server.reward()
 
 
 @pytest.mark.parametrize(

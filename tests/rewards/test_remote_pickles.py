@@ -102,7 +102,7 @@ HOSTILE = {
         "shape does not fit its 3 bytes",
     ),
     "a deep list": (instructions(b"]" * 5000 + b"a" * 4999), "more than 8 levels"),
-    "deep tuples": (instructions(NESTED), "more than 8 levels"),
+    "deep tuples": (instructions(b")" + b"\x85" * 9000), "more than 8 levels"),
     "lists within lists, again and again": (pickle.dumps(SHARED), "more than (8 levels|1000000 values)"),
     "a list that holds itself": (instructions(b"]\x94h\0a"), "more than 8 levels"),
     "more instructions than an answer needs": (instructions(b"]" + b"Na" * 150_000), "more than 200000 instructions"),

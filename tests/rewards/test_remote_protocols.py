@@ -12,8 +12,6 @@ import pytest
 from PIL import Image
 from reward_server import IMAGES, METADATA, PROMPTS
 
-from flowgrpo_rc.rewards import JudgeConfig
-from flowgrpo_rc.rewards.judge import chat
 from flowgrpo_rc.rewards.remote import images
 from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS, SERVED, Answer, ProtocolError, Request, ServerRefusal
 
@@ -127,15 +125,6 @@ def test_images_come_back_to_the_pixel_as_png_and_nearly_as_jpeg():
     jpeg = images.encode(smooth, "jpeg")
     assert images.decode([jpeg]).shape == (1, 32, 24, 3)
     assert np.abs(images.decode([jpeg])[0].astype(int) - smooth).max() < 16
-
-
-def test_jpeg_has_the_quality_that_is_asked_for():
-    for asked, quality in (((), 75), ((95,), 95)):
-        file = io.BytesIO()
-        Image.fromarray(IMAGES[0]).save(file, "JPEG", quality=quality)
-        assert images.encode(IMAGES[0], "jpeg", *asked) == file.getvalue()
-    file = chat.encode(IMAGES[0], JudgeConfig(image_format="jpeg"))
-    assert file == images.encode(IMAGES[0], "jpeg", 95)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "LA"])

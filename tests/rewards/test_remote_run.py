@@ -59,13 +59,3 @@ def test_a_server_that_ends_during_training_ends_the_run_with_1(tmp_path, capsys
     assert len(errors) == 1
     assert errors[0].startswith(f"error: {server.url}: reward.remote.far, images 0 to ")
     assert errors[0].endswith("answers 500: CUDA error (tried 2 times)")
-
-
-def test_a_server_that_is_not_there_is_told_before_the_model_is_loaded(tmp_path, capsys, monkeypatch):
-    def load(*arguments):
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", load)
-    far = ["reward.remote.far.url=http://127.0.0.1:9", "reward.remote.far.tries=1", "reward.functions={far: 1.0}"]
-    assert demo(tmp_path / "run", *far) == 2
-    assert "error: reward.remote.far.url: the server does not score a grey image" in capsys.readouterr().err

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SMALL_RUN
 from safetensors.torch import load_file, save_file
 
-from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 
@@ -82,14 +80,3 @@ def test_a_scorer_with_other_weights_is_not_resumed_with(small_config: Callable[
     # Other rewards are another setting, which a run may go on with.
     others = ("reward.functions.clip_cosine=0", "reward.functions.jpeg_compressibility=1")
     assert FlowGRPOTrainer(small_config(*settings, *others)).step == 1
-
-
-def test_a_missing_folder_is_told_before_the_pipeline_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
-    run = ["demo", *SMALL_RUN, NO_CUSTOM, f"trainer.default_local_dir={tmp_path / 'run'}"]
-    assert main([*run, "reward.functions.pickscore=1", "reward.pickscore.model_path=/nowhere/pickscore"]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: reward.pickscore.model_path: /nowhere/pickscore cannot be used: ")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from reward_files import METADATA, function, write
+from reward_files import METADATA, write
 from test_reward_run import TINY, rows
 
 from flowgrpo_rc.cli.main import main
@@ -288,12 +288,6 @@ def test_settings_that_cannot_be_used(settings, told):
     with pytest.raises(ValueError, match=rf"^reward\.reward_model\.{told}") as caught:
         RewardModelConfig(**settings)
     assert "sk-secret" not in str(caught.value)
-
-
-def test_a_reward_that_asks_nobody_starts_nothing(notes, tmp_path):
-    custom = {"path": str(write(tmp_path, function("return [1.0, 2.0, 3.0]"))), "name": "f"}
-    build_reward(RewardConfig(custom_reward_function=custom, reward_model={"model_path": MODEL})).close()
-    assert read(notes) == []
 
 
 VERL_OMNIS = (

@@ -97,5 +97,6 @@ class PaddedPixels:
         height, width = (max(1, round(length * scale)) for length in pixels.shape[1:])
         if scale != 1:
             pixels = F.interpolate(pixels[None], size=(height, width), mode="bicubic", antialias=True)[0]
-        left, top = (self._side - width) // 2, (self._side - height) // 2
+        left = (self._side - width) // 2
+        top = (self._side - height) // 2
         return F.pad(pixels, (left, self._side - width - left, top, self._side - height - top))
