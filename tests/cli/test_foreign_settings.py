@@ -75,21 +75,6 @@ ROLLOUT_CORRECTION_SCRIPT = (
 SCORES = "/verl-omni/verl_omni/utils/reward_score"
 """Where verl-omni's scripts look for its scorers; not there."""
 
-MULTI_REWARD = (
-    "reward.custom_reward_function.path=pkg://verl_omni.reward_loop.reward_manager.multi",
-    "reward.custom_reward_function.name=_multi_reward_placeholder",
-    "reward.reward_manager.name=MultiVisualRewardManager",
-    "reward.reward_manager.module.path=pkg://verl_omni.reward_loop.reward_manager",
-    f"+reward.reward_functions.ocr.path={SCORES}/genrm_ocr.py",
-    "+reward.reward_functions.ocr.name=compute_score_ocr",
-    "+reward.reward_functions.ocr.weight=0.5",
-    f"+reward.reward_functions.jpeg.path={SCORES}/jpeg_compressibility.py",
-    "+reward.reward_functions.jpeg.name=compute_score",
-    "+reward.reward_functions.jpeg.weight=0.5",
-    "reward.aggregation=weighted_sum",
-)
-"""How verl-omni's script for several rewards names them."""
-
 REWARD_MODEL = (
     "reward.reward_model.enable=True",
     "reward.reward_model.model_path=Qwen/Qwen3-VL-8B-Instruct",
@@ -243,10 +228,7 @@ def test_settings_of_a_reward_model_that_are_others_here():
         ("devicez=[1]", "unknown configuration key reward.reward_model.devicez; nearest: reward.reward_model.devices"),
         ("rollout.max_model_length=100", "unknown .* nearest: reward.reward_model.rollout.max_model_len"),
         ("rollout.temperature=0.7", "cannot work here: .*reward.judge.{temperature,"),
-        ("rollout.do_sample=true", "cannot work here: .*reward.judge.extra_body"),
-        ("rollout.n=2", "cannot work here: .*reward.judge.extra_body"),
         ("rollout.response_length=9", "cannot work here: .*reward.judge.max_tokens"),
-        ("rollout.load_format=dummy", "cannot work here: .*extra_args"),
     ],
 )
 def test_a_setting_of_a_reward_model_that_may_change_scores_is_refused(setting, says):
@@ -268,34 +250,24 @@ def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
     ("there", "here"),
     [
         ([f"{A}.fsdp_config.model_dtype=fp32"], [f"{M}.dtype=float32"]),
-        ([f"{A}.fsdp_config.model_dtype=torch.bfloat16"], [f"{M}.dtype=bfloat16"]),
-        ([f"{A}.veomni_config.model_dtype=bf16"], [f"{M}.dtype=bfloat16"]),
         ([f"{M}.dtype=fp16"], [f"{M}.dtype=float16"]),
-        ([f"{R}.dtype=bf16"], [f"{R}.dtype=bfloat16"]),
         ([f"{M}.lora_dtype=null"], [f"{M}.lora_dtype=float32"]),
-        ([f"{M}.lora_dtype=fp32"], [f"{M}.lora_dtype=float32"]),
         ([f"{A}.fsdp_config.mixed_precision.param_dtype=bf16"], ["trainer.mixed_precision=bf16"]),
-        ([f"+{A}.veomni_config.mixed_precision=true"], ["trainer.mixed_precision=bf16"]),
         ([f"{A}.fsdp_config={{model_dtype: bf16, optimizer_offload: true}}"], [f"{M}.dtype=bfloat16"]),
         ([f"{A}.clip_ratio=0.01", f"{A}.clip_ratio_high=0.02"], _LOSS := [
             f"{A}.diffusion_loss.clip_ratio=0.01", f"{A}.diffusion_loss.clip_ratio_high=0.02"
         ]),
         ([f"{M}.algorithm=flow_dppo"], [f"{A}.diffusion_loss.loss_mode=flow_dppo"]),
         ([f"{M}.algorithm=mix_grpo", f"{R}.algo.sample_strategy=random"], [f"{R}.algo.sample_strategy=random"]),
-        ([f"{M}.algorithm=mix_grpo", f"{A}.diffusion_loss.loss_mode=flow_grpo"],
-         [f"{R}.algo.sample_strategy=progressive"]),
         ([f"{M}.algorithm=flow_grpo", f"{A}.diffusion_loss.loss_mode=grpo_guard"],
          [f"{A}.diffusion_loss.loss_mode=grpo_guard"]),
         (["algorithm.adv_estimator=mix_grpo"], []),
-        ([f"{A}.rollout_correction.guard=fallback"], ["algorithm.rollout_correction.guard=fallback"]),
         ([f"{A}.rollout_correction.rollout_is=token"], ["algorithm.rollout_correction.rollout_is=token"]),
         ([f"{A}.rollout_correction=null"], ["algorithm.rollout_correction=null"]),  # the file's gives way
-        ([f"{A}.rollout_correction.preset=geo_rs"], ["algorithm.rollout_correction.preset=geo_rs"]),
         ([f"{A}.rollout_correction={{}}", "algorithm.rollout_correction.guard=off"],
          ["algorithm.rollout_correction.guard=off"]),
         ([f"{A}.fsdp_config.model_dtype=null"], [f"{M}.dtype=float32"]),
         ([f"{M}.algo.noise_level=0.9"], [f"{R}.algo.noise_level=0.9"]),
-        ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=64"], [f"{R}.pipeline.height=64"]),
         ([f"{M}.pipeline.height=64"], [f"{R}.pipeline.height=64"]),  # the file's own height gives way
         ([f"{A}.optim.lr_scheduler_type=constant", f"{A}.optim.lr_warmup_steps=7"],
          [f"{A}.optim.lr_scheduler_type=constant_with_warmup", f"{A}.optim.lr_warmup_steps=7"]),
@@ -304,7 +276,6 @@ def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
          [f"{A}.optim.lr_scheduler_type=constant_with_warmup", f"{A}.optim.lr_warmup_steps_ratio=0.1"]),
         ([f"{A}.optim.lr_warmup_steps=null"], []),
         (["trainer.total_training_steps=-1"], ["trainer.total_training_steps=null"]),
-        (["trainer.max_actor_ckpt_to_keep=0"], ["trainer.max_actor_ckpt_to_keep=null"]),
         (["trainer.resume_mode=enable"], ["trainer.resume_mode=auto"]),
         (["trainer.logger=console"], ["trainer.logger=[console]"]),
         (["data.seed=null"], []),
@@ -312,32 +283,14 @@ def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
         ([f"+reward.reward_functions.jpeg.path={SCORES}/jpeg_compressibility.py",
           "+reward.reward_functions.jpeg.name=compute_score", "+reward.reward_functions.jpeg.weight=0.5"],
          ["reward.functions.jpeg_compressibility=0.5"]),
-        (["+reward.reward_functions.jpeg={path: pkg://verl_omni.utils.reward_score.jpeg_compressibility, required: 1}"],
-         ["reward.functions.jpeg_compressibility=1.0"]),
         (["reward.custom_reward_function.path=verl_omni/utils/reward_score/jpeg_compressibility.py",
           "reward.custom_reward_function.name=compute_score"], ["reward.functions.jpeg_compressibility=1.0"]),
         (["reward_fn={ocr: 0.5, jpeg_compressibility: 1}"],
          ["reward.functions.ocr=0.5", "reward.functions.jpeg_compressibility=1"]),
-        (["config.reward_fn.ocr=0.5"], ["reward.functions.ocr=0.5"]),
     ],
 )  # fmt: skip
 def test_a_setting_in_their_form_configures_what_ours_does(there, here):
     assert quietly(*there, name=TINY).to_dict() == quietly(*here, name=TINY).to_dict()
-
-
-def test_settings_that_have_their_name_here():
-    config = quietly(
-        f"{R}.seed=7", f"{R}.algo.sde_window_seed=3", f"{M}.lora_dtype=bf16",
-        *(f"{R}.val_kwargs.pipeline.{name}" for name in ("height=64", "max_sequence_length=32", "true_cfg_scale=2")),
-        name=TINY,
-    )  # fmt: skip
-    rollout = config.actor_rollout_ref.rollout
-    assert (config.rollout_seed, rollout.algo.sde_window_seed, config.trainer.seed) == (7, 3, 42)
-    assert config.actor_rollout_ref.model.lora_dtype == "bfloat16"
-    pipeline = rollout.validation_pipeline
-    assert (pipeline.height, pipeline.width, pipeline.max_sequence_length) == (64, 32, 32)
-    assert (pipeline.true_cfg_scale, rollout.pipeline.true_cfg_scale) == (2.0, 1.0)
-    assert quietly(name=TINY).rollout_seed == 42
 
 
 def test_a_warm_up_ratio_counts_optimizer_steps():
@@ -356,12 +309,8 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
         ([f"{A}.rollout_correction.guard=warn", "algorithm.rollout_correction.guard=off"], ["guard: got 'warn', but"]),
         ([f"{A}.rollout_correction=null", "algorithm.rollout_correction.rollout_is=token"],
          ["rollout_correction: got null, which is no correction, but algorithm.rollout_correction is {", "leave one"]),
-        (["algorithm.rollout_correction=null", f"{A}.rollout_correction.rollout_is=token"],
-         ["algorithm.rollout_correction: got null", "{rollout_is: 'token'}"]),
-        ([f"{A}.fsdp_config.seed=1", "trainer.seed=2"], ["fsdp_config.seed: got 1, but trainer.seed is 2"]),
         ([f"{M}.pipeline.height=64", f"{R}.pipeline.height=32"], ["model.pipeline.height: got 64"]),
         ([f"{M}.algorithm=flow_dppo", f"{A}.diffusion_loss.loss_mode=grpo_guard"], ["got flow_dppo", "'grpo_guard'"]),
-        ([f"{M}.algorithm=dance_grpo", f"{R}.algo.sde_type=sde"], ["got dance_grpo", "sde_type is 'sde'"]),
         (["+reward.reward_functions.ocr.weight=0.5", "reward.functions.ocr=1"],
          ["reward_functions.ocr: got the weight 0.5, but reward.functions is {ocr: 1}", "leave one out"]),
         (["reward_fn={ocr: 1}", "reward.functions.ocr=2"],
@@ -376,9 +325,7 @@ def test_a_warm_up_ratio_counts_optimizer_steps():
         (["+reward.reward_functions.ocr.device=cuda"], ["the built-in reward ocr takes none of device"]),
         (["reward.custom_reward_function.path=verl_omni/utils/reward_score/hpsv3_reward.py"],
          ["reward.custom_reward_function={path:verl_omni/", "verl-omni's file is not there", "reward.functions.ocr=1"]),
-        (["reward_fn={deqa: 1.0}"], ["reward.functions: 'deqa' is not a known reward"]),
         ([f"{A}.fsdp_config.model_dtype=int4"], ["fsdp_config.model_dtype: got 'int4'; choose one of fp32"]),
-        ([f"{A}.fsdp_config.dtype=float16"], ["fsdp_config.dtype: got 'float16'; choose one of bf16"]),
     ],
 )  # fmt: skip
 def test_two_values_for_one_setting_are_refused(overrides, parts):
@@ -401,10 +348,7 @@ def test_the_same_value_given_twice_is_no_conflict():
     [
         ("trainer.n_gpus_per_node=8", "4", "4", "the launcher started 4 processes on this machine.*nproc_per_node 8"),
         ("trainer.nnodes=2", "4", "4", "the launcher started 1 machines.*--nnodes 2"),
-        ("trainer.nnodes=1", "8", "4", "the launcher started 2 machines"),
-        ("trainer.n_gpus_per_node=8", "8", "4", "the launcher started 4 processes"),
         ("trainer.n_gpus_per_node=many", "4", "4", "got 'many'; give a whole number above 0"),
-        ("trainer.nnodes=0", "4", "4", "got 0; give a whole number above 0"),
     ],
 )
 def test_numbers_of_processes_must_agree_with_the_launcher(setting, world, local, says, monkeypatch):
@@ -428,38 +372,24 @@ def test_numbers_of_processes_that_agree_are_ignored(monkeypatch):
     ("setting", "says"),
     [
         (f"{M}.algorithm=diffusion_nft", "cannot work here: .* there are flow_grpo, mix_grpo"),
-        ("algorithm.trainer_type=direct_preference", "cannot work here"),
         (f"{A}.shuffle=True", "cannot work here: mini-batches are whole prompt groups"),
         (f"{A}.optim.optimizer=AdamW8bit", "cannot work here: the optimizer is torch's AdamW"),
         (f"{A}.optim.min_lr_ratio=0.1", "cannot work here"),
-        (f"{A}.entropy_coeff=0.01", "cannot work here"),
         (f"{R}.pipeline.num_frames=81", "cannot work here: images have one frame"),
         (f"{R}.nnodes=1", "cannot work here: .*placement=ray"),
         (f"+{R}.engine_kwargs.vllm_omni.quantization=fp8", "cannot work here: the engine takes its settings"),
         (f"{M}.custom_chat_template=hello", "cannot work here: prompts are given to the pipeline as they are"),
         (f"{M}.tokenizer_path=/elsewhere", "cannot work here: prompts are tokenized"),
-        (f"{M}.external_lib=verl_omni.pipelines.sd3_dpo", "cannot work here"),
         (f"{M}.lora_rank=0", "lora_rank: got 0; a LoRA is what is trained, never all weights: .*all-linear"),
-        (f"{M}.lora_rank=null", "lora_rank: got 0; a LoRA is what is trained, never all weights"),
-        (f"+{M}.lora.rank=0", "lora_rank: got 0; a LoRA is what is trained, never all weights"),
         ("reward.reward_manager.module.path=mine.py", "cannot work here: rewards are one weighted sum"),
-        (f"+{M}.override_config.attention_dropout=0.1", "cannot work here: the model is what its folder"),
-        (f"{A}.optim.muon_momentum=0.9", "cannot work here: the optimizer is torch's AdamW"),
-        (f"{A}.torchtitan.seed=3", "has no meaning here: it belongs to a backend"),
         ("critic.optim.lr=1e-5", "has no meaning here: GRPO has no critic; delete it"),
-        ("trainer.val_only=True", "cannot work here"),
         ("trainer._target_=os.system", "trainer._target_ has no meaning here: classes are not chosen"),
-        ("+trainer._recursive_=false", "trainer._recursive_ has no meaning here"),
         ("trainer={_target_: os.system, seed: 3}", "trainer._target_ has no meaning here"),
         ("algorithm.rollout_correction={_target_: verl.X}", "algorithm.rollout_correction._target_ has no meaning"),
-        ("+_target_=x", "_target_ has no meaning here"),
         ("hydra.run.dir=x", "hydra.run.dir has no meaning here: .*trainer.default_local_dir; delete it"),
-        ("hydra/launcher=x", "hydra.launcher has no meaning here"),
         ("+trainer.defaults=[a]", "trainer.defaults has no meaning here: a defaults list stands at the head"),
-        ("+defaults=[a]", "defaults has no meaning here: a defaults list stands at the head"),
         ("sample.num_steps=10", f"write {R}.pipeline.num_inference_steps=10 instead"),
         ("config.sample.num_steps=10", f"write {R}.pipeline.num_inference_steps=10 instead"),
-        ("model.model_name_or_path=Qwen/Qwen-Image", f"write {M}.path=Qwen/Qwen-Image instead"),
         ("sample.sde_window_range=[0,5]", f"write '{R}.algo.sde_window_range=\\[0,5\\]' instead"),
     ],
 )  # fmt: skip
@@ -472,11 +402,9 @@ def test_what_is_refused_says_why_in_a_line(setting, says):
 @pytest.mark.parametrize(
     "setting",
     [
-        f"{A}.shuffle=False", f"{A}.optim.min_lr_ratio=0.0", f"{R}.nnodes=0", f"{R}.pipeline.num_frames=1",
-        "algorithm.trainer_type=policy_gradient", f"{M}.custom_chat_template=null", "trainer.v1.trainer_mode=sync",
-        f"{M}.external_lib=null", "reward.reward_model.enable=False", "distillation.enabled=False",
-        f"{A}.diffusion_loss.mix_beta=0.5", f"{A}.optim.total_training_steps=-1", f"{R}.mode=async",
-        f"{M}.extra_tokenizers={{clip: {{path: tokenizer, max_length: 77}}}}", "trainer.use_v1=true",
+        f"{A}.shuffle=False", f"{A}.optim.min_lr_ratio=0.0", "algorithm.trainer_type=policy_gradient",
+        f"{A}.diffusion_loss.mix_beta=0.5", f"{A}.optim.total_training_steps=-1",
+        f"{M}.extra_tokenizers={{clip: {{path: tokenizer, max_length: 77}}}}", 
         f"{R}.engine_kwargs={{vllm_omni: {{}}}}", "actor_rollout_ref.ref=null", f"{R}.multi_turn={{enable: false}}",
         f"~{A}.fsdp_config.optimizer_offload",
     ],
@@ -593,11 +521,7 @@ def test_names_of_other_programs_are_refused_with_what_the_page_says(heading):
     "setting",
     [
         "reward.reward_manager.module.path=pkg://verl_omni.reward_loop.reward_manager",
-        "reward.reward_manager.source=importlib",
-        f"+{M}.override_config.attn_implementation=sdpa",
         f"{M}.override_config={{}}",
-        f"{R}.router_config_path=router.yaml",
-        "trainer.checkpoint_callback_class=null",
         f"{A}.optim.use_precision_aware_optimizer=false",
     ],
 )

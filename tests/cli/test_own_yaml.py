@@ -31,7 +31,7 @@ def write(folder, content, name="mine"):
         (HEAD + "hydra: {run: {dir: x}}\n", "mine.yaml: hydra has no meaning here"),
         (HEAD + "trainer: {1: 2}\n", "unknown configuration key trainer.1"),
         (HEAD + "trainer:\n", "trainer: got null, but it is a section; give its keys"),
-        (HEAD + "actor_rollout_ref: {actor: {optim: {lr: .nan}}}\n", "optim.lr: got nan; that is not finite"),
+        (HEAD + "actor_rollout_ref: {actor: {optim: {lr: .nan}}}\n", "optim.lr: got nan; give a number above 0"),
         (HEAD + "trainer:\n  seed: ???\n", r"trainer.seed: is \?\?\?, which stands for a value that must be given"),
         (HEAD + "trainer: {experiment_name: '${trainer.nope}'}\n", "trainer.experiment_name: .* cannot be resolved"),
         (HEAD + "sample: {num_steps: 10}\n", "write actor_rollout_ref.rollout.pipeline.num_inference_steps=10 instead"),
