@@ -1,8 +1,7 @@
-"""``help()`` of a configuration class shows its fields with the text that stands below each of them in the source.
+"""Fields in ``help()`` of a configuration class, each with the text below it in the source.
 
-Python keeps no such text at run time. ``documented_fields`` reads it from the source file, and only when somebody asks
-for the class's docstring, so that importing a configuration parses nothing. A field that holds a section of its own
-needs no text: the section's docstring says what it is.
+Python keeps no such text at run time. ``documented_fields`` reads it from the source file when the class's docstring is
+read, so that importing a configuration parses nothing. A field with a nested section has the section's docstring.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def documented_fields(cls: type[T]) -> type[T]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Field name -> what the field is, for those that say it: the string literal below it, or of a field that holds
-    another dataclass the first paragraph of that class's docstring.
+    """Field name -> description: the string literal below the field, or for a nested section the first paragraph of
+    its docstring.
 
     Literals are missing where the source file is, as in a frozen program.
     """

@@ -33,6 +33,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
             return sorted(homes())
         if name not in homes():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        # Stored on the module, so that this function runs once for a name.
         value = getattr(importlib.import_module(homes()[name]), name)
         setattr(module, name, value)
         return value

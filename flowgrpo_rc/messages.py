@@ -1,4 +1,4 @@
-"""How an error is quoted in a message of ours."""
+"""Texts of errors, as messages quote them."""
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Where the files shipped with the package lie: beside it in a checkout, inside it in an installed wheel."""
+"""Paths of the files that are shipped: beside the package in a checkout, inside it in an installed wheel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parent
 ASSET_PREFIX = "asset:"
 LFS_POINTER = b"version https://git-lfs"
-"""How the text begins that stands in a checkout for a file of Git LFS that was not downloaded."""
+"""First bytes of the text that a checkout has in place of a Git LFS file that was not downloaded."""
 
 
 def shipped(folder: str) -> Path:
@@ -17,6 +17,7 @@ def shipped(folder: str) -> Path:
     Raises:
         FileNotFoundError: the installation lacks it.
     """
+    # The wheel first: its parent is site-packages, where another package may have such a folder.
     for parent in (_PACKAGE, _PACKAGE.parent):
         if (parent / folder).is_dir():
             return parent / folder
@@ -40,8 +41,8 @@ def resolve_asset(path: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where things lie that every run of a user can share and make again: ``$FLOWGRPO_RC_CACHE``, or where that is not
-    set ``flowgrpo_rc`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Folder of files that a user's runs share and can make again: ``$FLOWGRPO_RC_CACHE``, or ``flowgrpo_rc`` in
+    ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     own = os.environ.get("FLOWGRPO_RC_CACHE")
     folder = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "flowgrpo_rc"
     return folder.expanduser()

@@ -78,6 +78,7 @@ def read_mapping(remedy: str) -> Callable[[Any], dict[str, Any]]:
 
 def one_of(options: Collection[str]) -> Check:
     """The condition that a text is one of ``options``, a table whose rows may be added later."""
+    # Read when a value is checked, so that a registered row counts at once.
     return Check(lambda value: value in options, lambda: f"choose one of {', '.join(options)}")
 
 
@@ -146,6 +147,7 @@ class Section:
 @functools.cache
 def field_types(cls: type) -> Mapping[str, Any]:
     """Field -> type annotation of a dataclass, with its conditions."""
+    # Cached: evaluating annotations takes most of the time of a check.
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in fields(cls)}
 
@@ -163,6 +165,7 @@ def convert(kind: Any, value: Any) -> Any:
         ValueError: the type is wrong, the number is not finite or too large, or a condition does not hold; the message
             begins with ``got``.
     """
+    # Reported before: the parents only learn that the section is incomplete.
     if value is INVALID:
         raise Problems([])
     if is_section(kind):
@@ -220,6 +223,7 @@ def _section(kind: type[Section], value: Any) -> Section:
         made = value
     else:
         raise ValueError(f"got {show(value)}; give a {kind.__name__} or a mapping of its keys")
+    # An object may have been changed since it was made, and classes of several sections are checked here alone.
     made.check("")
     return made
 
@@ -250,12 +254,15 @@ def _convert(kind: Any, value: Any) -> Any:
         return items
     if not isinstance(value, str | int | float):
         raise TypeError
+    # YAML's words for truth arrive as text from a shell.
     if kind is bool and str(value).lower() in (*_TRUE, *_FALSE):
         return str(value).lower() in _TRUE
     if kind is str:
         return str(value)
+    # True is an int in Python, but never a count that somebody meant.
     if kind not in (int, float) or isinstance(value, bool) or (kind is int and isinstance(value, float)):
         raise TypeError
+    # Text that spells no number is of another type, such as the word auto.
     try:
         number = kind(value)
     except (ValueError, OverflowError):
@@ -293,7 +300,7 @@ def _in_words(kind: Any) -> str:
 
 
 def _why_not(options: Sequence[Any], value: Any) -> str:
-    """What is wrong beyond the type, if anything."""
+    """The reason beyond the type, if there is one."""
     if isinstance(value, float) and not math.isfinite(value):
         return "that is not finite; "
     wants_integer = any(_split(option)[0] is int for option in options)

@@ -167,6 +167,7 @@ def read_correction(value: Any) -> Any:
     try:
         return RolloutCorrectionConfig.from_dict(value)
     except (TypeError, ValueError) as error:
+        # The correction's class does not know its section, and begins with the key only in some messages.
         message = str(error)
         key = re.split(r"\W", message, maxsplit=1)[0]
         if isinstance(value, Mapping) and key in value:

@@ -52,6 +52,7 @@ def compose(
         ConfigError: no such file, or settings that cannot be used: all of them, grouped by what to do.
         ValueError: a band without quotes in a file of ``config_dir``.
     """
+    # Every stage goes on after a refusal, so that one error lists them all.
     refusals = Refusals()
     raw = _files(config_name, config_dir)
     parsed = _parse(overrides, refusals)
@@ -60,6 +61,7 @@ def compose(
     leaves = _resolved(flatten(raw, is_one_value, refusals.wrong), refusals)
     typed: dict[str, Any] = {}
     _apply(typed, parsed, Refusals())
+    # The command line wins over files, so its keys are kept apart from theirs.
     overridden = flatten(typed, is_one_value, Refusals().wrong)
     inside = (f"{key}.{part}" for key, value in overridden.items() if isinstance(value, Mapping) for part in value)
     translation = Translation(leaves, refusals, {*overridden, *inside})
@@ -109,6 +111,7 @@ def _files(config_name: str, config_dir: str | None) -> dict[str, Any]:
         search = [f"hydra.searchpath=[file://{own}]"]
         for file in _own_files(folder, config_name):
             refuse_unquoted_bands(file)
+    # The caller may have initialized Hydra for a program of its own, and Hydra allows one at a time.
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(primary, version_base="1.3"):
@@ -133,6 +136,7 @@ def _own_files(folder: Path, name: str) -> Iterator[Path]:
     if not file.exists():
         return  # A shipped file, or none, which Hydra reports.
     try:
+        # Editors on Windows write a byte order mark.
         content = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror})") from error
@@ -168,6 +172,7 @@ def _explain(error: Exception, config_name: str, folder: str) -> str:
         missing = (missing if isinstance(missing, str) else config_name).removesuffix(".yaml")
         where = "--config-name" if missing == config_name.removesuffix(".yaml") else config_name
         return f"{where}: no file {missing}.yaml; there are: {', '.join(names)}"
+    # Some of Hydra's errors have no text; the one below them has.
     cause: BaseException = error
     while not str(cause).strip() and (inner := cause.__cause__ or cause.__context__) is not None:
         cause = inner
@@ -183,6 +188,7 @@ def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
     parsed: list[_Override] = []
     for text in overrides:
         try:
+            # Hydra reads a band such as 0.5_5 as the number 0.55.
             found = parser.parse_override(quote_bands(text))
             key = found.key_or_group.replace("/", ".")  # There are no groups of files here.
             value = found.value()
@@ -217,6 +223,7 @@ def _make_room_for_preset(raw: dict[str, Any], overrides: Sequence[_Override]) -
         for section in CORRECTIONS:
             within = one.key == section and isinstance(one.value, Mapping) and one.value.get("preset") is not None
             if within or (one.key == f"{section}.preset" and one.value is not None and not one.deletes):
+                # Options of the file would otherwise refine a preset that the user chose in their place.
                 for place in CORRECTIONS:
                     _take_out(raw, place)
 
@@ -235,6 +242,7 @@ def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusa
         if one.key in earlier and earlier[one.key] != one.value:
             again[one.key] = f"{one.key}={show(one.value)} (before: {show(earlier[one.key])})"
         earlier[one.key] = one.value
+        # Later overrides may change parts of this mapping in place.
         _set(raw, one.key.split("."), copy.deepcopy(one.value))
     return list(again.values())
 
@@ -282,6 +290,7 @@ def _resolved(leaves: dict[str, Any], refusals: Refusals) -> dict[str, Any]:
             refusals.wrong(f"{key}: is ???, which stands for a value that must be given; give one")
             resolved[key] = INVALID
         elif "${" in repr(value):
+            # Made on demand: most configurations interpolate nothing but the run folder.
             tree = tree or OmegaConf.create(nest(every))
             try:
                 found = OmegaConf.select(tree, key)
@@ -297,6 +306,7 @@ def _resolved(leaves: dict[str, Any], refusals: Refusals) -> dict[str, Any]:
 
 def _build(leaves: Mapping[str, Any], refusals: Refusals) -> FlowGRPOConfig | None:
     """The configuration; refuses the values that its classes refuse."""
+    # Unknown keys have been refused; the classes would report them a second time.
     known = {key: value for key, value in leaves.items() if key in schema()}
     try:
         return convert(FlowGRPOConfig, nest({**known, CORRECTIONS[1]: SHARED_CORRECTION}))

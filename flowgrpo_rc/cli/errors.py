@@ -69,7 +69,9 @@ def exit_code(error: BaseException, *, phase: str) -> int:
     if isinstance(error, KeyboardInterrupt):
         print(f"interrupted{_INTERRUPTED[phase]}", file=sys.stderr)
         return INTERRUPTED
+    # Own exceptions are raised with a message for users.
     is_own = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
+    # Before training a ValueError is about settings and files; in the loop it is a bug.
     is_foreseen = is_own or isinstance(error, OSError if training else (OSError, ValueError, ImportError))
     explanation = None if is_own else _explanation(error)
     text = explanation or (str(error) if is_own else one_line(error))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -63,8 +63,7 @@ GROUPS = ("delete; they mean nothing here", "write instead", "cannot work here",
 _DELETE, _INSTEAD, _CANNOT, _UNKNOWN, _WRONG = GROUPS
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """One setting that cannot be used."""
 
     group: str
@@ -76,11 +75,11 @@ class Refusal:
     """The whole message when nothing else is wrong."""
 
 
-@dataclass
 class Refusals:
     """Collects refusals; ``raise_if_any`` turns them into one ``ConfigError``."""
 
-    found: list[Refusal] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.found: list[Refusal] = []
 
     def delete(self, key: str, reason: str) -> None:
         """Refuse a key without a meaning."""
@@ -110,6 +109,7 @@ class Refusals:
             raise ConfigError(self.found[0].alone if len(self.found) == 1 else "\n".join(self._lines()))
 
     def _add(self, *refusal: str) -> None:
+        # A key may be refused twice, by its row and by the settings that it moves to.
         if Refusal(*refusal) not in self.found:
             self.found.append(Refusal(*refusal))
 
@@ -185,6 +185,7 @@ def _own_reward_manager(value: Any, _tree: Tree) -> bool:
 
 def _plain_chat_template(value: Any, _tree: Tree) -> bool:
     """Null, or a template that comes to the user's own words."""
+    # Compared without white space, for scripts indent it in their own ways.
     plain = "{%formessageinmessages%}{%ifmessage['role']=='user'%}{{message['content']}}{%endif%}{%endfor%}"
     return value is None or re.sub(r"\s", "", str(value)).strip('"') == plain
 
@@ -242,6 +243,7 @@ def rows() -> Mapping[str, Row]:
     for given in _file()["rows"]:
         cells = dict(given)
         keys = cells.pop("key")
+        # Only a table lists every spelling, so only with one can another value be refused.
         if isinstance(cells.get("values"), str):
             cells |= {"values": tables[cells["values"]], "only": cells["action"] == "move"}
         if isinstance(cells.get("ignore"), str):
@@ -255,6 +257,7 @@ def rows() -> Mapping[str, Row]:
 
 def _width(pattern: str) -> tuple[int, int]:
     """Sorts patterns without ``*`` first and whole sections last, long ones of these before short ones."""
+    # A row for one key of a section is an exception to the section's row.
     if pattern.endswith(".**"):
         return 2, -len(pattern)
     return int("*" in pattern), 0
@@ -262,6 +265,7 @@ def _width(pattern: str) -> tuple[int, int]:
 
 def find(key: str) -> Row | None:
     """The row of a key that is none here: the narrowest pattern that fits."""
+    # Most keys have a row of their own, and matching patterns is slow.
     exact = rows().get(key.removeprefix("config."))
     return exact or next((row for pattern, row in rows().items() if "*" in pattern and row.match(key)), None)
 
@@ -326,6 +330,7 @@ class Translation:
         given = dict(self.leaves)
         for key in foreign:
             self._foreign_key(key, given)
+        # Moved keys may name any setting, so what belongs to keys of this package comes after them.
         self._correction()
         self._algorithm()
         self._reward_functions()
@@ -333,6 +338,7 @@ class Translation:
             if row.key in self.leaves:
                 self._spelling(row)
         self._warm_up()
+        # After a refusal the user edits the command anyway, and a longer message hides what is wrong.
         if len(foreign) >= WRITTEN_THERE and not self.refusals.found:
             self.other_defaults = [
                 f"{key}={_grammar(schema()[key])} (there {value})"
@@ -348,6 +354,7 @@ class Translation:
         return first in self.overridden and second not in self.overridden
 
     def _foreign_key(self, key: str, given: Tree) -> None:
+        # A foreign key never reaches the configuration classes, whatever becomes of it.
         value = self.leaves.pop(key)
         row = find(key)
         if key in LAUNCHER_KEYS:
@@ -375,12 +382,14 @@ class Translation:
         if row.only and not (_is_scalar(value) and value in row.values):
             names = ", ".join(name for name in row.values if isinstance(name, str))
             return self.refusals.wrong(f"{key}: got {show(value)}; choose one of {names} (it is {target} here)")
+        # Both forms may be given, as a script's file and a user's override do; equal values are no conflict.
         present = self.leaves.get(target)
         respelled = _respellings()[target].spelled(present) if target in _respellings() else present
         differs = target in self.leaves and respelled != here
         if differs and self._first_wins(target, key):
             return self._ignore(key, f"{target} on the command line wins over the file")
         if differs and not self._first_wins(key, target):
+            # Neither value is right, so that no rule about the key is checked.
             self.leaves[target] = INVALID
             return self.refusals.wrong(
                 f"{key}: got {show(value)}, but {target} is {show(present)}, and the two are one setting here; leave "
@@ -397,6 +406,7 @@ class Translation:
             return self.refusals.wrong(f"{key}: got {show(value)}; give a whole number above 0")
         per_node = key == LAUNCHER_KEYS[0]
         flag = f"torchrun --{'nproc_per_node' if per_node else 'nnodes'} {value}"
+        # Batch sizes count over all processes, so nothing learned changes; but the user relies on the number.
         started = _started()
         if started is None:
             agrees = "it agrees" if value == 1 else f"start with `{flag}` (or accelerate launch) for {value}"
@@ -446,6 +456,7 @@ class Translation:
         if builtin is not None:
             names = {name: f"{_OWN_FUNCTION}.{name}" for name in ("path", "name", "weight", "reward_kwargs")}
             entry = {name: self.leaves.pop(key) for name, key in names.items() if key in self.leaves}
+            # A built-in reward takes no arguments, so they are refused with the others.
             entry |= entry.pop("reward_kwargs", None) or {}
             self._to_builtin(_OWN_FUNCTION, builtin, entry)
         given = self.leaves.get(_OWN_FUNCTIONS)
@@ -476,6 +487,7 @@ class Translation:
                 f"{key}: it is the judge's question {question} here, but {_QUESTIONS} is {show(questions)}; write all "
                 f"questions there, with their weights, and leave {key} out"
             )
+        # verl-omni adds both scores; one weight cannot stand for two entries without a word to the user.
         earlier = self.builtins.setdefault(builtin, key)
         if earlier != key:
             return self.refusals.wrong(
@@ -507,6 +519,7 @@ class Translation:
         if own is None or copied is None:
             self.leaves[place] = self._correction_or_none(own, copied)
             return
+        # verl-omni's default file interpolates the copy, so equal keys in both places are the rule.
         merged = {**copied, **own}
         for key, value in copied.items():
             if merged[key] == value:
@@ -522,6 +535,7 @@ class Translation:
 
     def _correction_or_none(self, own: Any, copied: Any) -> Any:
         """The correction where one of its two places is null, which switches it off."""
+        # A script may switch the correction off that its file configures; of equal standing the two contradict.
         off, on = CORRECTIONS if own is None else reversed(CORRECTIONS)
         keys = copied if own is None else own
         off_is_typed, on_is_typed = (
@@ -573,6 +587,7 @@ def _builtin_of_file(path: Any) -> str | None:
     """The built-in reward for a scorer of verl-omni's that is not there, empty where there is none; None for any other
     file."""
     name = _scorer_name(path)
+    # A user with verl-omni's source has the file itself, which is used as it is.
     if name is None or os.path.isfile(os.path.expanduser(str(path))):
         return None
     return _file()["scorers"].get(name, {}).get("reward", "")
@@ -586,6 +601,7 @@ def _scorer_name(path: Any) -> str | None:
 
 def _started() -> tuple[int, int] | None:
     """Processes on this machine and machines, as torchrun and accelerate launch report them; None without them."""
+    # Read from the environment: asking torch would import it, and accelerate sets the same variables.
     world = os.environ.get("WORLD_SIZE", "")
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not world.isdigit() or int(world) < 1:
@@ -612,6 +628,7 @@ def _grammar(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    # Without blanks after commas, which would end the word in a shell.
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_grammar(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -619,5 +636,6 @@ def _grammar(value: Any) -> str:
     text = str(value)
     if not isinstance(value, str) or (_PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false")):
         return text
+    # Double quotes, since shlex.quote puts single ones around the whole word.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

@@ -145,6 +145,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
         return 0
     arguments.phase = LOADING
+    # Imports torch and diffusers, for which a refused setting should not wait.
     from flowgrpo_rc.trainer import FlowGRPOTrainer
 
     trainer = FlowGRPOTrainer(config)

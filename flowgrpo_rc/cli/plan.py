@@ -49,6 +49,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.cli.compose import compose
 
     config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
+    # Refused before the plan is made, which takes seconds for a large model.
     for gpus in chosen:
         _check_processes(config, gpus.count)
     from flowgrpo_rc.planner.memory import MemoryPlan

@@ -47,8 +47,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.cli.compose import compose
 
     with tempfile.TemporaryDirectory() as folder:
+        # A probe leaves no run behind.
         quiet = [f"trainer.default_local_dir={folder}/run", "trainer.logger=[console]"]
         config = compose(arguments.config_name, [*arguments.overrides, *quiet], arguments.config_dir)
+        # The folder is new, so there is nothing to resume; a path given by the user stays.
         if config.trainer.resume_mode == "auto":
             config.trainer.resume_mode = "disable"
         from flowgrpo_rc.cli.probe_folder import ProbeFolder

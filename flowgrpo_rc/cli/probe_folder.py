@@ -32,6 +32,7 @@ class ProbeFolder:
             raise ValueError(f"--out: {root} is not a folder; give one, or a name that is free")
         try:
             root.mkdir(parents=True, exist_ok=True)
+            # The mode does not bind root, nor describe some network disks, so that writing is tried.
             with tempfile.TemporaryFile(dir=root):
                 pass
         except (OSError, ValueError) as error:
@@ -48,6 +49,7 @@ class ProbeFolder:
             OSError: the disk is full, or the folder is gone; earlier files stay as they are.
         """
         values = result.to_dict()
+        # Renamed when both are whole, in the same file system, so that a full disk costs no earlier result.
         with tempfile.TemporaryDirectory(dir=self.root, prefix=".probe-") as name:
             new = Path(name)
             (new / RESULT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

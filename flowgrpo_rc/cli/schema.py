@@ -41,6 +41,7 @@ def flatten(
     for path, value in _leaves(raw, "", is_one_value):
         owner = _owner(path)
         if path in sections():
+            # An empty section sets nothing; verl's files have many.
             if value != {}:
                 example = next(key for key in schema() if key.startswith(f"{path}."))
                 refuse(f"{path}: got {show(value)}, but it is a section; give its keys, e.g. {example}")
@@ -67,6 +68,7 @@ def nearest(key: str) -> str:
     """Known keys that may have been meant: by the last part first (a right name in the wrong section), then by all."""
     known = list(schema())
     last = key.rsplit(".", 1)[-1]
+    # The right name in the wrong section is the most frequent slip.
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
     names = difflib.get_close_matches(last, [n.rsplit(".", 1)[-1] for n in known])
     close_name = [k for k in known if k.rsplit(".", 1)[-1] in names]
@@ -101,6 +103,7 @@ def _own_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         yield path, value
         return
+    # Their own refusal explains more than that of the mapping's reader.
     hydras = [key for key in value if str(key).startswith("_") and str(key).endswith("_")]
     yield path, {key: item for key, item in value.items() if key not in hydras}
     for key in hydras:

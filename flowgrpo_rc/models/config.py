@@ -117,6 +117,7 @@ class ModelConfig(Section):
             yield (
                 f"target_modules: got {targets!r}; write {ALL_LINEAR} alone and in this spelling for all linear layers"
             )
+        # Hydra takes a,b without brackets as text.
         for name in names:
             if "," in name:
                 yield f"target_modules: got {targets!r}; several names are a list: [{name.replace(' ', '')}]"

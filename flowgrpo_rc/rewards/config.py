@@ -230,6 +230,7 @@ class RewardConfig(Section):
             except ValueError as error:
                 yield f"functions.{name}: {error}"
         # The checks below add up weights, which are not all numbers.
+        # Rules about weights would only repeat the problem.
         if weights.keys() != self.functions.keys():
             return
         self.functions = weights

@@ -284,6 +284,7 @@ class RolloutConfig(Section):
         backends = (*engine.attention_backends, "null")
         if self.rollout_attn_backend is not None and self.rollout_attn_backend not in backends[:-1]:
             yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {', '.join(backends)}"
+        # The section alone takes 0, as validation has it; a run needs steps with a density.
         if self.algo.noise_level == 0:
             yield "algo.noise_level: got 0; a deterministic rollout has no log-prob to train on, give e.g. 0.7"
         if not self.calculate_log_probs:
@@ -342,6 +343,7 @@ class RolloutConfig(Section):
         ignored = "vllm_omni" if self.is_elsewhere else "process"
         for timeout in fields(EngineTimeouts):
             value = getattr(getattr(self, ignored), timeout.name)
+            # A value that nothing reads would look like a limit that holds.
             if value not in (timeout.default, getattr(getattr(self, read), timeout.name)):
                 yield (
                     f"{ignored}.{timeout.name}: got {value:g}; with name={self.name} and placement={self.placement} "

@@ -188,6 +188,7 @@ class FlowGRPOConfig(Section):
         """Combinations of sections that cannot work together."""
         parts = self.actor_rollout_ref
         actor = parts.actor
+        # One object for both sections: verl-omni's actor has a copy, and the two must not drift apart.
         if actor.rollout_correction == SHARED_CORRECTION:
             actor.rollout_correction = self.algorithm.rollout_correction
             yield from (f"actor_rollout_ref.actor.{problem}" for problem in actor.problems())
@@ -196,6 +197,7 @@ class FlowGRPOConfig(Section):
         yield from (f"actor_rollout_ref.{problem}" for problem in self._sharding_problems())
         prompts = self.data.train_batch_size
         mini = actor.ppo_mini_batch_size
+        # Advantages need whole groups, so mini-batches are cut between prompts.
         if prompts % mini:
             yield (
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: got {mini}; it counts prompts and must divide "
@@ -219,6 +221,7 @@ class FlowGRPOConfig(Section):
         loss = self.actor_rollout_ref.actor.diffusion_loss
         objective = loss.objective
         here = "actor_rollout_ref.actor.diffusion_loss"
+        # The quantiles of the gap come from rescored steps, which only the probe has.
         if not rollout.probe.images:
             calibrated = {
                 f"{here}.clip_ratio": loss.clip_ratio == "auto",
