@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -49,8 +48,6 @@ class OwnFunction:
             )
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"{self.section}.name: got {self.name!r}; give the name of a function in {self.path}")
-        if not isinstance(self.kwargs, Mapping) or not all(isinstance(key, str) for key in self.kwargs):
-            raise ValueError(f"{self.kwargs_field}: got {self.kwargs!r}; give a mapping from parameter names to values")
 
 
 def of_entry(section: str, entry: Mapping[str, Any]) -> OwnFunction:
@@ -86,7 +83,6 @@ def load_reward(own: OwnFunction, timeout_s: float | None = None, offered: Mappi
     # Scorers with a model are often written as classes.
     if isinstance(function, type):
         code = UserCode(f"{own.section}.name: {own.name!r}", str(_file(own.path)), timeout_s, error=ValueError)
-        _check_class(function, own)
         function = code.run(_object_of, function)
     return adapt(function, own.name, own.kwargs, own.kwargs_field, offered)
 
@@ -120,19 +116,6 @@ def _functions_of(module: ModuleType) -> str:
     # Without the functions that the file imports.
     own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
     return ", ".join(sorted(own)) or "no function"
-
-
-def _check_class(cls: type, own: OwnFunction) -> None:
-    # Not hasattr: every class is callable itself.
-    if not any("__call__" in vars(base) for base in cls.__mro__):
-        raise ValueError(f"{own.section}.name: {own.name!r} is a class whose objects cannot be called; name {FORMS}")
-    try:
-        inspect.signature(cls).bind()
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{own.section}.name: {own.name!r} is a class that cannot be made without arguments ({error}); make the "
-            f"object in the file (reward = {own.name}(...)) and name that"
-        ) from error
 
 
 @cache  # making it may take long, and the reward may be built more than once

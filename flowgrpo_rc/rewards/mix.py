@@ -148,8 +148,17 @@ class RewardMix:
             # In float64, so that large terms may cancel.
             with np.errstate(all="ignore"):
                 total += self.weights[name] * scores.astype(np.float64)
+        # Written so that NaN, as of infinity less infinity, counts too.
+        large = np.flatnonzero(~(np.abs(total) <= np.finfo(np.float32).max))
+        if large.size:
+            first = int(large[0])
+            terms = [f"{self.weights[name]:g} x {scores[first]:g} ({name})" for name, (scores, _) in scored.items()]
+            raise RewardError(
+                f"the weighted sum of the rewards is beyond float32's largest number, 3.4e38, for {large.size} of "
+                f"{total.size} samples; the first is sample {first}, prompt {brief_repr(prompts[first])}: "
+                f"{' + '.join(terms)}. Lower the weights or scale the scores down"
+            )
         parts = {name: scores for name, (scores, _) in scored.items()}
-        self._check_sum(total, parts, prompts)
         info = {name: info for name, (_, info) in scored.items()}
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
 
@@ -181,18 +190,6 @@ class RewardMix:
         code = self._code[name]
         answer = code.run(self.functions[name], own, list(prompts), rows, passing=AnswerError)
         return read_answer(name, answer, prompts)
-
-    def _check_sum(self, total: np.ndarray, parts: Mapping[str, np.ndarray], prompts: Sequence[str]) -> None:
-        # Written so that NaN, as of infinity less infinity, counts too.
-        large = np.flatnonzero(~(np.abs(total) <= np.finfo(np.float32).max))
-        if large.size:
-            first = int(large[0])
-            terms = [f"{self.weights[name]:g} x {scores[first]:g} ({name})" for name, scores in parts.items()]
-            raise RewardError(
-                f"the weighted sum of the rewards is beyond float32's largest number, 3.4e38, for {large.size} of "
-                f"{total.size} samples; the first is sample {first}, prompt {brief_repr(prompts[first])}: "
-                f"{' + '.join(terms)}. Lower the weights or scale the scores down"
-            )
 
     def networks(self) -> dict[str, list[Any]]:
         """Name -> weights, as torch tensors, of every built-in reward that is a network on this machine."""
@@ -301,11 +298,10 @@ def _file_of(function: RewardFunction) -> str | None:
 
 
 def _check_batch(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> None:
-    if not isinstance(images, np.ndarray) or images.dtype != np.uint8:
-        kind = images.dtype if isinstance(images, np.ndarray) else type(images).__name__
+    # Floats, or channels first, would be scored without an error, and wrongly.
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
+        kind = f"{images.dtype} {images.shape}" if isinstance(images, np.ndarray) else type(images).__name__
         raise ValueError(f"images must be a uint8 numpy array (N, H, W, 3) in RGB, got {kind}")
-    if images.ndim != 4 or images.shape[3] != 3:
-        raise ValueError(f"images must have the shape (N, H, W, 3), got {images.shape}")
     if not len(images) == len(prompts) == len(metadata):
         raise ValueError(
             f"images, prompts and metadata must be equally many, got {len(images)}, {len(prompts)} and {len(metadata)}"

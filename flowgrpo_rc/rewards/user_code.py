@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from traceback import walk_tb
@@ -127,15 +127,20 @@ def _deadline(timeout_s: float | None) -> Iterator[None]:
         yield
         return
     seconds = min(timeout_s, _LONGEST_S)
+    in_main = threading.current_thread() is threading.main_thread()
     call = object()
-    # Windows has no such timer.
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        _set_fault_handler(call, seconds)
-        try:
+    # Behind the interrupt, for calls that swallow it; at once where there can be none.
+    _set_fault_handler(call, seconds + GRACE_S if in_main else seconds)
+    try:
+        with _interrupt_after(seconds) if in_main else nullcontext():
             yield
-        finally:
-            _set_fault_handler(call, None)
-        return
+    finally:
+        _set_fault_handler(call, None)
+
+
+@contextmanager
+def _interrupt_after(seconds: float) -> Iterator[None]:
+    """Raise ``Overrun`` in the main thread, which runs this, after so many seconds."""
     calling = True
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -146,8 +151,6 @@ def _deadline(timeout_s: float | None) -> Iterator[None]:
     begin = time.monotonic()
     remaining = 0.0
     try:
-        # After the interrupt, for calls that swallow it.
-        _set_fault_handler(call, seconds + GRACE_S)
         remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             yield
@@ -159,7 +162,6 @@ def _deadline(timeout_s: float | None) -> Iterator[None]:
         left = max(remaining - (time.monotonic() - begin), 1e-3) if remaining else 0.0
         signal.setitimer(signal.ITIMER_REAL, left)
         signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
-        _set_fault_handler(call, None)
 
 
 def _set_fault_handler(call: object, seconds: float | None) -> None:

@@ -64,7 +64,7 @@ def test_wrong_shape(answer: Any, shape: str) -> None:
     ("images", "message"),
     [
         (IMAGES.astype(np.float32), r"uint8 numpy array .* got float32"),
-        (IMAGES[..., :1], r"shape \(N, H, W, 3\), got \(3, 8, 8, 1\)"),
+        (IMAGES[..., :1], r"\(N, H, W, 3\) in RGB, got uint8 \(3, 8, 8, 1\)"),
         (IMAGES[:2], r"equally many, got 2, 3 and 3"),
     ],
 )

@@ -65,10 +65,10 @@ def test_accepted(tmp_path: Path, source: str) -> None:
             r"needs reward_router_address, which nothing here supplies; .*reward_kwargs\.reward_router_address=",
         ),
         ("f = min", rf"'f' has no signature that Python can read .*{FORMS}"),
-        ("class f: pass", "a class whose objects cannot be called"),
+        ("class f: pass", "has no signature that Python can read"),
         (
             "class f:\n    def __init__(self, scale): ...\n    def __call__(self, images, prompts, metadata): ...",
-            r"a class that cannot be made without arguments .*'scale'.*reward = f\(\.\.\.\)",
+            r"name: 'f' raised TypeError: .*missing 1 required positional argument: 'scale'",
         ),
     ],
 )
